@@ -1,0 +1,281 @@
+"""`Tier`: a place where bytes live. Five verbs (allocate, write, read, free, close) and what it can do, as properties.
+
+A new tier writes the underscored methods and inherits the rest: bounds, lifetimes, accounting, and the order of
+transfers. The rules every tier keeps, and `tiers.conformance` checks:
+
+- Transfers of one block happen in the order they were asked for wherever their bytes overlap.
+- A transfer starts after the work already queued on the caller's current CUDA stream that could touch its memory.
+- `free` is immediate for the caller; the space returns once nothing in flight touches it.
+- `close` refuses new work, ends what is in flight (each transfer finishes or raises) and gives everything back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from torch import Tensor, uint8
+
+from tiers.errors import TierError, TierFull
+from tiers.transfer import Transfer
+
+PAGE_NBYTES = 4096
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not below `nbytes`."""
+    return -(-nbytes // multiple) * multiple
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the same memory as a flat uint8 tensor; the tensor must be contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"a transfer needs a contiguous tensor, not strides {tensor.stride()} of {list(tensor.shape)}")
+    return tensor.detach().reshape(-1).view(uint8)
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Bytes [start, end) of a block that a transfer reads or changes."""
+
+    start: int
+    end: int
+    changes: bool
+    transfer: Transfer
+
+
+@dataclass(eq=False)
+class Block:
+    """`nbytes` bytes of a tier; `generation` is new for every allocation, so a stale block is never mistaken."""
+
+    tier: Tier
+    nbytes: int
+    generation: int
+    reserved: int = field(repr=False)
+    _handle: Any = field(repr=False)
+    _uses: list[_Use] = field(default_factory=list, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _freed: bool = False
+
+
+class Tier(ABC):
+    """A place where bytes live; safe to use from several threads."""
+
+    name: str = "tier"
+    addressable = False
+    """Whether `view` gives the bytes as a tensor."""
+    pinned = False
+    """Whether its memory is registered for direct GPU copies."""
+    durable = False
+    """Whether the bytes outlive the process."""
+    stores = True
+    """Whether what was written can be read back (false for dry runs)."""
+    alignment = 1
+    """Addresses and offsets that are multiples of this move without an extra copy; sizes round up to it."""
+
+    _hazard_nbytes = 1
+    """Transfers that touch the same span of this many bytes are put in order."""
+    _frees_in_stream_order = False
+    """Whether freed memory is reused only after the work of the stream that freed it."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        if capacity is not None and capacity < 0:
+            raise ValueError(f"capacity of {self.name} is {capacity} bytes; it cannot be negative")
+        self.notes: list[str] = []
+        """What the tier decided by itself, one line each, for people."""
+        self._capacity = capacity
+        self._used = 0
+        self._peak = 0
+        self._closed = False
+        self._generations = itertools.count(1)
+        self._lock = threading.RLock()
+        self._live: set[Block] = set()
+        self._retired: list[Block] = []
+
+    # What a tier implements: a handle is its own business, `source` and `target` are flat uint8 tensors that fit, and
+    # `after` are earlier transfers of the block that must be over first.
+
+    @abstractmethod
+    def _allocate(self, nbytes: int) -> Any: ...
+
+    @abstractmethod
+    def _free(self, handle: Any) -> None: ...
+
+    @abstractmethod
+    def _write(self, handle: Any, source: Tensor, offset: int, after: Sequence[Transfer]) -> Transfer: ...
+
+    @abstractmethod
+    def _read(self, handle: Any, target: Tensor, offset: int, after: Sequence[Transfer]) -> Transfer: ...
+
+    def _view(self, handle: Any) -> Tensor:
+        raise TierError(f"{self.name} has no memory to look at; read the block instead", tier=self.name)
+
+    def _abort(self) -> None:  # noqa: B027 (optional)
+        """Make transfers in flight end soon, well or badly; called once, before `_close`."""
+
+    def _close(self) -> None:  # noqa: B027 (optional)
+        """Give back everything that is left; called once, with nothing in flight."""
+
+    # What callers use.
+
+    @property
+    def capacity(self) -> int | None:
+        """Return the bytes the tier may hold in all, None where there is no bound."""
+        return self._capacity
+
+    @property
+    def used(self) -> int:
+        """Return the bytes that blocks occupy now, rounding included."""
+        with self._lock:
+            self._reclaim()
+            return self._used
+
+    @property
+    def peak(self) -> int:
+        """Return the most bytes that were ever occupied at once."""
+        return self._peak
+
+    @property
+    def footprint(self) -> int:
+        """Return the bytes the tier has taken from the machine, free space inside it included."""
+        return self.used
+
+    def describe(self) -> str:
+        """Return one line for people: what there is, and what was found."""
+        bound = "no bound" if self.capacity is None else f"{self.capacity} bytes"
+        return "; ".join([f"{self.name}: {bound}", *self.notes])
+
+    def allocate(self, nbytes: int) -> Block:
+        """Return a block of exactly `nbytes`, its contents undefined; raise `TierFull` when there is no room."""
+        if nbytes < 0:
+            raise ValueError(f"cannot allocate {nbytes} bytes")
+        reserved = round_up(nbytes, self.alignment)
+        with self._lock:
+            self._refuse_if_closed()
+            self._reclaim()
+            try:
+                handle = self._reserve(nbytes, reserved)
+            except TierFull:
+                if not self._retired:
+                    raise
+                self._reclaim(wait=True)
+                handle = self._reserve(nbytes, reserved)
+            self._used += reserved
+            self._peak = max(self._peak, self._used)
+            block = Block(self, nbytes, next(self._generations), reserved, handle)
+            self._live.add(block)
+            return block
+
+    def write(self, block: Block, source: Tensor, offset: int = 0) -> Transfer:
+        """Start copying `source` into the block at byte `offset`."""
+        return self._move(block, source, offset, writes=True)
+
+    def read(self, block: Block, target: Tensor, offset: int = 0) -> Transfer:
+        """Start filling `target` from the block's bytes at `offset`."""
+        return self._move(block, target, offset, writes=False)
+
+    def view(self, block: Block) -> Tensor:
+        """Return the block's own memory as a uint8 tensor, good until the block is freed (addressable tiers only)."""
+        self._check(block)
+        return self._view(block._handle)[: block.nbytes]
+
+    def free(self, block: Block) -> None:
+        """Give the block up; its space returns as soon as no transfer touches it."""
+        with self._lock, block._lock:
+            self._check(block)
+            block._freed = True
+            self._live.discard(block)
+            self._retired.append(block)
+            self._reclaim()
+
+    def close(self) -> None:
+        """Refuse new work, end what is in flight and give everything back; closing twice is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._abort()
+        with self._lock:
+            for block in [*self._live, *self._retired]:
+                with block._lock:
+                    _drain(block)
+            self._reclaim()
+            for block in self._live:
+                block._handle = None
+            self._live.clear()
+            self._used = 0
+            self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _move(self, block: Block, tensor: Tensor, offset: int, writes: bool) -> Transfer:
+        data = as_bytes(tensor)
+        if offset < 0 or offset + data.numel() > block.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + data.numel()} are outside a block of {block.nbytes} bytes")
+        with block._lock:
+            self._check(block)
+            if data.numel() == 0:
+                return Transfer.finished(0)
+            start = offset // self._hazard_nbytes * self._hazard_nbytes
+            end = round_up(offset + data.numel(), self._hazard_nbytes)
+            block._uses = [use for use in block._uses if not use.transfer.done]
+            after = [
+                use.transfer
+                for use in block._uses
+                if (writes or use.changes) and use.start < end and start < use.end
+            ]
+            transfer = (self._write if writes else self._read)(block._handle, data, offset, after)
+            if not transfer.done:
+                block._uses.append(_Use(start, end, writes, transfer))
+            return transfer
+
+    def _reserve(self, nbytes: int, reserved: int) -> Any:
+        if self._capacity is not None and self._used + reserved > self._capacity:
+            raise TierFull(tier=self.name, needed=reserved, available=self._capacity - self._used)
+        return self._allocate(nbytes)
+
+    def _reclaim(self, wait: bool = False) -> None:
+        """Return the space of freed blocks that nothing touches any more; with `wait`, of all of them."""
+        waiting = []
+        for block in self._retired:
+            if wait:
+                _drain(block)
+            if all(self._is_over(use.transfer) for use in block._uses):
+                block._uses = []
+                self._free(block._handle)
+                block._handle = None
+                self._used -= block.reserved
+            else:
+                waiting.append(block)
+        self._retired = waiting
+
+    def _is_over(self, transfer: Transfer) -> bool:
+        return transfer.done or (self._frees_in_stream_order and transfer.event is not None and transfer.released)
+
+    def _check(self, block: Block) -> None:
+        self._refuse_if_closed()
+        if block.tier is not self:
+            raise TierError(f"this block belongs to {block.tier.name}, not to this {self.name}", tier=self.name)
+        if block._freed:
+            raise TierError(f"block {block.generation} of {self.name} was freed already", tier=self.name)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise TierError(f"{self.name} is closed", tier=self.name)
+
+
+def _drain(block: Block) -> None:
+    """Stop the host until no transfer touches the block; how each of them ended is its own caller's matter."""
+    for use in block._uses:
+        try:
+            use.transfer.synchronize()
+        except Exception:
+            pass

@@ -1,0 +1,185 @@
+"""How fast the tiers are here, each beside the plainest loop that could do the same: same place, same run, in turns.
+
+`python -m tiers.bench nvme DIR...` and `python -m tiers.bench dram` print the numbers (GB/s, GB is 1e9 bytes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from tiers.dram import DramTier
+from tiers.nvme import UNIT_NBYTES, NvmeTier
+from tiers.pages import Pages, Registrar
+
+MIN_ROUNDS = 3
+NUM_RAW_THREADS = 8
+
+Job = Callable[[], None]
+
+
+def bench_nvme(paths: Sequence[str | os.PathLike], nbytes: int = 1 << 30, seconds: float = 20.0) -> dict:
+    """Measure writing and reading `nbytes` through the tier and by raw pwritev/preadv threads; GB/s and their ratio."""
+    pages = Pages(nbytes)
+    pages.bytes.random_(0, 256)
+    with (
+        NvmeTier(paths=list(paths), prewrite=True) as tier,
+        _RawLoop([Path(path) for path in paths], pages, tier.direct) as raw,
+    ):
+        block = tier.allocate(pages.nbytes)
+        jobs: dict[str, Job] = {
+            "raw_write": raw.write,
+            "write": lambda: tier.write(block, pages.bytes).synchronize(),
+            "raw_read": raw.read,
+            "read": lambda: tier.read(block, pages.bytes).synchronize(),
+        }
+        rates = _alternate(jobs, pages.nbytes, seconds)
+        result: dict = {"paths": [str(path) for path in paths], "nbytes": pages.nbytes, "direct": tier.direct}
+    pages.release(Registrar())
+    return result | rates | _ratios(rates, ("write", "read"))
+
+
+def bench_dram_hbm(nbytes: int = 1 << 30, seconds: float = 10.0) -> dict:
+    """Measure dram ↔ hbm through the tier beside plain pinned copies, each direction and both; without a GPU, dram."""
+    return _bench_cuda(nbytes, seconds) if torch.cuda.is_available() else _bench_host(nbytes, seconds)
+
+
+def _bench_cuda(nbytes: int, seconds: float) -> dict:
+    device = torch.device("cuda", torch.cuda.current_device())
+    above, below = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    pinned_in, pinned_out = (torch.ones(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def raw(*copies: tuple[torch.cuda.Stream, Tensor, Tensor]) -> Job:
+        def job() -> None:
+            for stream, target, source in copies:
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+            up.synchronize()
+            down.synchronize()
+
+        return job
+
+    with DramTier(2 * nbytes + (1 << 20)) as tier:
+        first, second = tier.allocate(nbytes), tier.allocate(nbytes)
+
+        def moved(reads: bool, writes: bool) -> Job:
+            def job() -> None:
+                transfers = [tier.read(first, above)] if reads else []
+                transfers += [tier.write(second, below)] if writes else []
+                for transfer in transfers:
+                    transfer.synchronize()
+
+            return job
+
+        torch.cuda.synchronize()
+        jobs = {
+            "raw_up": raw((up, above, pinned_in)),
+            "up": moved(True, False),
+            "raw_down": raw((down, pinned_out, below)),
+            "down": moved(False, True),
+            "raw_both": raw((up, above, pinned_in), (down, pinned_out, below)),
+            "both": moved(True, True),
+        }
+        rates = _alternate(jobs, nbytes, seconds)
+        for name in ("raw_both", "both"):
+            rates[name] *= 2
+        found = {"device": torch.cuda.get_device_name(device), "nbytes": nbytes, "pinned": tier.pinned}
+    return found | rates | _ratios(rates, ("up", "down", "both"))
+
+
+def _bench_host(nbytes: int, seconds: float) -> dict:
+    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+
+    def copy() -> None:
+        target.copy_(source)
+
+    with DramTier(nbytes + (1 << 20), prefault=True) as tier:
+        block = tier.allocate(nbytes)
+        jobs: dict[str, Job] = {
+            "raw_write": copy,
+            "write": lambda: tier.write(block, source).synchronize(),
+            "read": lambda: tier.read(block, target).synchronize(),
+        }
+        rates = _alternate(jobs, nbytes, seconds)
+    rates["raw_read"] = rates["raw_write"]
+    return {"device": "cpu", "nbytes": nbytes, "pinned": False} | rates | _ratios(rates, ("write", "read"))
+
+
+def _alternate(jobs: dict[str, Job], nbytes: int, seconds: float) -> dict[str, float]:
+    """Run the jobs in turns, after one round to warm up, and return each one's median GB/s."""
+    for job in jobs.values():
+        job()
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    deadline = time.perf_counter() + seconds
+    rounds = 0
+    while rounds < MIN_ROUNDS or time.perf_counter() < deadline:
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            times[name].append(time.perf_counter() - start)
+        rounds += 1
+    return {name: nbytes / median(took) / 1e9 for name, took in times.items()}
+
+
+def _ratios(rates: dict[str, float], names: Sequence[str]) -> dict:
+    return {f"{name}_ratio": rates[name] / rates[f"raw_{name}"] for name in names}
+
+
+class _RawLoop:
+    """Threads that each move every n-th unit with pwritev/preadv: the disk's own speed, nothing kept in order."""
+
+    def __init__(self, directories: Sequence[Path], pages: Pages, direct: bool) -> None:
+        self._pages = pages
+        self._threads = ThreadPoolExecutor(NUM_RAW_THREADS)
+        self._files = []
+        for directory in directories:
+            fd, name = tempfile.mkstemp(prefix=".zerocli-bench-", dir=directory)
+            os.close(fd)
+            self._files.append(os.open(name, os.O_RDWR | (os.O_DIRECT if direct else 0)))
+            os.unlink(name)
+            os.posix_fallocate(self._files[-1], 0, pages.nbytes)
+
+    def write(self) -> None:
+        self._each(os.pwritev)
+
+    def read(self) -> None:
+        self._each(os.preadv)
+
+    def _each(self, call: Callable) -> None:
+        memory = self._pages.memory
+
+        def work(thread: int) -> None:
+            for start in range(thread * UNIT_NBYTES, len(memory), NUM_RAW_THREADS * UNIT_NBYTES):
+                fd = self._files[start // UNIT_NBYTES % len(self._files)]
+                part = memory[start : start + UNIT_NBYTES]
+                if call(fd, [part], start) != len(part):
+                    raise OSError("the raw loop moved less than it was asked to")
+
+        list(self._threads.map(work, range(NUM_RAW_THREADS)))
+
+    def __enter__(self) -> _RawLoop:
+        self.write()  # the first write to a region is slow: not measured
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+        for fd in self._files:
+            os.close(fd)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["nvme"]:
+        print(json.dumps(bench_nvme(sys.argv[2:] or ["."])))
+    else:
+        print(json.dumps(bench_dram_hbm()))

@@ -1,0 +1,105 @@
+"""`Copier`: bytes from one tensor to another, asynchronously; on CUDA streams of its own, or by a few host threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from tiers.errors import TierError
+from tiers.transfer import Transfer
+
+INLINE_NBYTES = 1 << 20  # a smaller host copy costs less than handing it to a thread
+NUM_THREADS = 2
+
+
+def stream_position(tensor: Tensor) -> torch.cuda.Event | None:
+    """Return an event for the caller's queued work that may touch `tensor`'s memory, None where none can.
+
+    Pinned host memory counts: a copy that the caller has only ordered on its stream may still be filling it.
+    """
+    if tensor.is_cuda:
+        stream = torch.cuda.current_stream(tensor.device)
+    elif torch.cuda.is_initialized() and tensor.is_pinned():
+        stream = torch.cuda.current_stream()
+    else:
+        return None
+    return None if stream.query() else stream.record_event()
+
+
+class Copier:
+    """Copies flat uint8 tensors; each direction of each device has its own stream, so both can run at once."""
+
+    def __init__(self, tier: str) -> None:
+        self._tier = tier
+        self._lock = threading.Lock()
+        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    def copy(self, source: Tensor, target: Tensor, after: Sequence[Transfer] = ()) -> Transfer:
+        """Start copying `source` over `target` once `after` and the caller's current stream have got there."""
+        if source.is_cuda or target.is_cuda:
+            return self._copy_on_stream(source, target, after)
+        position = stream_position(source) or stream_position(target)
+        if source.numel() <= INLINE_NBYTES and position is None and not after:
+            target.copy_(source)
+            return Transfer.finished(source.numel())
+        future: Future = self._pool().submit(_copy_on_host, source, target, position, list(after))
+        return Transfer(source.numel(), future=future, hold=(source, target), tier=self._tier)
+
+    def stream(self, device: torch.device, direction: str) -> torch.cuda.Stream:
+        """Return this copier's stream for `direction` (up, down or across) on `device`."""
+        with self._lock:
+            if (device, direction) not in self._streams:
+                self._streams[device, direction] = torch.cuda.Stream(device)
+            return self._streams[device, direction]
+
+    def close(self) -> None:
+        """Finish what runs and let the threads go."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+
+    def _copy_on_stream(self, source: Tensor, target: Tensor, after: Sequence[Transfer]) -> Transfer:
+        for earlier in after:
+            _settle(earlier)
+        direction = "across" if source.is_cuda and target.is_cuda else "up" if target.is_cuda else "down"
+        stream = self.stream(target.device if target.is_cuda else source.device, direction)
+        for device in {tensor.device for tensor in (source, target) if tensor.is_cuda}:
+            stream.wait_stream(torch.cuda.current_stream(device))
+        for earlier in after:
+            if earlier.event is not None:
+                stream.wait_event(earlier.event)
+        event = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event.record(stream)
+        return Transfer(source.numel(), event=event, hold=(source, target), tier=self._tier)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"{self._tier}-copy")
+            return self._threads
+
+
+def _copy_on_host(
+    source: Tensor, target: Tensor, position: torch.cuda.Event | None, after: Sequence[Transfer]
+) -> None:
+    # First in, first out: what this waits for was handed over earlier, so the threads cannot wait for each other.
+    for earlier in after:
+        _settle(earlier)
+        if earlier.event is not None:
+            earlier.event.synchronize()
+    if position is not None:
+        position.synchronize()
+    target.copy_(source)
+
+
+def _settle(earlier: Transfer) -> None:
+    try:
+        earlier.settle()
+    except TierError:
+        pass  # its own caller hears of it

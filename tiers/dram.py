@@ -1,0 +1,176 @@
+"""`dram`: host memory in exact-size, page-aligned arenas, pinned where there is a GPU.
+
+Arenas are mapped when a block first needs one, and pinned then: pinning takes seconds a GiB and cannot be swapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tiers.base import PAGE_NBYTES, Tier, round_up
+from tiers.copies import Copier
+from tiers.errors import TierError, TierFull, format_nbytes
+from tiers.extents import Extents
+from tiers.limits import HostLimits, read_limits
+from tiers.pages import Pages, Registrar
+from tiers.transfer import Transfer
+
+ARENA_NBYTES = 256 << 20
+_HINT = "place less there, give it a larger budget, or use a tier with more room"
+
+
+class _Arena:
+    """One mapping, cut into blocks."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.pages = Pages(nbytes)
+        self.extents = Extents(self.pages.nbytes)
+
+
+@dataclass(frozen=True)
+class _Place:
+    arena: _Arena
+    start: int
+    nbytes: int
+
+    def bytes(self, offset: int, nbytes: int) -> Tensor:
+        start = self.start + offset
+        return self.arena.pages.bytes[start : start + nbytes]
+
+
+class DramTier(Tier):
+    """Host memory; `pin` is True (pinned or an error), False, or "auto" (pinned where the machine lets us)."""
+
+    name = "dram"
+    addressable = True
+    alignment = PAGE_NBYTES
+
+    def __init__(
+        self,
+        capacity: int | None = None,
+        *,
+        pin: bool | Literal["auto"] = "auto",
+        arena_nbytes: int = ARENA_NBYTES,
+        prefault: bool = False,
+        limits: HostLimits | None = None,
+        registrar: Registrar | None = None,
+    ) -> None:
+        self._fixed_limits = limits
+        self.limits = limits or read_limits()
+        """What the machine allowed when the tier was opened."""
+        super().__init__(self.limits.available if capacity is None else capacity)
+        self._must_pin = pin is True
+        self._registrar = registrar or Registrar()
+        self._pin = pin is not False and self._registrar.available
+        if self._must_pin and not self._pin:
+            raise TierError("host memory cannot be pinned: there is no GPU to pin it for", tier=self.name)
+        self._arena_nbytes = round_up(max(arena_nbytes, 1), PAGE_NBYTES)
+        self._prefault = prefault
+        self._arenas: list[_Arena] = []
+        self._copier = Copier(self.name)
+
+    @property
+    def pinned(self) -> bool:  # type: ignore[override]
+        """Whether its memory is (or, before the first block, is going to be) registered with CUDA."""
+        return self._pin and all(arena.pages.pinned for arena in self._arenas)
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Return the bytes that are pinned now."""
+        with self._lock:
+            return sum(arena.pages.nbytes for arena in self._arenas if arena.pages.pinned)
+
+    @property
+    def footprint(self) -> int:
+        """Return the bytes of all arenas."""
+        with self._lock:
+            return sum(arena.pages.nbytes for arena in self._arenas)
+
+    def describe(self) -> str:
+        """Return what was found: `94.2 GiB free (cgroup limit 120 GiB), memlock unlimited, pinned`."""
+        state = "pinned" if self.pinned else "not pinned"
+        return "; ".join([f"{self.limits.describe()}, {state}", *self.notes])
+
+    def _allocate(self, nbytes: int) -> _Place | None:
+        if nbytes == 0:
+            return None
+        nbytes = round_up(nbytes, PAGE_NBYTES)
+        for arena in self._arenas:
+            start = arena.extents.take(nbytes)
+            if start is not None:
+                return _Place(arena, start, nbytes)
+        arena = self._map(nbytes)
+        start = arena.extents.take(nbytes)
+        assert start is not None
+        return _Place(arena, start, nbytes)
+
+    def _free(self, handle: _Place | None) -> None:
+        if handle is not None:
+            handle.arena.extents.give(handle.start, handle.nbytes)
+
+    def _write(self, handle: _Place, source: Tensor, offset: int, after: Sequence[Transfer]) -> Transfer:
+        return self._copier.copy(source, handle.bytes(offset, source.numel()), after)
+
+    def _read(self, handle: _Place, target: Tensor, offset: int, after: Sequence[Transfer]) -> Transfer:
+        return self._copier.copy(handle.bytes(offset, target.numel()), target, after)
+
+    def _view(self, handle: _Place | None) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8) if handle is None else handle.bytes(0, handle.nbytes)
+
+    def _close(self) -> None:
+        self._copier.close()
+        for arena in self._arenas:
+            arena.pages.release(self._registrar)
+        self._arenas = []
+
+    def _map(self, nbytes: int) -> _Arena:
+        """Return a new arena with room for `nbytes`, within the budget and what the machine has left."""
+        assert self._capacity is not None
+        budget = round_up(self._capacity, PAGE_NBYTES)
+        if budget - self.footprint < nbytes:
+            self._unmap_empty()
+        room = budget - self.footprint
+        if room < nbytes:
+            reason = f"{format_nbytes(self.footprint)} mapped, in pieces too small"
+            raise TierFull(tier=self.name, needed=nbytes, available=room, reason=reason, hint=_HINT)
+        limits = self._fixed_limits or read_limits()
+        if limits.available < nbytes:
+            raise TierFull(
+                tier=self.name, needed=nbytes, available=limits.available, reason=limits.describe(), hint=_HINT
+            )
+        arena = _Arena(min(max(nbytes, self._arena_nbytes), room, max(nbytes, limits.available)))
+        if self._pin:
+            self._pin_arena(arena)
+        if self._prefault and not arena.pages.pinned:
+            arena.pages.prefault()
+        self._arenas.append(arena)
+        return arena
+
+    def _pin_arena(self, arena: _Arena) -> None:
+        """Pin, and let the driver's answer decide: it need not count against the memlock limit, or may."""
+        refusal = arena.pages.pin(self._registrar)
+        if refusal is None:
+            return
+        wanted = self.pinned_nbytes + arena.pages.nbytes
+        memlock = self.limits.memlock
+        limit = "memlock unlimited" if memlock is None else f"memlock limit {format_nbytes(memlock)}"
+        fact = f"pinning {format_nbytes(wanted)} of host memory was refused ({refusal}; {limit})"
+        if self._must_pin:
+            arena.pages.release(self._registrar)
+            raise TierError(fact, tier=self.name, hint="raise the limit (ulimit -l unlimited), or go on unpinned")
+        self._pin = False
+        self.notes.append(f"{fact}: going on unpinned, copies to the GPU will be slower")
+
+    def _unmap_empty(self) -> None:
+        kept = []
+        for arena in self._arenas:
+            if arena.extents.free == arena.extents.size:
+                arena.pages.release(self._registrar)
+            else:
+                kept.append(arena)
+        self._arenas = kept

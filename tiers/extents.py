@@ -1,0 +1,66 @@
+"""Which bytes of a file or an arena are free: pure integers, no memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+
+class Extents:
+    """Free spans of [0, size), best fit: a span of exactly the asked size first, and freed neighbours merge.
+
+    The size classes are the sizes in use themselves (whole pages), so nothing is rounded to a power of two, and taking
+    and giving back the same sizes for ever never needs a byte more.
+    """
+
+    def __init__(self, size: int = 0) -> None:
+        self.size = 0
+        self.free = 0
+        self._by_size: list[tuple[int, int]] = []
+        self._length_at: dict[int, int] = {}
+        self._start_before: dict[int, int] = {}
+        self.grow(size)
+
+    def grow(self, nbytes: int) -> None:
+        """Append `nbytes` of free space."""
+        self.size += nbytes
+        self.give(self.size - nbytes, nbytes)
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the start of `nbytes` that are now taken, None where no free span is large enough."""
+        if nbytes == 0:
+            return 0
+        index = bisect_left(self._by_size, (nbytes, -1))
+        if index == len(self._by_size):
+            return None
+        length, start = self._by_size[index]
+        self._remove(start, length)
+        if length > nbytes:
+            self._insert(start + nbytes, length - nbytes)
+        return start
+
+    def give(self, start: int, nbytes: int) -> None:
+        """Make [start, start + nbytes) free again, joined with its free neighbours."""
+        if nbytes == 0:
+            return
+        before = self._start_before.get(start)
+        if before is not None:
+            length = self._length_at[before]
+            self._remove(before, length)
+            start, nbytes = before, nbytes + length
+        length_after = self._length_at.get(start + nbytes)
+        if length_after is not None:
+            self._remove(start + nbytes, length_after)
+            nbytes += length_after
+        self._insert(start, nbytes)
+
+    def _insert(self, start: int, nbytes: int) -> None:
+        insort(self._by_size, (nbytes, start))
+        self._length_at[start] = nbytes
+        self._start_before[start + nbytes] = start
+        self.free += nbytes
+
+    def _remove(self, start: int, nbytes: int) -> None:
+        del self._by_size[bisect_left(self._by_size, (nbytes, start))]
+        del self._length_at[start]
+        del self._start_before[start + nbytes]
+        self.free -= nbytes

@@ -1,0 +1,103 @@
+"""Disk I/O in flight: one event loop in a thread, and lanes, each an aiofiles handle with a thread of its own.
+
+aiofiles has no positioned read, so an operation in flight needs a handle that nobody else moves: that is a lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import aiofiles
+
+from tiers.base import PAGE_NBYTES
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop that runs in a daemon thread until closed."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `work` on the loop; its future can be waited for from any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Stop the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Lane:
+    """One handle on a file, for one operation at a time; `_write` and `_read` are what a fault test replaces."""
+
+    def __init__(self, name: str, direct: bool) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._direct = direct
+        self._file: Any = None
+
+    async def open(self, path: str) -> None:
+        """Open the lane's own handle."""
+        extra = os.O_DIRECT if self._direct else 0
+        self._file = await aiofiles.open(
+            path,
+            "r+b",
+            buffering=0,
+            opener=lambda name, flags: os.open(name, flags | extra | os.O_CLOEXEC),
+            executor=self._executor,
+        )
+
+    async def write(self, offset: int, memory: memoryview) -> None:
+        """Write all of `memory` at `offset`, however many calls that takes."""
+        done = 0
+        while done < len(memory):
+            self._seek(offset + done)
+            progress = self._whole(await self._write(memory[done:]), len(memory) - done)
+            if progress == 0:
+                raise OSError(f"only {done} of {len(memory)} bytes were written, and no more will be")
+            done += progress
+
+    async def read(self, offset: int, memory: memoryview) -> None:
+        """Fill all of `memory` from `offset`, however many calls that takes."""
+        done = 0
+        while done < len(memory):
+            self._seek(offset + done)
+            progress = self._whole(await self._read(memory[done:]), len(memory) - done)
+            if progress == 0:
+                raise OSError(f"only {done} of {len(memory)} bytes were there to read")
+            done += progress
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run host work (a copy, a checksum) on the lane's thread, off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
+
+    async def close(self) -> None:
+        """Close the handle and let the thread go."""
+        if self._file is not None:
+            await self._file.close()
+        self._executor.shutdown(wait=False)
+
+    async def _write(self, memory: memoryview) -> int | None:
+        return await self._file.write(memory)
+
+    async def _read(self, memory: memoryview) -> int | None:
+        return await self._file.readinto(memory)
+
+    def _seek(self, offset: int) -> None:
+        # The handle is unbuffered, so its position is the kernel's: no need to go through the thread for it.
+        os.lseek(self._file.fileno(), offset, os.SEEK_SET)
+
+    def _whole(self, progress: int | None, wanted: int) -> int:
+        """Return the progress to go on from: with O_DIRECT a rest must start on a page again."""
+        progress = progress or 0
+        return progress if progress == wanted or not self._direct else progress // PAGE_NBYTES * PAGE_NBYTES

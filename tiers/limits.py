@@ -1,0 +1,100 @@
+"""How much host memory this process may still take, and how much of it may be locked; read, never guessed."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiers.errors import format_nbytes
+
+# A v1 cgroup without a limit says 2^63 - 1 rounded down to a page: anything of that size is no limit.
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """What the machine says; None means it sets no limit (or does not say)."""
+
+    available: int
+    """Bytes this process may still take: the least of the system's and every cgroup's."""
+    cgroup_limit: int | None
+    """The limit of the cgroup that leaves least, in bytes."""
+    memlock: int | None
+    """RLIMIT_MEMLOCK in bytes (soft)."""
+
+    def describe(self) -> str:
+        """Return what was found: `94.2 GiB free (cgroup limit 120 GiB), memlock unlimited`."""
+        cgroup = "no cgroup limit" if self.cgroup_limit is None else f"cgroup limit {format_nbytes(self.cgroup_limit)}"
+        memlock = "unlimited" if self.memlock is None else format_nbytes(self.memlock)
+        return f"{format_nbytes(self.available)} free ({cgroup}), memlock {memlock}"
+
+
+def read_limits(root: Path = Path("/")) -> HostLimits:
+    """Return the limits of this process as /proc and /sys below `root` give them."""
+    available = _mem_available(_text(root / "proc/meminfo"))
+    cgroup_limit = None
+    for limit, free in _cgroup_room(root):
+        if free < available:
+            available, cgroup_limit = free, limit
+        elif cgroup_limit is None:
+            cgroup_limit = limit
+    return HostLimits(max(available, 0), cgroup_limit, _memlock(_text(root / "proc/self/limits")))
+
+
+def _mem_available(meminfo: str) -> int:
+    fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
+    for key in ("MemAvailable", "MemFree"):
+        if key in fields:
+            return int(fields[key].split()[0]) * 1024
+    return _NO_LIMIT
+
+
+def _memlock(limits: str) -> int | None:
+    """Return the soft limit from /proc/self/limits, or from the system call where that file is missing."""
+    for line in limits.splitlines():
+        if line.startswith("Max locked memory"):
+            soft = line.split()[3]
+            return None if soft == "unlimited" else int(soft)
+    soft_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if soft_limit == resource.RLIM_INFINITY else soft_limit
+
+
+def _cgroup_room(root: Path) -> list[tuple[int, int]]:
+    """Return (limit, bytes left below it) for every limited memory cgroup around this process, v2 and v1."""
+    rooms = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0" and not controllers:
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = top / path.strip("/")
+        # A limit of any parent binds too; inside a container the path may exist on the host only, its top always does.
+        for folder in [group, *group.parents]:
+            room = _room(folder, *names)
+            if room is not None:
+                rooms.append(room)
+            if folder == top:
+                break
+    return rooms
+
+
+def _room(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> tuple[int, int] | None:
+    limit_text, usage_text = _text(folder / limit_name).strip(), _text(folder / usage_name).strip()
+    if not limit_text or limit_text == "max" or int(limit_text) >= _NO_LIMIT:
+        return None
+    # Page cache that nobody has touched lately is given up before anybody is killed: it is not usage.
+    stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+    usage = int(usage_text or 0) - int(stat.get(cache_name, 0))
+    return int(limit_text), int(limit_text) - max(usage, 0)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,350 @@
+"""`nvme`: blocks striped over swap files in one or more directories, moved by lanes around the page cache.
+
+A block is cut into stripe units of 8 MiB, dealt round robin to the directories. A unit goes to the disk straight from
+the caller's memory where that is page-aligned; the rest passes through staging buffers: GPU memory, odd addresses, the
+last partial page, and (with `verify`) parts of a unit, because a checksum is of a whole one.
+
+A block's true length, generation and checksums live in memory only. Swap needs no header on disk: nobody can read the
+file once its process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tiers.base import PAGE_NBYTES, Tier, round_up
+from tiers.copies import Copier, stream_position
+from tiers.errors import TierError, TierFull, format_nbytes
+from tiers.lanes import Lane, LoopThread
+from tiers.pages import Registrar, memory_of
+from tiers.staging import Staging
+from tiers.stripes import Piece, Record, Unit, cut
+from tiers.swapfile import SwapFile, disk_error, free_nbytes
+from tiers.transfer import Transfer
+
+UNIT_NBYTES = 8 << 20
+_NUM_TAIL_PAGES = 32
+_HINT = "free space there, add a directory on another disk, or place less on nvme"
+
+
+class NvmeTier(Tier):
+    """Swap on disk: `paths` are the directories, `verify` checks every read against a checksum of what was written.
+
+    Half of `lanes` read and half write, in each directory, so a read never queues behind writes.
+    """
+
+    name = "nvme"
+    alignment = PAGE_NBYTES
+    lane_class: type[Lane] = Lane
+
+    def __init__(
+        self,
+        capacity: int | None = None,
+        *,
+        paths: str | os.PathLike | Sequence[str | os.PathLike],
+        lanes: int = 8,
+        unit_nbytes: int = UNIT_NBYTES,
+        direct: bool | Literal["auto"] = "auto",
+        verify: bool = False,
+        prewrite: bool = False,
+        grow_nbytes: int = 64 << 20,
+        staging_nbytes: int = 64 << 20,
+        registrar: Registrar | None = None,
+    ) -> None:
+        directories = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
+        if not directories:
+            raise ValueError("nvme needs at least one directory")
+        if unit_nbytes <= 0 or unit_nbytes % PAGE_NBYTES:
+            raise ValueError(f"a stripe unit is a multiple of {PAGE_NBYTES} bytes, not {unit_nbytes}")
+        super().__init__(capacity)
+        self._unit_nbytes = unit_nbytes
+        self._verify = verify
+        self._hazard_nbytes = unit_nbytes if verify else PAGE_NBYTES
+        self._next_file = 0
+        self._aborted = False
+        registrar = registrar or Registrar()
+        self._staging = Staging(max(staging_nbytes // unit_nbytes, 2), unit_nbytes, registrar)
+        self._tails = Staging(_NUM_TAIL_PAGES, PAGE_NBYTES, registrar)
+        self._copier = Copier(self.name)
+        self._files: list[SwapFile] = []
+        self._loop = LoopThread("nvme-loop")
+        try:
+            for directory in directories:
+                file = SwapFile(directory, direct, grow_nbytes, prewrite)
+                self._files.append(file)
+                self._open_lanes(file, max(lanes // 2, 1))
+        except BaseException:
+            self._closed = True
+            self._close()
+            raise
+        self.notes = [note for file in self._files for note in file.notes]
+        if capacity is None:
+            self._capacity = self._room()
+
+    @property
+    def footprint(self) -> int:
+        """Return the bytes of the swap files on disk."""
+        return sum(file.size for file in self._files)
+
+    @property
+    def direct(self) -> bool:
+        """Whether every directory takes O_DIRECT."""
+        return all(file.direct for file in self._files)
+
+    def describe(self) -> str:
+        """Return what was found: `74.1 GiB free in /scratch (O_DIRECT)`."""
+        mode = "O_DIRECT" if self.direct else "buffered"
+        return "; ".join([f"{format_nbytes(self._room())} free in {self._where()} ({mode})", *self.notes])
+
+    def _allocate(self, nbytes: int) -> Record:
+        needed = round_up(nbytes, PAGE_NBYTES)
+        room = self._room()
+        if needed > room:
+            raise TierFull(tier=self.name, needed=needed, available=room, path=self._where(), hint=_HINT)
+        self._grow_for(nbytes)
+        record = Record([])
+        try:
+            for start in range(0, nbytes, self._unit_nbytes):
+                record.units.append(self._take(min(self._unit_nbytes, nbytes - start)))
+        except TierError:
+            self._free(record)
+            raise
+        return record
+
+    def _free(self, handle: Record) -> None:
+        for unit in handle.units:
+            unit.file.give(unit.start, round_up(unit.nbytes, PAGE_NBYTES))
+
+    def _write(self, handle: Record, source: Tensor, offset: int, after: Sequence[Transfer]) -> Transfer:
+        work = self._move_all(handle, source, offset, after, stream_position(source), writes=True)
+        return Transfer(source.numel(), future=self._loop.run(work), hold=(source,), tier=self.name)
+
+    def _read(self, handle: Record, target: Tensor, offset: int, after: Sequence[Transfer]) -> Transfer:
+        work = self._move_all(handle, target, offset, after, stream_position(target), writes=False)
+        return Transfer(target.numel(), future=self._loop.run(work), hold=(target,), tier=self.name)
+
+    def _abort(self) -> None:
+        self._aborted = True
+
+    def _close(self) -> None:
+        for file in self._files:
+            self._loop.run(file.close()).result()
+        self._loop.close()
+        self._staging.release()
+        self._tails.release()
+        self._copier.close()
+        self._files = []
+
+    # Space
+
+    def _open_lanes(self, file: SwapFile, count: int) -> None:
+        try:
+            self._loop.run(file.open_lanes(self.lane_class, count, count)).result()
+        except OSError as error:
+            raise disk_error(error, file.directory, "open a swap file for", 0) from error
+
+    def _take(self, nbytes: int) -> Unit:
+        """Reserve one unit in the file whose turn it is, or in the next that has room."""
+        rounded = round_up(nbytes, PAGE_NBYTES)
+        growth_limit = (self._capacity or 0) - self.footprint
+        full: TierFull | None = None
+        for _ in self._files:
+            file = self._files[self._next_file]
+            self._next_file = (self._next_file + 1) % len(self._files)
+            try:
+                return Unit(file, file.take(rounded, growth_limit), nbytes)
+            except TierFull as error:
+                full = error
+        assert full is not None
+        raise full
+
+    def _grow_for(self, nbytes: int) -> None:
+        """Grow each file once for its share of a large block, not unit by unit."""
+        units_each = -(-nbytes // self._unit_nbytes) // len(self._files)
+        for file in self._files:
+            missing = units_each * self._unit_nbytes - file.free
+            if missing > self._unit_nbytes:
+                try:
+                    file.grow(missing, at_least=PAGE_NBYTES)
+                except TierFull:
+                    pass  # another file may have room: the units will tell
+
+    def _room(self) -> int:
+        """Return the bytes that could still be reserved; directories of one file system share its space."""
+        disks = {os.stat(file.directory).st_dev: free_nbytes(file.directory) for file in self._files}
+        return sum(file.free for file in self._files) + sum(disks.values())
+
+    def _where(self) -> str:
+        return ", ".join(str(file.directory) for file in self._files)
+
+    # Moving bytes (on the event loop's thread, the lanes' threads doing the work)
+
+    async def _move_all(
+        self,
+        record: Record,
+        data: Tensor,
+        offset: int,
+        after: Sequence[Transfer],
+        position: torch.cuda.Event | None,
+        writes: bool,
+    ) -> None:
+        for earlier in after:
+            await _over(earlier)
+        if position is not None and not data.is_cuda:
+            await _reached(position)
+        move = self._write_piece if writes else self._read_piece
+        pieces = cut(record, data, offset, self._unit_nbytes)
+        # All of them end before this does, failed ones too: the caller's memory is then surely no longer touched.
+        results = await asyncio.gather(
+            *(move(record, piece, position) for piece in pieces), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _write_piece(self, record: Record, piece: Piece, position: torch.cuda.Event | None) -> None:
+        file = piece.unit.file
+        try:
+            if piece.in_place and (piece.whole or not self._verify):
+                await self._write_in_place(piece)
+            else:
+                await self._write_staged(piece, position)
+        except OSError as error:
+            record.broken.add(piece.index)
+            raise disk_error(error, file.directory, "write", piece.nbytes) from error
+        if piece.whole:
+            record.broken.discard(piece.index)
+
+    async def _read_piece(self, record: Record, piece: Piece, position: torch.cuda.Event | None) -> None:
+        file = piece.unit.file
+        if piece.index in record.broken:
+            fact = f"{format_nbytes(piece.nbytes)} in {file.directory} cannot be read: their last write failed"
+            raise TierError(fact, tier=self.name, path=str(file.directory))
+        try:
+            if piece.in_place and (piece.whole or not self._verify):
+                await self._read_in_place(piece)
+            else:
+                await self._read_staged(piece, position)
+        except OSError as error:
+            raise disk_error(error, file.directory, "read", piece.nbytes) from error
+
+    async def _write_in_place(self, piece: Piece) -> None:
+        unit, memory = piece.unit, memory_of(piece.data)
+        body = piece.body_nbytes
+        async with _Turn(self, unit.file.writers) as lane:
+            if self._verify:
+                unit.checksum = await lane.call(zlib.crc32, memory)
+            if body:
+                await lane.write(unit.start + piece.start, memory[:body])
+        if body < len(memory):
+            async with self._tails.buffer() as page, _Turn(self, unit.file.writers) as lane:
+                page.bytes[: len(memory) - body].copy_(piece.data[body:])
+                await lane.write(unit.start + piece.start + body, page.memory)
+
+    async def _read_in_place(self, piece: Piece) -> None:
+        unit, memory = piece.unit, memory_of(piece.data)
+        body = piece.body_nbytes
+        if body < len(memory):
+            async with self._tails.buffer() as page, _Turn(self, unit.file.readers) as lane:
+                await lane.read(unit.start + piece.start + body, page.memory)
+                piece.data[body:].copy_(page.bytes[: len(memory) - body])
+        async with _Turn(self, unit.file.readers) as lane:
+            if body:
+                await lane.read(unit.start + piece.start, memory[:body])
+            if self._verify:
+                await self._compare(lane, unit, memory)
+
+    async def _write_staged(self, piece: Piece, position: torch.cuda.Event | None) -> None:
+        unit = piece.unit
+        first, last = self._window(piece)
+        async with self._staging.buffer(piece.data.is_cuda) as pages, _Turn(self, unit.file.writers) as lane:
+            window = pages.bytes[: last - first]
+            if piece.start > first or piece.end < min(last, unit.nbytes):
+                await lane.read(unit.start + first, memory_of(window))
+            part = window[piece.start - first : piece.end - first]
+            await lane.call(self._copy, piece.data, part, position)
+            if self._verify:
+                unit.checksum = await lane.call(zlib.crc32, memory_of(window[: unit.nbytes]))
+            await lane.write(unit.start + first, memory_of(window))
+
+    async def _read_staged(self, piece: Piece, position: torch.cuda.Event | None) -> None:
+        unit = piece.unit
+        first, last = self._window(piece)
+        async with self._staging.buffer(piece.data.is_cuda) as pages, _Turn(self, unit.file.readers) as lane:
+            window = pages.bytes[: last - first]
+            await lane.read(unit.start + first, memory_of(window))
+            if self._verify:
+                await self._compare(lane, unit, memory_of(window[: unit.nbytes]))
+            part = window[piece.start - first : piece.end - first]
+            await lane.call(self._copy, part, piece.data, position)
+
+    def _window(self, piece: Piece) -> tuple[int, int]:
+        """Return the whole pages around a piece; around all of its unit where a checksum needs it."""
+        if self._verify:
+            return 0, round_up(piece.unit.nbytes, PAGE_NBYTES)
+        return piece.start // PAGE_NBYTES * PAGE_NBYTES, round_up(piece.end, PAGE_NBYTES)
+
+    async def _compare(self, lane: Lane, unit: Unit, memory: memoryview) -> None:
+        if unit.checksum is not None and await lane.call(zlib.crc32, memory) != unit.checksum:
+            raise TierError(
+                f"nvme read other bytes than it wrote: {format_nbytes(len(memory))} in {unit.file.directory} "
+                f"at {unit.start} fail their checksum",
+                tier=self.name,
+                path=str(unit.file.directory),
+                hint="the disk or its controller is faulty: give another directory, and resume from a checkpoint",
+            )
+
+    def _copy(self, source: Tensor, target: Tensor, position: torch.cuda.Event | None) -> None:
+        """Copy to or from staging and return when it is done, on the calling lane's thread."""
+        if not (source.is_cuda or target.is_cuda):
+            target.copy_(source)
+            return
+        device, direction = (target.device, "up") if target.is_cuda else (source.device, "down")
+        stream = self._copier.stream(device, direction)
+        event = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(stream):
+            if position is not None:
+                stream.wait_event(position)
+            target.copy_(source, non_blocking=True)
+            event.record(stream)
+        event.synchronize()
+
+
+class _Turn:
+    """A lane for the length of a `with` block; buffers are taken before a lane, so that nobody waits in a circle."""
+
+    def __init__(self, tier: NvmeTier, queue: asyncio.Queue[Lane]) -> None:
+        self._tier = tier
+        self._queue = queue
+
+    async def __aenter__(self) -> Lane:
+        self._lane = await self._queue.get()
+        if self._tier._aborted:
+            self._queue.put_nowait(self._lane)
+            raise TierError("nvme was closed with this transfer in flight", tier=self._tier.name)
+        return self._lane
+
+    async def __aexit__(self, *_: object) -> None:
+        self._queue.put_nowait(self._lane)
+
+
+async def _over(transfer: Transfer) -> None:
+    """Wait for an earlier transfer of the same block, however it ends."""
+    if transfer._future is not None:
+        await asyncio.wait([asyncio.wrap_future(transfer._future)])
+
+
+async def _reached(position: torch.cuda.Event) -> None:
+    """Wait until the caller's stream has got to `position`, without a thread standing still for it."""
+    pause = 1e-4
+    while not position.query():
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, 2e-3)

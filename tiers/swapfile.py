@@ -1,0 +1,261 @@
+"""`SwapFile`: one private, nameless file in one directory, its free space and its lanes.
+
+The file is unlinked as soon as every handle is open: it is gone with the process, however that ends. Where a file
+system refuses that, the file stays locked while its owner lives, and whoever starts next removes it when it is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import stat
+import uuid
+import weakref
+from pathlib import Path
+from typing import Literal
+
+from tiers.base import PAGE_NBYTES, round_up
+from tiers.errors import TierError, TierFull, format_nbytes
+from tiers.extents import Extents
+from tiers.lanes import Lane
+from tiers.pages import Pages
+
+PREFIX = ".zerocli-swap-"
+TIER = "nvme"
+_PREWRITE_NBYTES = 8 << 20
+
+
+def disk_error(error: OSError, path: Path, action: str, nbytes: int) -> TierError:
+    """Return what a person should read about a failed disk operation on `nbytes` bytes."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return TierFull(
+            tier=TIER,
+            needed=nbytes,
+            available=free_nbytes(path),
+            path=str(path),
+            reason=os.strerror(error.errno),
+            hint="free space there, or add a directory on another disk",
+        )
+    why = error.strerror or str(error)
+    hints = {
+        errno.EROFS: "give a directory on a file system that can be written",
+        errno.EACCES: "give a directory that this user may write to",
+        errno.EIO: "look at the kernel log (dmesg): the disk reports errors",
+    }
+    return TierError(
+        f"{TIER} could not {action} {format_nbytes(nbytes)} in {path}: {why} ({format_nbytes(free_nbytes(path))} free)",
+        tier=TIER,
+        path=str(path),
+        hint=hints.get(error.errno or 0, "give another directory"),
+    )
+
+
+def free_nbytes(path: Path) -> int:
+    """Return the bytes an ordinary user may still take on `path`'s file system (0 where it does not say)."""
+    try:
+        info = os.statvfs(path)
+    except OSError:
+        return 0
+    return info.f_bavail * info.f_frsize
+
+
+class SwapFile:
+    """A file of swap in `directory`: extents of it are taken and given back, lanes move bytes."""
+
+    def __init__(self, directory: Path, direct: bool | Literal["auto"], grow_nbytes: int, prewrite: bool) -> None:
+        self.directory = directory
+        self.notes: list[str] = []
+        self.readers: asyncio.Queue[Lane] = asyncio.Queue()
+        self.writers: asyncio.Queue[Lane] = asyncio.Queue()
+        self._lanes: list[Lane] = []
+        self._extents = Extents()
+        self._grow_nbytes = grow_nbytes
+        self._prewrite = prewrite
+        _check_directory(directory)
+        sweep(directory)
+        self.path, self.fd = self._create()
+        self._remove = weakref.finalize(self, _unlink, str(self.path))
+        try:
+            self.direct = self._choose_direct(direct)
+        except BaseException:
+            self._remove()
+            os.close(self.fd)
+            raise
+
+    @property
+    def size(self) -> int:
+        """Return the bytes the file takes on disk."""
+        return self._extents.size
+
+    @property
+    def free(self) -> int:
+        """Return the bytes inside the file that no block uses."""
+        return self._extents.free
+
+    async def open_lanes(self, lane_class: type[Lane], num_readers: int, num_writers: int) -> None:
+        """Open every handle, then take the file's name away."""
+        for queue, count in ((self.readers, num_readers), (self.writers, num_writers)):
+            for _ in range(count):
+                lane = lane_class(f"{TIER}-lane", self.direct)
+                self._lanes.append(lane)
+                await lane.open(str(self.path))
+                queue.put_nowait(lane)
+        if not self._remove_name():
+            self.notes.append(f"{self.directory} does not let an open file be unlinked: {self.path.name} goes at exit")
+
+    def take(self, nbytes: int, growth_limit: int) -> int:
+        """Return where `nbytes` (whole pages) are now reserved, growing the file where needed."""
+        start = self._extents.take(nbytes)
+        if start is None:
+            self.grow(max(nbytes, min(self._grow_nbytes, growth_limit)), at_least=nbytes)
+            start = self._extents.take(nbytes)
+        assert start is not None
+        return start
+
+    def give(self, start: int, nbytes: int) -> None:
+        """Make reserved bytes free again."""
+        self._extents.give(start, nbytes)
+
+    def grow(self, nbytes: int, at_least: int) -> None:
+        """Reserve `nbytes` more on disk, or as much of it as there is room for, but never less than `at_least`."""
+        room = free_nbytes(self.directory) // PAGE_NBYTES * PAGE_NBYTES
+        nbytes = round_up(min(nbytes, max(room, at_least)), PAGE_NBYTES)
+        if room < nbytes:
+            raise disk_error(OSError(errno.ENOSPC, "disk full"), self.directory, "reserve", nbytes)
+        try:
+            self._reserve(nbytes)
+            if self._prewrite:
+                self._write_once(self.size, nbytes)
+        except OSError as error:
+            raise disk_error(error, self.directory, "reserve", nbytes) from error
+        self._extents.grow(nbytes)
+
+    async def close(self) -> None:
+        """Close every handle; the file is gone after this."""
+        for lane in self._lanes:
+            await lane.close()
+        self._remove()
+        os.close(self.fd)
+
+    def _create(self) -> tuple[Path, int]:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        while True:
+            path = self.directory / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+            try:
+                fd = os.open(path, flags, 0o600)
+            except OSError as error:
+                raise disk_error(error, self.directory, "create a swap file for", 0) from error
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_nlink:
+                    return path, fd
+            except BlockingIOError:
+                pass  # somebody's sweep got between our two calls and is removing it: start again
+            except OSError:
+                self.notes.append(f"{self.directory} has no file locks: a swap file left by a crash stays there")
+                return path, fd
+            os.close(fd)
+
+    def _choose_direct(self, wanted: bool | Literal["auto"]) -> bool:
+        """Return whether to use O_DIRECT: asked for, and a real page goes out and comes back."""
+        if not wanted:
+            return False
+        refusal = self._probe_direct()
+        if refusal is None:
+            return True
+        if refusal.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise disk_error(refusal, self.directory, "write", PAGE_NBYTES)
+        why = f"{self.directory} does not take O_DIRECT ({refusal.strerror or refusal})"
+        if wanted is True:
+            hint = "give another directory, or allow buffered I/O"
+            raise TierError(why, tier=TIER, path=str(self.directory), hint=hint)
+        self.notes.append(f"{why}: buffered I/O, slower, and it fills the page cache")
+        return False
+
+    def _probe_direct(self) -> OSError | None:
+        page = Pages(PAGE_NBYTES)
+        memory = page.memory
+        try:
+            fd = self._open_direct()
+            try:
+                page.bytes.fill_(0x5A)
+                if os.pwritev(fd, [memory], 0) != PAGE_NBYTES:
+                    return OSError(errno.EINVAL, "a page was not written whole")
+                page.bytes.zero_()
+                if os.preadv(fd, [memory], 0) != PAGE_NBYTES or not bool((page.bytes == 0x5A).all()):
+                    return OSError(errno.EINVAL, "a page did not come back")
+            finally:
+                os.close(fd)
+                os.ftruncate(self.fd, 0)
+        except OSError as error:
+            return error
+        return None
+
+    def _open_direct(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+
+    def _reserve(self, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(self.fd, self.size, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            os.ftruncate(self.fd, self.size + nbytes)
+
+    def _write_once(self, start: int, nbytes: int) -> None:
+        """Write zeros over a new region: a first write finds no block there yet, and is much slower than the next."""
+        zeros = Pages(min(nbytes, _PREWRITE_NBYTES))
+        memory = zeros.memory
+        # The lanes' mode: what is written around the page cache must not be left in it.
+        if self.direct:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)
+        done = 0
+        while done < nbytes:
+            done += os.pwritev(self.fd, [memory[: nbytes - done]], start + done)
+
+    def _remove_name(self) -> bool:
+        try:
+            os.unlink(self.path)
+        except OSError:
+            return False
+        self._remove.detach()
+        return True
+
+
+def sweep(directory: Path) -> list[Path]:
+    """Remove swap files whose owner is gone, and return them; a file that somebody holds locked is left alone."""
+    removed = []
+    for path in sorted(directory.glob(f"{PREFIX}*")):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            info = os.fstat(fd)
+            if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid():
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+                removed.append(path)
+        except OSError:
+            pass
+        finally:
+            os.close(fd)
+    return removed
+
+
+def _check_directory(directory: Path) -> None:
+    if not directory.exists():
+        raise TierError(
+            f"{TIER} directory {directory} is missing", tier=TIER, path=str(directory), hint=f"mkdir -p {directory}"
+        )
+    if not directory.is_dir():
+        raise TierError(f"{TIER} path {directory} is not a directory", tier=TIER, path=str(directory))
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass

@@ -1,0 +1,116 @@
+"""`Transfer`: bytes on their way between a tier and a tensor, the one asynchronous type of this package.
+
+Two clocks are involved. A host transfer (a disk, a memory copy by a thread) ends when its future does. A CUDA copy
+ends when its event does, long after the host has gone on. `wait()` orders the caller's work after the transfer on
+whichever clock that is; `synchronize()` always stops the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+
+import torch
+from torch import Tensor
+
+from tiers.errors import TierError
+
+
+class Transfer:
+    """Bytes in flight; holds its source and target until they are no longer touched.
+
+    After `wait()` the caller may use the target and reuse the source in the order of its current CUDA stream. Host
+    code that touches host memory of a CUDA copy (a pinned buffer just filled) needs `synchronize()` instead: the host
+    is not on that stream.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        future: Future | None = None,
+        event: torch.cuda.Event | None = None,
+        hold: Sequence[Tensor] = (),
+        tier: str = "tier",
+    ) -> None:
+        self.nbytes = nbytes
+        self.event = event
+        self._tier = tier
+        self._future = future
+        self._hold = tuple(hold)
+        # A transfer counts as a use of its tensors on the streams that were current when it was asked for.
+        self._streams = _current_streams(self._hold) if event is not None else {}
+        if future is not None:
+            future.add_done_callback(self._let_go)
+
+    @classmethod
+    def finished(cls, nbytes: int) -> Transfer:
+        """Return a transfer that is complete already."""
+        return cls(nbytes)
+
+    def wait(self) -> None:
+        """Order the caller's next work after this transfer: its current stream for a CUDA copy, the host otherwise."""
+        self.settle()
+        if self.event is None:
+            return
+        if self.event.query():
+            self._hold = ()
+            return
+        same_streams = True
+        for device, submitted in self._streams.items():
+            current = torch.cuda.current_stream(device)
+            current.wait_event(self.event)
+            same_streams = same_streams and current == submitted
+        if same_streams:
+            # Device memory is reused in stream order, which now runs after the copy; host memory is not.
+            self._hold = tuple(tensor for tensor in self._hold if not tensor.is_cuda)
+
+    def synchronize(self) -> None:
+        """Stop the host until the bytes are there; raise the transfer's error if it failed."""
+        self.settle()
+        if self.event is not None:
+            self.event.synchronize()
+        self._hold = ()
+
+    def settle(self) -> None:
+        """Stop the host until its own part is over (a CUDA copy may still run); raise the error if it failed."""
+        if self._future is not None:
+            try:
+                self._future.result()
+            except CancelledError:
+                raise self._cancelled() from None
+
+    @property
+    def done(self) -> bool:
+        """Whether the transfer is over, well or badly; never waits."""
+        if self._future is not None and not self._future.done():
+            return False
+        return self.event is None or self.event.query()
+
+    @property
+    def released(self) -> bool:
+        """Whether no device memory is held any more: done, or ordered before the caller's next work."""
+        return not any(tensor.is_cuda for tensor in self._hold)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Return what went wrong, None while nothing has; never waits."""
+        if self._future is None or not self._future.done():
+            return None
+        return self._cancelled() if self._future.cancelled() else self._future.exception()
+
+    def _cancelled(self) -> TierError:
+        return TierError(f"{self._tier} was closed before {self.nbytes} bytes had moved", tier=self._tier)
+
+    def _let_go(self, _: Future) -> None:
+        if self.event is None:
+            self._hold = ()
+
+    def __repr__(self) -> str:
+        state = "failed" if self.error else "done" if self.done else "in flight"
+        return f"Transfer({self.nbytes} bytes, {state})"
+
+
+def _current_streams(tensors: Sequence[Tensor]) -> dict[torch.device, torch.cuda.Stream]:
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    return {device: torch.cuda.current_stream(device) for device in devices}

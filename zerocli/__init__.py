@@ -1,0 +1,22 @@
+"""zerocli: ask whether a model fits, see where its memory goes, train it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from zerocli.api import shard as shard
+    from zerocli.engine import Engine as Engine
+
+_LAZY = {"shard": "zerocli.api", "Engine": "zerocli.engine"}
+
+
+def __getattr__(name: str) -> Any:
+    # torch is imported only by those who use it: `zerocli --help` answers at once.
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'zerocli' has no attribute {name!r}")

@@ -1,0 +1,46 @@
+"""The Python API: `shard` a model, then train it from a loop of your own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerocli.engine import Engine, Settings
+
+
+def shard(
+    model: nn.Module,
+    optimizer: str = "adamw",
+    lr: float | Callable[[int], float] = 3e-4,
+    stage: int = 3,
+    **settings: Any,
+) -> Engine:
+    """Shard `model` over the data-parallel ranks and return the engine that trains it.
+
+    The model itself does not change: `model(batch)` and `engine(batch)` are the same. Further keywords are the fields
+    of `zerocli.engine.Settings` (precision, accumulate, clip, weight_decay, units, recompute, ...); what is not one
+    of them goes to the optimizer (betas, eps, momentum, ...). Under torchrun the process group is opened if need be.
+    """
+    known = {key: value for key, value in settings.items() if key in Settings.__dataclass_fields__}
+    options = dict(known.pop("options", {})) | {k: v for k, v in settings.items() if k not in known and k != "options"}
+    open_process_group(known.get("device"))
+    return Engine(model, Settings(stage=stage, optimizer=optimizer, lr=lr, options=options, **known))
+
+
+def open_process_group(device: torch.device | str | None = None) -> None:
+    """Join the ranks that torchrun started, unless that was done already; a lone process stays alone."""
+    if dist.is_initialized() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return
+    on_gpu = torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda")
+    backend = "gloo"
+    if on_gpu:
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
+        torch.cuda.set_device(index % torch.cuda.device_count())
+        backend = "gloo" if shared else "nccl"  # NCCL refuses two ranks on one GPU
+    dist.init_process_group(backend)

@@ -1,0 +1,106 @@
+"""Collectives over one axis of ranks: torch.distributed's own, with their bytes counted.
+
+The one module that knows torch's names for them (they changed between 2.11 and 2.13), that a world of one needs
+none, and that gloo gives futures where NCCL gives streams.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+from zerocli.lanes import Mark
+
+# torch 2.13 renamed both; the old names warn there and the new ones are absent in 2.11.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective under way; after `wait` its result may be used on the current stream."""
+
+    def __init__(self, work: dist.Work | None, mark: Mark | None) -> None:
+        self._work, self._mark = work, mark
+
+    @property
+    def done(self) -> bool:
+        return (self._work is None or self._work.is_completed()) and (self._mark is None or self._mark.done)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._mark is not None:
+            self._mark.wait()
+
+
+class Collectives:
+    """The collectives of one group of ranks, issued on the current lane; counts the bytes of full buffers.
+
+    An all-reduce counts twice, as in the ZeRO paper (it is a reduce-scatter and an all-gather). A world of one puts
+    nothing on the wire and counts nothing. Small control messages (norms, flags) are counted apart.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group, self.device = group, device
+        here = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if here else 0
+        self.world = dist.get_world_size(group) if here else 1
+        # Only a CPU needs the future: on a GPU the collective is ordered by the lane it is issued on.
+        self._async = device.type == "cpu"
+        self._gloo = here and dist.get_backend(group) == "gloo"
+        self.nbytes: Counter[str] = Counter()
+
+    def _pending(self, work: dist.Work | None) -> Pending:
+        return Pending(work if self._async else None, None if self._async else self.mark())
+
+    def mark(self) -> Mark:
+        """Mark the work issued on the current lane so far."""
+        return Mark(self.device)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """Fill `full` with every rank's shard in rank order; `shard` may be this rank's slice of `full`."""
+        if self.world == 1:
+            if full.data_ptr() != shard.data_ptr():
+                full.copy_(shard)
+            return self._pending(None)
+        self.nbytes["all_gather"] += full.nbytes
+        return self._pending(_all_gather(full, shard, group=self.group, async_op=self._async))
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
+        """Sum `full` over the ranks into each rank's `shard` of it; `shard` may be this rank's slice of `full`."""
+        if self.world == 1:
+            if full.data_ptr() != shard.data_ptr():
+                shard.copy_(full)
+            return self._pending(None)
+        self.nbytes["reduce_scatter"] += full.nbytes
+        return self._pending(_reduce_scatter(shard, full, group=self.group, async_op=self._async))
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Sum `tensor` over the ranks in place."""
+        if self.world == 1:
+            return self._pending(None)
+        self.nbytes["all_reduce"] += 2 * tensor.nbytes
+        return self._pending(dist.all_reduce(tensor, group=self.group, async_op=self._async))
+
+    def sum_control(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a small tensor over the ranks in place, on the current stream; not part of the model's traffic."""
+        if self.world > 1:
+            self.nbytes["control"] += tensor.nbytes
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Overwrite `tensor` with rank `source`'s, outside training steps."""
+        if self.world > 1:
+            self.nbytes["control"] += tensor.nbytes
+            dist.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
+    def take_nbytes(self) -> dict[str, int]:
+        """Return the bytes moved since the last call, by kind, and start counting anew."""
+        taken = {kind: self.nbytes[kind] for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+        self.nbytes.clear()
+        return taken

@@ -1,0 +1,68 @@
+"""Errors that are shown to a user: the fact, the numbers, the next command; never a traceback."""
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+FAILURE = 1
+USAGE = 2
+DOES_NOT_FIT = 3
+
+
+class UserError(Exception):
+    """Something the user can act on; `exit_code` is the program's, `hint` the command to try next."""
+
+    def __init__(self, *lines: str, hint: str = "", exit_code: int = USAGE):
+        super().__init__(*lines)
+        self.lines = tuple(lines)
+        self.hint = hint
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    def render(self) -> str:
+        """Return the text to print: the message lines, then `try: ...` when there is a hint."""
+        return "\n".join([*self.lines, f"try: {self.hint}"] if self.hint else self.lines)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a config: where it stands, what is wrong, what was probably meant."""
+
+    place: str
+    fact: str
+    suggestion: str = ""
+
+    def __str__(self) -> str:
+        meant = f"; did you mean {self.suggestion}?" if self.suggestion else ""
+        return f"{self.place}: {self.fact}{meant}"
+
+
+class ConfigError(UserError):
+    """All the problems of a config at once, a line each."""
+
+    def __init__(self, problems: Sequence[Problem], hint: str = ""):
+        super().__init__(*map(str, problems), hint=hint)
+        self.problems = tuple(problems)
+
+    def __reduce__(self):
+        # Errors travel between ranks by pickle, which would otherwise call us with the message lines.
+        return type(self), (self.problems, self.hint)
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """Return the known word that `word` was probably meant to be, or an empty string."""
+    matches = difflib.get_close_matches(word.lower()[:100], list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else ""
+
+
+def quote(value: object, limit: int = 60) -> str:
+    """Return `value` as one would write it in a file, cut to about `limit` characters; never raises."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        # Dates, integers of thousands of digits, nested beyond reason.
+        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,270 @@
+"""Gathering: a unit's parameters are whole just before they are used, from a small fixed pool of buffers.
+
+[Note: gather buffers and autograd]
+Autograd saves views of weights for backward. A buffer that is refilled with the next unit's parameters would change
+under such a view, so none is ever saved: while a sharded module runs, a saved-tensor hook replaces every view of a
+gather buffer by (flat, offset, shape, stride), and backward takes the view anew from whichever buffer holds the unit
+then, gathering it if need be. Other tensors pass on to the hooks that were active before, so recomputation and
+save-on-CPU hooks work inside and outside. Memory is constant, and an unexpected order costs speed, never correctness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zerocli.comm import Collectives
+from zerocli.lanes import Lane, Mark, Waits
+from zerocli.unit import Flat, Unit
+
+
+@dataclass(eq=False)
+class Buffer:
+    """One gather buffer of the pool."""
+
+    tensor: torch.Tensor
+    holder: Flat | None = None
+    freed: Mark | None = None
+    """Compute that still reads the buffer ends here; the next gather into it starts after."""
+    used_at: int = 0
+    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """Parameter views by flat, made once."""
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """A view of a gather buffer, as autograd saves it: where it lies in its flat, not in memory."""
+
+    flat: Flat
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Gatherer:
+    """Brings units in, ahead of their use in the order traced in the step before, and lets them go."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        collectives: Collectives,
+        device: torch.device,
+        waits: Waits,
+        probe: Callable[[str], None],
+        buffers_per_class: int,
+    ) -> None:
+        self._units, self._collectives, self._device = units, collectives, device
+        self._waits, self._probe = waits, probe
+        self._limit = buffers_per_class
+        self._lane = Lane(device)
+        self._pool: dict[tuple[int, torch.dtype], list[Buffer]] = {}
+        self._buffer_of: dict[int, Buffer] = {}
+        self._pins: dict[int, int] = {unit.index: 0 for unit in units}
+        self._clock = 0
+        self._order: list[int] = []
+        self._seen: list[int] = []
+        self._cursor = 0
+        self._hooks: list[tuple[Any, Any]] = []
+        self.moves = any(flat.resident is None for unit in units for flat in unit.flats)
+        """Whether any parameter comes and goes; otherwise there is nothing to hook or release."""
+
+    # -- the order of use ------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit, in_backward: bool = False) -> None:
+        """Make the unit's parameters whole for its forward or backward, and start bringing in what comes next."""
+        if torch.is_grad_enabled() or in_backward:
+            self._seen.append(unit.index)
+        self._cursor = self._position_after(unit.index)
+        self.need(unit)
+        if self.moves:
+            self._prefetch()
+
+    def forward_order(self) -> list[Unit]:
+        """Return all units in the order in which the next forward is expected to need them."""
+        first_use = {index: at for at, index in reversed(list(enumerate(self._seen)))}
+        return sorted(self._units, key=lambda unit: first_use.get(unit.index, len(self._seen)))
+
+    def end_step(self) -> None:
+        """Close the step's trace: the next one is prefetched in this order."""
+        if self._seen:
+            self._order, self._seen = self._seen, []
+        self._cursor = 0
+
+    def _position_after(self, index: int) -> int:
+        for at in range(self._cursor, len(self._order)):
+            if self._order[at] == index:
+                return at + 1
+        return len(self._order)
+
+    def _prefetch(self) -> None:
+        ahead = self._order[self._cursor : self._cursor + self._limit - 1]
+        for index in ahead:
+            for flat in self._units[index].flats:
+                if flat.resident is None and flat.buffer is None and flat.pending is None:
+                    buffer = self._free_buffer(flat)
+                    if buffer is None:
+                        return
+                    self._fill(flat, buffer)
+
+    # -- in and out ------------------------------------------------------------------------------------------------
+
+    def need(self, unit: Unit) -> None:
+        """Make the unit's parameters whole on the current stream; gathers what nobody has asked for yet."""
+        for flat in unit.flats:
+            self._need_flat(flat)
+
+    def _need_flat(self, flat: Flat) -> None:
+        if flat.resident is None and flat.buffer is None and flat.pending is None:
+            self._fill(flat, self._free_buffer(flat) or self._evict(flat))
+        if flat.pending is not None:
+            if flat.pending.done:
+                flat.pending.wait()
+            else:
+                with self._waits.waiting("collectives"):
+                    flat.pending.wait()
+            flat.pending = None
+            buffer = self._buffer_of.get(id(flat))
+            if buffer is not None:
+                flat.attach(buffer.tensor, buffer.views[id(flat)])
+        self._clock += 1
+        if flat.resident is None:
+            self._buffer_of[id(flat)].used_at = self._clock
+
+    def _fill(self, flat: Flat, buffer: Buffer) -> None:
+        assert flat.shard is not None and buffer.holder is None
+        buffer.holder = flat
+        self._buffer_of[id(flat)] = buffer
+        if id(flat) not in buffer.views:
+            buffer.views[id(flat)] = flat.views(buffer.tensor)
+        with self._lane.run(after=buffer.freed):
+            if flat.written is not None:
+                flat.written.wait()
+            self._probe("gather")
+            flat.pending = self._collectives.all_gather(buffer.tensor, flat.shard)
+
+    def refresh(self, unit: Unit) -> None:
+        """After an update: spread the owned slices of resident parameters to the other ranks."""
+        for flat in unit.flats:
+            if flat.trainable and flat.resident is not None and flat.held == flat.own:
+                with self._lane.run():
+                    self._probe("gather")
+                    flat.pending = self._collectives.all_gather(flat.resident, flat.shard)
+
+    def pin(self, unit: Unit) -> None:
+        self._pins[unit.index] += 1
+
+    def unpin(self, unit: Unit) -> None:
+        self._pins[unit.index] -= 1
+
+    def release(self, unit: Unit) -> None:
+        """Let the unit's buffers be refilled once the compute issued so far is through with them."""
+        if self._pins[unit.index] == 0:
+            for flat in unit.flats:
+                if flat.resident is None and flat.buffer is not None:
+                    self._vacate(flat)
+
+    def release_all(self) -> None:
+        for unit in self._units:
+            self.release(unit)
+
+    def settle(self) -> None:
+        """Finish every gather under way and forget the place in the trace: nothing is in flight afterwards."""
+        self._cursor = 0
+        for unit in self._units:
+            for flat in unit.flats:
+                if flat.pending is not None:
+                    self._need_flat(flat)
+        self.release_all()
+
+    def _vacate(self, flat: Flat) -> None:
+        buffer = self._buffer_of.pop(id(flat))
+        buffer.holder, buffer.freed = None, Mark(self._device)
+        flat.detach()
+
+    # -- the pool --------------------------------------------------------------------------------------------------
+
+    def _free_buffer(self, flat: Flat) -> Buffer | None:
+        """Return a buffer of the flat's size that holds nothing, making one while the class is under its limit."""
+        buffers = self._pool.setdefault((flat.layout.total, flat.dtype), [])
+        free = [buffer for buffer in buffers if buffer.holder is None]
+        if free:
+            return free[0]
+        if len(buffers) < min(self._limit, self._sharers(flat)):
+            return self._grow(buffers, flat)
+        return None
+
+    def _evict(self, flat: Flat) -> Buffer:
+        """Vacate the least recently used buffer of the class that nobody computes with; grow if all are in use."""
+        buffers = self._pool[(flat.layout.total, flat.dtype)]
+        idle = [b for b in buffers if b.holder and not self._pins[b.holder.unit.index]]
+        if not idle:
+            return self._grow(buffers, flat)
+        # What was prefetched and never used goes last: it is the likeliest to be wanted next.
+        oldest = min(idle, key=lambda b: (b.holder is not None and b.holder.pending is not None, b.used_at))
+        assert oldest.holder is not None
+        self._need_flat(oldest.holder)
+        self._vacate(oldest.holder)
+        return oldest
+
+    def _grow(self, buffers: list[Buffer], flat: Flat) -> Buffer:
+        buffers.append(Buffer(torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)))
+        return buffers[-1]
+
+    def _sharers(self, flat: Flat) -> int:
+        key = (flat.layout.total, flat.dtype)
+        return sum((f.layout.total, f.dtype) == key and f.resident is None for u in self._units for f in u.flats)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gather buffers."""
+        return sum(b.tensor.nbytes for buffers in self._pool.values() for b in buffers)
+
+    # -- what autograd saves: see [Note: gather buffers and autograd] ----------------------------------------------
+
+    def locate(self, tensor: torch.Tensor) -> SavedView | None:
+        """Return where `tensor` lies in a flat if it is a view of a gather buffer."""
+        address = tensor.data_ptr()
+        for buffers in self._pool.values():
+            for buffer in buffers:
+                start = buffer.tensor.data_ptr()
+                if start <= address < start + buffer.tensor.nbytes and buffer.holder is not None:
+                    offset = (address - start) // buffer.tensor.element_size()
+                    return SavedView(buffer.holder, offset, tensor.size(), tensor.stride())
+        return None
+
+    def resolve(self, saved: SavedView) -> torch.Tensor:
+        """Return the saved view anew, from the buffer that holds its flat now."""
+        self._need_flat(saved.flat)
+        assert saved.flat.buffer is not None
+        return saved.flat.buffer.as_strided(saved.size, saved.stride, saved.offset)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """While the body runs, autograd saves no view of a gather buffer."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if not self.moves or not torch.is_grad_enabled() or (outer is not None and outer in self._hooks):
+            yield
+            return
+        outer_pack, outer_unpack = outer if outer is not None else (None, None)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            saved = self.locate(tensor)
+            if saved is not None:
+                return saved
+            return tensor if outer_pack is None else outer_pack(tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, SavedView):
+                return self.resolve(packed)
+            return packed if outer_unpack is None else outer_unpack(packed)
+
+        self._hooks.append((pack, unpack))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                yield
+        finally:
+            self._hooks.pop()

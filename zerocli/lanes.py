@@ -1,0 +1,98 @@
+"""Lanes: queues of device work beside the compute stream, and the marks that order them.
+
+On a GPU a lane is a CUDA stream and a mark an event; nothing here ever blocks the host. On a CPU work runs where it is
+issued, lanes are empty and marks are always reached, so the same engine code serves both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+
+
+class Mark:
+    """A point in a lane's work; `wait` holds the current stream, not the host, until the point is reached."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    @property
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class Lane:
+    """An ordered queue of device work that runs beside the compute stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def run(self, after: Mark | None = None) -> Iterator[None]:
+        """Issue the body's work on this lane, after the mark, or else after all compute issued so far."""
+        if self._stream is None:
+            yield
+            return
+        if after is None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            if after is not None:
+                after.wait()
+            yield
+
+
+class Waits:
+    """Seconds the compute stood still, by cause; on a GPU read from event pairs once they are reached."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def waiting(self, cause: str) -> Iterator[None]:
+        """Charge the time the body holds up the current stream (CPU: the host) to `cause`."""
+        if self._cuda:
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            yield
+            after.record()
+            self._pairs.append((cause, before, after))
+        else:
+            began = time.perf_counter()
+            yield
+            self._seconds[cause] += time.perf_counter() - began
+
+    def add(self, cause: str, seconds: float) -> None:
+        self._seconds[cause] += seconds
+
+    def take(self) -> WaitReading:
+        """Hand over what was gathered since the last call; read it when the device has passed it."""
+        reading = WaitReading(dict(self._seconds), self._pairs)
+        self._seconds, self._pairs = defaultdict(float), []
+        return reading
+
+
+class WaitReading:
+    """One step's waits; `seconds()` blocks the host until the device has passed the last of them."""
+
+    def __init__(self, seconds: dict[str, float], pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]) -> None:
+        self._base, self._pairs = seconds, pairs
+
+    def seconds(self) -> dict[str, float]:
+        total = {cause: self._base.get(cause, 0.0) for cause in ("collectives", "transfers", "optimizer", "data")}
+        for cause, before, after in self._pairs:
+            after.synchronize()
+            total[cause] += before.elapsed_time(after) / 1e3
+        return total

@@ -1,0 +1,224 @@
+"""Facts about this machine: cores, memory and its limits, GPUs, disks, versions.
+
+Nothing here imports torch at import time, and `gpus` asks the driver before it asks torch: the parent of a run only
+needs a count, and importing torch for it would cost seconds and memory.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
+
+ROOT = Path("/")
+# cgroup v1 writes "no limit" as the largest multiple of a page below 2^63.
+UNLIMITED_NBYTES = 1 << 60
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that torch can use."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Host memory in bytes; `limit` is the cgroup's (None: none), `available` respects it."""
+
+    total: int
+    available: int
+    limit: int | None
+
+
+def cores(root: Path = ROOT) -> int:
+    """Return how many cores this process may use, by its affinity and its cgroup's quota; at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    else:
+        count = os.cpu_count() or 1
+    for folder in _cgroup_folders("cpu", root):
+        words = (_read(folder / "cpu.max") or "").split()
+        if not words:
+            words = [_read(folder / "cpu.cfs_quota_us") or "-1", _read(folder / "cpu.cfs_period_us") or "100000"]
+        if words[0].isdigit():
+            count = min(count, max(1, int(words[0]) // int(words[1])))
+    return max(1, count)
+
+
+def memory(root: Path = ROOT) -> Memory:
+    """Return host memory; what is available is the lesser of the kernel's word and what the cgroup still allows."""
+    fields: dict[str, str] = dict(re.findall(r"^(\w+):\s+(\d+) kB", _read(root / "proc/meminfo") or "", re.MULTILINE))
+    if "MemTotal" in fields:
+        total = int(fields["MemTotal"]) * 1024
+        available = int(fields.get("MemAvailable", fields["MemTotal"])) * 1024
+    else:
+        total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, used = cgroup_memory(root)
+    if limit is not None:
+        available = max(0, min(available, limit - used))
+    return Memory(total, available, limit)
+
+
+def cgroup_memory(root: Path = ROOT) -> tuple[int | None, int]:
+    """Return (tightest memory limit of this process's cgroups or None, bytes in use under it); cgroup v1 and v2."""
+    tightest: int | None = None
+    used = 0
+    for folder in _cgroup_folders("memory", root):
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            text = _read(folder / limit_name)
+            if text is None or not text.isdigit() or int(text) >= UNLIMITED_NBYTES:
+                continue
+            if tightest is None or int(text) < tightest:
+                tightest, used = int(text), int(_read(folder / used_name) or 0) - _page_cache(folder)
+    return tightest, max(0, used)
+
+
+def memlock() -> int | None:
+    """Return how many bytes this process may pin, or None when there is no limit."""
+    if resource is None:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def disk(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Return (total, free) bytes of the file system that holds `path`, which need not exist yet."""
+    folder = Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    usage = shutil.disk_usage(folder)
+    return usage.total, usage.free
+
+
+def gpus(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """Return the GPUs that torch will see, without importing torch where the driver can tell."""
+    if not torch_has_cuda():
+        return []
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.split(",")[0].strip() in ("", "-1", "NoDevFiles"):
+        return []
+    listed = _nvidia_smi()
+    if listed is None:
+        return _gpus_of_torch()
+    return listed if visible is None else _select(listed, visible)
+
+
+def torch_has_cuda() -> bool:
+    """Say whether the installed torch was built for GPUs; reads its version file and imports nothing."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    text = _read(Path(spec.submodule_search_locations[0]) / "version.py") or ""
+    return bool(re.search(r"^(cuda|hip)\b[^=\n]*=\s*['\"]", text, re.MULTILINE))
+
+
+def version(package: str) -> str | None:
+    """Return the installed version of `package`, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def backends() -> list[str]:
+    """Return the names of torch's distributed backends on this machine (imports torch)."""
+    try:
+        import torch.distributed as dist
+    except ImportError:
+        return []
+    if not dist.is_available():
+        return []
+    found = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available()}
+    return [name for name, present in found.items() if present]
+
+
+def system() -> str:
+    """Return the operating system and processor in one line."""
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _cgroup_folders(controller: str, root: Path) -> list[Path]:
+    """Return this process's cgroup folders for `controller`, innermost first: a limit may sit on any of them.
+
+    In a container the kernel may name a path that is mounted only outside it; its ancestors still count.
+    """
+    folders: list[Path] = []
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / controller
+        elif number == "0" and not controllers:
+            mount = root / "sys/fs/cgroup"
+        else:
+            continue
+        folder = mount / path.strip("/")
+        folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))]
+    return folders
+
+
+def _page_cache(folder: Path) -> int:
+    """Return the bytes of a cgroup's usage that the kernel gives back on demand."""
+    found = re.search(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat") or "", re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _nvidia_smi() -> list[Gpu] | None:
+    """Return the driver's list of GPUs; None when the driver cannot be asked this way."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = []
+    for line in answer.stdout.splitlines():
+        name, _, mebibytes = line.rpartition(",")
+        if name:
+            found.append(Gpu(name.strip(), int(mebibytes) * 2**20 if mebibytes.strip().isdigit() else 0))
+    return found
+
+
+def _gpus_of_torch() -> list[Gpu]:
+    if not any((ROOT / name).exists() for name in ("dev/nvidiactl", "dev/kfd", "dev/dxg")):
+        return []
+    import torch
+
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [Gpu(each.name, each.total_memory) for each in properties]
+
+
+def _select(listed: list[Gpu], visible: str) -> list[Gpu]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; CUDA stops reading at the first bad entry."""
+    chosen = []
+    for entry in visible.split(","):
+        entry = entry.strip()
+        if entry.isdigit() and int(entry) < len(listed):
+            chosen.append(listed[int(entry)])
+        elif entry.startswith(("GPU-", "MIG-")) and listed:
+            chosen.append(listed[0])
+        else:
+            break
+    return chosen

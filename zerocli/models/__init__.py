@@ -1,0 +1,29 @@
+"""The reference models: GPT-2 and Llama of any size."""
+
+from __future__ import annotations
+
+import torch
+
+from zerocli.models.gpt2 import GPT2
+from zerocli.models.llama import Llama
+from zerocli.models.loss import linear_cross_entropy
+from zerocli.models.parts import Decoder, ModelConfig
+
+__all__ = ["FAMILIES", "Decoder", "ModelConfig", "build", "linear_cross_entropy"]
+
+FAMILIES: dict[str, type[GPT2] | type[Llama]] = {"gpt2": GPT2, "llama": Llama}
+
+
+def build(model_config: ModelConfig, seq: int, device: str | torch.device = "cpu") -> Decoder:
+    """Return the model for sequences of up to `seq` tokens, initialised; on the meta device it takes no memory."""
+    config = model_config
+    if config.family not in FAMILIES:
+        raise ValueError(f"model.family is {config.family!r}: choose one of {', '.join(FAMILIES)}")
+    if config.hidden % config.heads:
+        raise ValueError(f"model.hidden {config.hidden} does not divide into {config.heads} heads")
+    if config.kv_heads and config.heads % config.kv_heads:
+        raise ValueError(f"model.heads {config.heads} does not divide into {config.kv_heads} groups (model.kv_heads)")
+    if config.family == "llama" and config.hidden // config.heads % 2:
+        raise ValueError(f"rotary positions need an even head size, not {config.hidden} / {config.heads}")
+    with torch.device(device):
+        return FAMILIES[config.family](config, seq)

@@ -1,0 +1,91 @@
+"""The GPT-2 family: learned positions, LayerNorm before each sublayer, GELU, and a head tied to the embedding."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zerocli.models.parts import Decoder, Embedding, Head, Linear, ModelConfig, attend, residual_std
+
+
+class GPT2(Decoder):
+    """A GPT-2 of any size, for sequences of up to `seq` tokens."""
+
+    def __init__(self, config: ModelConfig, seq: int) -> None:
+        embed = Embed(config, seq)
+        blocks: list[nn.Module] = [Block(config) for _ in range(config.layers)]
+        tied = embed.tokens.weight if config.tie else None
+        super().__init__(embed, blocks, Head(_norm(config), config.hidden, config.vocab, tied), seq)
+
+
+class Embed(nn.Module):
+    """The sum of a token's embedding and its position's."""
+
+    def __init__(self, config: ModelConfig, seq: int) -> None:
+        super().__init__()
+        self.tokens = Embedding(config.vocab, config.hidden)
+        self.positions = Embedding(seq, config.hidden)
+        self.dropout = config.dropout
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        return _dropout(x, self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm1 = _norm(config)
+        self.attention = Attention(config)
+        self.norm2 = _norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Attention(nn.Module):
+    """Causal self-attention; one matmul makes queries, keys and values."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.kv_heads = config.kv_heads or config.heads
+        self.head_dim = config.hidden // config.heads
+        self.dropout = config.dropout
+        qkv_width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = Linear(config.hidden, qkv_width, config.bias)
+        self.out = Linear(config.hidden, config.hidden, config.bias, residual_std(config.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        x = attend(q, k, v, self.dropout if self.training else 0.0)
+        return _dropout(self.out(x), self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU, four times as wide as the model unless the config says otherwise."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.mlp_hidden or 4 * config.hidden
+        self.up = Linear(config.hidden, width, config.bias)
+        self.down = Linear(width, config.hidden, config.bias, residual_std(config.layers))
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return _dropout(x, self.dropout, self.training)
+
+
+def _norm(config: ModelConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
+
+
+def _dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    """Return x with dropout while training; a probability of 0 launches nothing."""
+    return F.dropout(x, p) if p > 0 and training else x

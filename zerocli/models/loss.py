@@ -1,0 +1,148 @@
+"""The output projection and its cross-entropy in one function that never holds all the logits.
+
+For N tokens and a vocabulary of V, whole logits take N x V elements, often more than every other activation together.
+`linear_cross_entropy` walks over chunks of tokens instead, and since the gradient of the loss is known up to one factor
+while a chunk's logits are there, it computes both gradients in the forward pass: three matmuls in all, as without
+chunks, and nothing computed twice.
+
+Memory of a call, in bytes, for a chunk of c tokens (`chunk_tokens`), a padded vocabulary P and compute type size b:
+
+    c*P*(b + 4) in bf16 or fp16, c*P*4 in fp32    a chunk's logits, freed before the forward pass returns
+    N*H*b + V*H*4                                 the two gradients, kept until backward
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+"""A target of this value, which is negative, takes no part in the loss."""
+
+MAX_CHUNK_NUMEL = {"cuda": 128 * 2**20, "cpu": 16 * 2**20}
+"""Bound on a chunk's logits, in elements. On a GPU a chunk is long enough that reading and writing the fp32 weight
+gradient once a chunk hides behind its matmul; on a CPU a shorter chunk stays nearer to the caches."""
+
+ROW_ALIGNMENT = 64
+"""Elements to which a row of logits is padded: matmuls on rows that are not aligned (GPT-2's 50257) run much slower."""
+
+
+def chunk_tokens(vocab: int, device_type: str) -> int:
+    """Return how many tokens a chunk holds, a multiple of 128 where it can be; its logits stay within the bound."""
+    tokens = MAX_CHUNK_NUMEL.get(device_type, MAX_CHUNK_NUMEL["cuda"]) // padded_vocab(vocab)
+    return tokens // 128 * 128 or max(tokens, 1)
+
+
+def padded_vocab(vocab: int) -> int:
+    """Return the length of a row of the logits' buffer."""
+    return -(-vocab // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
+    """Return the mean cross-entropy of `x @ weight.T` against `targets` as an fp32 scalar; 0 if all are ignored.
+
+    x: (..., hidden) and weight: (vocab, hidden), of one type; targets: (...), int64, `IGNORED` where there is none.
+    `chunk` is the number of tokens at a time; 0 means `chunk_tokens`. The loss can be differentiated once: backward
+    scales the gradients in place.
+    """
+    chunk = chunk or chunk_tokens(weight.shape[0], x.device.type)
+    # Grad mode is always off inside forward, so it is asked for here.
+    with_grad = torch.is_grad_enabled()
+    return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), chunk, with_grad)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Forward computes the gradients of the summed loss; backward multiplies them by grad_output / num_targets.
+
+    The division waits until then because a probability divided by thousands of tokens would underflow in fp16.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, with_grad: bool) -> Tensor:
+        grad_x = torch.empty_like(x) if with_grad and ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if with_grad and ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+
+        needs_grad = grad_x is not None or grad_weight is not None
+
+        valid = targets != IGNORED
+        indices = targets.clamp_min(0)[:, None]  # any index serves a row that its mask sets to zero
+        mask = valid.float()[:, None]
+        num_targets = valid.sum().clamp_min(1)
+
+        num_tokens, vocab = x.shape[0], weight.shape[0]
+        losses = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
+        buffer = x.new_empty(min(chunk, num_tokens), padded_vocab(vocab))
+        for start in range(0, num_tokens, chunk):
+            rows = slice(start, min(start + chunk, num_tokens))
+            padded = buffer[: rows.stop - start]
+            logits = padded[:, :vocab]
+            padded[:, vocab:].fill_(float("-inf"))
+            torch.mm(x[rows], weight.t(), out=logits)
+            losses[rows] = _softmax_loss_(padded, indices[rows], mask[rows], needs_grad)
+            if grad_x is not None:
+                torch.mm(logits, weight, out=grad_x[rows])
+            if grad_weight is not None:
+                _add_matmul_(grad_weight, logits.t(), x[rows])
+
+        ctx.save_for_backward(grad_x, grad_weight, num_targets)
+        ctx.weight_dtype = weight.dtype
+        return losses.sum() / num_targets
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight, num_targets = ctx.saved_tensors
+        # Two dimensions, so that type promotion holds the product, and a loss scale, in fp32 and not in x's type.
+        scale = (grad_output.float() / num_targets).reshape(1, 1)
+        if grad_x is not None:
+            grad_x.mul_(scale)
+        if grad_weight is not None:
+            rounded = grad_weight.dtype != ctx.weight_dtype
+            out = torch.empty_like(grad_weight, dtype=ctx.weight_dtype) if rounded else grad_weight
+            grad_weight = torch.mul(grad_weight, scale, out=out)
+        return grad_x, grad_weight, None, None, None
+
+
+def _softmax_loss_(logits: Tensor, indices: Tensor, mask: Tensor, needs_grad: bool) -> Tensor:
+    """Return each row's loss, (rows, 1) fp32, and replace the logits by their gradient; masked rows give zeros.
+
+    The only other buffer of the logits' size is one of fp32, and only where the logits are not fp32 themselves.
+    """
+    highest = logits.amax(-1, keepdim=True).float()
+    shifted = logits.sub_(highest) if logits.dtype == torch.float32 else torch.sub(logits, highest)
+    of_target = shifted.gather(1, indices)
+    total = shifted.exp_().sum(-1, keepdim=True)
+    if needs_grad:
+        torch.mul(shifted, mask / total, out=logits)
+        logits.scatter_(1, indices, ((of_target.exp() / total - 1) * mask).to(logits.dtype))
+    return (total.log() - of_target) * mask
+
+
+def _add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to the fp32 `total`, rounding no product to the type of `a` and `b`."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif not a.is_cuda:
+        total.addmm_(a.float(), b.float())
+    elif _has_mixed_addmm(a.dtype, a.device):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(torch.mm(a, b, out_dtype=torch.float32))
+
+
+@functools.cache
+def _has_mixed_addmm(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether this build of torch adds a product of `dtype` matrices to an fp32 one in a single kernel."""
+    total = torch.zeros(16, 16, device=device)
+    a = torch.zeros(16, 16, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True

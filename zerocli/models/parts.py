@@ -1,0 +1,146 @@
+"""What both model families are made of. Each module with parameters or buffers of its own has `reset_parameters()`,
+which fills those and no others, in place: a unit can be materialised from the meta device and initialised by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zerocli.models.loss import linear_cross_entropy
+
+INIT_STD = 0.02
+
+
+class ModelConfig(Protocol):
+    """The fields of a model's config that a model reads."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def mlp_hidden(self) -> int: ...
+    @property
+    def dropout(self) -> float: ...
+    @property
+    def tie(self) -> bool: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def bias(self) -> bool: ...
+
+
+def residual_std(layers: int) -> float:
+    """Return the standard deviation for a projection into the residual stream, to which each layer adds two."""
+    return INIT_STD / math.sqrt(2 * layers)
+
+
+def init_normal_(weight: Tensor, std: float) -> None:
+    """Fill the weight from a normal distribution; on the meta device, where there is nothing to fill, return at once.
+
+    The first random fill of a meta tensor makes torch import its compiler, which takes over a second.
+    """
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=std)
+
+
+class Linear(nn.Linear):
+    """A linear layer whose weight starts normal with `init_std`, and whose bias starts at zero."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False, init_std: float = INIT_STD) -> None:
+        self.init_std = init_std  # before the parent's constructor, which calls reset_parameters
+        super().__init__(inputs, outputs, bias=bias)
+
+    def reset_parameters(self) -> None:
+        init_normal_(self.weight, self.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """An embedding table that starts normal with the standard deviation of every other weight."""
+
+    def reset_parameters(self) -> None:
+        init_normal_(self.weight, INIT_STD)
+
+
+class Head(nn.Module):
+    """The final norm, the output projection and the loss. With `tied`, the projection is that very parameter."""
+
+    def __init__(self, norm: nn.Module, hidden: int, vocab: int, tied: Tensor | None = None) -> None:
+        super().__init__()
+        self.norm = norm
+        self.is_tied = tied is not None
+        self.weight: Tensor = tied if tied is not None else nn.Parameter(torch.empty(vocab, hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if not self.is_tied:  # the embedding initialises a weight that both use
+            init_normal_(self.weight, INIT_STD)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the loss, or without targets the logits."""
+        x = self.norm(x)
+        if targets is None:
+            return F.linear(x, self.weight)
+        return linear_cross_entropy(x, self.weight, targets)
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, head: the frame that both families fill."""
+
+    def __init__(self, embed: nn.Module, blocks: list[nn.Module], head: Head, seq: int) -> None:
+        super().__init__()
+        self.embed = embed
+        self.blocks = nn.ModuleList(blocks)
+        self.head = head
+        self.seq = seq
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the mean loss of (batch, seq) targets in fp32, or without targets the (batch, seq, vocab) logits."""
+        if tokens.shape[1] > self.seq:
+            raise ValueError(f"a sequence of {tokens.shape[1]} tokens is longer than the model's {self.seq} positions")
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, targets)
+
+    def unit_modules(self) -> list[nn.Module]:
+        """Return the modules that are each gathered by themselves, in order of use.
+
+        A tied weight is needed at both ends of the model, so then embedding and head belong to the rest.
+        """
+        if self.head.is_tied:
+            return list(self.blocks)
+        return [self.embed, *self.blocks, self.head]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+    """Return causal attention as (batch, seq, heads * head_dim).
+
+    q: (batch, seq, heads, head_dim); k and v may have fewer heads, each of which serves a run of query heads.
+    """
+    groups = q.shape[2] // k.shape[2]
+    # Only the half-precision GPU kernels read shared heads in place; the others would fall back to a kernel that holds
+    # all seq x seq scores, which costs far more than repeating keys and values.
+    shared = groups > 1 and q.is_cuda and q.dtype != torch.float32
+    if groups > 1 and not shared:
+        k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
+    return out.transpose(1, 2).flatten(2)

@@ -1,0 +1,57 @@
+"""Precision: what parameters compute in, and the dynamic loss scale that keeps fp16 gradients alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtype that parameters, activations and gradients have; the optimizer always works in fp32."""
+
+    name: str
+    compute: torch.dtype
+    scales: bool = False
+    """Whether the loss is scaled dynamically."""
+
+
+PRECISIONS = {
+    "fp32": Precision("fp32", torch.float32),
+    "bf16": Precision("bf16", torch.bfloat16),
+    "fp16": Precision("fp16", torch.float16, scales=True),
+}
+
+
+def precision(name: str, device: torch.device) -> tuple[Precision, str]:
+    """Return the precision and the reason for it; `auto` takes bf16 where the device is made for it."""
+    if name != "auto":
+        if name not in PRECISIONS:
+            raise ValueError(f"precision {name!r} is not one of auto, {', '.join(PRECISIONS)}")
+        return PRECISIONS[name], "as asked"
+    if device.type == "cuda" and torch.cuda.is_bf16_supported():
+        return PRECISIONS["bf16"], "GPU supports it"
+    return PRECISIONS["fp32"], "no GPU with bf16"
+
+
+class LossScale:
+    """A loss scale on the device: halved when gradients overflow, doubled after `interval` steps without."""
+
+    def __init__(self, active: bool, device: torch.device, initial: float = 2.0**16, interval: int = 2000) -> None:
+        self.active = active
+        self.value = torch.full((), initial if active else 1.0, device=device)
+        self._streak = torch.zeros((), dtype=torch.int32, device=device)
+        self._interval = interval
+
+    def update(self, overflow: torch.Tensor) -> None:
+        """Adapt the scale to whether this step overflowed (1.0) or not (0.0), without asking the host."""
+        if self.active:
+            torch._amp_update_scale_(self.value, self._streak, overflow, 2.0, 0.5, self._interval)
+
+    def state(self) -> dict[str, float]:
+        return {"scale": self.value.item(), "streak": self._streak.item()}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.value.fill_(state["scale"])
+        self._streak.fill_(int(state["streak"]))

@@ -1,0 +1,306 @@
+"""Reducing: gradients go to the ranks that own them while backward is still producing the others.
+
+Where gradients are not partitioned they are kept whole in flat buffers and reduced there, on the last micro-step.
+Where they are, each unit's gradients pass through buckets of a constant size to the owners, on every micro-step, and
+are freed. Every rank launches the units in one order, so ranks that use different parameters still meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zerocli.comm import Collectives, Pending
+from zerocli.lanes import Lane, Waits
+from zerocli.shards import SHARD_ALIGN, Layout, Span
+from zerocli.stage import Stage
+from zerocli.unit import Flat, Unit
+
+Strided = tuple[tuple[int, ...], tuple[int, ...], int]
+"""(size, stride, offset) of a view into one-dimensional memory."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A part of one gradient and its place in a bucket."""
+
+    entry: int
+    """Index of the parameter in the layout; -1 is padding, which is zeroed."""
+    source: Strided
+    target: Strided
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """What one bucket carries of a flat: the same columns of every rank's slice."""
+
+    columns: Span
+    numel: int
+    copies: tuple[Copy, ...]
+
+
+def plan_buckets(layout: Layout, world: int, bucket_numel: int) -> list[BucketPlan]:
+    """Cut a flat into buckets of at most `bucket_numel` elements, each holding equal columns of all ranks' slices."""
+    each = layout.total // world
+    width = max(SHARD_ALIGN, min(each, bucket_numel // world // SHARD_ALIGN * SHARD_ALIGN))
+    spans = [(i, entry.span) for i, entry in enumerate(layout.entries)] + [(-1, gap) for gap in layout.gaps()]
+    plans = []
+    for columns in Span(0, each).pieces(width):
+        copies: list[Copy] = []
+        for index, span in spans:
+            copies.extend(_copies(index, span, columns, each, world))
+        plans.append(BucketPlan(columns, columns.numel * world, tuple(copies)))
+    return plans
+
+
+def _copies(index: int, span: Span, columns: Span, each: int, world: int) -> list[Copy]:
+    """Return how the parameter at `span` of the flat goes into the bucket of `columns`; whole rows go as one copy."""
+    if columns.numel == each:  # the bucket is the whole flat: one straight copy
+        return [Copy(index, ((span.numel,), (1,), 0), ((span.numel,), (1,), span.start))] if span.numel else []
+    found: list[Copy] = []
+    first, last = span.start // each, min(world - 1, max(span.start, span.stop - 1) // each)
+    whole: list[int] = []
+    for row in range(first, last + 1):
+        part = columns.shifted(row * each).intersect(span)
+        if part.numel == columns.numel:
+            whole.append(row)
+        elif part.numel:
+            at = row * columns.numel + part.start - row * each - columns.start
+            found.append(Copy(index, ((part.numel,), (1,), part.start - span.start), ((part.numel,), (1,), at)))
+    if whole:  # consecutive by construction
+        size = (len(whole), columns.numel)
+        source = (size, (each, 1), whole[0] * each + columns.start - span.start)
+        found.append(Copy(index, source, (size, (columns.numel, 1), whole[0] * columns.numel)))
+    return found
+
+
+@dataclass
+class _Bucket:
+    memory: torch.Tensor
+    busy: Callable[[], None] | None = None
+    """Finishes the reduction that still uses the memory."""
+
+
+class Reducer:
+    """Takes gradients as they are accumulated, and leaves each rank with the sum of the slices it holds."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        stage: Stage,
+        collectives: Collectives,
+        device: torch.device,
+        waits: Waits,
+        probe: Callable[[str], None],
+        bucket_nbytes: int,
+        wire: torch.dtype,
+        on_complete: Callable[[Unit], None],
+    ) -> None:
+        self._stage, self._collectives, self._device = stage, collectives, device
+        self._waits, self._probe, self._on_complete = waits, probe, on_complete
+        self._wire = wire
+        self._lane = Lane(device)
+        self._flats = [flat for unit in units if (flat := unit.trainable) is not None]
+        largest = max((flat.layout.total for flat in self._flats), default=0)
+        self._bucket_numel = min(largest, max(bucket_nbytes // wire.itemsize, collectives.world * SHARD_ALIGN))
+        self._buckets: list[_Bucket] = []
+        self._plans: dict[int, list[BucketPlan]] = {}
+        self._order = list(reversed(self._flats))
+        self._ordered_by_use = False
+        self._arrived: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
+        self._completed: list[Flat] = []
+        self._next = 0
+        self._unfinished: list[Callable[[], None]] = []
+        self._first = self._last = True
+        self.active = False
+        for flat in self._flats:
+            for index, parameter in enumerate(flat.parameters):
+                parameter.register_post_accumulate_grad_hook(self._hook(flat, index))
+
+    def begin(self, first: bool, last: bool) -> None:
+        """Open a backward pass: `first` and `last` of the step's micro-steps."""
+        self._first, self._last, self.active = first, last, True
+        self._next, self._completed = 0, []
+        for arrived in self._arrived.values():
+            arrived.clear()
+
+    def _hook(self, flat: Flat, index: int) -> Callable[[nn.Parameter], None]:
+        def accumulated(parameter: nn.Parameter) -> None:
+            if not self.active:
+                raise RuntimeError("gradients arrived outside engine.backward(loss): call it instead of loss.backward()")
+            arrived = self._arrived[id(flat)]
+            arrived.add(index)
+            if flat.grad_full is not None:
+                self._keep(flat, index, parameter)
+            if len(arrived) == len(flat.parameters):
+                self._complete(flat)
+
+        return accumulated
+
+    def _keep(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
+        """Move a gradient into the whole flat gradient that this rank keeps."""
+        assert flat.grad_full is not None and parameter.grad is not None
+        entry = flat.layout.entries[index]
+        place = flat.grad_full[entry.offset : entry.offset + entry.numel].view(entry.shape)
+        if self._first:
+            place.copy_(parameter.grad)
+        else:
+            place.add_(parameter.grad)
+        parameter.grad = None
+
+    def _complete(self, flat: Flat) -> None:
+        self._completed.append(flat)
+        self._on_complete(flat.unit)
+        self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        ready = {id(flat) for flat in self._completed}
+        while self._next < len(self._order) and id(self._order[self._next]) in ready:
+            self._launch(self._order[self._next])
+            self._next += 1
+
+    def finish(self) -> None:
+        """Close the backward pass: reduce what is left, counting gradients that never came as zero."""
+        done = {id(flat) for flat in self._completed}
+        missing = [flat for flat in self._order if id(flat) not in done]
+        for flat in missing:
+            if flat.grad_full is not None and self._first:
+                for index, entry in enumerate(flat.layout.entries):
+                    if index not in self._arrived[id(flat)]:
+                        flat.grad_full[entry.offset : entry.offset + entry.numel].zero_()
+            self._complete(flat)
+        assert self._next == len(self._order)
+        with self._waits.waiting("collectives"):
+            for finish in self._unfinished:
+                finish()
+        self._unfinished.clear()
+        for bucket in self._buckets:
+            bucket.busy = None
+        self.active = False
+        if not self._ordered_by_use:
+            self._adopt_order()
+
+    def abandon(self) -> None:
+        """After an exception in backward: drop what has arrived; the step's gradients are lost."""
+        for finish in self._unfinished:
+            finish()
+        self._unfinished.clear()
+        for bucket in self._buckets:
+            bucket.busy = None
+        for flat in self._flats:
+            for parameter in flat.parameters:
+                parameter.grad = None
+        self.active = False
+
+    def _adopt_order(self) -> None:
+        """From now on launch in the order in which rank 0's first backward completed the units."""
+        place = {id(flat): i for i, flat in enumerate(self._flats)}
+        order = torch.tensor([place[id(flat)] for flat in self._completed], dtype=torch.int64, device=self._device)
+        order = self._collectives.broadcast(order)
+        self._order = [self._flats[i] for i in order.tolist()]
+        self._ordered_by_use = True
+
+    # -- launching one unit ----------------------------------------------------------------------------------------
+
+    def _launch(self, flat: Flat) -> None:
+        if flat.grad_full is None:
+            self._reduce_buckets(flat)
+        elif self._last:
+            self._reduce_whole(flat)
+
+    def _reduce_whole(self, flat: Flat) -> None:
+        """Reduce a gradient that is kept whole, in place."""
+        assert flat.grad_full is not None and flat.grad is not None
+        with self._lane.run():
+            self._probe("reduce")
+            if self._stage.optimizer:
+                self._unfinished.append(self._collectives.reduce_scatter(flat.grad, flat.grad_full).wait)
+            else:
+                for piece in Span(0, flat.layout.total).pieces(self._bucket_numel):
+                    part = flat.grad_full[piece.start : piece.stop]
+                    self._unfinished.append(self._collectives.all_reduce(part).wait)
+
+    def _reduce_buckets(self, flat: Flat) -> None:
+        """Carry the unit's gradients to their owners, bucket by bucket, and free them."""
+        plans = self._plans.get(id(flat))
+        if plans is None:
+            plans = self._plans[id(flat)] = plan_buckets(flat.layout, self._collectives.world, self._bucket_numel)
+        sources: list[torch.Tensor | None] = []
+        for parameter in flat.parameters:
+            sources.append(None if parameter.grad is None else parameter.grad.reshape(-1))
+            parameter.grad = None
+        for plan in plans:
+            bucket = self._take_bucket(plan.numel)
+            memory = bucket.memory[: plan.numel]
+            self._fill(memory, plan, sources)
+            with self._lane.run():
+                self._probe("reduce")
+                bucket.busy = self._scatter(flat, plan, memory)
+            self._unfinished.append(bucket.busy)
+
+    def _fill(self, memory: torch.Tensor, plan: BucketPlan, sources: list[torch.Tensor | None]) -> None:
+        into, out_of = [], []
+        for copy in plan.copies:
+            target = memory.as_strided(copy.target[0], copy.target[1], memory.storage_offset() + copy.target[2])
+            source = sources[copy.entry] if copy.entry >= 0 else None
+            if source is None:
+                target.zero_()
+            else:
+                into.append(target)
+                out_of.append(source.as_strided(copy.source[0], copy.source[1], source.storage_offset() + copy.source[2]))
+        if into:
+            torch._foreach_copy_(into, out_of)
+
+    def _scatter(self, flat: Flat, plan: BucketPlan, memory: torch.Tensor) -> Callable[[], None]:
+        """Reduce one bucket into the columns of the gradient shard; the result ends what is left to do."""
+        assert flat.grad is not None
+        target = flat.grad[plan.columns.start : plan.columns.stop]
+        if self._first and target.dtype == memory.dtype:
+            return self._collectives.reduce_scatter(target, memory).wait
+        # The bucket's own slice may take the sum: nobody reads the bucket after it.
+        rank = self._collectives.rank
+        part = memory[rank * plan.columns.numel : (rank + 1) * plan.columns.numel]
+        pending = self._collectives.reduce_scatter(part, memory)
+        merge = target.copy_ if self._first else target.add_
+        if self._device.type == "cuda":  # ordered by the lane that this runs on
+            merge(part)
+            return Pending(None, self._collectives.mark()).wait
+
+        def finish() -> None:
+            pending.wait()
+            merge(part)
+
+        return _once(finish)
+
+    def _take_bucket(self, numel: int) -> _Bucket:
+        """Return a bucket whose last reduction is over, the two of the pool in turn."""
+        if len(self._buckets) < 2:
+            self._buckets.append(_Bucket(torch.empty(self._bucket_numel, dtype=self._wire, device=self._device)))
+            return self._buckets[-1]
+        bucket = self._buckets.pop(0)
+        self._buckets.append(bucket)
+        if bucket.busy is not None:
+            with self._waits.waiting("collectives"):
+                bucket.busy()
+            self._unfinished.remove(bucket.busy)
+            bucket.busy = None
+        return bucket
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the reduction buckets."""
+        return sum(bucket.memory.nbytes for bucket in self._buckets)
+
+
+def _once(action: Callable[[], None]) -> Callable[[], None]:
+    """Return `action`, made to run at most once."""
+    left = [action]
+
+    def run() -> None:
+        if left:
+            left.pop()()
+
+    return run

@@ -1,0 +1,127 @@
+"""Shard arithmetic: where each parameter lies in its flat buffer, and which slice of it a rank owns.
+
+Pure integers, no tensors. Everything is counted in elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+PARAM_ALIGN = 16
+"""Each parameter starts at a multiple of this many elements, so that matrix kernels get aligned addresses."""
+SHARD_ALIGN = 64
+"""Slices and weight-decay regions start at multiples of this, so vector kernels split the same at every stage."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The half-open range [start, stop) of elements."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def intersect(self, other: Span) -> Span:
+        """Return what both spans cover; its numel is 0 where they do not meet."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def shifted(self, by: int) -> Span:
+        return Span(self.start + by, self.stop + by)
+
+    def pieces(self, numel: int) -> Iterator[Span]:
+        """Yield consecutive spans of at most `numel` elements that tile this one."""
+        for start in range(self.start, self.stop, numel):
+            yield Span(start, min(start + numel, self.stop))
+
+
+def round_up(numel: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `numel`."""
+    return -(-numel // multiple) * multiple
+
+
+def padded_numel(numel: int, world: int) -> int:
+    """Return `numel` padded so that `world` equal slices, each a multiple of SHARD_ALIGN, tile it exactly."""
+    return round_up(numel, world * SHARD_ALIGN)
+
+
+def owned(padded: int, world: int, rank: int) -> Span:
+    """Return the slice that `rank` owns of a padded buffer; the slices of all ranks tile it exactly."""
+    assert padded % (world * SHARD_ALIGN) == 0 and 0 <= rank < world
+    each = padded // world
+    return Span(rank * each, (rank + 1) * each)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter's place in a flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    group: int
+    """Index of the parameter's optimizer group (such as: with weight decay, without)."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def span(self) -> Span:
+        return Span(self.offset, self.offset + self.numel)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of all parameters of one flat buffer, and its padded length."""
+
+    entries: tuple[Entry, ...]
+    regions: tuple[tuple[int, Span], ...]
+    """(group, span) of each optimizer group, in order; together they tile the padded buffer."""
+    total: int
+    """Padded length: a multiple of world * SHARD_ALIGN."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of real parameters, padding left out."""
+        return sum(entry.numel for entry in self.entries)
+
+    def gaps(self) -> list[Span]:
+        """Return the spans of padding between and after the parameters."""
+        found, at = [], 0
+        for entry in self.entries:
+            if entry.offset > at:
+                found.append(Span(at, entry.offset))
+            at = entry.offset + entry.numel
+        if self.total > at:
+            found.append(Span(at, self.total))
+        return found
+
+    def segments(self, within: Span) -> list[tuple[int, Span]]:
+        """Return (group, span) for the parts of `within` that each optimizer group covers."""
+        cut = [(group, region.intersect(within)) for group, region in self.regions]
+        return [(group, span) for group, span in cut if span.numel]
+
+
+def lay_out(parameters: Sequence[tuple[str, tuple[int, ...], int]], world: int) -> Layout:
+    """Place (name, shape, group) triples one after another, group by group, for `world` ranks."""
+    entries: list[Entry] = []
+    starts: list[tuple[int, int]] = []
+    at = 0
+    for group in sorted({group for _, _, group in parameters}):
+        at = round_up(at, SHARD_ALIGN)
+        starts.append((group, at))
+        for name, shape, its_group in parameters:
+            if its_group == group:
+                at = round_up(at, PARAM_ALIGN)
+                entries.append(Entry(name, tuple(shape), at, group))
+                at += math.prod(shape)
+    total = padded_numel(at, world)
+    ends = [start for _, start in starts[1:]] + [total]
+    regions = tuple((group, Span(start, end)) for (group, start), end in zip(starts, ends, strict=True))
+    return Layout(tuple(entries), regions, total)

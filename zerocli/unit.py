@@ -1,0 +1,189 @@
+"""Units: the parameters that are gathered, computed with and released together.
+
+A unit's parameters live in flat buffers: one for the trainable ones and one for each dtype of frozen ones. Each rank
+owns one contiguous, aligned slice of each. Parameters are views: gathering a unit is one collective and no copy-out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zerocli.comm import Collectives, Pending
+from zerocli.lanes import Mark
+from zerocli.shards import Layout, Span, lay_out, owned
+from zerocli.stage import Stage
+
+
+@dataclass(eq=False)
+class Flat:
+    """One flat buffer of a unit: its layout, this rank's slice, and where its states are right now."""
+
+    unit: Unit
+    layout: Layout
+    parameters: list[nn.Parameter]
+    dtype: torch.dtype
+    """Compute dtype: what the parameters are when they are gathered."""
+    trainable: bool
+    own: Span
+    """The slice that this rank owns."""
+    held: Span
+    """The span that this rank keeps optimizer states for: `own`, or all of it when the stage replicates them."""
+
+    resident: torch.Tensor | None = None
+    """The whole buffer, where it is kept for good (parameters not partitioned)."""
+    shard: torch.Tensor | None = None
+    """This rank's slice in the compute dtype; a view of `resident` where there is one."""
+    written: Mark | None = None
+    """The optimizer's last write to `shard`; a gather starts after it."""
+    master: torch.Tensor | None = None
+    """`held` in fp32; the same memory as the parameters when they are fp32 themselves."""
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Optimizer states of `held`, by name."""
+    grad_full: torch.Tensor | None = None
+    """The whole gradient, where it is kept (gradients not partitioned)."""
+    grad: torch.Tensor | None = None
+    """The gradient of `held`, reduced over the ranks at the end of backward."""
+
+    buffer: torch.Tensor | None = None
+    """What the parameters are views of at the moment; None while they are released."""
+    pending: Pending | None = None
+    """A gather into `buffer` that is under way."""
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters as views of a buffer of the flat's length."""
+        return [buffer[e.offset : e.offset + e.numel].view(e.shape) for e in self.layout.entries]
+
+    def attach(self, buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        """Make the parameters views of `buffer`."""
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+        self.buffer = buffer
+
+    def detach(self) -> None:
+        """Leave the parameters with their shape but no memory; whoever reads them meets NaN, not stale numbers."""
+        for parameter, poison in zip(self.parameters, self._poison, strict=True):
+            parameter.data = poison
+        self.buffer = None
+
+    def __post_init__(self) -> None:
+        device = self.parameters[0].device
+        kind = torch.device("cpu") if device.type == "meta" else device
+        fill = float("nan") if self.dtype.is_floating_point else 0
+        one = torch.full((1,), fill, dtype=self.dtype, device=kind)
+        self._poison = [one.expand(entry.shape) if entry.shape else one[0] for entry in self.layout.entries]
+
+
+class Unit:
+    """A module whose parameters come and go together."""
+
+    def __init__(self, index: int, name: str, module: nn.Module) -> None:
+        self.index, self.name, self.module = index, name, module
+        self.flats: list[Flat] = []
+
+    @property
+    def trainable(self) -> Flat | None:
+        return next((flat for flat in self.flats if flat.trainable), None)
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name or 'rest'})"
+
+
+UnitChoice = Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.Module] | None
+
+
+def find_units(model: nn.Module, choice: UnitChoice = None) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of the modules that become units, in the model's order; the rest is the model itself.
+
+    By default the repeated blocks: children of one class, two or more, in a ModuleList, ModuleDict or Sequential.
+    `choice` names them instead: a class, a predicate, or the modules themselves. The rest comes first, named "".
+    """
+    chosen: list[tuple[str, nn.Module]] = [("", model)]
+    if choice is None:
+        _walk_blocks(model, "", chosen)
+        return chosen
+    if isinstance(choice, type):
+        wanted = lambda module: isinstance(module, choice)  # noqa: E731
+    elif callable(choice):
+        wanted = choice
+    else:
+        ids = {id(module) for module in choice}
+        wanted = lambda module: id(module) in ids  # noqa: E731
+    for name, module in model.named_modules():
+        if module is not model and wanted(module) and any(True for _ in module.parameters()):
+            chosen.append((name, module))
+    if len(chosen) == 1:
+        raise ValueError(f"no module of {type(model).__name__} matches units={choice!r}")
+    return chosen
+
+
+def _walk_blocks(module: nn.Module, prefix: str, chosen: list[tuple[str, nn.Module]]) -> None:
+    children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
+    classes = [type(child) for _, child in children]
+    container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    for name, child in children:
+        path = f"{prefix}.{name}" if prefix else name
+        listed = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if container and classes.count(type(child)) >= 2 and not listed:
+            chosen.append((path, child))
+        else:
+            _walk_blocks(child, path, chosen)
+
+
+def claim_parameters(
+    model: nn.Module, found: Sequence[tuple[str, nn.Module]]
+) -> list[tuple[Unit, list[tuple[str, nn.Parameter]]]]:
+    """Assign each parameter to the innermost unit that holds it; one that several hold belongs to the rest."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    holder: dict[int, int] = {}
+    inner_first = sorted(range(1, len(found)), key=lambda i: -found[i][0].count("."))
+    for i in inner_first:
+        for p in found[i][1].parameters():
+            before = holder.get(id(p))
+            if before is None:
+                holder[id(p)] = i
+            elif not _inside(found[before][1], found[i][1]):
+                holder[id(p)] = 0
+    # A weight tied between a unit and a module outside of every unit must be there for both: the rest's too.
+    for path, module in model.named_modules(remove_duplicate=False):
+        inside = any(name and (path == name or path.startswith(name + ".")) for name, _ in found)
+        for p in module.parameters(recurse=False):
+            if not inside:
+                holder[id(p)] = 0
+    claimed: list[tuple[Unit, list[tuple[str, nn.Parameter]]]] = []
+    for i, (name, module) in enumerate(found):
+        mine = [(names[id(p)], p) for p in model.parameters() if holder.get(id(p), 0) == i]
+        claimed.append((Unit(i, name, module), mine))
+    return claimed
+
+
+def _inside(inner: nn.Module, outer: nn.Module) -> bool:
+    return any(module is inner for module in outer.modules())
+
+
+def build_flats(
+    unit: Unit,
+    named: Sequence[tuple[str, nn.Parameter]],
+    group_of: Callable[[str, nn.Parameter], int],
+    compute_dtype: torch.dtype,
+    stage: Stage,
+    collectives: Collectives,
+) -> None:
+    """Lay the unit's parameters out into flats for this rank; allocates nothing."""
+    kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    for name, p in named:
+        if p.requires_grad and not p.dtype.is_floating_point:
+            raise ValueError(f"{name} is {p.dtype}: only real floating-point parameters can be trained")
+        dtype = compute_dtype if p.dtype.is_floating_point else p.dtype
+        kinds.setdefault((p.requires_grad, dtype), []).append((name, p))
+    for (trainable, dtype), members in kinds.items():
+        groups = [group_of(name, p) if trainable else 0 for name, p in members]
+        layout = lay_out([(n, tuple(p.shape), g) for (n, p), g in zip(members, groups, strict=True)], collectives.world)
+        by_name = dict(members)
+        own = owned(layout.total, collectives.world, collectives.rank)
+        held = own if stage.optimizer else Span(0, layout.total)
+        ordered = [by_name[entry.name] for entry in layout.entries]
+        unit.flats.append(Flat(unit, layout, ordered, dtype, trainable, own, held))
