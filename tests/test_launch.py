@@ -112,11 +112,10 @@ import time
 if rank == 1:
     while not (run / "ready").exists(): time.sleep(0.01)
     launch.record_failure("the cause", 1)
-    (run / "told").touch()
     time.sleep(600)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 (run / "ready").touch()
-while not (run / "told").exists(): time.sleep(0.01)
+while not (run / "logs/rank1.error").exists(): time.sleep(0.01)
 launch.record_failure("a consequence", 1)
 sys.exit(1)
 """

@@ -38,7 +38,7 @@ _HINT = "free space there, add a directory on another disk, or place less on nvm
 class NvmeTier(Tier):
     """Swap on disk: `paths` are the directories, `verify` checks every read against a checksum of what was written.
 
-    Half of `lanes` read and half write, in each directory, so a read never queues behind writes.
+    Each directory has `lanes` lanes that read and as many that write, so a read never queues behind writes.
     """
 
     name = "nvme"
@@ -62,6 +62,8 @@ class NvmeTier(Tier):
         directories = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
         if not directories:
             raise ValueError("nvme needs at least one directory")
+        if lanes < 1:
+            raise ValueError(f"nvme needs at least one lane, not {lanes}")
         if unit_nbytes <= 0 or unit_nbytes % PAGE_NBYTES:
             raise ValueError(f"a stripe unit is a multiple of {PAGE_NBYTES} bytes, not {unit_nbytes}")
         super().__init__(capacity)
@@ -80,7 +82,7 @@ class NvmeTier(Tier):
             for directory in directories:
                 file = SwapFile(directory, direct, grow_nbytes, prewrite)
                 self._files.append(file)
-                self._open_lanes(file, max(lanes // 2, 1))
+                self._open_lanes(file, lanes)
         except BaseException:
             self._closed = True
             self._close()

@@ -92,6 +92,15 @@ class Collectives:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def gather_control(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return every rank's copy of a small tensor, stacked in rank order."""
+        everyone = tensor.new_empty((self.world, *tensor.shape))
+        if self.world == 1:
+            return everyone.copy_(tensor)
+        self.nbytes["control"] += everyone.nbytes
+        _all_gather(everyone.view(-1), tensor.reshape(-1), group=self.group)
+        return everyone
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite `tensor` with rank `source`'s, outside training steps."""
         if self.world > 1:

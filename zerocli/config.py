@@ -66,6 +66,8 @@ class TrainConfig:
     """Tokens of a sequence."""
     accumulate: int = setting(1, least=1)
     """Micro-steps whose gradients are summed before an optimizer step."""
+    global_batch: int = setting(0, least=0)
+    """Sequences a step over all ranks; `accumulate` follows from it. 0 = batch x ranks x accumulate."""
     clip: float = setting(1.0, least=0)
     """Largest norm of the whole gradient; 0 = not clipped."""
     precision: str = setting("auto", choices=("auto", "fp32", "bf16", "fp16"))

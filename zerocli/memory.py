@@ -1,0 +1,27 @@
+"""Model states per rank, as the ZeRO paper counts them. Pure arithmetic: no torch, nothing allocated."""
+
+from __future__ import annotations
+
+from zerocli.stage import stage as stage_of
+
+CATEGORIES = ("parameters", "gradients", "optimizer_states", "gathered", "buffers")
+
+
+def model_states(numel: int, stage: int, world: int, compute_bytes: int, accumulate: int, num_states: int) -> dict[str, int]:
+    """Return the bytes of parameters, gradients and optimizer states that each rank holds.
+
+    `num_states` fp32 arrays beside the parameters (2 for Adam); below fp32 there is an fp32 master as well. Gradients
+    have the compute dtype, or fp32 when several micro-steps are accumulated.
+    """
+    split = stage_of(stage)
+    grad_bytes = 4 if accumulate > 1 else compute_bytes
+    state_bytes = 4 * (num_states + (compute_bytes < 4))
+
+    def share(nbytes: int, partitioned: bool) -> int:
+        return -(-nbytes // world) if partitioned else nbytes
+
+    return {
+        "parameters": share(numel * compute_bytes, split.parameters),
+        "gradients": share(numel * grad_bytes, split.gradients),
+        "optimizer_states": share(numel * state_bytes, split.optimizer),
+    }

@@ -1,0 +1,131 @@
+"""A run's metrics: one JSON line a step, whole or absent; read back from the device one step late."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocli.engine import Engine, StepResult
+from zerocli.lanes import WaitReading
+
+
+class Readback:
+    """Small device values on their way to the host; `values()` waits for them and for nothing issued later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = tensor.clone()
+        self.reached = time.perf_counter()
+        """When the device reached this point, as the host knows it."""
+
+    def values(self) -> torch.Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+            self.reached = time.perf_counter()
+        return self._host
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one step of training showed, over all ranks."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    peak: dict[str, int]
+    comm: dict[str, int]
+    comm_tp: dict[str, int]
+    wait: dict[str, float]
+    skipped: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+class Recorder:
+    """Collects each step's values without holding up the device, and hands out a step's line once the next is issued."""
+
+    def __init__(self, engine: Engine, tokens_per_step: int, waited_for_data: Callable[[], float]) -> None:
+        self._engine, self._tokens = engine, tokens_per_step
+        self._waited_for_data = waited_for_data
+        self._pending: tuple[StepResult, Readback, dict[str, int], WaitReading] | None = None
+        self._since = time.perf_counter()
+
+    def record(self, result: StepResult, loss: torch.Tensor) -> Line | None:
+        """Take a step that was just issued; return the line of the one before."""
+        engine = self._engine
+        peak = torch.tensor([float(value) for value in device_peak(engine).values()], dtype=torch.float64)
+        mine = torch.cat([torch.stack([loss.double(), result.grad_norm.double(), result.skipped.double()]), peak.to(loss)])
+        everyone = engine.collectives.gather_control(mine)
+        engine.waits.add("data", self._waited_for_data())
+        now = (result, Readback(everyone), engine.collectives.take_nbytes(), engine.waits.take())
+        before, self._pending = self._pending, now
+        return self._line(before) if before else None
+
+    def flush(self) -> Line | None:
+        """Return the line of the last step."""
+        before, self._pending = self._pending, None
+        return self._line(before) if before else None
+
+    def _line(self, pending: tuple[StepResult, Readback, dict[str, int], WaitReading]) -> Line:
+        result, readback, comm, waits = pending
+        values = readback.values()
+        seconds, self._since = readback.reached - self._since, readback.reached
+        peaks = [int(value) for value in values[:, 3:].amax(0).tolist()]
+        return Line(
+            step=result.step,
+            loss=values[:, 0].mean().item(),
+            grad_norm=values[0, 1].item(),
+            lr=result.lr,
+            tokens=self._tokens,
+            seconds=seconds,
+            tokens_per_second=self._tokens / seconds,
+            peak=dict(zip(("hbm", "dram", "nvme"), peaks, strict=True)),
+            comm=comm,
+            comm_tp={"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0},
+            wait=waits.seconds(),
+            skipped=bool(values[0, 2].item()),
+        )
+
+
+def device_peak(engine: Engine) -> dict[str, int]:
+    """Return this rank's peak bytes by tier: the allocator's on a GPU, what the engine holds on a CPU."""
+    if engine.device.type == "cuda":
+        hbm = torch.cuda.max_memory_allocated(engine.device)
+    else:
+        hbm = sum(engine.memory().values())
+    return {"hbm": hbm, "dram": 0, "nvme": 0}
+
+
+class MetricsFile:
+    """Appends lines to RUN/metrics.jsonl, each in one write; mends a torn last line left by a killed run."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and not path.read_bytes().endswith(b"\n"):
+            whole = path.read_bytes().rfind(b"\n") + 1
+            os.ftruncate(self._fd, whole)
+
+    def write(self, line: Line) -> None:
+        os.write(self._fd, (json.dumps(line.as_dict()) + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,159 @@
+"""What a run says to a person: the opening lines, progress, the closing summary, the dry run's table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from zerocli.config import Config, to_dict
+from zerocli.engine import Engine
+from zerocli.launch import RunOptions, say
+from zerocli.memory import CATEGORIES, model_states
+from zerocli.metrics import Line
+from zerocli.precision import precision
+from zerocli.sizes import format_bytes, format_count
+
+
+def opening(config: Config, engine: Engine) -> str:
+    """Return the lines that open a run: what is trained, and each automatic choice with its reason."""
+    _, reason = precision(config.train.precision, engine.device)
+    world, train = engine.collectives.world, config.train
+    tokens = train.batch * train.accumulate * world * train.seq
+    return "\n".join(
+        [
+            f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "
+            f"{config.zero.stage}, {world} {'rank' if world == 1 else 'ranks'} on {engine.device.type}",
+            f"precision {engine.precision.name} ({reason})",
+            f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {world} ranks x accumulate "
+            f"{train.accumulate} x seq {train.seq}",
+        ]
+    )
+
+
+class Progress:
+    """A bar on a terminal, a line every `every` steps elsewhere; silent on other ranks."""
+
+    def __init__(self, steps: int, every: int, active: bool) -> None:
+        self._steps, self._every, self._active = steps, every, active
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        if self._active and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._steps, unit="step", dynamic_ncols=True)
+        return self
+
+    def show(self, line: Line) -> None:
+        if not self._active:
+            return
+        text = f"loss {line.loss:.4f}  grad {line.grad_norm:.3f}  {line.tokens_per_second:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+        elif line.step == 1 or line.step % self._every == 0 or line.step == self._steps:
+            say(f"step {line.step}/{self._steps}  {text}  lr {line.lr:.2e}")
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def gather_memory(engine: Engine) -> dict[str, int]:
+    """Return the most bytes any rank holds, by category. Collective."""
+    mine = torch.tensor([engine.memory()[c] for c in CATEGORIES], dtype=torch.float64, device=engine.device)
+    most = engine.collectives.gather_control(mine).amax(0)
+    return dict(zip(CATEGORIES, (int(value) for value in most.tolist()), strict=True))
+
+
+def summary(
+    config: Config,
+    options: RunOptions,
+    engine: Engine,
+    lines: list[Line],
+    held: dict[str, int],
+    checked: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the closing summary as one JSON document."""
+    settled = lines[1:] or lines  # the first step also warms up
+    whole = model_states(
+        engine.numel,
+        0,
+        1,
+        engine.precision.compute.itemsize,
+        config.train.accumulate,
+        len(engine.optimizer.state_names),
+    )
+    return {
+        "schema": 1,
+        "run_dir": options.run_dir,
+        "config": config.name,
+        "stage": config.zero.stage,
+        "ranks": engine.collectives.world,
+        "parameters": engine.numel,
+        "steps": len(lines),
+        "first_loss": lines[0].loss,
+        "final_loss": lines[-1].loss,
+        "tokens_per_second": sum(x.tokens for x in settled) / sum(x.seconds for x in settled),
+        "memory": {c: {"held": held[c], "stage_0": whole.get(c, 0)} for c in CATEGORIES},
+        "peak": lines[-1].peak,
+        "check": checked,
+        "next": next_command(config),
+    }
+
+
+def next_command(config: Config) -> str:
+    """Return the command a person would try after this one."""
+    if config.zero.stage < 3:
+        return f"zerocli train {config.name} --stage 3"
+    return f"zerocli train {config.name} --stage 3 --check 10"
+
+
+def closing(summary: dict[str, Any]) -> str:
+    """Return the summary as a person reads it."""
+    stage, ranks = summary["stage"], summary["ranks"]
+    rows = [f"{'held by each rank':<20}{f'stage {stage}':>14}{'stage 0':>14}"]
+    totals = [0, 0]
+    for category, row in summary["memory"].items():
+        totals = [totals[0] + row["held"], totals[1] + row["stage_0"]]
+        rows.append(f"{category.replace('_', ' '):<20}{format_bytes(row['held']):>14}{format_bytes(row['stage_0']):>14}")
+    rows.append(f"{'total':<20}{format_bytes(totals[0]):>14}{format_bytes(totals[1]):>14}")
+    head = (
+        f"\nloss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f} in {summary['steps']} steps, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s on {ranks} {'rank' if ranks == 1 else 'ranks'}\n"
+    )
+    tail = [f"\nmetrics: {summary['run_dir']}/metrics.jsonl"]
+    if summary["check"] is not None:
+        check = summary["check"]
+        verdict = "equal to unsharded training" if check["equal"] else "NOT equal to unsharded training"
+        tail.append(
+            f"check: {verdict} over {check['steps']} steps: largest difference in loss "
+            f"{check['largest_difference']:.3g} ({check['largest_relative_difference']:.2g} relative, "
+            f"tolerance {check['tolerance']:g})"
+        )
+    return "\n".join([head, *rows, *tail, f"try: {summary['next']}"])
+
+
+def planned_memory(config: Config, numel: int) -> dict[str, dict[str, int]]:
+    """Return the model states each rank would hold, beside stage 0, from arithmetic alone."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen, _ = precision(config.train.precision, device)
+    from zerocli.optim import make_optimizer
+
+    num_states = len(make_optimizer(config.optimizer.name, {}).state_names) if config.optimizer.name != "sgd" else 1
+    common = (chosen.compute.itemsize, config.train.accumulate, num_states)
+    held = model_states(numel, config.zero.stage, config.parallel.ranks, *common)
+    whole = model_states(numel, 0, 1, *common)
+    return {category: {"held": held[category], "stage_0": whole[category]} for category in held}
+
+
+def dry(config: Config, numel: int, held: dict[str, dict[str, int]]) -> str:
+    """Return the dry run's text."""
+    rows = [f"{name.replace('_', ' '):<20}{format_bytes(r['held']):>14}{format_bytes(r['stage_0']):>14}" for name, r in held.items()]
+    title = f"{'each rank holds':<20}{f'stage {config.zero.stage}':>14}{'stage 0':>14}"
+    shown = json.dumps(to_dict(config), indent=2)
+    where = f"{format_count(numel)} parameters on {config.parallel.ranks} ranks (activations and buffers not counted)"
+    return "\n".join([shown, "", where, title, *rows])
