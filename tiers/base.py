@@ -79,6 +79,7 @@ class Tier(ABC):
 
     _hazard_nbytes = 1
     """Transfers that touch the same span of this many bytes are put in order."""
+    _full_hint = "place less there, give it a larger budget, or use a tier with more room"
     _frees_in_stream_order = False
     """Whether freed memory is reused only after the work of the stream that freed it."""
 
@@ -113,6 +114,10 @@ class Tier(ABC):
 
     def _view(self, handle: Any) -> Tensor:
         raise TierError(f"{self.name} has no memory to look at; read the block instead", tier=self.name)
+
+    def _where(self) -> str | None:
+        """Return the path or device to name in errors, None where the tier's name says it all."""
+        return None
 
     def _abort(self) -> None:  # noqa: B027 (optional)
         """Make transfers in flight end soon, well or badly; called once, before `_close`."""
@@ -179,7 +184,10 @@ class Tier(ABC):
         return self._move(block, target, offset, writes=False)
 
     def view(self, block: Block) -> Tensor:
-        """Return the block's own memory as a uint8 tensor, good until the block is freed (addressable tiers only)."""
+        """Return the block's own memory as a uint8 tensor, good until the block is freed (addressable tiers only).
+
+        The tier cannot see what others do with it: end another tier's transfers to or from a view before `free`.
+        """
         self._check(block)
         return self._view(block._handle)[: block.nbytes]
 
@@ -239,7 +247,8 @@ class Tier(ABC):
 
     def _reserve(self, nbytes: int, reserved: int) -> Any:
         if self._capacity is not None and self._used + reserved > self._capacity:
-            raise TierFull(tier=self.name, needed=reserved, available=self._capacity - self._used)
+            left = self._capacity - self._used
+            raise TierFull(tier=self.name, needed=reserved, available=left, path=self._where(), hint=self._full_hint)
         return self._allocate(nbytes)
 
     def _reclaim(self, wait: bool = False) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from tiers.dram import DramTier
 from tiers.nvme import UNIT_NBYTES, NvmeTier
 from tiers.pages import Pages, Registrar
+from tiers.swapfile import disk_error
 
 MIN_ROUNDS = 3
 NUM_RAW_THREADS = 8
@@ -148,7 +149,10 @@ class _RawLoop:
             os.close(fd)
             self._files.append(os.open(name, os.O_RDWR | (os.O_DIRECT if direct else 0)))
             os.unlink(name)
-            os.posix_fallocate(self._files[-1], 0, pages.nbytes)
+            try:
+                os.posix_fallocate(self._files[-1], 0, pages.nbytes)
+            except OSError as error:
+                raise disk_error(error, directory, "reserve", pages.nbytes) from error
 
     def write(self) -> None:
         self._each(os.pwritev)

@@ -1,6 +1,6 @@
 """`dram`: host memory in exact-size, page-aligned arenas, pinned where there is a GPU.
 
-Arenas are mapped when a block first needs one, and pinned then: pinning takes seconds a GiB and cannot be swapped.
+Arenas are mapped when a block first needs one, and pinned then: pinning takes time, and what is pinned stays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tiers.pages import Pages, Registrar
 from tiers.transfer import Transfer
 
 ARENA_NBYTES = 256 << 20
-_HINT = "place less there, give it a larger budget, or use a tier with more room"
+FIRST_ARENA_NBYTES = 16 << 20
 
 
 class _Arena:
@@ -137,19 +137,28 @@ class DramTier(Tier):
         room = budget - self.footprint
         if room < nbytes:
             reason = f"{format_nbytes(self.footprint)} mapped, in pieces too small"
-            raise TierFull(tier=self.name, needed=nbytes, available=room, reason=reason, hint=_HINT)
+            raise TierFull(tier=self.name, needed=nbytes, available=room, reason=reason, hint=self._full_hint)
         limits = self._fixed_limits or read_limits()
         if limits.available < nbytes:
             raise TierFull(
-                tier=self.name, needed=nbytes, available=limits.available, reason=limits.describe(), hint=_HINT
+                tier=self.name, needed=nbytes, available=limits.available, reason=limits.describe(), hint=self._full_hint
             )
-        arena = _Arena(min(max(nbytes, self._arena_nbytes), room, max(nbytes, limits.available)))
+        arena = _Arena(min(self._arena_size(nbytes), room, max(nbytes, limits.available)))
         if self._pin:
             self._pin_arena(arena)
         if self._prefault and not arena.pages.pinned:
             arena.pages.prefault()
         self._arenas.append(arena)
         return arena
+
+    def _arena_size(self, nbytes: int) -> int:
+        """Return how large an arena for a block of `nbytes` is: its own size if it is large, else room for many.
+
+        A large block would leave a large rest; and the shared arenas of a small job stay small.
+        """
+        if 8 * nbytes >= self._arena_nbytes:
+            return nbytes
+        return max(nbytes, min(self._arena_nbytes, max(FIRST_ARENA_NBYTES, self.footprint)))
 
     def _pin_arena(self, arena: _Arena) -> None:
         """Pin, and let the driver's answer decide: it need not count against the memlock limit, or may."""

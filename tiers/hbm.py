@@ -40,8 +40,14 @@ class HbmTier(Tier):
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError:
-            free, place = _free(self.device), str(self.device)
-            raise TierFull(tier=self.name, needed=nbytes, available=free, path=place, reason="out of memory") from None
+            raise TierFull(
+                tier=self.name,
+                needed=nbytes,
+                available=_free(self.device),
+                path=self._where(),
+                reason="out of memory",
+                hint=self._full_hint,
+            ) from None
 
     def _free(self, handle: Tensor) -> None:
         pass  # the last reference goes with the block
@@ -54,6 +60,9 @@ class HbmTier(Tier):
 
     def _view(self, handle: Tensor) -> Tensor:
         return handle
+
+    def _where(self) -> str:
+        return str(self.device)
 
     def _close(self) -> None:
         self._copier.close()

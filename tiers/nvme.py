@@ -32,7 +32,6 @@ from tiers.transfer import Transfer
 
 UNIT_NBYTES = 8 << 20
 _NUM_TAIL_PAGES = 32
-_HINT = "free space there, add a directory on another disk, or place less on nvme"
 
 
 class NvmeTier(Tier):
@@ -43,6 +42,7 @@ class NvmeTier(Tier):
 
     name = "nvme"
     alignment = PAGE_NBYTES
+    _full_hint = "free space there, add a directory on another disk, or place less on nvme"
     lane_class: type[Lane] = Lane
 
     def __init__(
@@ -110,7 +110,7 @@ class NvmeTier(Tier):
         needed = round_up(nbytes, PAGE_NBYTES)
         room = self._room()
         if needed > room:
-            raise TierFull(tier=self.name, needed=needed, available=room, path=self._where(), hint=_HINT)
+            raise TierFull(tier=self.name, needed=needed, available=room, path=self._where(), hint=self._full_hint)
         self._grow_for(nbytes)
         record = Record([])
         try:
@@ -151,7 +151,7 @@ class NvmeTier(Tier):
         try:
             self._loop.run(file.open_lanes(self.lane_class, count, count)).result()
         except OSError as error:
-            raise disk_error(error, file.directory, "open a swap file for", 0) from error
+            raise disk_error(error, file.directory, "open a swap file") from error
 
     def _take(self, nbytes: int) -> Unit:
         """Reserve one unit in the file whose turn it is, or in the next that has room."""
@@ -341,7 +341,7 @@ class _Turn:
 async def _over(transfer: Transfer) -> None:
     """Wait for an earlier transfer of the same block, however it ends."""
     if transfer._future is not None:
-        await asyncio.wait([asyncio.wrap_future(transfer._future)])
+        await asyncio.gather(asyncio.wrap_future(transfer._future), return_exceptions=True)
 
 
 async def _reached(position: torch.cuda.Event) -> None:

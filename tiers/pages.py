@@ -47,14 +47,14 @@ class Pages:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = round_up(nbytes, PAGE_NBYTES)
         self.pinned = False
-        self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Huge pages: fewer faults, faster pinning. Not inherited: a child's copy-on-write would move pinned pages.
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             try:
-                self._map.madvise(getattr(mmap, advice))
+                mapping.madvise(getattr(mmap, advice))
             except (OSError, AttributeError):
                 pass
-        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.bytes: Tensor = torch.frombuffer(mapping, dtype=torch.uint8)
         self.address: int = self.bytes.data_ptr()
 
     @property
@@ -83,15 +83,12 @@ class Pages:
         return refusal
 
     def release(self, registrar: Registrar) -> None:
-        """Unpin and unmap; memory that a caller still views goes with its last view."""
+        """Unpin and let go; the memory is unmapped with the last tensor that views it."""
         if self.pinned:
             registrar.unregister(self.address)
             self.pinned = False
+        # Never unmapped by hand: tensors refer to the mapping without locking it, and would dangle.
         self.bytes = torch.empty(0, dtype=torch.uint8)
-        try:
-            self._map.close()
-        except BufferError:
-            pass
 
 
 def memory_of(data: Tensor) -> memoryview:

@@ -27,25 +27,26 @@ TIER = "nvme"
 _PREWRITE_NBYTES = 8 << 20
 
 
-def disk_error(error: OSError, path: Path, action: str, nbytes: int) -> TierError:
+def disk_error(error: OSError, path: Path, action: str, nbytes: int = 0) -> TierError:
     """Return what a person should read about a failed disk operation on `nbytes` bytes."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return TierFull(
             tier=TIER,
-            needed=nbytes,
+            needed=max(nbytes, PAGE_NBYTES),
             available=free_nbytes(path),
             path=str(path),
             reason=os.strerror(error.errno),
             hint="free space there, or add a directory on another disk",
         )
     why = error.strerror or str(error)
+    what = f"{action} {format_nbytes(nbytes)}" if nbytes else action
     hints = {
         errno.EROFS: "give a directory on a file system that can be written",
         errno.EACCES: "give a directory that this user may write to",
         errno.EIO: "look at the kernel log (dmesg): the disk reports errors",
     }
     return TierError(
-        f"{TIER} could not {action} {format_nbytes(nbytes)} in {path}: {why} ({format_nbytes(free_nbytes(path))} free)",
+        f"{TIER} could not {what} in {path}: {why} ({format_nbytes(free_nbytes(path))} free)",
         tier=TIER,
         path=str(path),
         hint=hints.get(error.errno or 0, "give another directory"),
@@ -146,7 +147,7 @@ class SwapFile:
             try:
                 fd = os.open(path, flags, 0o600)
             except OSError as error:
-                raise disk_error(error, self.directory, "create a swap file for", 0) from error
+                raise disk_error(error, self.directory, "create a swap file") from error
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(fd).st_nlink:

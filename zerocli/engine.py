@@ -105,7 +105,6 @@ class Engine:
         self._micro = 0
         self._backward_units: set[int] = set()
         self._open_inputs: dict[int, int] = {}
-        self._complete: set[int] = set()
 
         self.units = self._build_units()
         self.gatherer = Gatherer(
@@ -120,7 +119,8 @@ class Engine:
             settings.probe,
             settings.bucket_nbytes,
             torch.float32 if settings.reduce == "fp32" else self.precision.compute,
-            self._on_complete,
+            # Where parameters move, the engine says when a unit is through; elsewhere its last gradient does.
+            eager=not self.gatherer.moves,
         )
         self._scratch: torch.Tensor | None = None
         for unit in self.units:
@@ -172,7 +172,7 @@ class Engine:
         if self.settings.compile and not root:
             body = torch.compile(body)
         if self.settings.recompute and not root:
-            body = self._recomputed(body)
+            body = self._recomputed(unit, body)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if root and self.precision.compute != torch.float32:
@@ -181,9 +181,12 @@ class Engine:
 
         module.forward = forward  # type: ignore[method-assign]
 
-    def _recomputed(self, body: Callable[..., Any]) -> Callable[..., Any]:
+    def _recomputed(self, unit: Unit, body: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `body` with only its input kept for backward, where it runs again."""
+
         def inner(*args: Any, **kwargs: Any) -> Any:
-            with self.gatherer.saving():  # inside the checkpoint's own hooks, in forward and again in backward
+            self.gatherer.need(unit)
+            with self.gatherer.pinned(unit), self.gatherer.saving():  # inside the checkpoint's own hooks
                 return body(*args, **kwargs)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
@@ -207,10 +210,9 @@ class Engine:
         """Run a unit's forward with its parameters whole."""
         gatherer = self.gatherer
         gatherer.enter(unit)
-        gatherer.pin(unit)
         finished = False
         try:
-            with gatherer.saving():
+            with gatherer.pinned(unit), gatherer.saving():
                 if gatherer.moves and torch.is_grad_enabled():
                     self._watch_input(unit, args, kwargs)
                 output = body(*args, **kwargs)
@@ -218,20 +220,23 @@ class Engine:
                     output = tree_map(lambda value: self._watch_output(unit, value), output)
             finished = True
         finally:
-            gatherer.unpin(unit)
-            if gatherer.moves and unit.index == 0 and not (finished and torch.is_grad_enabled()):
+            if unit.index == 0 and not (finished and torch.is_grad_enabled()):
                 gatherer.settle()  # no backward follows, or none that is known
+                gatherer.lose_place()
         if not self.reducer.active:  # else this is a recomputation, and backward comes next
             gatherer.release(unit)
         self.settings.probe("forward")
         return output
 
     def _watch_input(self, unit: Unit, args: Any, kwargs: Any) -> None:
-        """Ask autograd to say when the unit's input has its gradient: its backward is then over."""
+        """Ask autograd to say when the unit's input has its gradient: the unit's backward is then over.
+
+        Autograd runs what was recorded last first, so all of the unit's nodes run before the one that made its input.
+        """
         for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and value.requires_grad:
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 self._open_inputs[unit.index] = self._open_inputs.get(unit.index, 0) + 1
-                value.register_hook(lambda grad: self._input_done(unit))
+                value.register_hook(lambda grad: self._leave_backward(unit))
                 return
 
     def _watch_output(self, unit: Unit, value: Any) -> Any:
@@ -245,23 +250,21 @@ class Engine:
         return value
 
     def _enter_backward(self, unit: Unit) -> None:
-        if unit.index not in self._backward_units:
+        if unit.index not in self._backward_units or not self.gatherer.holds(unit):
             self._backward_units.add(unit.index)
             self.gatherer.enter(unit, in_backward=True)
 
-    def _input_done(self, unit: Unit) -> None:
+    def _leave_backward(self, unit: Unit) -> None:
+        """Reduce and release a unit whose last call has passed its input's gradient on.
+
+        Every rank comes here at the same place of its backward, whichever parameters it used: so gathers and reductions
+        are issued in one order everywhere.
+        """
         self._open_inputs[unit.index] -= 1
-        self._release_after_backward(unit)
-
-    def _on_complete(self, unit: Unit) -> None:
-        self._complete.add(unit.index)
-        self._release_after_backward(unit)
-
-    def _release_after_backward(self, unit: Unit) -> None:
-        """Release a unit that has all its gradients and has passed its input's on."""
-        complete = unit.index in self._complete or unit.trainable is None
-        if self.gatherer.moves and complete and self._open_inputs.get(unit.index, 0) <= 0:
+        if self.reducer.active and self._open_inputs[unit.index] == 0:
             self._backward_units.discard(unit.index)
+            if unit.trainable is not None:
+                self.reducer.complete(unit.trainable)
             self.gatherer.release(unit)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -288,8 +291,7 @@ class Engine:
         finally:
             self._backward_units.clear()
             self._open_inputs.clear()
-            self._complete.clear()
-            self.gatherer.release_all()
+            self.gatherer.settle()
 
     # -- the optimizer step ----------------------------------------------------------------------------------------
 
@@ -309,6 +311,8 @@ class Engine:
             for unit in self.gatherer.forward_order():
                 self._update(unit, values)
                 self.gatherer.refresh(unit)
+            # Each spread ran beside the next update; a user who reads a parameter after this finds it whole.
+            self.gatherer.settle()
         self.loss_scale.update(values.skip)
         self.gatherer.end_step()
         self._micro = 0

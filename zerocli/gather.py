@@ -154,11 +154,18 @@ class Gatherer:
                     self._probe("gather")
                     flat.pending = self._collectives.all_gather(flat.resident, flat.shard)
 
-    def pin(self, unit: Unit) -> None:
-        self._pins[unit.index] += 1
+    def holds(self, unit: Unit) -> bool:
+        """Whether the unit's parameters are whole, or on their way."""
+        return all(f.resident is not None or f.buffer is not None or f.pending is not None for f in unit.flats)
 
-    def unpin(self, unit: Unit) -> None:
-        self._pins[unit.index] -= 1
+    @contextlib.contextmanager
+    def pinned(self, unit: Unit) -> Iterator[None]:
+        """While the body runs, the unit's buffers are not taken from it."""
+        self._pins[unit.index] += 1
+        try:
+            yield
+        finally:
+            self._pins[unit.index] -= 1
 
     def release(self, unit: Unit) -> None:
         """Let the unit's buffers be refilled once the compute issued so far is through with them."""
@@ -167,18 +174,17 @@ class Gatherer:
                 if flat.resident is None and flat.buffer is not None:
                     self._vacate(flat)
 
-    def release_all(self) -> None:
-        for unit in self._units:
-            self.release(unit)
-
     def settle(self) -> None:
-        """Finish every gather under way and forget the place in the trace: nothing is in flight afterwards."""
-        self._cursor = 0
+        """Finish every gather under way and let go of everything: no buffer outlives an update of its parameters."""
         for unit in self._units:
             for flat in unit.flats:
                 if flat.pending is not None:
                     self._need_flat(flat)
-        self.release_all()
+            self.release(unit)
+
+    def lose_place(self) -> None:
+        """Forget the place in the trace: what comes next is the start of a step."""
+        self._cursor = 0
 
     def _vacate(self, flat: Flat) -> None:
         buffer = self._buffer_of.pop(id(flat))

@@ -97,10 +97,10 @@ class Reducer:
         probe: Callable[[str], None],
         bucket_nbytes: int,
         wire: torch.dtype,
-        on_complete: Callable[[Unit], None],
+        eager: bool,
     ) -> None:
         self._stage, self._collectives, self._device = stage, collectives, device
-        self._waits, self._probe, self._on_complete = waits, probe, on_complete
+        self._waits, self._probe, self._eager = waits, probe, eager
         self._wire = wire
         self._lane = Lane(device)
         self._flats = [flat for unit in units if (flat := unit.trainable) is not None]
@@ -135,8 +135,8 @@ class Reducer:
             arrived.add(index)
             if flat.grad_full is not None:
                 self._keep(flat, index, parameter)
-            if len(arrived) == len(flat.parameters):
-                self._complete(flat)
+            if self._eager and len(arrived) == len(flat.parameters):
+                self.complete(flat)
 
         return accumulated
 
@@ -151,9 +151,13 @@ class Reducer:
             place.add_(parameter.grad)
         parameter.grad = None
 
-    def _complete(self, flat: Flat) -> None:
+    def complete(self, flat: Flat) -> None:
+        """Take the flat's gradients as final for this backward; what has not arrived by now counts as zero."""
+        if flat.grad_full is not None and self._first and len(self._arrived[id(flat)]) < len(flat.parameters):
+            for index, entry in enumerate(flat.layout.entries):
+                if index not in self._arrived[id(flat)]:
+                    flat.grad_full[entry.offset : entry.offset + entry.numel].zero_()
         self._completed.append(flat)
-        self._on_complete(flat.unit)
         self._launch_ready()
 
     def _launch_ready(self) -> None:
@@ -165,13 +169,8 @@ class Reducer:
     def finish(self) -> None:
         """Close the backward pass: reduce what is left, counting gradients that never came as zero."""
         done = {id(flat) for flat in self._completed}
-        missing = [flat for flat in self._order if id(flat) not in done]
-        for flat in missing:
-            if flat.grad_full is not None and self._first:
-                for index, entry in enumerate(flat.layout.entries):
-                    if index not in self._arrived[id(flat)]:
-                        flat.grad_full[entry.offset : entry.offset + entry.numel].zero_()
-            self._complete(flat)
+        for flat in [flat for flat in self._order if id(flat) not in done]:
+            self.complete(flat)
         assert self._next == len(self._order)
         with self._waits.waiting("collectives"):
             for finish in self._unfinished:

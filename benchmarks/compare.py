@@ -1,0 +1,598 @@
+"""Trains one model on the same batches with zerocli, DDP, FSDP2 and DeepSpeed, turn by turn, and compares their speed.
+
+    python benchmarks/compare.py --preset cpu
+    python benchmarks/compare.py --preset h200 --json compare.json
+
+Every turn is a fresh set of processes, so no contestant inherits another's memory or caches, and the contestants
+alternate, so a machine that slows down slows all of them down. A ratio is the median over rounds of the ratio of two
+turns of the same round.
+
+Everyone has the same model code, initial values, batches, fused AdamW (weight decay on matrices only) and clipping.
+bf16 means bf16 parameters and gradients in computation and on the wire, and fp32 masters for the optimizer: zerocli's
+own; FSDP2's mixed-precision policy over fp32 parameters; DDP around a bf16 model, with masters kept by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import platform
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Step = Callable[[Tensor, Tensor], Tensor]
+"""Trains on (tokens, targets) and returns this rank's loss, which is still on the device."""
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LR, BETAS, WEIGHT_DECAY, SEED = 3e-4, (0.9, 0.95), 0.1, 1234
+NUM_BATCHES = 4
+"""Distinct batches, used in turn: few enough that the loss falls within a short run."""
+NUM_WINDOWS = 3
+"""A turn's timed steps are cut into this many windows; their median counts."""
+POLL_SECONDS = 0.05
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "cpu": {"device": "cpu", "ranks": 2},
+    "h200": {
+        "device": "cuda", "precision": "bf16", "layers": 24, "hidden": 2048, "heads": 16, "vocab": 50304, "seq": 1024,
+        "batch": 16, "recompute": True, "clip": 1.0, "steps": 15, "warmup": 3,
+    },
+}  # fmt: skip
+PEERS = {"zero0": "ddp", "zero1": "ds1", "zero2": "fsdp2-keep", "zero3": "fsdp2"}
+"""Who does the same partitioning: the ratio in the table."""
+TARGETS = {
+    "cpu": {("zero0", "ddp"): 0.97, ("zero2", "fsdp2-keep"): 1.05, ("zero3", "fsdp2"): 1.10},
+    "cuda": {(f"zero{stage}", "fsdp2"): 1.0 for stage in range(4)},
+}
+"""Least ratio of tokens/s that zerocli is meant to reach, by device."""
+H200_PEAK_GIB = 25.0
+"""Largest peak that zerocli is meant to have, at every stage of the h200 preset."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What every contestant trains, and how."""
+
+    device: str
+    ranks: int
+    precision: str
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    batch: int
+    recompute: bool
+    compile: bool
+    clip: float
+    steps: int
+    warmup: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.ranks * self.batch * self.seq
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What one contestant did in one round."""
+
+    parameters: int
+    step_seconds: float
+    tokens_per_second: float
+    peak_nbytes: int
+    losses: list[float]
+
+
+# -- the contestants: each makes a model into a training step ----------------------------------------------------------
+
+
+def make_zero(job: Job, model: nn.Module, device: torch.device, stage: int) -> Step:
+    import zerocli
+
+    engine = zerocli.shard(
+        model,
+        stage=stage,
+        optimizer="adamw",
+        lr=LR,
+        betas=BETAS,
+        weight_decay=WEIGHT_DECAY,
+        precision=job.precision,
+        clip=job.clip or None,
+        units=model.unit_modules(),  # type: ignore[operator]
+        recompute=job.recompute,
+        compile=job.compile,
+        device=device,
+    )
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def make_ddp(job: Job, model: nn.Module, device: torch.device) -> Step:
+    prepare_blocks(job, model)
+    parameters = list(model.parameters())
+    masters = parameters
+    if job.dtype != torch.float32:
+        masters = [nn.Parameter(p.detach().clone()) for p in parameters]
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        model.to(job.dtype)
+    optimizer = make_adamw(masters)
+    replica = nn.parallel.DistributedDataParallel(
+        model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+    )
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = replica(tokens, targets)
+        loss.backward()
+        if masters is not parameters:
+            torch._foreach_copy_([m.grad for m in masters], [p.grad for p in parameters])
+        clip(job, masters)
+        optimizer.step()
+        if masters is not parameters:
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, masters)
+        replica.zero_grad()
+        return loss
+
+    return step
+
+
+def make_fsdp2(job: Job, model: nn.Module, device: torch.device, reshard: bool) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    prepare_blocks(job, model)
+    mesh = init_device_mesh(device.type, (job.ranks,))
+    low = job.dtype if job.dtype != torch.float32 else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    # None is FSDP2's own choice for the root, which backward needs first: it stays whole.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard else False)
+    parameters = list(model.parameters())
+    optimizer = make_adamw(parameters)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        clip(job, parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def make_deepspeed(job: Job, model: nn.Module, device: torch.device, stage: int) -> Step:
+    import deepspeed
+
+    prepare_blocks(job, model)
+    config = {
+        "train_micro_batch_size_per_gpu": job.batch,
+        "gradient_clipping": job.clip,
+        "bf16": {"enabled": job.precision == "bf16"},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=make_adamw(list(model.parameters())), config=config)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+CONTESTANTS: dict[str, Callable[[Job, nn.Module, torch.device], Step]] = {
+    "zero0": functools.partial(make_zero, stage=0),
+    "ddp": make_ddp,
+    "zero2": functools.partial(make_zero, stage=2),
+    "fsdp2-keep": functools.partial(make_fsdp2, reshard=False),
+    "zero3": functools.partial(make_zero, stage=3),
+    "fsdp2": functools.partial(make_fsdp2, reshard=True),
+    "zero1": functools.partial(make_zero, stage=1),
+    **{f"ds{stage}": functools.partial(make_deepspeed, stage=stage) for stage in (1, 2, 3)},
+}
+"""In the order of a round: those that are compared stand side by side."""
+
+
+def prepare_blocks(job: Job, model: nn.Module) -> None:
+    """Compile and recompute each block as asked, as zerocli does by its own settings."""
+    from torch.utils.checkpoint import checkpoint
+
+    for block in model.blocks:  # type: ignore[union-attr]
+        if job.compile:
+            block.forward = torch.compile(block.forward)
+        if job.recompute:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def make_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
+
+
+def clip(job: Job, parameters: Sequence[nn.Parameter]) -> None:
+    if job.clip:
+        torch.nn.utils.clip_grad_norm_(parameters, job.clip)
+
+
+def why_not(name: str, job: Job) -> str:
+    """Return why a contestant cannot take part, or an empty string."""
+    if name.startswith("ds") and importlib.util.find_spec("deepspeed") is None:
+        return "DeepSpeed is not installed"
+    if name.startswith("ds") and job.device == "cpu":
+        return "DeepSpeed is compared on GPUs only"
+    return ""
+
+
+# -- one rank of one turn ----------------------------------------------------------------------------------------------
+
+
+def work(job: Job, name: str, result: Path) -> None:
+    """Train as one rank; rank 0 writes what was measured to `result`."""
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    device = torch.device("cpu")
+    if job.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    model = make_model(job, device)
+    parameters = sum(p.numel() for p in model.parameters())
+    batches = make_batches(job, rank, device)
+    step = CONTESTANTS[name](job, model, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # of training; building the model is nobody's concern here
+    losses = [step(*batches[i % NUM_BATCHES]).detach() for i in range(job.warmup)]
+    seconds = []
+    for count in window_sizes(job.steps):
+        began = now(device)
+        losses += [step(*batches[(len(losses) + i) % NUM_BATCHES]).detach() for i in range(count)]
+        seconds.append((now(device) - began) / count)
+    peak, means = torch.tensor(float(peak_nbytes(device)), device=device), torch.stack(losses).float()
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    dist.all_reduce(means)
+    if rank == 0:
+        median = statistics.median(seconds)
+        rate = job.tokens_per_step / median
+        turn = Turn(parameters, median, rate, int(peak.item()), (means / job.ranks).tolist())
+        result.write_text(json.dumps(dataclasses.asdict(turn)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make_model(job: Job, device: torch.device) -> nn.Module:
+    """Return the model with the same initial values for every contestant and rank."""
+    from zerocli.config import ModelConfig
+    from zerocli.models import build
+
+    torch.manual_seed(SEED)
+    config = ModelConfig(family=job.family, layers=job.layers, hidden=job.hidden, heads=job.heads, vocab=job.vocab)
+    return build(config, job.seq, device)
+
+
+def make_batches(job: Job, rank: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return this rank's batches of random tokens: the same for every contestant."""
+    generator = torch.Generator().manual_seed(SEED + rank)
+    shape = (NUM_BATCHES, job.batch, job.seq + 1)
+    tokens = torch.randint(job.vocab, shape, generator=generator).to(device)
+    return [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in tokens]
+
+
+def window_sizes(steps: int) -> list[int]:
+    """Cut the steps into windows as even as can be, none of them empty."""
+    windows = min(NUM_WINDOWS, steps)
+    return [steps // windows + (i < steps % windows) for i in range(windows)]
+
+
+def now(device: torch.device) -> float:
+    """Return the time in seconds at which the device has finished everything it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def peak_nbytes(device: torch.device) -> int:
+    """Return the most memory allocated on a GPU; on a CPU the largest resident size of the process, libraries too."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
+
+
+# -- the rounds --------------------------------------------------------------------------------------------------------
+
+
+class TurnFailed(Exception):
+    """A contestant did not finish; the message is the end of what its first failed rank had to say."""
+
+
+def run_turn(job: Job, name: str, timeout_seconds: float) -> Turn:
+    """Train one contestant once, in fresh processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, __file__, "--worker", json.dumps(dataclasses.asdict(job)), name, str(result)]
+        logs = [Path(folder) / f"rank{rank}.log" for rank in range(job.ranks)]
+        ranks: list[subprocess.Popen[bytes]] = []
+        shared = shared_environment(job)
+        try:
+            for rank, log in enumerate(logs):
+                own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                with log.open("wb") as file:
+                    ranks.append(subprocess.Popen(command, env=own, stdout=file, stderr=subprocess.STDOUT))
+            failed = wait(ranks, timeout_seconds)
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        if failed is not None:
+            last = logs[failed].read_text(errors="replace").splitlines()[-15:]
+            code = ranks[failed].returncode
+            raise TurnFailed("\n".join([f"rank {failed} of {job.ranks} ended with code {code}", *last]))
+        return Turn(**json.loads(result.read_text()))
+
+
+def shared_environment(job: Job) -> dict[str, str]:
+    """Return the environment that all ranks of a turn have in common."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = str(job.ranks)
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = os.environ | {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "PYTHONPATH": os.pathsep.join(paths)}
+    found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return found | {"OMP_NUM_THREADS": "1"} if job.device == "cpu" else found
+
+
+def wait(ranks: Sequence[subprocess.Popen[bytes]], timeout_seconds: float) -> int | None:
+    """Wait until all have ended well, or return the first that has not."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        codes = [process.poll() for process in ranks]
+        for rank, code in enumerate(codes):
+            if code:
+                return rank
+        if all(code == 0 for code in codes):
+            return None
+        if time.monotonic() > deadline:
+            raise TurnFailed(f"not finished after {timeout_seconds:.0f} s")
+        time.sleep(POLL_SECONDS)
+
+
+def run_rounds(job: Job, names: Sequence[str], rounds: int, timeout_seconds: float) -> dict[str, list[Turn | None]]:
+    """Let every contestant have a turn a round; one that failed is shown why and is None there and from there on."""
+    turns: dict[str, list[Turn | None]] = {name: [] for name in names}
+    for index in range(rounds):
+        # Every other round runs backwards: nobody always comes first, or always after the same neighbour.
+        for name in names if index % 2 == 0 else reversed(names):
+            turn, failed_before = None, None in turns[name]
+            if not failed_before:
+                try:
+                    turn = run_turn(job, name, timeout_seconds)
+                    shown = f"{turn.tokens_per_second:,.0f} tokens/s, {turn.step_seconds:.3f} s a step"
+                except TurnFailed as failure:
+                    shown = f"failed: {failure}"
+                click.echo(f"round {index + 1}/{rounds}  {name:<10}  {shown}", err=True)
+            turns[name].append(turn)
+    return turns
+
+
+# -- what came of it ---------------------------------------------------------------------------------------------------
+
+
+def ratio(turns: Mapping[str, Sequence[Turn | None]], name: str, peer: str) -> float | None:
+    """Return the median over rounds of `name`'s tokens/s over `peer`'s, or None if a turn is missing."""
+    pairs = list(zip(turns.get(name, ()), turns.get(peer, ()), strict=False))
+    each = [mine.tokens_per_second / theirs.tokens_per_second for mine, theirs in pairs if mine and theirs]
+    return statistics.median(each) if each and len(each) == len(pairs) else None
+
+
+def summarise(turns: Mapping[str, Sequence[Turn | None]]) -> list[dict[str, Any]]:
+    """Return a row for each contestant that finished every turn."""
+    rows = []
+    for name, given in turns.items():
+        done = [turn for turn in given if turn]
+        if not done or len(done) < len(given):
+            continue
+        rates = [turn.tokens_per_second for turn in done]
+        peer = PEERS.get(name, "")
+        row = {
+            "contestant": name,
+            "tokens_per_second": statistics.median(rates),
+            "lowest": min(rates),
+            "highest": max(rates),
+            "step_seconds": statistics.median(turn.step_seconds for turn in done),
+            "peak_nbytes": max(turn.peak_nbytes for turn in done),
+            "first_loss": done[-1].losses[0],
+            "last_loss": done[-1].losses[-1],
+            "peer": peer,
+            "ratio": ratio(turns, name, peer),
+        }
+        rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]], device: str) -> Iterator[str]:
+    peak = "peak GiB" if device == "cuda" else "RSS GiB"
+    head = ("contestant", "tokens/s", "lowest", "highest", peak, "first loss", "last loss", "ratio")
+    yield "{:<11} {:>10} {:>10} {:>10} {:>9} {:>11} {:>11}  {}".format(*head)
+    for row in rows:
+        compared = f"{row['ratio']:.3f} of {row['peer']}" if row["ratio"] is not None else "-"
+        yield (
+            f"{row['contestant']:<11} {row['tokens_per_second']:>10,.0f} {row['lowest']:>10,.0f}"
+            f" {row['highest']:>10,.0f} {row['peak_nbytes'] / 2**30:>9.2f} {row['first_loss']:>11.6f}"
+            f" {row['last_loss']:>11.6f}  {compared}"
+        )
+
+
+def check_targets(
+    turns: Mapping[str, Sequence[Turn | None]], rows: Sequence[Mapping[str, Any]], device: str, preset: str | None
+) -> list[dict[str, Any]]:
+    """Return each target that this run can speak of, with what was measured."""
+    found = []
+    for (name, peer), least in TARGETS[device].items():
+        measured = ratio(turns, name, peer)
+        if measured is not None:
+            what = f"{name} tokens/s, at least {least:.2f} of {peer}"
+            found.append({"target": what, "measured": measured, "reached": measured >= least})
+    for row in rows if preset == "h200" else ():
+        if row["contestant"].startswith("zero"):
+            gib = row["peak_nbytes"] / 2**30
+            what = f"{row['contestant']} peak, under {H200_PEAK_GIB:.0f} GiB"
+            found.append({"target": what, "measured": gib, "reached": gib < H200_PEAK_GIB})
+    return found
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def apply_preset(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Make the preset's values the defaults of the other options."""
+    context.default_map = PRESETS[value] if value else None
+    return value
+
+
+def choose_names(text: str, job: Job) -> tuple[list[str], dict[str, str]]:
+    """Return (the contestants that can run, those that cannot with the reason)."""
+    asked = list(dict.fromkeys(filter(None, map(str.strip, text.split(","))))) if text else list(CONTESTANTS)
+    unknown = [name for name in asked if name not in CONTESTANTS]
+    if unknown:
+        raise click.UsageError(f"no contestant {', '.join(unknown)}: choose of {','.join(CONTESTANTS)}")
+    reasons = {name: why_not(name, job) for name in asked}
+    skipped = {name: reason for name, reason in reasons.items() if reason}
+    if len(skipped) == len(asked):
+        raise click.UsageError("nothing to run: " + "; ".join(f"{n}: {reason}" for n, reason in skipped.items()))
+    return [name for name in asked if name not in skipped], skipped
+
+
+def resolve(device: str, ranks: int) -> tuple[str, int]:
+    """Return the device and number of ranks that `auto` and 0 stand for on this machine."""
+    gpus = torch.cuda.device_count()
+    device = ("cuda" if gpus else "cpu") if device == "auto" else device
+    if device == "cpu":
+        return device, ranks or 2
+    if not gpus:
+        raise click.UsageError("there is no CUDA device here; try --device cpu")
+    if ranks > gpus:
+        raise click.UsageError(f"{ranks} ranks need {ranks} GPUs, and there are {gpus}; try --ranks {gpus}")
+    return device, ranks or gpus
+
+
+def describe(job: Job, parameters: int, rounds: int) -> str:
+    """Return the line that says what was compared, and on what."""
+    where = torch.cuda.get_device_name() if job.device == "cuda" else f"{platform.machine()}, one thread a rank"
+    extras = "".join(f", {name}" for name in ("recompute", "compile") if getattr(job, name))
+    return (
+        f"{job.family} {parameters / 1e6:,.1f}M ({job.layers} layers x {job.hidden}, {job.heads} heads,"
+        f" vocab {job.vocab}), seq {job.seq}, batch {job.batch} x {job.ranks} ranks, {job.precision}, clip {job.clip:g}{extras};"
+        f" {where}, torch {torch.__version__}; medians of {rounds} rounds"
+    )
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--preset", type=click.Choice([*PRESETS]), is_eager=True, callback=apply_preset, help="Values to start from.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to train.")
+@click.option("--ranks", type=click.IntRange(0), default=0, help="Processes; 0: two on a CPU, one a GPU.")
+@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", help="What parameters compute in.")
+@click.option("--family", type=click.Choice(["gpt2", "llama"]), default="gpt2", help="Model family; the head is tied.")
+@click.option("--layers", type=click.IntRange(1), default=6, help="Blocks.")
+@click.option("--hidden", type=click.IntRange(1), default=384, help="Width.")
+@click.option("--heads", type=click.IntRange(1), default=6, help="Attention heads.")
+@click.option("--vocab", type=click.IntRange(2), default=4096, help="Token ids.")
+@click.option("--seq", type=click.IntRange(1), default=128, help="Tokens a sequence.")
+@click.option("--batch", type=click.IntRange(1), default=2, help="Sequences a rank and step.")
+@click.option("--recompute/--no-recompute", default=False, help="Recompute each block in backward.")
+@click.option("--compile/--no-compile", default=False, help="torch.compile each block.")
+@click.option("--clip", type=click.FloatRange(0), default=1.0, help="Largest gradient norm; 0: no clipping.")
+@click.option("--contestants", default="", help="Comma-separated; all by default: " + ",".join(CONTESTANTS))
+@click.option("--rounds", type=click.IntRange(1), default=3, help="Turns of each contestant.")
+@click.option("--steps", type=click.IntRange(1), default=6, help="Timed steps a turn.")
+@click.option("--warmup", type=click.IntRange(1), default=2, help="Steps before those.")
+@click.option("--timeout", type=click.FloatRange(1), default=600.0, help="Seconds after which a turn has failed.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+def main(
+    preset: str | None, contestants: str, rounds: int, timeout: float, json_path: Path | None, **options: Any
+) -> None:
+    """Train the same model and batches with zerocli and its peers, turn by turn, and compare them."""
+    options["device"], options["ranks"] = resolve(options["device"], options["ranks"])
+    job = Job(**options)
+    if job.hidden % job.heads:
+        raise click.UsageError(f"hidden {job.hidden} does not divide into {job.heads} heads")
+    names, skipped = choose_names(contestants, job)
+    turns = run_rounds(job, names, rounds, timeout)
+    rows = summarise(turns)
+    failed = [name for name, given in turns.items() if None in given]
+    first = next((turn for given in turns.values() for turn in given if turn), None)
+    what = describe(job, first.parameters if first else 0, rounds)
+    targets = check_targets(turns, rows, job.device, preset)
+
+    click.echo(what)
+    for line in table(rows, job.device):
+        click.echo(line)
+    for name, reason in skipped.items():
+        click.echo(f"{name:<11} skipped: {reason}")
+    for name in failed:
+        click.echo(f"{name:<11} failed: see above")
+    for target in targets:
+        verdict = "reached" if target["reached"] else "missed"
+        click.echo(f"target: {target['target']}: {target['measured']:.3f}, {verdict}")
+    if json_path:
+        document = {
+            "schema": 1,
+            "what": what,
+            "job": dataclasses.asdict(job),
+            "rounds": rounds,
+            "rows": rows,
+            "targets": targets,
+            "skipped": skipped,
+            "failed": failed,
+            "turns": {name: [turn and dataclasses.asdict(turn) for turn in given] for name, given in turns.items()},
+        }
+        json_path.write_text(json.dumps(document, indent=2) + "\n")
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        work(Job(**json.loads(sys.argv[2])), sys.argv[3], Path(sys.argv[4]))
+    else:
+        main()
