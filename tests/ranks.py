@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -13,7 +14,7 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "pytest", "zerocli.api", "zerocli.models"])
 
 
-def _worker(rank: int, world: int, store: str, connection: Any, function: Callable[..., Any], args: tuple) -> None:
+def _worker(rank: int, world: int, store: str, connection: Any, function: Callable[..., Any], packed: bytes) -> None:
     import torch
     import torch.distributed as dist
 
@@ -21,12 +22,12 @@ def _worker(rank: int, world: int, store: str, connection: Any, function: Callab
     os.environ.pop("RANK", None)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-        result = function(*args)
+        result = function(*pickle.loads(packed))
         dist.barrier()
-        connection.send(("ok", result))
+        connection.send_bytes(pickle.dumps(("ok", result)))
         dist.destroy_process_group()
     except BaseException:
-        connection.send(("error", traceback.format_exc()))
+        connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[Any]:
@@ -34,9 +35,10 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: flo
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         ends, processes = [], []
+        packed = pickle.dumps(args)  # plain pickle copies tensors; multiprocessing's own would share their memory
         for rank in range(world):
             here, there = _context.Pipe(duplex=False)
-            process = _context.Process(target=_worker, args=(rank, world, store, there, function, args), daemon=True)
+            process = _context.Process(target=_worker, args=(rank, world, store, there, function, packed), daemon=True)
             process.start()
             there.close()
             ends.append(here)
@@ -47,7 +49,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: flo
                 if not end.poll(seconds):
                     raise TimeoutError(f"rank {rank} of {world} gave no answer in {seconds} s")
                 try:
-                    kind, value = end.recv()
+                    kind, value = pickle.loads(end.recv_bytes())
                 except EOFError:
                     raise RuntimeError(f"rank {rank} of {world} died without a word") from None
                 if kind == "error":

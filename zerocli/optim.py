@@ -173,6 +173,10 @@ class TorchOptimizer(FlatOptimizer):
 def make_optimizer(name: str, options: Mapping[str, Any]) -> FlatOptimizer:
     """Return the optimizer called `name` (adamw, adam, sgd, or a class of torch.optim), or raise ValueError."""
     key = name.lower()
+    taken = {"adamw": ("betas", "eps"), "adam": ("betas", "eps"), "sgd": ("momentum", "nesterov")}
+    for option in options:
+        if option not in taken.get(key, options):
+            raise ValueError(f"optimizer {name} takes no {option!r}; it takes {', '.join(taken[key])}")
     if key in ("adamw", "adam"):
         return FusedAdam(key == "adamw", tuple(options.get("betas", (0.9, 0.999))), options.get("eps", 1e-8))
     if key == "sgd":

@@ -1,0 +1,105 @@
+"""Precision: bf16 and fp16 with an fp32 master, dynamic loss scaling, accumulation in fp32, exact clipping."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from ranks import run_ranks
+from toys import train_uneven, uneven_batch
+from torch import nn
+
+import zerocli
+
+
+def _train(settings):
+    return train_uneven(**settings)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_is_the_same_at_every_stage_and_close_to_fp32(precision):
+    exact = train_uneven(stage=0)
+    reference = run_ranks(2, _train, {"stage": 0, "precision": precision})
+    assert reference[0] == pytest.approx(exact, rel=0.05)
+    for stage in (1, 2, 3):
+        assert run_ranks(2, _train, {"stage": stage, "precision": precision}) == reference
+
+
+def test_accumulation_is_in_fp32():
+    """In bf16, 256 + 1 is 256: a sum in bf16 would lose every later micro-step."""
+    model = nn.Linear(1, 1, bias=False)
+    for stage in (0, 2):
+        engine = zerocli.shard(nn.Linear(1, 1, bias=False), stage=stage, precision="bf16", accumulate=4)
+        for scale in (256.0, 1.0, 1.0, 1.0):
+            engine.backward(engine(torch.full((1, 1), scale)).sum() * 4)
+        assert engine.units[0].trainable.grad[0].item() == 259.0, stage
+    assert model.weight.dtype == torch.float32
+
+
+class Overflows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.factor = 1.0
+
+    def forward(self, x):
+        return (x * self.weight).mean() * self.factor
+
+
+def _overflow(stage: int, precision: str):
+    import torch.distributed as dist
+
+    model = Overflows()
+    engine = zerocli.shard(model, stage=stage, precision=precision, lr=0.1)
+    seen = []
+    for step in range(4):
+        model.factor = float("inf") if step == 1 and dist.get_rank() == 1 else 1.0
+        engine.backward(model(torch.ones(8)))
+        result = engine.step()
+        weights = engine.state_dict()["weight"].tolist()
+        seen.append((result.skipped.item(), engine.loss_scale.value.item(), weights[0]))
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_ranks_overflow_skips_the_step_on_all(stage):
+    first, second = run_ranks(2, _overflow, stage, "fp16")
+    assert first == second
+    assert [row[0] for row in first] == [0.0, 1.0, 0.0, 0.0]
+    assert [row[1] for row in first] == [2.0**16, 2.0**15, 2.0**15, 2.0**15]
+    weights = [row[2] for row in first]
+    assert weights[1] == weights[0] > weights[2] > weights[3]
+    # AdamW's bias correction counts updates made, not steps tried: three equal gradients move it 3 x lr.
+    assert weights[3] == pytest.approx(1 - 0.3, abs=1e-3)
+
+
+def test_gradients_that_are_not_finite_never_reach_the_weights():
+    for precision in ("fp32", "bf16"):
+        rows = run_ranks(2, _overflow, 2, precision)[0]
+        assert rows[1][0] == 1.0 and rows[1][2] == rows[0][2]
+        assert all(math.isfinite(row[2]) for row in rows)
+
+
+def test_clipping_is_by_the_exact_global_norm():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(15, 9), nn.Tanh(), nn.Linear(9, 3))
+    x, y = uneven_batch(1, slice(0, 24))
+    loss = (model(x) - y).square().sum() * 10
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+    clipped = {n: p.grad.clone() for n, p in model.named_parameters()}
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = None
+    engine = zerocli.shard(model, optimizer="sgd", lr=1.0, clip=0.25)
+    engine.backward((model(x) - y).square().sum() * 10)
+    result = engine.step()
+    assert result.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+    for name, value in engine.state_dict().items():
+        assert torch.allclose(before[name] - value, clipped[name], rtol=1e-5, atol=1e-7), name
+
+
+def test_reduction_in_fp32_on_request():
+    losses = run_ranks(2, _train, {"stage": 3, "precision": "bf16", "reduce": "fp32", "steps": 5})
+    assert losses[0] == pytest.approx(train_uneven(stage=0, steps=5), rel=0.02)

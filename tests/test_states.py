@@ -1,0 +1,149 @@
+"""Initial values and whole states: the same for every stage and world size, under the model's own names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from toys import Uneven, train_uneven, uneven_batch
+from torch import nn
+
+import zerocli
+
+
+def _initialised(stage: int, seed: int, meta: bool):
+    torch.manual_seed(seed if not meta else 999)
+    with torch.device("meta" if meta else "cpu"):
+        model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(3)), nn.BatchNorm1d(9), nn.MultiheadAttention(9, 3))
+    engine = zerocli.shard(model, stage=stage, seed=seed)
+    return {name: value.tolist() for name, value in engine.state_dict().items()}
+
+
+def test_a_meta_model_starts_the_same_everywhere():
+    reference = _initialised(0, 5, True)
+    assert reference == _initialised(3, 5, True) != _initialised(0, 6, True)
+    for world, stage in ((2, 0), (2, 3), (3, 1), (4, 3)):
+        for result in run_ranks(world, _initialised, stage, 5, True):
+            assert result == reference, (world, stage)
+
+
+def _rank_seeded(stage: int):
+    import torch.distributed as dist
+
+    torch.manual_seed(dist.get_rank())
+    engine = zerocli.shard(Uneven(), stage=stage)
+    return {name: value.tolist() for name, value in engine.state_dict().items()}
+
+
+def test_rank_zeros_values_win():
+    torch.manual_seed(0)
+    expected = {name: value.tolist() for name, value in Uneven().state_dict().items()}
+    for stage in (0, 3):
+        assert run_ranks(2, _rank_seeded, stage) == [expected, expected]
+
+
+def _peak_while_sharding() -> tuple[int, int, int]:
+    """Return the most elements alive at once while a meta model is sharded, the largest unit's, and the model's."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+    alive: dict[int, int] = {}
+    peak = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal peak
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.device.type == "cpu":
+                import weakref
+
+                storage = out.untyped_storage()
+                key = storage.data_ptr()
+                if key and key not in alive:
+                    alive[key] = storage.nbytes() // 4
+                    weakref.finalize(storage, alive.pop, key, None)
+                    peak = max(peak, sum(alive.values()))
+            return out
+
+    with Watch():
+        engine = zerocli.shard(model, stage=3)
+    return peak, engine.units[1].flats[0].layout.total, engine.numel
+
+
+def test_no_rank_ever_holds_the_whole_model():
+    peak, unit, numel = run_ranks(4, _peak_while_sharding)[0]
+    shards = 4 * numel // 4  # parameters, two Adam states and gradients, a quarter each
+    assert unit * 12 >= numel
+    assert peak <= shards + 2 * unit + 4096 < 2 * numel
+
+
+def test_parameters_that_nobody_initialises_are_named():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(3, 3))
+
+    with torch.device("meta"):
+        model = Bare()
+    with pytest.raises(ValueError, match="table"):
+        zerocli.shard(model)
+
+
+def _save(stage: int, steps: int):
+    torch.manual_seed(7)
+    model = Uneven()
+    engine = zerocli.shard(model, stage=stage, lr=1e-2)
+    for step in range(steps):
+        engine.backward(model(*uneven_batch(step, slice(0, 24))))
+        engine.step()
+    return engine, model
+
+
+def _states(stage: int, steps: int):
+    engine, _ = _save(stage, steps)
+    return engine.state_dict(), engine.optimizer_state_dict()
+
+
+def _resume(stage: int, model_state, optimizer_state, steps: int):
+    torch.manual_seed(11)
+    model = Uneven()
+    engine = zerocli.shard(model, stage=stage, lr=1e-2)
+    engine.load_state_dict(model_state)
+    engine.load_optimizer_state_dict(optimizer_state)
+    losses = []
+    for step in range(3, 3 + steps):
+        loss = model(*uneven_batch(step, slice(0, 24)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_states_load_at_any_stage_and_world():
+    model_state, optimizer_state = _states(0, 3)
+    expected = _resume(0, model_state, optimizer_state, 4)
+    names = set(Uneven().state_dict())
+    for world, stage in ((2, 3), (2, 1), (3, 2)):
+        saved = run_ranks(world, _states, stage, 3)
+        assert set(saved[0][0]) == names
+        for name in names:
+            assert torch.allclose(saved[0][0][name], model_state[name], rtol=1e-4, atol=1e-6)
+        assert _resume(0, *saved[-1], 4) == pytest.approx(expected, rel=1e-5)
+        assert run_ranks(world, _resume, stage, model_state, optimizer_state, 4)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_state_dict_that_does_not_match_is_refused_by_name():
+    engine, _ = _save(2, 1)
+    state = engine.state_dict()
+    state["unheard"] = state.pop("scale")
+    with pytest.raises(ValueError, match=r"missing \['scale'\], unknown \['unheard'\]"):
+        engine.load_state_dict(state)
+
+
+def test_the_engine_and_the_model_are_the_same_call():
+    engine, model = _save(3, 1)
+    batch = uneven_batch(1, slice(0, 24))
+    with torch.no_grad():
+        assert engine(*batch).item() == model(*batch).item()
+    assert train_uneven(steps=2, stage=3)[0] > 0
