@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import resource
+import signal
 import socket
 import statistics
 import subprocess
@@ -100,6 +101,8 @@ class Turn:
 
     parameters: int
     step_seconds: float
+    cpu_seconds: float
+    """Processor time of rank 0 a step: on a CPU that others use too, steadier than the clock."""
     tokens_per_second: float
     peak_nbytes: int
     losses: list[float]
@@ -281,18 +284,19 @@ def work(job: Job, name: str, result: Path) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # of training; building the model is nobody's concern here
     losses = [step(*batches[i % NUM_BATCHES]).detach() for i in range(job.warmup)]
-    seconds = []
+    seconds, cpu_began = [], time.process_time()
     for count in window_sizes(job.steps):
         began = now(device)
         losses += [step(*batches[(len(losses) + i) % NUM_BATCHES]).detach() for i in range(count)]
         seconds.append((now(device) - began) / count)
+    cpu_seconds = (time.process_time() - cpu_began) / job.steps
     peak, means = torch.tensor(float(peak_nbytes(device)), device=device), torch.stack(losses).float()
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     dist.all_reduce(means)
     if rank == 0:
         median = statistics.median(seconds)
         rate = job.tokens_per_step / median
-        turn = Turn(parameters, median, rate, int(peak.item()), (means / job.ranks).tolist())
+        turn = Turn(parameters, median, cpu_seconds, rate, int(peak.item()), (means / job.ranks).tolist())
         result.write_text(json.dumps(dataclasses.asdict(turn)))
     dist.barrier()
     dist.destroy_process_group()
@@ -407,7 +411,7 @@ def run_rounds(job: Job, names: Sequence[str], rounds: int, timeout_seconds: flo
             if not failed_before:
                 try:
                     turn = run_turn(job, name, timeout_seconds)
-                    shown = f"{turn.tokens_per_second:,.0f} tokens/s, {turn.step_seconds:.3f} s a step"
+                    shown = f"{turn.tokens_per_second:,.0f} tokens/s, {turn.step_seconds:.3f} s a step, {turn.cpu_seconds:.3f} s of processor"
                 except TurnFailed as failure:
                     shown = f"failed: {failure}"
                 click.echo(f"round {index + 1}/{rounds}  {name:<10}  {shown}", err=True)
@@ -440,6 +444,7 @@ def summarise(turns: Mapping[str, Sequence[Turn | None]]) -> list[dict[str, Any]
             "lowest": min(rates),
             "highest": max(rates),
             "step_seconds": statistics.median(turn.step_seconds for turn in done),
+            "cpu_seconds": statistics.median(turn.cpu_seconds for turn in done),
             "peak_nbytes": max(turn.peak_nbytes for turn in done),
             "first_loss": done[-1].losses[0],
             "last_loss": done[-1].losses[-1],
@@ -522,13 +527,13 @@ def describe(job: Job, parameters: int, rounds: int) -> str:
     extras = "".join(f", {name}" for name in ("recompute", "compile") if getattr(job, name))
     return (
         f"{job.family} {parameters / 1e6:,.1f}M ({job.layers} layers x {job.hidden}, {job.heads} heads,"
-        f" vocab {job.vocab}), seq {job.seq}, batch {job.batch} x {job.ranks} ranks, {job.precision}, clip {job.clip:g}{extras};"
-        f" {where}, torch {torch.__version__}; medians of {rounds} rounds"
+        f" vocab {job.vocab}), seq {job.seq}, batch {job.batch} x {job.ranks} ranks, {job.precision},"
+        f" clip {job.clip:g}{extras}; {where}, torch {torch.__version__}; medians of {rounds} rounds"
     )
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--preset", type=click.Choice([*PRESETS]), is_eager=True, callback=apply_preset, help="Values to start from.")
+@click.option("--preset", type=click.Choice([*PRESETS]), is_eager=True, callback=apply_preset, help="Other defaults.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to train.")
 @click.option("--ranks", type=click.IntRange(0), default=0, help="Processes; 0: two on a CPU, one a GPU.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", help="What parameters compute in.")
@@ -557,6 +562,7 @@ def main(
     if job.hidden % job.heads:
         raise click.UsageError(f"hidden {job.hidden} does not divide into {job.heads} heads")
     names, skipped = choose_names(contestants, job)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leaves no rank behind
     turns = run_rounds(job, names, rounds, timeout)
     rows = summarise(turns)
     failed = [name for name, given in turns.items() if None in given]

@@ -141,7 +141,11 @@ class DramTier(Tier):
         limits = self._fixed_limits or read_limits()
         if limits.available < nbytes:
             raise TierFull(
-                tier=self.name, needed=nbytes, available=limits.available, reason=limits.describe(), hint=self._full_hint
+                tier=self.name,
+                needed=nbytes,
+                available=limits.available,
+                reason=limits.describe(),
+                hint=self._full_hint,
             )
         arena = _Arena(min(self._arena_size(nbytes), room, max(nbytes, limits.available)))
         if self._pin:

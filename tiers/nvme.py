@@ -11,7 +11,9 @@ file once its process is gone.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
+import threading
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,13 +33,15 @@ from tiers.swapfile import SwapFile, disk_error, free_nbytes
 from tiers.transfer import Transfer
 
 UNIT_NBYTES = 8 << 20
+_open_tiers: set[NvmeTier] = set()
 _NUM_TAIL_PAGES = 32
 
 
 class NvmeTier(Tier):
     """Swap on disk: `paths` are the directories, `verify` checks every read against a checksum of what was written.
 
-    Each directory has `lanes` lanes that read and as many that write, so a read never queues behind writes.
+    Each directory has `lanes` lanes that read and as many that write, so a read never queues behind writes. There are
+    twice as many as a disk needs to be busy: a lane rests while the event loop hears of one unit and hands it the next.
     """
 
     name = "nvme"
@@ -50,7 +54,7 @@ class NvmeTier(Tier):
         capacity: int | None = None,
         *,
         paths: str | os.PathLike | Sequence[str | os.PathLike],
-        lanes: int = 8,
+        lanes: int = 16,
         unit_nbytes: int = UNIT_NBYTES,
         direct: bool | Literal["auto"] = "auto",
         verify: bool = False,
@@ -90,6 +94,7 @@ class NvmeTier(Tier):
         self.notes = [note for file in self._files for note in file.notes]
         if capacity is None:
             self._capacity = self._room()
+        _open_tiers.add(self)
 
     @property
     def footprint(self) -> int:
@@ -137,6 +142,7 @@ class NvmeTier(Tier):
         self._aborted = True
 
     def _close(self) -> None:
+        _open_tiers.discard(self)
         for file in self._files:
             self._loop.run(file.close()).result()
         self._loop.close()
@@ -318,6 +324,19 @@ class NvmeTier(Tier):
             target.copy_(source, non_blocking=True)
             event.record(stream)
         event.synchronize()
+
+
+def _close_at_exit() -> None:
+    for tier in list(_open_tiers):
+        try:
+            tier.close()
+        except Exception:
+            pass
+
+
+# A tier left open is closed before the interpreter goes: its loop's thread must not be caught inside torch by that.
+# This early hook runs while executors still work; `atexit` itself, the public one, comes after they are gone.
+getattr(threading, "_register_atexit", atexit.register)(_close_at_exit)
 
 
 class _Turn:

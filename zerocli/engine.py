@@ -25,12 +25,11 @@ from zerocli.lanes import Mark, Waits
 from zerocli.optim import FlatOptimizer, Group, StepValues, make_optimizer
 from zerocli.precision import LossScale, precision
 from zerocli.reduce import Reducer
-from zerocli.shards import Span
 from zerocli.stage import stage as stage_of
 from zerocli.unit import Flat, Unit, UnitChoice, build_flats, claim_parameters, find_units
 
-UPDATE_CHUNK = {"cpu": 1 << 20, "cuda": 4 << 20}
-"""Elements updated at a time: their fp32 gradients stay in cache (1M x 4 bytes; 4M in a GPU's L2)."""
+UPDATE_CHUNK = {"cpu": 1 << 18, "cuda": 2 << 20}
+"""Elements updated at a time: gradient, master and states of a chunk, 16 bytes an element, stay in cache."""
 
 
 @dataclass(frozen=True)
@@ -338,7 +337,8 @@ class Engine:
         # A skipped step must not divide by a NaN on its way to being ignored.
         grad_scale = torch.where(finite, scale / factor, torch.ones_like(norm))
         self._updates += 1 - skip
-        return StepValues(lr, self._updates, grad_scale, skip), norm
+        inverse = grad_scale.reciprocal().view(1)  # one dimension: products with bf16 are then fp32
+        return StepValues(lr, self._updates, grad_scale, inverse, skip), norm
 
     def _owned_grad(self, flat: Flat) -> torch.Tensor:
         assert flat.grad is not None
@@ -356,20 +356,23 @@ class Engine:
             for span in segment.shifted(-flat.held.start).pieces(chunk):
                 part = slice(span.start, span.stop)
                 master = flat.master[part]
-                grad = self._fp32(flat.grad[part], span)
                 states = {name: array[part] for name, array in flat.states.items()}
-                self.optimizer.update(master, grad, states, self.groups[group], values)
+                grad, scale = self._fp32(flat.grad[part], values)
+                self.optimizer.update(master, grad, scale, states, self.groups[group], values)
                 if target is not None and target.data_ptr() != flat.master.data_ptr():
                     target[part].copy_(master)
         flat.written = Mark(self.device)
 
-    def _fp32(self, grad: torch.Tensor, span: Span) -> torch.Tensor:
-        """Return the gradient in fp32: itself, or one chunk's copy in a buffer that is made once."""
+    def _fp32(self, grad: torch.Tensor, values: StepValues) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the gradient in fp32 and what the kernel still has to divide it by.
+
+        Itself, or a chunk's copy in a buffer that is made once, scaled on the way: the kernel then writes none back.
+        """
         if grad.dtype == torch.float32:
-            return grad
+            return grad, values.grad_scale
         if self._scratch is None:
             self._scratch = torch.empty(UPDATE_CHUNK[self.device.type], device=self.device)
-        return self._scratch[: span.numel].copy_(grad)
+        return torch.mul(grad, values.inverse_scale, out=self._scratch[: grad.numel()]), None
 
     # -- looking in ------------------------------------------------------------------------------------------------
 

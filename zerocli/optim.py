@@ -36,6 +36,8 @@ class StepValues:
     """Updates made, this one included (fp32 scalar, as the fused kernels want it)."""
     grad_scale: torch.Tensor
     """Gradients are divided by this: loss scale times the clipping factor's inverse."""
+    inverse_scale: torch.Tensor
+    """Its reciprocal, of one dimension."""
     skip: torch.Tensor
     """1.0 where the gradients are not finite and nothing may be updated, else 0.0."""
 
@@ -48,9 +50,15 @@ class FlatOptimizer(ABC):
 
     @abstractmethod
     def update(
-        self, master: torch.Tensor, grad: torch.Tensor, states: Mapping[str, torch.Tensor], group: Group, at: StepValues
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        scale: torch.Tensor | None,
+        states: Mapping[str, torch.Tensor],
+        group: Group,
+        at: StepValues,
     ) -> None:
-        """Update `master` and `states` in place; `grad` is fp32 and may be overwritten."""
+        """Update `master` and `states` in place; `grad` is fp32, still to be divided by `scale`, and may be overwritten."""
 
 
 class FusedAdam(FlatOptimizer):
@@ -62,7 +70,7 @@ class FusedAdam(FlatOptimizer):
         self._kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         self._betas, self._eps = betas, eps
 
-    def update(self, master, grad, states, group, at):  # type: ignore[no-untyped-def]
+    def update(self, master, grad, scale, states, group, at):  # type: ignore[no-untyped-def]
         self._kernel(
             [master],
             [grad],
@@ -77,7 +85,7 @@ class FusedAdam(FlatOptimizer):
             eps=self._eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=at.grad_scale,
+            grad_scale=scale,
             found_inf=at.skip,
         )
 
@@ -89,7 +97,7 @@ class FusedSGD(FlatOptimizer):
         self.state_names = ("momentum_buffer",) if momentum else ()
         self._momentum, self._nesterov = momentum, nesterov
 
-    def update(self, master, grad, states, group, at):  # type: ignore[no-untyped-def]
+    def update(self, master, grad, scale, states, group, at):  # type: ignore[no-untyped-def]
         torch._fused_sgd_(
             [master],
             [grad],
@@ -101,7 +109,7 @@ class FusedSGD(FlatOptimizer):
             nesterov=self._nesterov,
             maximize=False,
             is_first_step=False,
-            grad_scale=at.grad_scale,
+            grad_scale=scale,
             found_inf=at.skip,
         )
 
@@ -149,10 +157,11 @@ class TorchOptimizer(FlatOptimizer):
             instance.step()
         return parameter.detach(), instance.state[parameter]
 
-    def update(self, master, grad, states, group, at):  # type: ignore[no-untyped-def]
+    def update(self, master, grad, scale, states, group, at):  # type: ignore[no-untyped-def]
         if at.skip.item():  # the one optimizer path that asks the device: torch's own rules cannot skip by themselves
             return
-        grad.div_(at.grad_scale)
+        if scale is not None:
+            grad.div_(scale)
         parameter = master.detach().requires_grad_()
         parameter.grad = grad
         instance = self._instance(parameter, at.lr * group.lr_factor, group.weight_decay)

@@ -224,13 +224,18 @@ class Reducer:
 
     def _reduce_buckets(self, flat: Flat) -> None:
         """Carry the unit's gradients to their owners, bucket by bucket, and free them."""
-        plans = self._plans.get(id(flat))
-        if plans is None:
-            plans = self._plans[id(flat)] = plan_buckets(flat.layout, self._collectives.world, self._bucket_numel)
         sources: list[torch.Tensor | None] = []
         for parameter in flat.parameters:
             sources.append(None if parameter.grad is None else parameter.grad.reshape(-1))
             parameter.grad = None
+        plans = self._plans.get(id(flat))
+        if plans is None:
+            limit = flat.layout.total if self._collectives.world == 1 else self._bucket_numel
+            plans = self._plans[id(flat)] = plan_buckets(flat.layout, self._collectives.world, limit)
+        assert flat.grad is not None
+        if self._collectives.world == 1:  # the bucket of a lone owner is its gradient shard itself
+            self._fill(flat.grad, plans[0], sources, add=not self._first)
+            return
         for plan in plans:
             bucket = self._take_bucket(plan.numel)
             memory = bucket.memory[: plan.numel]
@@ -240,18 +245,22 @@ class Reducer:
                 bucket.busy = self._scatter(flat, plan, memory)
             self._unfinished.append(bucket.busy)
 
-    def _fill(self, memory: torch.Tensor, plan: BucketPlan, sources: list[torch.Tensor | None]) -> None:
+    def _fill(
+        self, memory: torch.Tensor, plan: BucketPlan, sources: list[torch.Tensor | None], add: bool = False
+    ) -> None:
+        """Put the plan's part of the gradients into memory; `add` adds them to what is there."""
         into, out_of = [], []
         for copy in plan.copies:
             target = memory.as_strided(copy.target[0], copy.target[1], memory.storage_offset() + copy.target[2])
             source = sources[copy.entry] if copy.entry >= 0 else None
             if source is None:
-                target.zero_()
+                if not add:
+                    target.zero_()
             else:
                 into.append(target)
                 out_of.append(source.as_strided(copy.source[0], copy.source[1], source.storage_offset() + copy.source[2]))
         if into:
-            torch._foreach_copy_(into, out_of)
+            (torch._foreach_add_ if add else torch._foreach_copy_)(into, out_of)
 
     def _scatter(self, flat: Flat, plan: BucketPlan, memory: torch.Tensor) -> Callable[[], None]:
         """Reduce one bucket into the columns of the gradient shard; the result ends what is left to do."""
