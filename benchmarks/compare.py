@@ -411,7 +411,8 @@ def run_rounds(job: Job, names: Sequence[str], rounds: int, timeout_seconds: flo
             if not failed_before:
                 try:
                     turn = run_turn(job, name, timeout_seconds)
-                    shown = f"{turn.tokens_per_second:,.0f} tokens/s, {turn.step_seconds:.3f} s a step, {turn.cpu_seconds:.3f} s of processor"
+                    shown = f"{turn.tokens_per_second:,.0f} tokens/s, {turn.step_seconds:.3f} s a step"
+                    shown += f" ({turn.cpu_seconds:.3f} s of processor)"
                 except TurnFailed as failure:
                     shown = f"failed: {failure}"
                 click.echo(f"round {index + 1}/{rounds}  {name:<10}  {shown}", err=True)

@@ -52,7 +52,9 @@ def _train(stage: int, settings: dict, delay_seed: int | None = None, steps: int
 
     torch.manual_seed(3)
     model = Stack().cuda()
-    engine = zerocli.shard(model, lr=1e-3, clip=1.0, weight_decay=0.1, stage=stage, probe=probe, bucket_nbytes=1 << 20, **settings)
+    engine = zerocli.shard(
+        model, lr=1e-3, clip=1.0, weight_decay=0.1, stage=stage, probe=probe, bucket_nbytes=1 << 20, **settings
+    )
     losses = []
     for step in range(steps):
         total = torch.zeros((), device="cuda")

@@ -40,13 +40,16 @@ def chunked(targets: Tensor, chunk: int = 0):
     return lambda x, weight: linear_cross_entropy(x, weight, targets, chunk)
 
 
-@pytest.mark.parametrize("num_tokens, vocab, num_ignored, chunk", [
-    (40, 128, 0, 8),      # whole chunks, whole rows
-    (37, 131, 5, 8),      # a short last chunk, padded rows, a chunk with both kinds of targets
-    (37, 131, 16, 8),     # two chunks ignored as a whole
-    (5, 67, 1, 0),        # fewer tokens than a chunk
-    (1, 2, 0, 1),
-])
+@pytest.mark.parametrize(
+    "num_tokens, vocab, num_ignored, chunk",
+    [
+        (40, 128, 0, 8),  # whole chunks, whole rows
+        (37, 131, 5, 8),  # a short last chunk, padded rows, a chunk with both kinds of targets
+        (37, 131, 16, 8),  # two chunks ignored as a whole
+        (5, 67, 1, 0),  # fewer tokens than a chunk
+        (1, 2, 0, 1),
+    ],
+)
 @pytest.mark.parametrize("scale", [1.0, -3.5])
 def test_loss_and_gradients_equal_the_plain_ones(num_tokens, vocab, num_ignored, chunk, scale) -> None:
     x, weight, targets = make_case(num_tokens, vocab, num_ignored)

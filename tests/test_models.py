@@ -21,8 +21,17 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 SEQ = 12
 
 DEFAULTS: dict[str, Any] = dict(
-    layers=2, hidden=32, heads=4, kv_heads=0, vocab=61, mlp_hidden=0, dropout=0.0, tie=True, rope_theta=1e4,
-    norm_eps=1e-5, bias=True,
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=0,
+    vocab=61,
+    mlp_hidden=0,
+    dropout=0.0,
+    tie=True,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+    bias=True,
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": dict(family="gpt2"),
@@ -53,16 +62,19 @@ def num_parameters(model: nn.Module) -> int:
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-@pytest.mark.parametrize("name, expected", [
-    ("tiny", 842_496),
-    ("gpt2-124m", 124_439_808),
-    ("gpt2-xl", 1_557_611_200),
-    ("llama3-8b", 8_030_261_248),
-    ("llama3-70b", 70_553_706_496),
-    ("zero-7.5b", 7_459_921_920),
-    ("zero-128b", 127_477_678_080),
-    ("zero-1t", 1_007_989_606_400),
-])
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("tiny", 842_496),
+        ("gpt2-124m", 124_439_808),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("zero-7.5b", 7_459_921_920),
+        ("zero-128b", 127_477_678_080),
+        ("zero-1t", 1_007_989_606_400),
+    ],
+)
 def test_bundled_config_has_the_parameters_it_states(name: str, expected: int) -> None:
     text = (CONFIGS / f"{name}.toml").read_text()
     config = tomllib.loads(text)
@@ -105,12 +117,15 @@ def test_longer_sequence_than_positions_is_refused() -> None:
         make_model("gpt2")(make_tokens(SEQ + 1))
 
 
-@pytest.mark.parametrize("fields, message", [
-    (dict(family="gpt3"), "choose one of gpt2, llama"),
-    (dict(family="gpt2", heads=5), "does not divide into 5 heads"),
-    (dict(family="llama", kv_heads=3), "model.kv_heads"),
-    (dict(family="llama", hidden=12), "even head size"),
-])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(family="gpt3"), "choose one of gpt2, llama"),
+        (dict(family="gpt2", heads=5), "does not divide into 5 heads"),
+        (dict(family="llama", kv_heads=3), "model.kv_heads"),
+        (dict(family="llama", hidden=12), "even head size"),
+    ],
+)
 def test_impossible_shapes_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(make_config(**fields), SEQ, "meta")

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 from ranks import run_ranks
-from toys import train_uneven, uneven_batch
 from torch import nn
+from toys import train_uneven, uneven_batch
 
 import zerocli
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from toys import Uneven, train_uneven, uneven_batch
 from torch import nn
+from toys import Uneven, train_uneven, uneven_batch
 
 import zerocli
 

@@ -52,6 +52,8 @@ tier.write(tier.allocate(1 << 20), torch.ones(1 << 20, dtype=torch.uint8)).wait(
 print("ready", flush=True)
 if sys.argv[3] == "stay":
     sys.stdin.read()
+else:
+    tier.write(tier.allocate(1 << 26), torch.ones(1 << 26, dtype=torch.uint8))  # and off, with this in flight
 """
 
 

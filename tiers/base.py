@@ -236,9 +236,7 @@ class Tier(ABC):
             end = round_up(offset + data.numel(), self._hazard_nbytes)
             block._uses = [use for use in block._uses if not use.transfer.done]
             after = [
-                use.transfer
-                for use in block._uses
-                if (writes or use.changes) and use.start < end and start < use.end
+                use.transfer for use in block._uses if (writes or use.changes) and use.start < end and start < use.end
             ]
             transfer = (self._write if writes else self._read)(block._handle, data, offset, after)
             if not transfer.done:

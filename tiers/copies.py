@@ -85,9 +85,7 @@ class Copier:
             return self._threads
 
 
-def _copy_on_host(
-    source: Tensor, target: Tensor, position: torch.cuda.Event | None, after: Sequence[Transfer]
-) -> None:
+def _copy_on_host(source: Tensor, target: Tensor, position: torch.cuda.Event | None, after: Sequence[Transfer]) -> None:
     # First in, first out: what this waits for was handed over earlier, so the threads cannot wait for each other.
     for earlier in after:
         _settle(earlier)

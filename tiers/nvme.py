@@ -211,9 +211,7 @@ class NvmeTier(Tier):
         move = self._write_piece if writes else self._read_piece
         pieces = cut(record, data, offset, self._unit_nbytes)
         # All of them end before this does, failed ones too: the caller's memory is then surely no longer touched.
-        results = await asyncio.gather(
-            *(move(record, piece, position) for piece in pieces), return_exceptions=True
-        )
+        results = await asyncio.gather(*(move(record, piece, position) for piece in pieces), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result

@@ -222,6 +222,9 @@ def load(source: str, sets: Sequence[str] = (), flags: Mapping[str, object] | No
     document = configfile.read(source)
     draft = _Draft(list(document.problems))
     draft.add_document(document)
+    if draft.values.get("model.factory") and source.endswith((".toml", ".json")):
+        fact = "a factory is code, and no code is run because a file says so: name it as CONFIG instead"
+        draft.problems.append(Problem(draft.places["model.factory"], fact))
     for text in sets:
         place = f"--set {text[:80]}"
         try:

@@ -149,7 +149,7 @@ class Gatherer:
     def refresh(self, unit: Unit) -> None:
         """After an update: spread the owned slices of resident parameters to the other ranks."""
         for flat in unit.flats:
-            if flat.trainable and flat.resident is not None and flat.held == flat.own:
+            if flat.trainable and flat.resident is not None and flat.shard is not None and flat.held == flat.own:
                 with self._lane.run():
                     self._probe("gather")
                     flat.pending = self._collectives.all_gather(flat.resident, flat.shard)

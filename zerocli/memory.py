@@ -7,7 +7,9 @@ from zerocli.stage import stage as stage_of
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "gathered", "buffers")
 
 
-def model_states(numel: int, stage: int, world: int, compute_bytes: int, accumulate: int, num_states: int) -> dict[str, int]:
+def model_states(
+    numel: int, stage: int, world: int, compute_bytes: int, accumulate: int, num_states: int
+) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer states that each rank holds.
 
     `num_states` fp32 arrays beside the parameters (2 for Adam); below fp32 there is an fp32 master as well. Gradients

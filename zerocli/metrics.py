@@ -60,7 +60,7 @@ class Line:
 
 
 class Recorder:
-    """Collects each step's values without holding up the device, and hands out a step's line once the next is issued."""
+    """Collects each step's values without holding up the device; a step's line comes once the next is issued."""
 
     def __init__(self, engine: Engine, tokens_per_step: int, waited_for_data: Callable[[], float]) -> None:
         self._engine, self._tokens = engine, tokens_per_step
@@ -72,7 +72,9 @@ class Recorder:
         """Take a step that was just issued; return the line of the one before."""
         engine = self._engine
         peak = torch.tensor([float(value) for value in device_peak(engine).values()], dtype=torch.float64)
-        mine = torch.cat([torch.stack([loss.double(), result.grad_norm.double(), result.skipped.double()]), peak.to(loss)])
+        mine = torch.cat(
+            [torch.stack([loss.double(), result.grad_norm.double(), result.skipped.double()]), peak.to(loss)]
+        )
         everyone = engine.collectives.gather_control(mine)
         engine.waits.add("data", self._waited_for_data())
         now = (result, Readback(everyone), engine.collectives.take_nbytes(), engine.waits.take())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ class FlatOptimizer(ABC):
         group: Group,
         at: StepValues,
     ) -> None:
-        """Update `master` and `states` in place; `grad` is fp32, still to be divided by `scale`, and may be overwritten."""
+        """Update `master` and `states` in place; `grad` (fp32, to be divided by `scale`) may be overwritten."""
 
 
 class FusedAdam(FlatOptimizer):
@@ -117,9 +117,10 @@ class FusedSGD(FlatOptimizer):
 class TorchOptimizer(FlatOptimizer):
     """Any elementwise class of torch.optim; its states live in our flat arrays, one step at a time."""
 
-    def __init__(self, kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+    def __init__(self, kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
         self._kind = kind
-        accepted = inspect.signature(kind.__init__).parameters
+        self._name = kind.__name__
+        accepted = inspect.signature(kind).parameters
         self._options = dict(options)
         self._decays = "weight_decay" in accepted
         if "foreach" in accepted:
@@ -133,7 +134,7 @@ class TorchOptimizer(FlatOptimizer):
 
     def _learn_states(self) -> tuple[str, ...]:
         """Return the optimizer's arrays, found by stepping it once; refuse it if splitting memory changes a number."""
-        name = self._kind.__name__
+        name = self._name
         generator = torch.Generator().manual_seed(0)
         start, grads = torch.randn(6, generator=generator), torch.randn(2, 6, generator=generator)
         try:
@@ -144,7 +145,9 @@ class TorchOptimizer(FlatOptimizer):
         if not torch.equal(whole, halves):
             raise ValueError(f"optimizer {name} is not elementwise: sharding would change its numbers")
         arrays = tuple(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == whole.shape)
-        unknown = [k for k, v in state.items() if k not in arrays and (not isinstance(v, torch.Tensor) or v.numel() != 1)]
+        unknown = [
+            k for k, v in state.items() if k not in arrays and (not isinstance(v, torch.Tensor) or v.numel() != 1)
+        ]
         if unknown:
             raise ValueError(f"optimizer {name} keeps states that cannot be sharded: {', '.join(unknown)}")
         return arrays

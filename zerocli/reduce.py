@@ -130,7 +130,9 @@ class Reducer:
     def _hook(self, flat: Flat, index: int) -> Callable[[nn.Parameter], None]:
         def accumulated(parameter: nn.Parameter) -> None:
             if not self.active:
-                raise RuntimeError("gradients arrived outside engine.backward(loss): call it instead of loss.backward()")
+                raise RuntimeError(
+                    "gradients arrived outside engine.backward(loss): call it instead of loss.backward()"
+                )
             arrived = self._arrived[id(flat)]
             arrived.add(index)
             if flat.grad_full is not None:
@@ -258,7 +260,9 @@ class Reducer:
                     target.zero_()
             else:
                 into.append(target)
-                out_of.append(source.as_strided(copy.source[0], copy.source[1], source.storage_offset() + copy.source[2]))
+                out_of.append(
+                    source.as_strided(copy.source[0], copy.source[1], source.storage_offset() + copy.source[2])
+                )
         if into:
             (torch._foreach_add_ if add else torch._foreach_copy_)(into, out_of)
 

@@ -112,6 +112,10 @@ def next_command(config: Config) -> str:
     return f"zerocli train {config.name} --stage 3 --check 10"
 
 
+def _row(category: str, held: int, stage_0: int) -> str:
+    return f"{category.replace('_', ' '):<20}{format_bytes(held):>14}{format_bytes(stage_0):>14}"
+
+
 def closing(summary: dict[str, Any]) -> str:
     """Return the summary as a person reads it."""
     stage, ranks = summary["stage"], summary["ranks"]
@@ -119,8 +123,8 @@ def closing(summary: dict[str, Any]) -> str:
     totals = [0, 0]
     for category, row in summary["memory"].items():
         totals = [totals[0] + row["held"], totals[1] + row["stage_0"]]
-        rows.append(f"{category.replace('_', ' '):<20}{format_bytes(row['held']):>14}{format_bytes(row['stage_0']):>14}")
-    rows.append(f"{'total':<20}{format_bytes(totals[0]):>14}{format_bytes(totals[1]):>14}")
+        rows.append(_row(category, row["held"], row["stage_0"]))
+    rows.append(_row("total", *totals))
     head = (
         f"\nloss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f} in {summary['steps']} steps, "
         f"{summary['tokens_per_second']:,.0f} tokens/s on {ranks} {'rank' if ranks == 1 else 'ranks'}\n"
@@ -152,7 +156,7 @@ def planned_memory(config: Config, numel: int) -> dict[str, dict[str, int]]:
 
 def dry(config: Config, numel: int, held: dict[str, dict[str, int]]) -> str:
     """Return the dry run's text."""
-    rows = [f"{name.replace('_', ' '):<20}{format_bytes(r['held']):>14}{format_bytes(r['stage_0']):>14}" for name, r in held.items()]
+    rows = [_row(category, row["held"], row["stage_0"]) for category, row in held.items()]
     title = f"{'each rank holds':<20}{f'stage {config.zero.stage}':>14}{'stage 0':>14}"
     shown = json.dumps(to_dict(config), indent=2)
     where = f"{format_count(numel)} parameters on {config.parallel.ranks} ranks (activations and buffers not counted)"

@@ -24,7 +24,7 @@ from zerocli.engine import Engine, Settings
 from zerocli.errors import UserError
 from zerocli.launch import RunOptions, say
 from zerocli.metrics import Line, MetricsFile, Recorder
-from zerocli.models import build
+from zerocli.models import Decoder, build
 from zerocli.precision import precision
 from zerocli.schedule import make_schedule
 
@@ -116,7 +116,7 @@ def make_engine(config: Config, **changes: Any) -> Engine:
     """Return the engine of a config; `changes` are fields of its settings."""
     model = make_model(config)
     optimizer = config.optimizer
-    units = model.unit_modules() if hasattr(model, "unit_modules") else None
+    units = model.unit_modules() if isinstance(model, Decoder) else None
     settings = Settings(
         stage=config.zero.stage,
         optimizer=optimizer.name,
@@ -210,7 +210,13 @@ def stop_if_broken(config: Config, line: Line) -> None:
 
 
 def compare(
-    config: Config, steps: int, start: dict[str, torch.Tensor], lines: list[Line], batches: Batches, rank: int, world: int
+    config: Config,
+    steps: int,
+    start: dict[str, torch.Tensor],
+    lines: list[Line],
+    batches: Batches,
+    rank: int,
+    world: int,
 ) -> dict[str, Any]:
     """Train the same steps in one process without sharding, on rank 0, and compare the losses."""
     alone = dist.new_group([0]) if dist.is_initialized() else None
