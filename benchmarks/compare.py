@@ -51,8 +51,8 @@ POLL_SECONDS = 0.05
 PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu", "ranks": 2},
     "h200": {
-        "device": "cuda", "precision": "bf16", "layers": 24, "hidden": 2048, "heads": 16, "vocab": 50304, "seq": 1024,
-        "batch": 16, "recompute": True, "clip": 1.0, "steps": 15, "warmup": 3,
+        "device": "cuda", "precision": "bf16", "layers": 24, "hidden": 2048, "heads": 16, "vocab": 50304, "tie": False,
+        "seq": 1024, "batch": 16, "recompute": True, "clip": 1.0, "steps": 15, "warmup": 3,
     },
 }  # fmt: skip
 PEERS = {"zero0": "ddp", "zero1": "ds1", "zero2": "fsdp2-keep", "zero3": "fsdp2"}
@@ -78,6 +78,7 @@ class Job:
     hidden: int
     heads: int
     vocab: int
+    tie: bool
     seq: int
     batch: int
     recompute: bool
@@ -308,7 +309,7 @@ def make_model(job: Job, device: torch.device) -> nn.Module:
     from zerocli.models import build
 
     torch.manual_seed(SEED)
-    config = ModelConfig(family=job.family, layers=job.layers, hidden=job.hidden, heads=job.heads, vocab=job.vocab)
+    config = ModelConfig(family=job.family, layers=job.layers, hidden=job.hidden, heads=job.heads, vocab=job.vocab, tie=job.tie)
     return build(config, job.seq, device)
 
 
@@ -538,11 +539,12 @@ def describe(job: Job, parameters: int, rounds: int) -> str:
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to train.")
 @click.option("--ranks", type=click.IntRange(0), default=0, help="Processes; 0: two on a CPU, one a GPU.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", help="What parameters compute in.")
-@click.option("--family", type=click.Choice(["gpt2", "llama"]), default="gpt2", help="Model family; the head is tied.")
+@click.option("--family", type=click.Choice(["gpt2", "llama"]), default="gpt2", help="Model family.")
 @click.option("--layers", type=click.IntRange(1), default=6, help="Blocks.")
 @click.option("--hidden", type=click.IntRange(1), default=384, help="Width.")
 @click.option("--heads", type=click.IntRange(1), default=6, help="Attention heads.")
 @click.option("--vocab", type=click.IntRange(2), default=4096, help="Token ids.")
+@click.option("--tie/--no-tie", default=True, help="Whether the head is the embedding.")
 @click.option("--seq", type=click.IntRange(1), default=128, help="Tokens a sequence.")
 @click.option("--batch", type=click.IntRange(1), default=2, help="Sequences a rank and step.")
 @click.option("--recompute/--no-recompute", default=False, help="Recompute each block in backward.")

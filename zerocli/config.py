@@ -112,7 +112,7 @@ class ZeroConfig:
 
     stage: int = setting(2, choices=(0, 1, 2, 3))
     """0: nothing; 1: optimizer states; 2: and gradients; 3: and parameters are partitioned."""
-    bucket: int = setting(64 * 2**20, least=1, size=True)
+    bucket: int = setting(32 * 2**20, least=1, size=True)
     """Bytes of one reduction bucket; files may say `64MiB`."""
     buffers: int = setting(2, least=2)
     """Gather buffers per size class: one computes while the next is filled."""

@@ -29,43 +29,7 @@ from zerocli.stage import stage as stage_of
 from zerocli.unit import Flat, Unit, UnitChoice, build_flats, claim_parameters, find_units
 
 UPDATE_CHUNK = {"cpu": 1 << 18, "cuda": 2 << 20}
-"""Elements updated at a time: gradient, master and states of a chunk, 16 bytes an element, stay in cache."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides how a model is sharded and trained; see `zerocli.shard`."""
-
-    stage: int = 2
-    optimizer: str = "adamw"
-    lr: float | Callable[[int], float] = 3e-4
-    """A number, or a function of the step (from 1)."""
-    weight_decay: float = 0.0
-    """Spares norms and biases: parameters of fewer than two dimensions."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the optimizer: betas, eps, momentum, ..."""
-    precision: str = "fp32"
-    accumulate: int = 1
-    """Backward passes a step; their gradients are averaged, in fp32 when there is more than one."""
-    clip: float | None = None
-    """Largest global gradient norm."""
-    units: UnitChoice = None
-    recompute: bool = False
-    """Keep only each unit's input for backward, and run its forward again there."""
-    compile: bool = False
-    """torch.compile each unit but the rest."""
-    seed: int = 0
-    """Of the initial values of a model built on the meta device."""
-    bucket_nbytes: int = 64 << 20
-    """Size of one reduction bucket; there are two."""
-    gather_buffers: int = 2
-    """Gather buffers for each size of unit."""
-    reduce: str = "compute"
-    """dtype of gradients on the wire: `compute` or `fp32`."""
-    device: torch.device | str | None = None
-    group: dist.ProcessGroup | None = None
-    probe: Callable[[str], None] = lambda name: None
-    """Called before each gather, reduce and optimizer and after each unit's forward; tests inject delays here."""
+"""Elements updated at a time where gradients need an fp32 copy: that copy, and what it meets, stay in cache."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +104,7 @@ class Engine:
         for unit in units:
             for flat in unit.flats:
                 self._fill(flat, fresh, keep_whole)
+        self._allocate_gradients(units)
         materialise.reset_buffer_owners(self.model, fresh, set(), self.settings.seed, self.device)
         return units
 
@@ -157,13 +122,25 @@ class Engine:
         assert flat.master is not None
         for name in self.optimizer.state_names:
             flat.states[name] = torch.zeros_like(flat.master)
+
+    def _allocate_gradients(self, units: list[Unit]) -> None:
+        """Give each trainable flat its gradient: a shard, or a part of one arena in the order backward fills it.
+
+        In one arena neighbours are reduced together, however small they are.
+        """
         single = self.settings.accumulate == 1 and self.settings.reduce == "compute"
         dtype = self.precision.compute if single else torch.float32
+        flats = [flat for unit in reversed(units) if (flat := unit.trainable) is not None]
         if self.stage.gradients:
-            flat.grad = torch.zeros(flat.held.numel, dtype=dtype, device=self.device)
-        else:
-            flat.grad_full = torch.zeros(flat.layout.total, dtype=dtype, device=self.device)
+            for flat in flats:
+                flat.grad = torch.zeros(flat.held.numel, dtype=dtype, device=self.device)
+            return
+        arena = torch.zeros(sum(flat.layout.total for flat in flats), dtype=dtype, device=self.device)
+        at = 0
+        for flat in flats:
+            flat.grad_full = arena[at : at + flat.layout.total]
             flat.grad = flat.grad_full[flat.held.start : flat.held.stop]
+            at += flat.layout.total
 
     def _wrap_forward(self, unit: Unit) -> None:
         module, root = unit.module, unit.index == 0
@@ -369,7 +346,10 @@ class Engine:
         Itself, or a chunk's copy in a buffer that is made once, scaled on the way: the kernel then writes none back.
         """
         if grad.dtype == torch.float32:
-            return grad, values.grad_scale
+            if self.device.type == "cuda":
+                return grad, values.grad_scale
+            # The CPU kernel is a third slower when it scales; the chunk is in cache, and the host may look at the scale.
+            return (grad if values.grad_scale == 1 else grad.mul_(values.inverse_scale)), None
         if self._scratch is None:
             self._scratch = torch.empty(UPDATE_CHUNK[self.device.type], device=self.device)
         return torch.mul(grad, values.inverse_scale, out=self._scratch[: grad.numel()]), None
@@ -417,87 +397,26 @@ class Engine:
         """Parameters of the whole model, padding left out."""
         return sum(flat.layout.numel for flat in self.flats())
 
-    # -- whole states, under the model's own names -----------------------------------------------------------------
+    # -- whole states, under the model's own names: see states.py --------------------------------------------------
 
-    def _whole(self, flat: Flat, held: torch.Tensor) -> torch.Tensor:
-        """Return the whole of what each rank holds a part of, on the CPU."""
-        if flat.held.numel == flat.layout.total:
-            return held.detach().to("cpu", copy=True)
-        whole = torch.empty(flat.layout.total, dtype=held.dtype, device=self.device)
-        self.collectives.all_gather(whole, held).wait()
-        return whole.cpu()
-
-    @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the full, unsharded parameters (fp32) and buffers on the CPU, under the model's own names.
 
         Collective: every rank calls it, and every rank gets all of it.
         """
-        self.gatherer.settle()
-        values: dict[int, torch.Tensor] = {}
-        for flat in self.flats():
-            held = flat.master if flat.master is not None else flat.shard
-            assert held is not None
-            if flat.master is None and flat.resident is not None:
-                whole = flat.resident.cpu()
-            elif flat.master is None:
-                whole = torch.empty(flat.layout.total, dtype=held.dtype, device=self.device)
-                self.collectives.all_gather(whole, held).wait()
-                whole = whole.cpu()
-            else:
-                whole = self._whole(flat, held)
-            for parameter, view in zip(flat.parameters, flat.views(whole), strict=True):
-                values[id(parameter)] = view.clone()
-        self.collectives.take_nbytes()
-        return {
-            name: values[id(value)] if id(value) in values else value.detach().cpu().clone()
-            for name, value in self.model.state_dict(keep_vars=True).items()
-        }
+        return states.model_state(self)
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load full, unsharded tensors under the model's own names; every rank passes the same."""
-        self.gatherer.settle()
-        own = self.model.state_dict(keep_vars=True)
-        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-        wrong = sorted(n for n in own.keys() & state.keys() if own[n].shape != state[n].shape)
-        if missing or unknown or wrong:
-            raise ValueError(f"state_dict does not match: missing {missing}, unknown {unknown}, other shape {wrong}")
-        source = {id(value): state[name] for name, value in own.items()}
-        for flat in self.flats():
-            dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
-            whole = torch.zeros(flat.layout.total, dtype=dtype, device=self.device)
-            for parameter, view in zip(flat.parameters, flat.views(whole), strict=True):
-                view.copy_(source[id(parameter)])
-            materialise.load_whole(flat, whole)
-        for name, value in own.items():
-            if not isinstance(value, nn.Parameter):
-                value.copy_(state[name])
+        states.load_model_state(self, state)
 
-    @torch.no_grad()
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's full states on the CPU, by parameter name, with its counters. Collective."""
-        states: dict[str, dict[str, torch.Tensor]] = {}
-        for flat in self._trainable():
-            for key, array in flat.states.items():
-                for entry, view in zip(flat.layout.entries, flat.views(self._whole(flat, array)), strict=True):
-                    states.setdefault(entry.name, {})[key] = view.clone()
-        self.collectives.take_nbytes()
-        counters = {"steps": self.steps, "updates": self._updates.item()}
-        return {"state": states, **counters, "loss_scale": self.loss_scale.state()}
+        return states.optimizer_state(self)
 
-    @torch.no_grad()
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state_dict` gave, at any stage and world size."""
-        for flat in self._trainable():
-            for key, array in flat.states.items():
-                whole = torch.zeros(flat.layout.total, device=self.device)
-                for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
-                    view.copy_(saved["state"][entry.name][key])
-                array.copy_(whole[flat.held.start : flat.held.stop])
-        self.steps = saved["steps"]
-        self._updates.fill_(saved["updates"])
-        self.loss_scale.load(saved["loss_scale"])
+        """Load what `optimizer_state_dict` gave, at any stage, placement and world size."""
+        states.load_optimizer_state(self, saved)
 
 
 def _decay_group(name: str, parameter: nn.Parameter) -> int:

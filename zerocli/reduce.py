@@ -106,8 +106,12 @@ class Reducer:
         self._flats = [flat for unit in units if (flat := unit.trainable) is not None]
         largest = max((flat.layout.total for flat in self._flats), default=0)
         self._bucket_numel = min(largest, max(bucket_nbytes // wire.itemsize, collectives.world * SHARD_ALIGN))
+        self._bucket_limit = max(1, bucket_nbytes // wire.itemsize)
+        self._run: list[torch.Tensor] = []
+        """Gradients that lie one after another and are still to be all-reduced together."""
         self._buckets: list[_Bucket] = []
         self._plans: dict[int, list[BucketPlan]] = {}
+        self._places: dict[int, list[torch.Tensor]] = {}
         self._order = list(reversed(self._flats))
         self._ordered_by_use = False
         self._arrived: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
@@ -145,12 +149,13 @@ class Reducer:
     def _keep(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
         """Move a gradient into the whole flat gradient that this rank keeps."""
         assert flat.grad_full is not None and parameter.grad is not None
-        entry = flat.layout.entries[index]
-        place = flat.grad_full[entry.offset : entry.offset + entry.numel].view(entry.shape)
+        places = self._places.get(id(flat))
+        if places is None:
+            places = self._places[id(flat)] = flat.views(flat.grad_full)
         if self._first:
-            place.copy_(parameter.grad)
+            places[index].copy_(parameter.grad)
         else:
-            place.add_(parameter.grad)
+            places[index].add_(parameter.grad)
         parameter.grad = None
 
     def complete(self, flat: Flat) -> None:
@@ -174,6 +179,7 @@ class Reducer:
         for flat in [flat for flat in self._order if id(flat) not in done]:
             self.complete(flat)
         assert self._next == len(self._order)
+        self._reduce_run()
         with self._waits.waiting("collectives"):
             for finish in self._unfinished:
                 finish()
@@ -189,6 +195,7 @@ class Reducer:
         for finish in self._unfinished:
             finish()
         self._unfinished.clear()
+        self._run = []
         for bucket in self._buckets:
             bucket.busy = None
         for flat in self._flats:
@@ -215,14 +222,28 @@ class Reducer:
     def _reduce_whole(self, flat: Flat) -> None:
         """Reduce a gradient that is kept whole, in place."""
         assert flat.grad_full is not None and flat.grad is not None
+        if self._stage.optimizer:
+            with self._lane.run():
+                self._probe("reduce")
+                self._unfinished.append(self._collectives.reduce_scatter(flat.grad, flat.grad_full).wait)
+            return
+        if self._run and not _adjoin(self._run[-1], flat.grad_full):
+            self._reduce_run()
+        self._run.append(flat.grad_full)
+        if sum(part.numel() for part in self._run) >= self._bucket_limit:
+            self._reduce_run()
+
+    def _reduce_run(self) -> None:
+        """All-reduce a run of neighbouring gradients in pieces of at most a bucket."""
+        if not self._run:
+            return
+        numel = sum(part.numel() for part in self._run)
+        whole = self._run[0].as_strided((numel,), (1,))
+        self._run = []
         with self._lane.run():
             self._probe("reduce")
-            if self._stage.optimizer:
-                self._unfinished.append(self._collectives.reduce_scatter(flat.grad, flat.grad_full).wait)
-            else:
-                for piece in Span(0, flat.layout.total).pieces(self._bucket_numel):
-                    part = flat.grad_full[piece.start : piece.stop]
-                    self._unfinished.append(self._collectives.all_reduce(part).wait)
+            for piece in Span(0, numel).pieces(self._bucket_limit):
+                self._unfinished.append(self._collectives.all_reduce(whole[piece.start : piece.stop]).wait)
 
     def _reduce_buckets(self, flat: Flat) -> None:
         """Carry the unit's gradients to their owners, bucket by bucket, and free them."""
@@ -305,6 +326,12 @@ class Reducer:
     def nbytes(self) -> int:
         """Bytes of the reduction buckets."""
         return sum(bucket.memory.nbytes for bucket in self._buckets)
+
+
+def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether `right` begins in memory where `left` ends, in one storage."""
+    same = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    return same and right.storage_offset() == left.storage_offset() + left.numel()
 
 
 def _once(action: Callable[[], None]) -> Callable[[], None]:

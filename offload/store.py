@@ -1,0 +1,54 @@
+"""`Store`: one array of training state, wherever its tier keeps it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from tiers.base import Tier
+from tiers.transfer import Transfer
+
+
+class Store:
+    """`numel` elements of one dtype in a block of a tier; parts come and go by transfers, each counted."""
+
+    def __init__(self, tier: Tier, kind: str, numel: int, dtype: torch.dtype, traffic: Counter[str]) -> None:
+        self.tier, self.kind, self.numel, self.dtype = tier, kind, numel, dtype
+        self._traffic = traffic
+        self._block = tier.allocate(numel * dtype.itemsize)
+        self._open: list[Transfer] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def put(self, start: int, source: torch.Tensor) -> Transfer:
+        """Start writing `source` at element `start`, after the caller's current stream."""
+        assert source.dtype == self.dtype
+        self._traffic[f"{self.kind} written"] += source.nbytes
+        return self._track(self.tier.write(self._block, source, start * self.dtype.itemsize))
+
+    def fetch(self, start: int, target: torch.Tensor) -> Transfer:
+        """Start filling `target` from element `start` on, after the caller's current stream and earlier writes."""
+        assert target.dtype == self.dtype
+        self._traffic[f"{self.kind} read"] += target.nbytes
+        return self._track(self.tier.read(self._block, target, start * self.dtype.itemsize))
+
+    def local(self) -> torch.Tensor | None:
+        """Return the array itself where the host can address it, with no transfer of it under way; else None."""
+        if not self.tier.addressable:
+            return None
+        self.settle()
+        return self.tier.view(self._block).view(self.dtype)
+
+    def settle(self) -> None:
+        """Stop the host until no transfer touches the array; raise the first one's error."""
+        for transfer in self._open:
+            transfer.synchronize()
+        self._open.clear()
+
+    def _track(self, transfer: Transfer) -> Transfer:
+        self._open = [t for t in self._open if not t.done or t.error is not None]
+        self._open.append(transfer)
+        return transfer

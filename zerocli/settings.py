@@ -1,0 +1,58 @@
+"""What decides how a model is sharded and trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerocli.unit import UnitChoice
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides how a model is sharded and trained; see `zerocli.shard`."""
+
+    stage: int = 2
+    optimizer: str = "adamw"
+    lr: float | Callable[[int], float] = 3e-4
+    """A number, or a function of the step (from 1)."""
+    weight_decay: float = 0.0
+    """Spares norms and biases: parameters of fewer than two dimensions."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the optimizer: betas, eps, momentum, ..."""
+    precision: str = "fp32"
+    accumulate: int = 1
+    """Backward passes a step; their gradients are averaged, in fp32 when there is more than one."""
+    clip: float | None = None
+    """Largest global gradient norm."""
+    units: UnitChoice = None
+    recompute: bool = False
+    """Keep only each unit's input for backward, and run its forward again there."""
+    compile: bool = False
+    """torch.compile each unit but the rest."""
+    seed: int = 0
+    """Of the initial values of a model built on the meta device."""
+    bucket_nbytes: int = 32 << 20
+    """Size of one reduction bucket; there are two."""
+    gather_buffers: int = 2
+    """Gather buffers for each size of unit."""
+    reduce: str = "compute"
+    """dtype of gradients on the wire: `compute` or `fp32`."""
+    offload: str = ""
+    """Placement of what the stage partitions: `cpu`, `nvme`, or `params=cpu,optimizer=hbm:20GiB+cpu+nvme`."""
+    update: str = "auto"
+    """Where states that are off the device are updated: `cpu`, `stream` (through the device), or by measurement."""
+    nvme_path: tuple[str, ...] = ()
+    """Folders of the nvme tier."""
+    staging_nbytes: int = 512 << 20
+    """Device (or host) memory through which states are streamed for their update."""
+    tier_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Further arguments for tiers, by name."""
+    device: torch.device | str | None = None
+    group: dist.ProcessGroup | None = None
+    probe: Callable[[str], None] = lambda name: None
+    """Called before each gather, reduce and optimizer and after each unit's forward; tests inject delays here."""

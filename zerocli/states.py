@@ -1,0 +1,141 @@
+"""Whole states: full, unsharded tensors under the model's own names, from whichever tier holds their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerocli.unit import MASTER, Flat
+
+if TYPE_CHECKING:
+    from zerocli.engine import Engine
+
+
+def read_held(flat: Flat, name: str, device: torch.device) -> torch.Tensor:
+    """Return this rank's part of an optimizer array (or the fp32 master) on the device."""
+    if flat.record is not None and name in flat.record.arrays:
+        return flat.record.read(name, device)
+    if name == MASTER:
+        if flat.master is not None:
+            return flat.master
+        assert flat.param_store is not None and flat.dtype == torch.float32
+        target = torch.empty(flat.own.numel, dtype=flat.dtype, device=device)
+        flat.param_store.fetch(0, target).synchronize()
+        return target
+    return flat.states[name]
+
+
+def write_held(flat: Flat, name: str, values: torch.Tensor) -> None:
+    """Overwrite this rank's part of an optimizer array, or the fp32 master and with it the parameters."""
+    if flat.record is not None and name in flat.record.arrays:
+        flat.record.write(name, values)
+    elif name != MASTER:
+        flat.states[name].copy_(values)
+    elif flat.master is not None:
+        flat.master.copy_(values)
+
+
+def _whole(engine: Engine, flat: Flat, held: torch.Tensor) -> torch.Tensor:
+    """Return on the CPU the whole of what each rank holds a part of."""
+    if held.numel() == flat.layout.total:
+        return held.detach().to("cpu", copy=True)
+    whole = torch.empty(flat.layout.total, dtype=held.dtype, device=engine.device)
+    engine.collectives.all_gather(whole, held).wait()
+    return whole.cpu()
+
+
+def _parameters(engine: Engine, flat: Flat) -> torch.Tensor:
+    """Return a flat's parameters whole, as exact as they are kept."""
+    if flat.trainable:
+        return _whole(engine, flat, read_held(flat, MASTER, engine.device))
+    if flat.resident is not None:
+        return flat.resident.cpu()
+    held = flat.shard
+    if held is None:
+        assert flat.param_store is not None
+        held = torch.empty(flat.own.numel, dtype=flat.dtype, device=engine.device)
+        flat.param_store.fetch(0, held).synchronize()
+    return _whole(engine, flat, held)
+
+
+@torch.no_grad()
+def model_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """See `Engine.state_dict`."""
+    engine.settle()
+    values: dict[int, torch.Tensor] = {}
+    for flat in engine.flats():
+        whole = _parameters(engine, flat)
+        for parameter, view in zip(flat.parameters, flat.views(whole), strict=True):
+            values[id(parameter)] = view.clone()
+    engine.collectives.take_nbytes()
+    return {
+        name: values[id(value)] if id(value) in values else value.detach().cpu().clone()
+        for name, value in engine.model.state_dict(keep_vars=True).items()
+    }
+
+
+@torch.no_grad()
+def load_model_state(engine: Engine, state: Mapping[str, torch.Tensor]) -> None:
+    """See `Engine.load_state_dict`."""
+    engine.settle()
+    own = engine.model.state_dict(keep_vars=True)
+    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    wrong = sorted(n for n in own.keys() & state.keys() if own[n].shape != state[n].shape)
+    if missing or unknown or wrong:
+        raise ValueError(f"state_dict does not match: missing {missing}, unknown {unknown}, other shape {wrong}")
+    source = {id(value): state[name] for name, value in own.items()}
+    for flat in engine.flats():
+        dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
+        whole = torch.zeros(flat.layout.total, dtype=dtype, device=engine.device)
+        for parameter, view in zip(flat.parameters, flat.views(whole), strict=True):
+            view.copy_(source[id(parameter)])
+        load_whole(flat, whole)
+    for name, value in own.items():
+        if not isinstance(value, nn.Parameter):
+            value.copy_(state[name])
+
+
+def load_whole(flat: Flat, whole: torch.Tensor) -> None:
+    """Overwrite what this rank holds of the flat's parameters from whole values."""
+    if flat.trainable:
+        write_held(flat, MASTER, whole[flat.held.start : flat.held.stop])
+    mine = whole[flat.own.start : flat.own.stop]
+    if flat.resident is not None:
+        flat.resident.copy_(whole)
+    elif flat.shard is not None:
+        flat.shard.copy_(mine)
+    elif flat.param_store is not None:
+        flat.param_store.put(0, mine.to(flat.dtype)).synchronize()
+
+
+@torch.no_grad()
+def optimizer_state(engine: Engine) -> dict[str, Any]:
+    """See `Engine.optimizer_state_dict`."""
+    engine.settle()
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for flat in engine.trainable():
+        for key in engine.optimizer.state_names:
+            whole = _whole(engine, flat, read_held(flat, key, engine.device))
+            for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
+                states.setdefault(entry.name, {})[key] = view.clone()
+    engine.collectives.take_nbytes()
+    counters = {"steps": engine.steps, "updates": engine.updates.item()}
+    return {"state": states, **counters, "loss_scale": engine.loss_scale.state()}
+
+
+@torch.no_grad()
+def load_optimizer_state(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """See `Engine.load_optimizer_state_dict`."""
+    engine.settle()
+    for flat in engine.trainable():
+        for key in engine.optimizer.state_names:
+            whole = torch.zeros(flat.layout.total, device=engine.device)
+            for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
+                view.copy_(saved["state"][entry.name][key])
+            write_held(flat, key, whole[flat.held.start : flat.held.stop])
+    engine.steps = saved["steps"]
+    engine.updates.fill_(saved["updates"])
+    engine.loss_scale.load(saved["loss_scale"])
