@@ -309,7 +309,9 @@ def make_model(job: Job, device: torch.device) -> nn.Module:
     from zerocli.models import build
 
     torch.manual_seed(SEED)
-    config = ModelConfig(family=job.family, layers=job.layers, hidden=job.hidden, heads=job.heads, vocab=job.vocab, tie=job.tie)
+    config = ModelConfig(
+        family=job.family, layers=job.layers, hidden=job.hidden, heads=job.heads, vocab=job.vocab, tie=job.tie
+    )
     return build(config, job.seq, device)
 
 

@@ -116,8 +116,8 @@ class Spill:
                 return share.tier
             if self._at + 1 == len(self._shares):
                 raise ValueError(
-                    f"{self._kind}: a piece of {nbytes} bytes has no place left: "
-                    f"{share.tier} has {share.budget - self._used} of its {share.budget} bytes free, and no tier follows"
+                    f"{self._kind}: a piece of {nbytes} bytes has no place left: {share.tier} has "
+                    f"{share.budget - self._used} of its {share.budget} bytes free, and no tier follows it"
                 )
             self._at, self._used = self._at + 1, 0
 
@@ -131,5 +131,3 @@ def per_rank(placement: Placement, ranks_per_node: int) -> Placement:
         for kind, shares in placement.shares.items()
     }
     return Placement(divided)
-
-

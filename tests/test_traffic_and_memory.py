@@ -119,7 +119,7 @@ def test_memory_is_the_papers(stage, world):
     states = {0: (2 + 2 + 12) * psi, 1: 4 * psi + 12 * psi // n, 2: 2 * psi + 14 * psi // n, 3: 16 * psi // n}[stage]
     # Constants, none of which grows with the number of layers (but padding, a unit's worth of alignment each):
     padding = (layers + 1) * (n * SHARD_ALIGN + 4 * PARAM_ALIGN) * 16
-    scratch = 4 * (1 << 18)  # one update chunk in fp32
+    scratch = 4 * (1 << 20)  # one update chunk in fp32
     buckets = 2 * 2 * (BLOCK_NUMEL + n * SHARD_ALIGN) if stage >= 2 else 0
     gathered = 2 * (2 * BLOCK_NUMEL + (WIDTH + 1) * WIDTH + 3 * n * SHARD_ALIGN) if stage == 3 else 0
     small = 4096  # scalars: loss scale, counters, poison

@@ -155,8 +155,8 @@ def mistakes(tmp_path: Path) -> dict[str, tuple[list[str], list[str]]]:
 
 
 MISTAKES = (
-    "unknown key, stage, heads, global batch, no data, empty data, short data, token beyond the vocabulary, run folder, "
-    "factory in a file, factory, optimizer"
+    "unknown key, stage, heads, global batch, no data, empty data, short data, token beyond the vocabulary, "
+    "run folder, factory in a file, factory, optimizer"
 ).split(", ")
 
 

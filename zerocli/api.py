@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerocli.engine import Engine, Settings
+from zerocli.engine import Engine
+from zerocli.settings import Settings
 
 
 def shard(
@@ -23,7 +24,7 @@ def shard(
     """Shard `model` over the data-parallel ranks and return the engine that trains it.
 
     The model itself does not change: `model(batch)` and `engine(batch)` are the same. Further keywords are the fields
-    of `zerocli.engine.Settings` (precision, accumulate, clip, weight_decay, units, recompute, ...); what is not one
+    of `zerocli.settings.Settings` (precision, accumulate, clip, weight_decay, units, recompute, ...); what is not one
     of them goes to the optimizer (betas, eps, momentum, ...). Under torchrun the process group is opened if need be.
     """
     known = {key: value for key, value in settings.items() if key in Settings.__dataclass_fields__}

@@ -60,6 +60,10 @@ class Collectives:
         """Mark the work issued on the current lane so far."""
         return Mark(self.device)
 
+    def reached(self) -> Pending:
+        """Return what ends when the work issued on the current lane so far does."""
+        return self._pending(None)
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Fill `full` with every rank's shard in rank order; `shard` may be this rank's slice of `full`."""
         if self.world == 1:

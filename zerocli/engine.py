@@ -8,28 +8,32 @@ one and parameters that stay resident are the same code with trivial values.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from zerocli import materialise
+from offload import parse_placement, per_rank
+from offload.tierset import TierSet
+from tiers.registry import available
+from zerocli import states
+from zerocli.build import Builder
 from zerocli.comm import Collectives
 from zerocli.gather import Gatherer
-from zerocli.lanes import Mark, Waits
+from zerocli.lanes import Waits
 from zerocli.optim import FlatOptimizer, Group, StepValues, make_optimizer
 from zerocli.precision import LossScale, precision
 from zerocli.reduce import Reducer
+from zerocli.settings import Settings
+from zerocli.sizes import parse_bytes
 from zerocli.stage import stage as stage_of
-from zerocli.unit import Flat, Unit, UnitChoice, build_flats, claim_parameters, find_units
-
-UPDATE_CHUNK = {"cpu": 1 << 18, "cuda": 2 << 20}
-"""Elements updated at a time where gradients need an fp32 copy: that copy, and what it meets, stay in cache."""
+from zerocli.unit import Flat, Unit
+from zerocli.update import Updater, choose_update, stream_chunk
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,14 @@ class Engine:
         self.optimizer: FlatOptimizer = make_optimizer(settings.optimizer, settings.options)
         self.loss_scale = LossScale(self.precision.scales, self.device)
         self.steps = 0
-        self._updates = torch.zeros((), device=self.device)
+        self.updates = torch.zeros((), device=self.device)
         self._micro = 0
         self._backward_units: set[int] = set()
         self._open_inputs: dict[int, int] = {}
 
         self.units = self._build_units()
         self.gatherer = Gatherer(
-            self.units, self.collectives, self.device, self.waits, settings.probe, settings.gather_buffers
+            self.units, self.collectives, self.device, self.waits, settings.probe, self._num_buffers()
         )
         self.reducer = Reducer(
             self.units,
@@ -85,7 +89,9 @@ class Engine:
             # Where parameters move, the engine says when a unit is through; elsewhere its last gradient does.
             eager=not self.gatherer.moves,
         )
-        self._scratch: torch.Tensor | None = None
+        away = any(flat.away for flat in self.flats())
+        on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
+        self.updater = Updater(self.optimizer, self.groups, self.device, on_cpu, self._chunk)
         for unit in self.units:
             self._wrap_forward(unit)
         self.collectives.take_nbytes()
@@ -93,54 +99,33 @@ class Engine:
     # -- building --------------------------------------------------------------------------------------------------
 
     def _build_units(self) -> list[Unit]:
-        fresh = materialise.replace_meta(self.model, self.device)
-        materialise.place_buffers(self.model, fresh, self.collectives, self.device)
-        claimed = claim_parameters(self.model, find_units(self.model, self.settings.units))
-        units = [unit for unit, _ in claimed]
-        for unit, named in claimed:
-            build_flats(unit, named, _decay_group, self.precision.compute, self.stage, self.collectives)
-        # A slice that is the whole buffer needs no gathering: one rank is the general case with a trivial slice.
-        keep_whole = not self.stage.parameters or self.collectives.world == 1
-        for unit in units:
-            for flat in unit.flats:
-                self._fill(flat, fresh, keep_whole)
-        self._allocate_gradients(units)
-        materialise.reset_buffer_owners(self.model, fresh, set(), self.settings.seed, self.device)
-        return units
+        settings, world = self.settings, self.collectives.world
+        partitioned = [
+            kind
+            for kind, split in zip(
+                ("parameters", "gradients", "optimizer"),
+                (self.stage.parameters, self.stage.gradients, self.stage.optimizer),
+                strict=True,
+            )
+            if split
+        ]
+        placement = parse_placement(settings.offload, partitioned, available(), parse_bytes)
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        self.placement = per_rank(placement, local_world)
+        self.tiers = TierSet(local_world, settings.nvme_path, settings.tier_options)
+        self._chunk = stream_chunk(settings.staging_nbytes, len(self.optimizer.state_names))
+        names = self.optimizer.state_names
+        compute = self.precision.compute
+        builder = Builder(
+            *(self.model, settings, self.stage, compute, self.collectives, names),
+            *(self.placement, self.tiers, self._chunk),
+        )
+        return builder.build()
 
-    def _fill(self, flat: Flat, fresh: set[int], keep_whole: bool) -> None:
-        """Give a flat its initial values and the states this rank holds of it."""
-
-        def initialise() -> None:
-            materialise.initialise_modules(self.model, flat.unit, flat, self.settings.seed, self.device)
-
-        with torch.no_grad():
-            whole = materialise.whole_values(flat, fresh, initialise, self.collectives, self.device)
-            materialise.cut(flat, whole, keep_whole)
-        if not flat.trainable:
-            return
-        assert flat.master is not None
-        for name in self.optimizer.state_names:
-            flat.states[name] = torch.zeros_like(flat.master)
-
-    def _allocate_gradients(self, units: list[Unit]) -> None:
-        """Give each trainable flat its gradient: a shard, or a part of one arena in the order backward fills it.
-
-        In one arena neighbours are reduced together, however small they are.
-        """
-        single = self.settings.accumulate == 1 and self.settings.reduce == "compute"
-        dtype = self.precision.compute if single else torch.float32
-        flats = [flat for unit in reversed(units) if (flat := unit.trainable) is not None]
-        if self.stage.gradients:
-            for flat in flats:
-                flat.grad = torch.zeros(flat.held.numel, dtype=dtype, device=self.device)
-            return
-        arena = torch.zeros(sum(flat.layout.total for flat in flats), dtype=dtype, device=self.device)
-        at = 0
-        for flat in flats:
-            flat.grad_full = arena[at : at + flat.layout.total]
-            flat.grad = flat.grad_full[flat.held.start : flat.held.stop]
-            at += flat.layout.total
+    def _num_buffers(self) -> int:
+        """Return the gather buffers of each size: one more where parameters come from a disk, to start earlier."""
+        far = [f for f in self.flats() if f.param_store is not None and not f.param_store.tier.addressable]
+        return self.settings.gather_buffers + bool(far)
 
     def _wrap_forward(self, unit: Unit) -> None:
         module, root = unit.module, unit.index == 0
@@ -284,25 +269,24 @@ class Engine:
         lr = self.settings.lr(self.steps) if callable(self.settings.lr) else self.settings.lr
         with self.waits.waiting("optimizer"):
             values, norm = self._step_values(lr)
-            for unit in self.gatherer.forward_order():
-                self._update(unit, values)
-                self.gatherer.refresh(unit)
+            order = [unit.trainable for unit in self.gatherer.forward_order() if unit.trainable is not None]
+            self.updater.run(order, values, lambda flat: self.gatherer.refresh(flat.unit))
             # Each spread ran beside the next update; a user who reads a parameter after this finds it whole.
             self.gatherer.settle()
+            self._wait_for_resident()
         self.loss_scale.update(values.skip)
         self.gatherer.end_step()
         self._micro = 0
         return StepResult(self.steps, lr, norm, values.skip)
 
+    def _wait_for_resident(self) -> None:
+        """Order the compute stream after the updates of parameters that it reads without a gather."""
+        for flat in self.trainable():
+            if flat.resident is not None and flat.written is not None:
+                flat.written.wait()
+
     def _step_values(self, lr: float) -> tuple[StepValues, torch.Tensor]:
-        # [Note: one norm for all stages] Every rank sums the squares of the slices it owns, unit by unit, and the
-        # ranks' sums are added by one collective, at stage 0 too: the same terms in the same order everywhere.
-        parts = [self._owned_grad(flat) for flat in self._trainable()]
-        if parts:
-            norms = torch.stack(torch._foreach_norm(parts, 2, torch.float32)).double()
-        else:
-            norms = torch.zeros(1, dtype=torch.float64, device=self.device)
-        squares = self.collectives.sum_control(norms.square().sum())
+        squares = self.collectives.sum_control(self.reducer.squared_norm())
         share = self._micro / self.settings.accumulate
         scale = self.loss_scale.value * share
         norm = squares.sqrt().float() / scale
@@ -313,50 +297,14 @@ class Engine:
             factor = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
         # A skipped step must not divide by a NaN on its way to being ignored.
         grad_scale = torch.where(finite, scale / factor, torch.ones_like(norm))
-        self._updates += 1 - skip
         inverse = grad_scale.reciprocal().view(1)  # one dimension: products with bf16 are then fp32
-        return StepValues(lr, self._updates, grad_scale, inverse, skip), norm
-
-    def _owned_grad(self, flat: Flat) -> torch.Tensor:
-        assert flat.grad is not None
-        start = flat.own.start - flat.held.start
-        return flat.grad[start : start + flat.own.numel]
-
-    def _update(self, unit: Unit, values: StepValues) -> None:
-        flat = unit.trainable
-        if flat is None:
-            return
-        assert flat.grad is not None and flat.master is not None
-        target = flat.shard if flat.held == flat.own else flat.resident
-        chunk = UPDATE_CHUNK[self.device.type]
-        for group, segment in flat.layout.segments(flat.held):
-            for span in segment.shifted(-flat.held.start).pieces(chunk):
-                part = slice(span.start, span.stop)
-                master = flat.master[part]
-                states = {name: array[part] for name, array in flat.states.items()}
-                grad, scale = self._fp32(flat.grad[part], values)
-                self.optimizer.update(master, grad, scale, states, self.groups[group], values)
-                if target is not None and target.data_ptr() != flat.master.data_ptr():
-                    target[part].copy_(master)
-        flat.written = Mark(self.device)
-
-    def _fp32(self, grad: torch.Tensor, values: StepValues) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the gradient in fp32 and what the kernel still has to divide it by.
-
-        Itself, or a chunk's copy in a buffer that is made once, scaled on the way: the kernel then writes none back.
-        """
-        if grad.dtype == torch.float32:
-            if self.device.type == "cuda":
-                return grad, values.grad_scale
-            # The CPU kernel is a third slower when it scales; the chunk is in cache, and the host may look at the scale.
-            return (grad if values.grad_scale == 1 else grad.mul_(values.inverse_scale)), None
-        if self._scratch is None:
-            self._scratch = torch.empty(UPDATE_CHUNK[self.device.type], device=self.device)
-        return torch.mul(grad, values.inverse_scale, out=self._scratch[: grad.numel()]), None
+        # A new tensor each step: an update of the last one may still be reading its own.
+        self.updates = self.updates + (1 - skip)
+        return StepValues(lr, self.updates, grad_scale, inverse, skip), norm
 
     # -- looking in ------------------------------------------------------------------------------------------------
 
-    def _trainable(self) -> Iterator[Flat]:
+    def trainable(self) -> Iterator[Flat]:
         for unit in self.units:
             if unit.trainable is not None:
                 yield unit.trainable
@@ -364,6 +312,17 @@ class Engine:
     def flats(self) -> Iterator[Flat]:
         for unit in self.units:
             yield from unit.flats
+
+    def settle(self) -> None:
+        """Wait on the current stream until nothing of the engine's is in flight but transfers between tiers."""
+        self.gatherer.settle()
+        for flat in self.trainable():
+            if flat.written is not None:
+                flat.written.wait()
+
+    def close(self) -> None:
+        """Give back what lies on other tiers; the engine cannot train after this."""
+        self.tiers.close()
 
     def memory(self) -> dict[str, int]:
         """Return the bytes this rank holds on its device, by category; activations are not among them."""
@@ -387,9 +346,8 @@ class Engine:
                 count("optimizer_states", state)
         for buffer in self.model.buffers():
             count("buffers", buffer)
-        count("buffers", self._scratch)
         nbytes["gathered"] = self.gatherer.nbytes
-        nbytes["buffers"] += self.reducer.nbytes
+        nbytes["buffers"] += self.reducer.nbytes + self.updater.nbytes.get(self.device.type, 0)
         return nbytes
 
     @property
@@ -419,16 +377,10 @@ class Engine:
         states.load_optimizer_state(self, saved)
 
 
-def _decay_group(name: str, parameter: nn.Parameter) -> int:
-    return 0 if parameter.dim() >= 2 else 1
-
-
 def _default_device(model: nn.Module) -> torch.device:
     for p in model.parameters():
         if p.device.type not in ("meta", "cpu"):
             return p.device
     if torch.cuda.is_available():
-        import os
-
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from zerocli.comm import Collectives
+from tiers.transfer import Transfer
+from zerocli.comm import Collectives, Pending
 from zerocli.lanes import Lane, Mark, Waits
 from zerocli.unit import Flat, Unit
 
@@ -33,6 +34,38 @@ class Buffer:
     used_at: int = 0
     views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """Parameter views by flat, made once."""
+
+
+class Arrival:
+    """A flat on its way from another tier: first this rank's slice, then everyone's.
+
+    The gather is issued where the program says so (`advance`), never when the slice happens to be there: every rank
+    issues its collectives in one order.
+    """
+
+    def __init__(
+        self, transfer: Transfer, lane: Lane, collectives: Collectives, full: torch.Tensor, own: torch.Tensor
+    ) -> None:
+        self._transfer: Transfer | None = transfer
+        self._gather: Pending | None = None
+        self._lane, self._collectives, self._full, self._own = lane, collectives, full, own
+
+    def advance(self) -> None:
+        """Issue the gather, after the slice has come."""
+        if self._transfer is not None:
+            transfer, self._transfer = self._transfer, None
+            with self._lane.run(after=Mark(self._collectives.device)):
+                transfer.wait()
+                self._gather = self._collectives.all_gather(self._full, self._own)
+
+    @property
+    def done(self) -> bool:
+        return self._gather is not None and self._gather.done
+
+    def wait(self) -> None:
+        self.advance()
+        assert self._gather is not None
+        self._gather.wait()
 
 
 @dataclass(frozen=True)
@@ -102,8 +135,10 @@ class Gatherer:
 
     def _prefetch(self) -> None:
         ahead = self._order[self._cursor : self._cursor + self._limit - 1]
-        for index in ahead:
+        for distance, index in enumerate(ahead):
             for flat in self._units[index].flats:
+                if distance == 0 and isinstance(flat.pending, Arrival):
+                    flat.pending.advance()
                 if flat.resident is None and flat.buffer is None and flat.pending is None:
                     buffer = self._free_buffer(flat)
                     if buffer is None:
@@ -124,7 +159,7 @@ class Gatherer:
             if flat.pending.done:
                 flat.pending.wait()
             else:
-                with self._waits.waiting("collectives"):
+                with self._waits.waiting("transfers" if isinstance(flat.pending, Arrival) else "collectives"):
                     flat.pending.wait()
             flat.pending = None
             buffer = self._buffer_of.get(id(flat))
@@ -135,7 +170,7 @@ class Gatherer:
             self._buffer_of[id(flat)].used_at = self._clock
 
     def _fill(self, flat: Flat, buffer: Buffer) -> None:
-        assert flat.shard is not None and buffer.holder is None
+        assert buffer.holder is None
         buffer.holder = flat
         self._buffer_of[id(flat)] = buffer
         if id(flat) not in buffer.views:
@@ -144,13 +179,21 @@ class Gatherer:
             if flat.written is not None:
                 flat.written.wait()
             self._probe("gather")
-            flat.pending = self._collectives.all_gather(buffer.tensor, flat.shard)
+            if flat.param_store is None:
+                assert flat.shard is not None
+                flat.pending = self._collectives.all_gather(buffer.tensor, flat.shard)
+                return
+            own = buffer.tensor[flat.own.start : flat.own.stop]
+            arrival = Arrival(flat.param_store.fetch(0, own), self._lane, self._collectives, buffer.tensor, own)
+            if self._device.type == "cuda" and flat.param_store.tier.addressable:
+                arrival.advance()  # only streams wait here
+            flat.pending = arrival
 
     def refresh(self, unit: Unit) -> None:
         """After an update: spread the owned slices of resident parameters to the other ranks."""
         for flat in unit.flats:
             if flat.trainable and flat.resident is not None and flat.shard is not None and flat.held == flat.own:
-                with self._lane.run():
+                with self._lane.run(after=flat.written):
                     self._probe("gather")
                     flat.pending = self._collectives.all_gather(flat.resident, flat.shard)
 

@@ -8,13 +8,13 @@ already has values keeps rank 0's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 from zerocli.comm import Collectives
-from zerocli.unit import Flat, Unit
+from zerocli.unit import Flat
 
 
 def replace_meta(model: nn.Module, device: torch.device) -> set[int]:
@@ -76,7 +76,7 @@ def whole_values(
     return whole
 
 
-def initialise_modules(model: nn.Module, unit: Unit, flat: Flat, seed: int, device: torch.device) -> None:
+def initialise_modules(model: nn.Module, flat: Flat, seed: int, device: torch.device) -> None:
     """Call `reset_parameters` of the modules that own the flat's parameters, children before parents, each seeded."""
     mine = {id(p) for p in flat.parameters}
     for path, module in _post_order(model, ""):
@@ -85,11 +85,11 @@ def initialise_modules(model: nn.Module, unit: Unit, flat: Flat, seed: int, devi
         reset(module, path, seed, device)
 
 
-def reset_buffer_owners(model: nn.Module, fresh: set[int], done: set[int], seed: int, device: torch.device) -> None:
+def reset_buffer_owners(model: nn.Module, fresh: set[int], seed: int, device: torch.device) -> None:
     """Fill buffers that came from the meta device in modules without parameters (such as rotary tables)."""
     for path, module in _post_order(model, ""):
         own = [b for b in module._buffers.values() if b is not None and id(b) in fresh]
-        if own and id(module) not in done and not module._parameters:
+        if own and not module._parameters:
             if not reset(module, path, seed, device):
                 raise ValueError(f"{path} has buffers on the meta device and no reset_parameters() to fill them")
 
@@ -114,39 +114,3 @@ def _post_order(module: nn.Module, path: str, seen: set[int] | None = None) -> I
     for name, child in module.named_children():
         yield from _post_order(child, f"{path}.{name}" if path else name, seen)
     yield path, module
-
-
-def cut(flat: Flat, whole: torch.Tensor, keep_whole: bool) -> None:
-    """Keep of the whole values what this rank holds: the parameters (all or its slice) and the fp32 master."""
-    own, held = flat.own, flat.held
-    same = flat.dtype == whole.dtype
-    if keep_whole:
-        flat.resident = whole if same else whole.to(flat.dtype)
-        flat.shard = flat.resident[own.start : own.stop]
-    else:
-        # clone: a slice would keep the whole buffer's memory alive
-        flat.shard = whole[own.start : own.stop].clone() if same else whole[own.start : own.stop].to(flat.dtype)
-    if flat.trainable:
-        if not same:
-            flat.master = whole[held.start : held.stop].clone()
-        else:
-            flat.master = flat.resident[held.start : held.stop] if flat.resident is not None else flat.shard
-    if flat.resident is not None:
-        flat.attach(flat.resident, flat.views(flat.resident))
-    else:
-        flat.detach()
-
-
-def load_whole(flat: Flat, whole: torch.Tensor) -> None:
-    """Overwrite what this rank holds of the flat from whole fp32 values."""
-    if flat.master is not None:
-        flat.master.copy_(whole[flat.held.start : flat.held.stop])
-    if flat.resident is not None:
-        flat.resident.copy_(whole)
-    elif flat.shard is not None:
-        flat.shard.copy_(whole[flat.own.start : flat.own.stop])
-
-
-def named_owners(model: nn.Module) -> Sequence[tuple[str, torch.Tensor]]:
-    """Return (name, parameter) under every name it has in the model, tied ones several times."""
-    return [(n, p) for n, p in model.named_parameters(remove_duplicate=False)]

@@ -113,7 +113,7 @@ def device_peak(engine: Engine) -> dict[str, int]:
         hbm = torch.cuda.max_memory_allocated(engine.device)
     else:
         hbm = sum(engine.memory().values())
-    return {"hbm": hbm, "dram": 0, "nvme": 0}
+    return {"hbm": hbm, "dram": engine.tiers.used("dram"), "nvme": engine.tiers.used("nvme")}
 
 
 class MetricsFile:

@@ -41,6 +41,13 @@ class StepValues:
     skip: torch.Tensor
     """1.0 where the gradients are not finite and nothing may be updated, else 0.0."""
 
+    def to(self, device: torch.device) -> StepValues:
+        """Return the values where the update runs; on another device than theirs, the host waits for them."""
+        if self.count.device.type == device.type:
+            return self
+        moved = [tensor.to(device) for tensor in (self.count, self.grad_scale, self.inverse_scale, self.skip)]
+        return StepValues(self.lr, *moved)
+
 
 class FlatOptimizer(ABC):
     """An elementwise update rule on one-dimensional fp32 memory."""

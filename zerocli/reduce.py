@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zerocli.comm import Collectives, Pending
+from zerocli.comm import Collectives
 from zerocli.lanes import Lane, Waits
 from zerocli.shards import SHARD_ALIGN, Layout, Span
 from zerocli.stage import Stage
@@ -119,6 +119,9 @@ class Reducer:
         self._next = 0
         self._unfinished: list[Callable[[], None]] = []
         self._first = self._last = True
+        self._norms: dict[tuple[int, int], torch.Tensor] = {}
+        """Norm of each piece of each gradient that this rank owns, by (flat, first column)."""
+        self._lift: list[_Bucket] = []
         self.active = False
         for flat in self._flats:
             for index, parameter in enumerate(flat.parameters):
@@ -128,6 +131,7 @@ class Reducer:
         """Open a backward pass: `first` and `last` of the step's micro-steps."""
         self._first, self._last, self.active = first, last, True
         self._next, self._completed = 0, []
+        self._norms.clear()
         for arrived in self._arrived.values():
             arrived.clear()
 
@@ -184,11 +188,33 @@ class Reducer:
             for finish in self._unfinished:
                 finish()
         self._unfinished.clear()
-        for bucket in self._buckets:
+        for bucket in (*self._buckets, *self._lift):
             bucket.busy = None
+        if self._last:
+            self._measure()
         self.active = False
         if not self._ordered_by_use:
             self._adopt_order()
+
+    def _measure(self) -> None:
+        """Take the norms of all pieces that are on the device; those that left were measured on their way.
+
+        [Note: one norm for all stages and placements] Every rank takes the norms of the slices it owns in pieces that
+        depend only on the layout and the bucket size, and adds their squares in one order: the same number everywhere.
+        """
+        for index, flat in enumerate(self._flats):
+            if flat.grad is not None:
+                start = flat.own.start - flat.held.start
+                for plan in self._plans_of(flat):
+                    piece = flat.grad[start + plan.columns.start : start + plan.columns.stop]
+                    self._norms[index, plan.columns.start] = _norm(piece)
+
+    def squared_norm(self) -> torch.Tensor:
+        """Return the sum of squares of the gradients this rank owns, in fp64."""
+        if not self._norms:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        norms = torch.stack([self._norms[key] for key in sorted(self._norms)])
+        return norms.double().square().sum()
 
     def abandon(self) -> None:
         """After an exception in backward: drop what has arrived; the step's gradients are lost."""
@@ -196,7 +222,7 @@ class Reducer:
             finish()
         self._unfinished.clear()
         self._run = []
-        for bucket in self._buckets:
+        for bucket in (*self._buckets, *self._lift):
             bucket.busy = None
         for flat in self._flats:
             for parameter in flat.parameters:
@@ -251,22 +277,28 @@ class Reducer:
         for parameter in flat.parameters:
             sources.append(None if parameter.grad is None else parameter.grad.reshape(-1))
             parameter.grad = None
-        plans = self._plans.get(id(flat))
-        if plans is None:
-            limit = flat.layout.total if self._collectives.world == 1 else self._bucket_numel
-            plans = self._plans[id(flat)] = plan_buckets(flat.layout, self._collectives.world, limit)
-        assert flat.grad is not None
-        if self._collectives.world == 1:  # the bucket of a lone owner is its gradient shard itself
-            self._fill(flat.grad, plans[0], sources, add=not self._first)
+        plans = self._plans_of(flat)
+        if self._collectives.world == 1 and flat.grad is not None:
+            # The bucket of a lone owner is its gradient shard itself.
+            for plan in plans:
+                part = flat.grad[plan.columns.start : plan.columns.stop]
+                self._fill(part, plan, sources, add=not self._first)
             return
         for plan in plans:
-            bucket = self._take_bucket(plan.numel)
+            bucket = self._take(self._buckets, self._bucket_numel, self._wire)
             memory = bucket.memory[: plan.numel]
             self._fill(memory, plan, sources)
             with self._lane.run():
                 self._probe("reduce")
                 bucket.busy = self._scatter(flat, plan, memory)
             self._unfinished.append(bucket.busy)
+
+    def _plans_of(self, flat: Flat) -> list[BucketPlan]:
+        plans = self._plans.get(id(flat))
+        if plans is None:
+            plans = plan_buckets(flat.layout, self._collectives.world, self._bucket_numel)
+            self._plans[id(flat)] = plans
+        return plans
 
     def _fill(
         self, memory: torch.Tensor, plan: BucketPlan, sources: list[torch.Tensor | None], add: bool = False
@@ -289,32 +321,58 @@ class Reducer:
 
     def _scatter(self, flat: Flat, plan: BucketPlan, memory: torch.Tensor) -> Callable[[], None]:
         """Reduce one bucket into the columns of the gradient shard; the result ends what is left to do."""
-        assert flat.grad is not None
-        target = flat.grad[plan.columns.start : plan.columns.stop]
-        if self._first and target.dtype == memory.dtype:
+        target = flat.grad[plan.columns.start : plan.columns.stop] if flat.grad is not None else None
+        if target is not None and self._first and target.dtype == memory.dtype:
             return self._collectives.reduce_scatter(target, memory).wait
         # The bucket's own slice may take the sum: nobody reads the bucket after it.
         rank = self._collectives.rank
         part = memory[rank * plan.columns.numel : (rank + 1) * plan.columns.numel]
         pending = self._collectives.reduce_scatter(part, memory)
-        merge = target.copy_ if self._first else target.add_
+
+        def merge() -> Callable[[], None]:
+            if target is None:
+                return self._send(flat, plan, part)
+            target.copy_(part) if self._first else target.add_(part)
+            return self._collectives.reached().wait
+
         if self._device.type == "cuda":  # ordered by the lane that this runs on
-            merge(part)
-            return Pending(None, self._collectives.mark()).wait
+            return merge()
 
         def finish() -> None:
             pending.wait()
-            merge(part)
+            merge()()
 
         return _once(finish)
 
-    def _take_bucket(self, numel: int) -> _Bucket:
-        """Return a bucket whose last reduction is over, the two of the pool in turn."""
-        if len(self._buckets) < 2:
-            self._buckets.append(_Bucket(torch.empty(self._bucket_numel, dtype=self._wire, device=self._device)))
-            return self._buckets[-1]
-        bucket = self._buckets.pop(0)
-        self._buckets.append(bucket)
+    def _send(self, flat: Flat, plan: BucketPlan, part: torch.Tensor) -> Callable[[], None]:
+        """Write a reduced piece to the tier that holds the gradient, added to what is there."""
+        store = flat.grad_store
+        assert store is not None
+        if not self._first or part.dtype != store.dtype:
+            lift = self._take(self._lift, self._bucket_numel // self._collectives.world, store.dtype)
+            piece = lift.memory[: part.numel()]
+            if self._first:
+                piece.copy_(part)
+            else:
+                store.fetch(plan.columns.start, piece).wait()
+                piece.add_(part)
+        else:
+            lift, piece = None, part
+        if self._last:
+            self._norms[self._flats.index(flat), plan.columns.start] = _norm(piece)
+        done = store.put(plan.columns.start, piece).wait
+        if lift is not None:
+            lift.busy = done
+            self._unfinished.append(done)
+        return done
+
+    def _take(self, pool: list[_Bucket], numel: int, dtype: torch.dtype) -> _Bucket:
+        """Return a bucket of the pool whose last use is over, its two in turn."""
+        if len(pool) < 2:
+            pool.append(_Bucket(torch.empty(numel, dtype=dtype, device=self._device)))
+            return pool[-1]
+        bucket = pool.pop(0)
+        pool.append(bucket)
         if bucket.busy is not None:
             with self._waits.waiting("collectives"):
                 bucket.busy()
@@ -325,7 +383,11 @@ class Reducer:
     @property
     def nbytes(self) -> int:
         """Bytes of the reduction buckets."""
-        return sum(bucket.memory.nbytes for bucket in self._buckets)
+        return sum(bucket.memory.nbytes for bucket in (*self._buckets, *self._lift))
+
+
+def _norm(piece: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(piece, dtype=torch.float32)
 
 
 def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ def opening(config: Config, engine: Engine) -> str:
     _, reason = precision(config.train.precision, engine.device)
     world, train = engine.collectives.world, config.train
     tokens = train.batch * train.accumulate * world * train.seq
+    update = f"update {'on the CPU' if engine.updater.on_cpu else 'through the device'} ({engine.update_reason})"
     return "\n".join(
         [
             f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "
@@ -29,6 +30,7 @@ def opening(config: Config, engine: Engine) -> str:
             f"precision {engine.precision.name} ({reason})",
             f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {world} ranks x accumulate "
             f"{train.accumulate} x seq {train.seq}",
+            *([f"offload {config.offload.placement}; {update}", *engine.tiers.notes] if engine.placement.tiers else []),
         ]
     )
 

@@ -16,17 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tiers.errors import TierError
 from zerocli import report
 from zerocli.api import open_process_group
+from zerocli.build import DoesNotFit
 from zerocli.config import Config, to_dict
 from zerocli.data import Batches, Prefetcher, open_source
-from zerocli.engine import Engine, Settings
+from zerocli.engine import Engine
 from zerocli.errors import UserError
 from zerocli.launch import RunOptions, say
 from zerocli.metrics import Line, MetricsFile, Recorder
 from zerocli.models import Decoder, build
 from zerocli.precision import precision
 from zerocli.schedule import make_schedule
+from zerocli.settings import Settings
 
 
 def work(config: Config, options: RunOptions) -> int:
@@ -35,6 +38,8 @@ def work(config: Config, options: RunOptions) -> int:
     open_process_group()
     try:
         return _train(config, options)
+    except TierError as error:
+        raise UserError(str(error), hint=error.hint or "", exit_code=1) from error
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
             dist.destroy_process_group()
@@ -63,6 +68,7 @@ def _train(config: Config, options: RunOptions) -> int:
         say(report.closing(summary))
         if options.json:
             print(json.dumps(summary), flush=True)
+    engine.close()
     return 1 if checked is not None and not checked["equal"] else 0
 
 
@@ -84,7 +90,6 @@ def resolve(config: Config, world: int) -> Config:
 def refuse_unbuilt(config: Config) -> None:
     """Say what this version cannot do yet, rather than ignore it."""
     unbuilt = {
-        "--offload": bool(config.offload.placement),
         "--tp": config.parallel.tp > 1,
         "checkpoint.every": config.checkpoint.every > 0,
     }
@@ -133,11 +138,17 @@ def make_engine(config: Config, **changes: Any) -> Engine:
         bucket_nbytes=config.zero.bucket,
         gather_buffers=config.zero.buffers,
         reduce=config.zero.reduce,
+        offload=config.offload.placement,
+        update=config.offload.update,
+        nvme_path=config.offload.nvme_path,
+        staging_nbytes=config.offload.staging,
     )
     try:
         return Engine(model, dataclasses.replace(settings, **changes))
     except ValueError as error:
         raise UserError(str(error)) from error
+    except DoesNotFit as error:
+        raise UserError(str(error), hint=error.hint, exit_code=3) from error
 
 
 def _optimizer_options(config: Config) -> dict[str, Any]:
@@ -223,7 +234,7 @@ def compare(
     result = [0.0, 0.0]
     if rank == 0:
         accumulate = config.train.accumulate
-        engine = make_engine(config, stage=0, accumulate=accumulate * world, group=alone)
+        engine = make_engine(config, stage=0, accumulate=accumulate * world, group=alone, offload="")
         engine.load_state_dict(start)
         for line in lines:
             total = torch.zeros((), dtype=torch.float64, device=engine.device)

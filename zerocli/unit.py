@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from offload import Record, Store
 from zerocli.comm import Collectives, Pending
 from zerocli.lanes import Mark
 from zerocli.shards import Layout, Span, lay_out, owned
 from zerocli.stage import Stage
+
+MASTER = "master"
+"""Name of the fp32 copy of parameters that compute in fewer bits."""
 
 
 @dataclass(eq=False)
@@ -48,10 +53,30 @@ class Flat:
     grad: torch.Tensor | None = None
     """The gradient of `held`, reduced over the ranks at the end of backward."""
 
+    param_store: Store | None = None
+    """`own` in the compute dtype, where it is kept off the device (there is no `shard` then)."""
+    grad_store: Store | None = None
+    """The gradient of `own`, where it is kept off the device (there is no `grad` then)."""
+    record: Record | None = None
+    """Optimizer states, and the master if there is one, where they are kept off the device."""
+
     buffer: torch.Tensor | None = None
     """What the parameters are views of at the moment; None while they are released."""
-    pending: Pending | None = None
+    pending: Pending | Any | None = None
     """A gather into `buffer` that is under way."""
+
+    @property
+    def away(self) -> bool:
+        """Whether any of its states is kept off the device."""
+        return self.param_store is not None or self.grad_store is not None or self.record is not None
+
+    def chunks(self, numel: int) -> list[tuple[int, Span]]:
+        """Return (group, span) of pieces of at most `numel` elements that tile `held`, counted from its start."""
+        return [
+            (group, span)
+            for group, segment in self.layout.segments(self.held)
+            for span in segment.shifted(-self.held.start).pieces(numel)
+        ]
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters as views of a buffer of the flat's length."""

@@ -1,26 +1,30 @@
 """The update: every chunk of what this rank holds, from wherever it lies, through the optimizer, and back.
 
 One pipeline for all placements. What the update device can address is updated in place. What it cannot is fetched into
-one of three slots while the chunks before it are updated, and written back while those after it are: on a GPU on
+one of a few slots while the chunks before it are updated, and written back while those after it are: on a GPU on
 streams of their own, so that the host waits for nothing and the next forward overlaps with what it does not need yet.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from offload import Store
 from tiers.transfer import Transfer
 from zerocli.lanes import Lane, Mark
-from zerocli.optim import FlatOptimizer, Group, StepValues
-from zerocli.shards import Span
+from zerocli.optim import FlatOptimizer, FusedAdam, Group, StepValues
+from zerocli.shards import SHARD_ALIGN, Span
 from zerocli.unit import MASTER, Flat
 
-UPDATE_CHUNK = {"cpu": 1 << 18, "cuda": 2 << 20}
-"""Elements updated at a time where gradients need an fp32 copy: that copy, and what it meets, stay in cache."""
-NUM_SLOTS = 3
+UPDATE_CHUNK = {"cpu": 1 << 20, "cuda": 2 << 20}
+"""Elements updated at a time: the fp32 copy of their gradients, and what it meets, stay in cache."""
+NUM_SLOTS = 6
+LEAD = NUM_SLOTS // 2
+"""Chunks fetched ahead of the one that is updated; the other slots are being written back."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +38,20 @@ class Job:
     """Whether it ends its flat."""
 
 
-@dataclass
 class Slot:
     """Memory through which one chunk passes."""
 
-    record: torch.Tensor | None = None
-    grad: torch.Tensor | None = None
-    master: torch.Tensor | None = None
-    out: torch.Tensor | None = None
-    leaving: list[Transfer] = field(default_factory=list)
-    """Writes that still read the slot's memory."""
-    arriving: list[Transfer] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.parts: dict[str, torch.Tensor] = {}
+        """What the current chunk has in the buffers: of record, grad, master."""
+        self.arriving: list[Transfer] = []
+        self.leaving: list[Transfer] = []
+        """Writes that still read the buffers."""
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.record, self.grad, self.master, self.out) if t is not None)
+        return sum(buffer.nbytes for buffer in self.buffers.values())
 
 
 class Updater:
@@ -58,7 +61,7 @@ class Updater:
         self, optimizer: FlatOptimizer, groups: Sequence[Group], device: torch.device, on_cpu: bool, chunk: int
     ) -> None:
         self._optimizer, self._groups, self._device = optimizer, groups, device
-        self._on_cpu = on_cpu
+        self.on_cpu = on_cpu
         self._where = torch.device("cpu") if on_cpu else device
         self._chunk = chunk
         self._fetching, self._updating = Lane(device), Lane(device)
@@ -88,11 +91,11 @@ class Updater:
         with self._fetching.run(), self._updating.run():
             pass  # both lanes start after the compute issued so far
         start = Mark(self._device)
-        for i in range(len(jobs) + NUM_SLOTS - 1):
+        for i in range(len(jobs) + LEAD):
             if i < len(jobs):
                 with self._fetching.run(after=start):
                     self._fetch(jobs[i], self._slots[i % NUM_SLOTS])
-            at = i - (NUM_SLOTS - 1)
+            at = i - LEAD
             if at >= 0:
                 with self._updating.run(after=start):
                     self._update(jobs[at], self._slots[at % NUM_SLOTS])
@@ -104,7 +107,7 @@ class Updater:
         updated(flat)
 
     def _jobs(self, flat: Flat) -> list[Job]:
-        spans = flat.chunks(self._chunk if flat.away else UPDATE_CHUNK[self._device.type])
+        spans = flat.chunks(self._chunk)
         return [Job(flat, group, span, i == len(spans) - 1) for i, (group, span) in enumerate(spans)]
 
     # -- one chunk -------------------------------------------------------------------------------------------------
@@ -114,44 +117,66 @@ class Updater:
         flat, span = job.flat, job.span
         for transfer in slot.leaving:
             transfer.wait()
-        slot.leaving, slot.arriving = [], []
-        if flat.record is not None and not (self._on_cpu and flat.record.store.tier.addressable):
-            slot.record = self._memory(slot.record, len(flat.record.arrays) * self._chunk, torch.float32)
-            slot.arriving.append(flat.record.fetch(span.start, span.stop, slot.record))
-        if flat.grad_store is not None and not (self._on_cpu and flat.grad_store.tier.addressable):
-            slot.grad = self._memory(slot.grad, self._chunk, flat.grad_store.dtype)
-            slot.arriving.append(flat.grad_store.fetch(span.start, slot.grad[: span.numel]))
+        slot.leaving, slot.arriving, slot.parts = [], [], {}
+        if flat.record is not None and not self._in_place(flat.record.store):
+            memory = self._take(slot, "record", flat.record.width(span.start, span.stop), torch.float32)
+            slot.arriving.append(flat.record.fetch(span.start, span.stop, memory))
+        if flat.grad_store is not None and not self._in_place(flat.grad_store):
+            memory = self._take(slot, "grad", span.numel, flat.grad_store.dtype)
+            slot.arriving.append(flat.grad_store.fetch(span.start, memory))
         in_record = flat.record is not None and MASTER in flat.record.arrays
         if flat.master is None and not in_record:  # fp32: the parameters are the master
             assert flat.param_store is not None
-            slot.master = self._memory(slot.master, self._chunk, torch.float32)
-            slot.arriving.append(flat.param_store.fetch(span.start, slot.master[: span.numel]))
+            memory = self._take(slot, "master", span.numel, torch.float32)
+            slot.arriving.append(flat.param_store.fetch(span.start, memory))
 
-    def _memory(self, held: torch.Tensor | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _in_place(self, store: Store) -> bool:
+        """Whether the update works on the store's own memory."""
+        return self.on_cpu and store.tier.addressable
+
+    def _take(self, slot: Slot, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        held = slot.buffers.get(name)
         if held is None or held.numel() < numel or held.dtype != dtype:
-            pin = self._where.type == "cpu" and self._device.type == "cuda"
-            held = torch.empty(numel, dtype=dtype, device=self._where, pin_memory=pin)
-        return held
+            held = slot.buffers[name] = self._allocate(numel, dtype)
+        slot.parts[name] = held[:numel]
+        return slot.parts[name]
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        pin = self._where.type == "cpu" and self._device.type == "cuda"
+        return torch.empty(numel, dtype=dtype, device=self._where, pin_memory=pin)
 
     def _update(self, job: Job, slot: Slot) -> None:
         """Update a chunk whose parts have arrived, and start sending them back."""
-        flat, span, values = job.flat, job.span, self._values
-        assert values is not None
+        flat, span = job.flat, job.span
         for transfer in slot.arriving:
             transfer.wait() if self._where == self._device else transfer.synchronize()
-        part = slice(span.start, span.stop)
         arrays = self._arrays(job, slot)
-        grad, scale = self._fp32(self._grad(job, slot), values)
-        states = {name: arrays[name] for name in self._optimizer.state_names}
-        master = arrays[MASTER]
-        self._optimizer.update(master, grad, scale, states, self._groups[job.group], values)
-        if flat.record is not None and slot.record is not None:
-            slot.leaving.append(flat.record.put(span.start, span.stop, slot.record))
-        if flat.param_store is not None:
-            self._send_parameters(flat, span, master, slot)
-        elif (target := flat.shard if flat.held == flat.own else flat.resident) is not None:
-            if target.data_ptr() + span.start * target.element_size() != master.data_ptr():
-                target[part].copy_(master, non_blocking=True)
+        grad = self._grad(job, slot)
+        target = self._target(job, slot)
+        group = self._groups[job.group]
+        for piece in Span(0, span.numel).pieces(UPDATE_CHUNK[self._where.type]):
+            self._update_piece(slice(piece.start, piece.stop), arrays, grad, target, group)
+        if flat.record is not None and "record" in slot.parts:
+            slot.leaving.append(flat.record.put(span.start, span.stop, slot.parts["record"]))
+        if flat.param_store is not None and "out" in slot.parts:
+            slot.leaving.append(flat.param_store.put(span.start, slot.parts["out"]))
+
+    def _update_piece(
+        self,
+        part: slice,
+        arrays: dict[str, torch.Tensor],
+        grad: torch.Tensor,
+        target: torch.Tensor | None,
+        group: Group,
+    ) -> None:
+        """Update a piece that fits the cache, down to the parameters it gives."""
+        assert self._values is not None
+        piece, scale = self._fp32(grad[part], self._values)
+        master = arrays[MASTER][part]
+        states = {name: arrays[name][part] for name in self._optimizer.state_names}
+        self._optimizer.update(master, piece, scale, states, group, self._values)
+        if target is not None:
+            target[part].copy_(master, non_blocking=True)
 
     def _arrays(self, job: Job, slot: Slot) -> dict[str, torch.Tensor]:
         """Return the chunk's master and states where they can be updated."""
@@ -159,15 +184,13 @@ class Updater:
         part = slice(span.start, span.stop)
         arrays = {name: array[part] for name, array in flat.states.items()}
         if flat.record is not None:
-            memory = slot.record if slot.record is not None else flat.record.local(span.start, span.stop)
+            memory = slot.parts.get("record")
+            if memory is None:
+                memory = flat.record.local(span.start, span.stop)
             assert memory is not None
             arrays |= flat.record.split(span.start, span.stop, memory)
         if MASTER not in arrays:
-            if flat.master is not None:
-                arrays[MASTER] = flat.master[part]
-            else:
-                assert slot.master is not None
-                arrays[MASTER] = slot.master[: span.numel]
+            arrays[MASTER] = flat.master[part] if flat.master is not None else slot.parts["master"]
         return arrays
 
     def _grad(self, job: Job, slot: Slot) -> torch.Tensor:
@@ -175,25 +198,29 @@ class Updater:
         if flat.grad is not None:
             return flat.grad[span.start : span.stop].to(self._where)
         assert flat.grad_store is not None
-        if slot.grad is not None:
-            return slot.grad[: span.numel]
+        if "grad" in slot.parts:
+            return slot.parts["grad"]
         local = flat.grad_store.local()
         assert local is not None
         return local[span.start : span.stop]
 
-    def _send_parameters(self, flat: Flat, span: Span, master: torch.Tensor, slot: Slot) -> None:
-        """Write the chunk's new parameters, in the compute dtype, to the tier that holds them."""
-        assert flat.param_store is not None
-        if flat.dtype == master.dtype:
-            slot.leaving.append(flat.param_store.put(span.start, master))
-            return
-        local = flat.param_store.local() if self._on_cpu else None
-        if local is not None:
-            local[span.start : span.stop].copy_(master)
-            return
-        slot.out = self._memory(slot.out, self._chunk, flat.dtype)
-        out = slot.out[: span.numel].copy_(master)
-        slot.leaving.append(flat.param_store.put(span.start, out))
+    def _target(self, job: Job, slot: Slot) -> torch.Tensor | None:
+        """Return where the chunk's new parameters go, in the compute dtype; None if the master is the parameters."""
+        flat, span = job.flat, job.span
+        if flat.param_store is None:
+            if flat.dtype == torch.float32:
+                return None
+            whole = flat.shard if flat.held == flat.own else flat.resident
+            assert whole is not None
+            return whole[span.start : span.stop]
+        if flat.dtype == torch.float32:
+            slot.parts["out"] = slot.parts["master"]
+            return None
+        if self._in_place(flat.param_store):
+            local = flat.param_store.local()
+            assert local is not None
+            return local[span.start : span.stop]
+        return self._take(slot, "out", span.numel, flat.dtype)
 
     def _fp32(self, grad: torch.Tensor, values: StepValues) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the gradient in fp32 and what the kernel still has to divide it by.
@@ -203,7 +230,61 @@ class Updater:
         if grad.dtype == torch.float32:
             if grad.is_cuda:
                 return grad, values.grad_scale
-            # The CPU kernel is a third slower when it scales; the chunk is in cache, and the host may look at the scale.
+            # The CPU kernel is a third slower when it scales; the chunk is in cache, and the host may see the scale.
             return (grad if values.grad_scale == 1 else grad.mul_(values.inverse_scale)), None
-        self._scratch = self._memory(self._scratch, max(grad.numel(), UPDATE_CHUNK[self._where.type]), torch.float32)
+        if self._scratch is None:
+            self._scratch = self._allocate(UPDATE_CHUNK[self._where.type], torch.float32)
         return torch.mul(grad, values.inverse_scale, out=self._scratch[: grad.numel()]), None
+
+
+def stream_chunk(staging_nbytes: int, num_states: int) -> int:
+    """Return the elements of a chunk such that all slots together stay within the staging budget."""
+    element = 4 * (num_states + 1) + 4 + 4  # master and states, a gradient, a parameter on its way out
+    return max(SHARD_ALIGN, staging_nbytes // NUM_SLOTS // element // SHARD_ALIGN * SHARD_ALIGN)
+
+
+def choose_update(asked: str, device: torch.device, away: bool) -> tuple[bool, str]:
+    """Return whether states off the device are updated on the CPU, and why."""
+    if asked not in ("auto", "cpu", "stream"):
+        raise ValueError(f"update {asked!r} is not one of auto, cpu, stream")
+    if asked != "auto" or not away:
+        return asked == "cpu", "as asked"
+    if device.type == "cpu":
+        return True, "the device is the CPU"
+    stream, cpu = measure_stream(device), measure_cpu()
+    facts = f"{stream * 1e9:.2f} s for a billion parameters through the GPU, {cpu * 1e9:.2f} s on the CPU, measured"
+    return cpu < stream, facts
+
+
+def measure_stream(device: torch.device, nbytes: int = 96 << 20) -> float:
+    """Return the seconds a parameter's 12 bytes of states take up and down at once, over pinned memory."""
+    host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    best = float("inf")
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        with torch.cuda.stream(up):
+            there[0].copy_(host[0], non_blocking=True)
+        with torch.cuda.stream(down):
+            host[1].copy_(there[1], non_blocking=True)
+        torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return best / (nbytes / 12)
+
+
+def measure_cpu(numel: int = 32 << 20) -> float:
+    """Return the seconds a parameter's fused Adam update takes on this host, with its casts, from memory."""
+    arrays = {name: torch.rand(numel) for name in ("master", "exp_avg", "exp_avg_sq")}
+    grad, out = torch.rand(numel).bfloat16(), torch.empty(numel, dtype=torch.bfloat16)
+    one = torch.ones(())
+    updater = Updater(FusedAdam(True, (0.9, 0.99), 1e-8), (), torch.device("cpu"), True, numel)
+    updater._values = StepValues(1e-4, one, one, one.view(1), torch.zeros(()))
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        for span in Span(0, numel).pieces(UPDATE_CHUNK["cpu"]):
+            updater._update_piece(slice(span.start, span.stop), arrays, grad, out, Group())
+        best = min(best, time.perf_counter() - began)
+    return best / numel

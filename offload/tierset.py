@@ -1,0 +1,89 @@
+"""`TierSet`: the tiers one rank uses, opened when first needed and closed together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offload.placement import HBM, Placement
+from tiers.base import Tier
+from tiers.limits import read_limits
+from tiers.registry import open_tier
+
+
+class TierSet:
+    """Opens tiers by name; what ranks of one node share (host memory, disks) is divided among them."""
+
+    def __init__(
+        self, ranks_per_node: int, nvme_path: Sequence[str] = (), options: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        self._ranks_per_node = ranks_per_node
+        self._nvme_path = tuple(nvme_path)
+        self._options = dict(options or {})
+        self._open: dict[tuple[str, bool], Tier] = {}
+        self.traffic: Counter[str] = Counter()
+        """Bytes moved by kind and direction, such as `optimizer read`."""
+
+    def open(self, name: str, kind: str) -> Tier:
+        """Return the tier for a kind of state, opening it the first time.
+
+        Parameters have a tier object, and so a queue, of their own: the next forward's must not stand behind all the
+        states that are on their way to be updated.
+        """
+        key = (name, kind == "parameters")
+        if key not in self._open:
+            options: dict[str, Any] = dict(self._options.get(name, {}))
+            if name == "nvme":
+                options.setdefault("paths", self._nvme_path or (os.getcwd(),))
+            elif name == "dram":
+                options.setdefault("capacity", self.available(name))
+            self._open[key] = open_tier(name, **options)
+        return self._open[key]
+
+    def available(self, name: str) -> int | None:
+        """Return the bytes that this rank may put on a tier, None where nobody can say."""
+        if name == "dram":
+            return read_limits().available // self._ranks_per_node
+        if name == "nvme":
+            disks: dict[int, int] = {}
+            for path in self._nvme_path or (os.getcwd(),):
+                if os.path.isdir(path):
+                    disks[os.stat(path).st_dev] = shutil.disk_usage(path).free
+            return sum(disks.values()) // self._ranks_per_node if disks else None
+        return None
+
+    def used(self, name: str) -> int:
+        """Return the most bytes that were ever in use on a tier."""
+        return sum(tier.peak for (opened, _), tier in self._open.items() if opened == name)
+
+    def footprint(self) -> dict[str, int]:
+        """Return the bytes that each open tier has taken from the machine."""
+        taken: Counter[str] = Counter()
+        for (name, _), tier in self._open.items():
+            taken[name] += tier.footprint
+        return dict(taken)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the open tiers found and decided, a line each."""
+        return [
+            f"{name}: {line}" for name, line in {key[0]: tier.describe() for key, tier in self._open.items()}.items()
+        ]
+
+    def close(self) -> None:
+        for tier in self._open.values():
+            tier.close()
+        self._open.clear()
+
+
+def shortage(placement: Placement, needed: Mapping[str, int], tiers: TierSet) -> list[tuple[str, int, int]]:
+    """Return (tier, bytes needed, bytes there) for each tier of the placement that has too little room."""
+    found = []
+    for name in placement.tiers:
+        there = tiers.available(name)
+        if name != HBM and there is not None and needed.get(name, 0) > there:
+            found.append((name, needed[name], there))
+    return found

@@ -1,0 +1,66 @@
+"""The laws of offload where copies really run beside compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_gpu import Stack, _train
+
+import zerocli
+
+pytestmark = pytest.mark.gpu
+STREAM = {"update": "stream", "staging_nbytes": 8 << 20}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_placement_never_changes_a_loss_on_a_gpu(tmp_path, precision):
+    common = {"precision": precision}
+    away = {**common, **STREAM, "nvme_path": (str(tmp_path),)}
+    for accumulate in (1, 2):
+        reference = _train(3, {**common, "accumulate": accumulate})
+        for text in (
+            "cpu",
+            "nvme",
+            "optimizer=cpu",
+            "params=cpu,grads=cpu",
+            "params=hbm:4MB+cpu,optimizer=hbm:30MB+cpu",
+        ):
+            got = _train(3, {**away, "offload": text, "accumulate": accumulate})
+            assert got == reference, (text, accumulate)
+    for stage in (1, 2):
+        assert _train(stage, {**away, "offload": "cpu"}) == _train(stage, common)
+
+
+def test_two_ranks_offload_on_one_gpu():
+    reference = run_ranks(2, _train, 3, {"precision": "bf16"})
+    for seed in (None, 1, 2):
+        settings = {"precision": "bf16", "offload": "cpu", "recompute": seed == 2, **STREAM}
+        assert run_ranks(2, _train, 3, settings, seed) == reference
+
+
+def test_delays_with_offload_change_no_number():
+    reference = _train(3, {"precision": "bf16"})
+    for seed in range(1, 5):
+        assert _train(3, {"precision": "bf16", "offload": "cpu", **STREAM}, seed) == reference
+
+
+def test_the_cpu_update_agrees_to_rounding():
+    reference = _train(3, {"precision": "bf16"})
+    for text in ("cpu", "optimizer=cpu"):
+        got = _train(3, {"precision": "bf16", "offload": text, "update": "cpu"})
+        assert got == pytest.approx(reference, rel=2e-2)
+
+
+def test_offloaded_steps_never_wait_for_the_device():
+    torch.manual_seed(3)
+    model = Stack().cuda()
+    engine = zerocli.shard(model, stage=3, precision="bf16", clip=1.0, offload="cpu", **STREAM)
+    tokens = torch.randint(0, 97, (8, 32), device="cuda")
+    for step in range(4):
+        if step == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        engine.backward(model(tokens))
+        engine.step()
+    torch.cuda.set_sync_debug_mode("default")
+    engine.close()

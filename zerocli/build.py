@@ -1,0 +1,207 @@
+"""Building: from a model to units whose states lie where the stage and the placement put them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offload import HBM, Placement, Record, Share, Spill, Store
+from offload.tierset import TierSet, shortage
+from zerocli import materialise
+from zerocli.comm import Collectives
+from zerocli.settings import Settings
+from zerocli.sizes import format_bytes
+from zerocli.stage import Stage
+from zerocli.unit import MASTER, Flat, Unit, build_flats, claim_parameters, find_units
+
+
+class DoesNotFit(Exception):
+    """A tier has too little room for what the placement puts there; `hint` is the nearest placement that fits."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the pieces of one flat go, by kind, and how large each is."""
+
+    tiers: dict[str, str]
+    nbytes: dict[str, int]
+
+
+class Builder:
+    """Makes units out of a model, for one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        stage: Stage,
+        compute: torch.dtype,
+        collectives: Collectives,
+        state_names: Sequence[str],
+        placement: Placement,
+        tiers: TierSet,
+        chunk: int,
+    ) -> None:
+        self._model, self._settings, self._stage = model, settings, stage
+        self._compute, self._collectives, self._states = compute, collectives, tuple(state_names)
+        self._placement, self._tiers, self._chunk = placement, tiers, chunk
+        self._device = collectives.device
+        single = settings.accumulate == 1 and settings.reduce == "compute"
+        self._grad_dtype = compute if single else torch.float32
+
+    def build(self) -> list[Unit]:
+        """Return the units, filled with initial values; raise DoesNotFit before anything is allocated."""
+        fresh = materialise.replace_meta(self._model, self._device)
+        claimed = claim_parameters(self._model, find_units(self._model, self._settings.units))
+        units = [unit for unit, _ in claimed]
+        for unit, named in claimed:
+            build_flats(unit, named, decay_group, self._compute, self._stage, self._collectives)
+        plans = self._preflight(units)
+        materialise.place_buffers(self._model, fresh, self._collectives, self._device)
+        for unit in units:
+            for flat in unit.flats:
+                self._fill(flat, fresh, plans[id(flat)])
+        self._allocate_gradients(units, plans)
+        materialise.reset_buffer_owners(self._model, fresh, self._settings.seed, self._device)
+        return units
+
+    # -- where things go -------------------------------------------------------------------------------------------
+
+    def _preflight(self, units: list[Unit]) -> dict[int, Plan]:
+        plans = plan_pieces(units, self._placement, self._sizes)
+        over = shortage(self._placement, _needed(plans), self._tiers)
+        if over:
+            facts = "; ".join(f"{n}: {format_bytes(need)} needed, {format_bytes(has)} there" for n, need, has in over)
+            raise DoesNotFit(f"it does not fit (each rank's share of the node): {facts}", self._nearest(units))
+        return plans
+
+    def _nearest(self, units: list[Unit]) -> str:
+        """Return the first placement, from small changes to large, that has room."""
+        kinds = list(self._placement.shares)
+        for word, tier in (("nvme", "nvme"), ("cpu", "dram")):
+            for moved in (["optimizer"], ["optimizer", "parameters"], kinds):
+                shares = dict(self._placement.shares) | {kind: (Share(tier),) for kind in moved if kind in kinds}
+                other = Placement(shares)
+                if not shortage(other, _needed(plan_pieces(units, other, self._sizes)), self._tiers):
+                    short = {"parameters": "params", "gradients": "grads"}
+                    text = ",".join(f"{short.get(k, k)}={word if k in moved else self._word(k)}" for k in kinds)
+                    return f"--offload {text}"
+        return "more ranks, or a larger machine"
+
+    def _word(self, kind: str) -> str:
+        return "+".join({"dram": "cpu"}.get(s.tier, s.tier) for s in self._placement.of(kind))
+
+    def _sizes(self, flat: Flat) -> dict[str, int]:
+        """Return the bytes of each piece of a flat."""
+        own = flat.own.numel
+        sizes = {"parameters": own * flat.dtype.itemsize}
+        if flat.trainable:
+            sizes["gradients"] = own * self._grad_dtype.itemsize
+            sizes["optimizer"] = own * 4 * len(self._record_arrays(flat))
+        return sizes
+
+    def _record_arrays(self, flat: Flat) -> tuple[str, ...]:
+        return self._states if flat.dtype == torch.float32 else (MASTER, *self._states)
+
+    # -- filling ---------------------------------------------------------------------------------------------------
+
+    def _fill(self, flat: Flat, fresh: set[int], plan: Plan) -> None:
+        """Give a flat its initial values and the states this rank holds of it, each on its tier."""
+
+        def initialise() -> None:
+            materialise.initialise_modules(self._model, flat, self._settings.seed, self._device)
+
+        with torch.no_grad():
+            whole = materialise.whole_values(flat, fresh, initialise, self._collectives, self._device)
+            self._place_parameters(flat, whole, plan.tiers["parameters"])
+            if flat.trainable:
+                self._place_states(flat, whole[flat.held.start : flat.held.stop], plan.tiers["optimizer"])
+
+    def _place_parameters(self, flat: Flat, whole: torch.Tensor, tier: str) -> None:
+        mine = whole[flat.own.start : flat.own.stop]
+        # A slice that is the whole buffer needs no gathering: one rank is the general case with a trivial slice.
+        if tier == HBM and (not self._stage.parameters or self._collectives.world == 1):
+            flat.resident = whole.to(flat.dtype)
+            flat.shard = flat.resident[flat.own.start : flat.own.stop]
+            flat.attach(flat.resident, flat.views(flat.resident))
+            return
+        if tier == HBM:
+            flat.shard = mine.to(flat.dtype, copy=True)  # a slice would keep the whole buffer's memory alive
+        else:
+            opened = self._tiers.open(tier, "parameters")
+            store = Store(opened, "parameters", flat.own.numel, flat.dtype, self._tiers.traffic)
+            store.put(0, mine.to(flat.dtype)).synchronize()
+            flat.param_store = store
+        flat.detach()
+
+    def _place_states(self, flat: Flat, held: torch.Tensor, tier: str) -> None:
+        arrays = self._record_arrays(flat)
+        if tier != HBM and arrays:
+            cuts = [0, *(span.stop for _, span in flat.chunks(self._chunk))]
+            flat.record = Record(self._tiers.open(tier, "optimizer"), arrays, cuts, self._tiers.traffic)
+            flat.record.fill({MASTER: held})
+        elif MASTER in arrays:
+            flat.master = held.clone()
+        if MASTER not in arrays and flat.param_store is None:  # fp32: the parameters are the master
+            flat.master = flat.resident[flat.held.start : flat.held.stop] if flat.resident is not None else flat.shard
+        if flat.record is None:
+            flat.states = {name: torch.zeros_like(held, dtype=torch.float32) for name in self._states}
+
+    def _allocate_gradients(self, units: list[Unit], plans: dict[int, Plan]) -> None:
+        """Give each trainable flat its gradient: a shard, or a part of one arena in the order backward fills it.
+
+        In one arena neighbours are reduced together, however small they are.
+        """
+        flats = [flat for unit in reversed(units) if (flat := unit.trainable) is not None]
+        if self._stage.gradients:
+            for flat in flats:
+                tier, numel = plans[id(flat)].tiers["gradients"], flat.held.numel
+                if tier == HBM:
+                    flat.grad = torch.zeros(numel, dtype=self._grad_dtype, device=self._device)
+                else:
+                    opened = self._tiers.open(tier, "gradients")
+                    flat.grad_store = Store(opened, "gradients", numel, self._grad_dtype, self._tiers.traffic)
+            return
+        total = sum(flat.layout.total for flat in flats)
+        arena = torch.zeros(total, dtype=self._grad_dtype, device=self._device)
+        at = 0
+        for flat in flats:
+            flat.grad_full = arena[at : at + flat.layout.total]
+            flat.grad = flat.grad_full[flat.held.start : flat.held.stop]
+            at += flat.layout.total
+
+
+def plan_pieces(units: list[Unit], placement: Placement, sizes: Callable[[Flat], dict[str, int]]) -> dict[int, Plan]:
+    """Assign the pieces of all flats to tiers, kind by kind, in the units' order."""
+    spills = {kind: Spill(kind, placement.of(kind)) for kind in ("parameters", "gradients", "optimizer")}
+    plans = {}
+    for flat in _flats(units):
+        nbytes = sizes(flat)
+        plans[id(flat)] = Plan({kind: spills[kind].place(size) for kind, size in nbytes.items()}, nbytes)
+    return plans
+
+
+def _needed(plans: dict[int, Plan]) -> Counter[str]:
+    needed: Counter[str] = Counter()
+    for plan in plans.values():
+        for kind, tier in plan.tiers.items():
+            needed[tier] += plan.nbytes[kind]
+    return needed
+
+
+def _flats(units: list[Unit]) -> Iterator[Flat]:
+    for unit in units:
+        yield from unit.flats
+
+
+def decay_group(name: str, parameter: nn.Parameter) -> int:
+    """Return 0 for parameters with weight decay, 1 for norms and biases."""
+    return 0 if parameter.dim() >= 2 else 1
