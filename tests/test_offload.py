@@ -241,7 +241,7 @@ def test_a_bad_placement_is_refused(text, stage, fact):
 def test_a_host_without_room_is_refused_before_anything_is_allocated(monkeypatch, tmp_path):
     from offload.tierset import TierSet
 
-    room = {"dram": 200_000, "nvme": 10**12}
+    room = {"dram": 320_000, "nvme": 10**12}
     monkeypatch.setattr(TierSet, "available", lambda self, name: room[name])
     with pytest.raises(DoesNotFit, match=r"dram: .* needed, .* there") as caught:
         zerocli.shard(Deep(4), stage=3, offload="cpu")

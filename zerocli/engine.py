@@ -75,7 +75,13 @@ class Engine:
 
         self.units = self._build_units()
         self.gatherer = Gatherer(
-            self.units, self.collectives, self.device, self.waits, settings.probe, self._num_buffers()
+            self.units,
+            self.collectives,
+            self.device,
+            self.waits,
+            settings.probe,
+            self._num_buffers(),
+            before_gather=lambda flat: self.updater.pump(flat),
         )
         self.reducer = Reducer(
             self.units,
@@ -238,6 +244,7 @@ class Engine:
                 f"backward was called {self._micro + 1} times before step(); shard(..., accumulate={self._micro + 1}) "
                 "adds the gradients of several backward passes"
             )
+        self.updater.pump()  # units that forward did not use: their gradients are about to be replaced
         self.reducer.begin(first=self._micro == 0, last=self._micro == accumulate - 1)
         seed = self.loss_scale.value / (self.collectives.world * accumulate)
         try:
@@ -270,7 +277,7 @@ class Engine:
         with self.waits.waiting("optimizer"):
             values, norm = self._step_values(lr)
             order = [unit.trainable for unit in self.gatherer.forward_order() if unit.trainable is not None]
-            self.updater.run(order, values, lambda flat: self.gatherer.refresh(flat.unit))
+            self.updater.start(order, values, lambda flat: self.gatherer.refresh(flat.unit))
             # Each spread ran beside the next update; a user who reads a parameter after this finds it whole.
             self.gatherer.settle()
             self._wait_for_resident()
@@ -315,6 +322,7 @@ class Engine:
 
     def settle(self) -> None:
         """Wait on the current stream until nothing of the engine's is in flight but transfers between tiers."""
+        self.updater.pump()
         self.gatherer.settle()
         for flat in self.trainable():
             if flat.written is not None:
@@ -322,6 +330,7 @@ class Engine:
 
     def close(self) -> None:
         """Give back what lies on other tiers; the engine cannot train after this."""
+        self.updater.pump()
         self.tiers.close()
 
     def memory(self) -> dict[str, int]:

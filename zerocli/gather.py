@@ -89,10 +89,12 @@ class Gatherer:
         waits: Waits,
         probe: Callable[[str], None],
         buffers_per_class: int,
+        before_gather: Callable[[Flat], None],
     ) -> None:
         self._units, self._collectives, self._device = units, collectives, device
         self._waits, self._probe = waits, probe
         self._limit = buffers_per_class
+        self._before_gather = before_gather
         self._lane = Lane(device)
         self._pool: dict[tuple[int, torch.dtype], list[Buffer]] = {}
         self._buffer_of: dict[int, Buffer] = {}
@@ -171,6 +173,7 @@ class Gatherer:
 
     def _fill(self, flat: Flat, buffer: Buffer) -> None:
         assert buffer.holder is None
+        self._before_gather(flat)  # its update, if there is one, is issued before its parameters are read
         buffer.holder = flat
         self._buffer_of[id(flat)] = buffer
         if id(flat) not in buffer.views:

@@ -68,6 +68,12 @@ class Updater:
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
         self._scratch: torch.Tensor | None = None
         self._values: StepValues | None = None
+        self._updated: Callable[[Flat], None] = lambda flat: None
+        self._jobs: list[Job] = []
+        self._left: set[int] = set()
+        """Flats whose update has not been issued to its end."""
+        self._at = LEAD
+        self._start = Mark(device)
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -75,38 +81,57 @@ class Updater:
         scratch = self._scratch.nbytes if self._scratch is not None else 0
         return {self._where.type: scratch + sum(slot.nbytes for slot in self._slots)}
 
-    def run(self, flats: Iterable[Flat], values: StepValues, updated: Callable[[Flat], None]) -> None:
-        """Update the flats in order; `updated` is called after each, on the lane that its writes are on."""
+    def start(self, flats: Iterable[Flat], values: StepValues, updated: Callable[[Flat], None]) -> None:
+        """Begin to update the flats in order; `updated` is called after each, on the lane that its writes are on.
+
+        What can be updated where it lies is done at once. The rest is issued bit by bit by `pump`, as the next forward
+        asks for it: its compute is then not queued behind the whole update.
+        """
+        self.pump()
         # Until these values are replaced, in the next step, the device may still be reading them.
-        self._values = values = values.to(self._where)
+        self._values = values.to(self._where)
+        self._updated = updated
         flats = list(flats)
-        away = [flat for flat in flats if flat.away]
-        if not away:
-            for flat in flats:
-                for job in self._jobs(flat):
+        for flat in flats:
+            if not flat.away:
+                for job in self._jobs_of(flat):
                     self._update(job, Slot())
-                self._close(flat, updated)
+                self._close(flat)
+        self._jobs = [job for flat in flats if flat.away for job in self._jobs_of(flat)]
+        self._left = {id(job.flat) for job in self._jobs}
+        self._at = 0
+        self._start = Mark(self._device)
+        # Parameters that stay on the device are read without asking: all of theirs now, and a start for the others.
+        resident = [flat for flat in flats if flat.away and flat.resident is not None]
+        self.pump(resident[-1] if resident else self._jobs[0].flat) if self._jobs else None
+
+    def pump(self, flat: Flat | None = None) -> None:
+        """Issue the update up to and with this flat's, or all that is left; nothing to do if that was issued."""
+        if flat is not None and id(flat) not in self._left:
             return
-        jobs = [job for flat in flats for job in self._jobs(flat)]
-        with self._fetching.run(), self._updating.run():
-            pass  # both lanes start after the compute issued so far
-        start = Mark(self._device)
-        for i in range(len(jobs) + LEAD):
-            if i < len(jobs):
-                with self._fetching.run(after=start):
-                    self._fetch(jobs[i], self._slots[i % NUM_SLOTS])
-            at = i - LEAD
-            if at >= 0:
-                with self._updating.run(after=start):
-                    self._update(jobs[at], self._slots[at % NUM_SLOTS])
-                    if jobs[at].last:
-                        self._close(jobs[at].flat, updated)
+        while self._at < len(self._jobs) + LEAD:
+            i = self._at
+            self._at += 1
+            if i < len(self._jobs):
+                with self._fetching.run(after=self._start):
+                    self._fetch(self._jobs[i], self._slots[i % NUM_SLOTS])
+            if i >= LEAD:
+                job = self._jobs[i - LEAD]
+                with self._updating.run(after=self._start):
+                    self._update(job, self._slots[(i - LEAD) % NUM_SLOTS])
+                    if job.last:
+                        self._left.discard(id(job.flat))
+                        self._close(job.flat)
+                if job.last and job.flat is flat:
+                    return
+        if flat is None or not self._left:
+            self._jobs, self._at = [], LEAD
 
-    def _close(self, flat: Flat, updated: Callable[[Flat], None]) -> None:
+    def _close(self, flat: Flat) -> None:
         flat.written = Mark(self._device)
-        updated(flat)
+        self._updated(flat)
 
-    def _jobs(self, flat: Flat) -> list[Job]:
+    def _jobs_of(self, flat: Flat) -> list[Job]:
         spans = flat.chunks(self._chunk)
         return [Job(flat, group, span, i == len(spans) - 1) for i, (group, span) in enumerate(spans)]
 
@@ -154,7 +179,9 @@ class Updater:
         grad = self._grad(job, slot)
         target = self._target(job, slot)
         group = self._groups[job.group]
-        for piece in Span(0, span.numel).pieces(UPDATE_CHUNK[self._where.type]):
+        # A piece in cache saves memory traffic; a GPU that waits for its link anyway is spared the launches.
+        cached = self._where.type == "cpu" or not flat.away
+        for piece in Span(0, span.numel).pieces(UPDATE_CHUNK[self._where.type] if cached else span.numel):
             self._update_piece(slice(piece.start, piece.stop), arrays, grad, target, group)
         if flat.record is not None and "record" in slot.parts:
             slot.leaving.append(flat.record.put(span.start, span.stop, slot.parts["record"]))
@@ -232,8 +259,8 @@ class Updater:
                 return grad, values.grad_scale
             # The CPU kernel is a third slower when it scales; the chunk is in cache, and the host may see the scale.
             return (grad if values.grad_scale == 1 else grad.mul_(values.inverse_scale)), None
-        if self._scratch is None:
-            self._scratch = self._allocate(UPDATE_CHUNK[self._where.type], torch.float32)
+        if self._scratch is None or self._scratch.numel() < grad.numel():
+            self._scratch = self._allocate(max(grad.numel(), UPDATE_CHUNK[self._where.type]), torch.float32)
         return torch.mul(grad, values.inverse_scale, out=self._scratch[: grad.numel()]), None
 
 
