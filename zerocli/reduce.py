@@ -106,6 +106,9 @@ class Reducer:
         self._flats = [flat for unit in units if (flat := unit.trainable) is not None]
         largest = max((flat.layout.total for flat in self._flats), default=0)
         self._bucket_numel = min(largest, max(bucket_nbytes // wire.itemsize, collectives.world * SHARD_ALIGN))
+        # Two in turn; where gradients leave the device, enough for one whole unit to be on its way beside the next.
+        leaves = any(flat.grad_store is not None for flat in self._flats)
+        self._num_buckets = min(8, -(-largest // self._bucket_numel) + 1) if leaves and largest else 2
         self._bucket_limit = max(1, bucket_nbytes // wire.itemsize)
         self._run: list[torch.Tensor] = []
         """Gradients that lie one after another and are still to be all-reduced together."""
@@ -367,8 +370,8 @@ class Reducer:
         return done
 
     def _take(self, pool: list[_Bucket], numel: int, dtype: torch.dtype) -> _Bucket:
-        """Return a bucket of the pool whose last use is over, its two in turn."""
-        if len(pool) < 2:
+        """Return a bucket of the pool whose last use is over, all in turn."""
+        if len(pool) < self._num_buckets:
             pool.append(_Bucket(torch.empty(numel, dtype=dtype, device=self._device)))
             return pool[-1]
         bucket = pool.pop(0)
