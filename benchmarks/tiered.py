@@ -1,4 +1,4 @@
-"""One GPU, states on other tiers: seconds a step, device peak, host peak. `python benchmarks/offload.py --help`."""
+"""One GPU, states on other tiers: seconds a step, device peak, host peak. `python benchmarks/tiered.py --help`."""
 
 from __future__ import annotations
 
