@@ -205,12 +205,16 @@ class Reducer:
         [Note: one norm for all stages and placements] Every rank takes the norms of the slices it owns in pieces that
         depend only on the layout and the bucket size, and adds their squares in one order: the same number everywhere.
         """
+        pieces: dict[tuple[int, int], torch.Tensor] = {}
         for index, flat in enumerate(self._flats):
             if flat.grad is not None:
                 start = flat.own.start - flat.held.start
                 for plan in self._plans_of(flat):
-                    piece = flat.grad[start + plan.columns.start : start + plan.columns.stop]
-                    self._norms[index, plan.columns.start] = _norm(piece)
+                    columns = plan.columns.shifted(start)
+                    pieces[index, plan.columns.start] = flat.grad[columns.start : columns.stop]
+        if pieces:
+            norms = torch._foreach_norm(list(pieces.values()), 2, torch.float32)
+            self._norms.update(zip(pieces, norms, strict=True))
 
     def squared_norm(self) -> torch.Tensor:
         """Return the sum of squares of the gradients this rank owns, in fp64."""
@@ -390,7 +394,7 @@ class Reducer:
 
 
 def _norm(piece: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(piece, dtype=torch.float32)
+    return torch._foreach_norm([piece], 2, torch.float32)[0]
 
 
 def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from zerocli.optim import FlatOptimizer, FusedAdam, Group, StepValues
 from zerocli.shards import SHARD_ALIGN, Span
 from zerocli.unit import MASTER, Flat
 
-UPDATE_CHUNK = {"cpu": 1 << 20, "cuda": 2 << 20}
+UPDATE_CHUNK = {"cpu": 1 << 20, "cuda": 4 << 20}
 """Elements updated at a time: the fp32 copy of their gradients, and what it meets, stay in cache."""
 NUM_SLOTS = 6
 LEAD = NUM_SLOTS // 2
@@ -132,7 +132,7 @@ class Updater:
         self._updated(flat)
 
     def _jobs_of(self, flat: Flat) -> list[Job]:
-        spans = flat.chunks(self._chunk)
+        spans = flat.chunks(self._chunk if flat.away else UPDATE_CHUNK[self._device.type])
         return [Job(flat, group, span, i == len(spans) - 1) for i, (group, span) in enumerate(spans)]
 
     # -- one chunk -------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class Updater:
             return (grad if values.grad_scale == 1 else grad.mul_(values.inverse_scale)), None
         if self._scratch is None or self._scratch.numel() < grad.numel():
             self._scratch = self._allocate(max(grad.numel(), UPDATE_CHUNK[self._where.type]), torch.float32)
-        return torch.mul(grad, values.inverse_scale, out=self._scratch[: grad.numel()]), None
+        return self._scratch[: grad.numel()].copy_(grad), values.grad_scale
 
 
 def stream_chunk(staging_nbytes: int, num_states: int) -> int:
