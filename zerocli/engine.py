@@ -188,7 +188,7 @@ class Engine:
             finished = True
         finally:
             if unit.index == 0 and not (finished and torch.is_grad_enabled()):
-                gatherer.settle()  # no backward follows, or none that is known
+                gatherer.settle(quietly=not finished)  # no backward follows, or none that is known
                 gatherer.lose_place()
         if not self.reducer.active:  # else this is a recomputation, and backward comes next
             gatherer.release(unit)
@@ -252,14 +252,17 @@ class Engine:
             self.reducer.finish()
         except BaseException:
             self.reducer.abandon()
+            self._leave_all(quietly=True)
             self._micro = 0
             raise
-        else:
-            self._micro += 1
-        finally:
-            self._backward_units.clear()
-            self._open_inputs.clear()
-            self.gatherer.settle()
+        self._leave_all()
+        self._micro += 1
+
+    def _leave_all(self, quietly: bool = False) -> None:
+        """Forget which units backward was in, and let go of their parameters."""
+        self._backward_units.clear()
+        self._open_inputs.clear()
+        self.gatherer.settle(quietly)
 
     # -- the optimizer step ----------------------------------------------------------------------------------------
 
@@ -304,10 +307,9 @@ class Engine:
             factor = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
         # A skipped step must not divide by a NaN on its way to being ignored.
         grad_scale = torch.where(finite, scale / factor, torch.ones_like(norm))
-        inverse = grad_scale.reciprocal().view(1)  # one dimension: products with bf16 are then fp32
         # A new tensor each step: an update of the last one may still be reading its own.
         self.updates = self.updates + (1 - skip)
-        return StepValues(lr, self.updates, grad_scale, inverse, skip), norm
+        return StepValues(lr, self.updates, grad_scale, skip), norm
 
     # -- looking in ------------------------------------------------------------------------------------------------
 

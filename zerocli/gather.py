@@ -46,16 +46,15 @@ class Arrival:
     def __init__(
         self, transfer: Transfer, lane: Lane, collectives: Collectives, full: torch.Tensor, own: torch.Tensor
     ) -> None:
-        self._transfer: Transfer | None = transfer
+        self._transfer = transfer
         self._gather: Pending | None = None
         self._lane, self._collectives, self._full, self._own = lane, collectives, full, own
 
     def advance(self) -> None:
         """Issue the gather, after the slice has come."""
-        if self._transfer is not None:
-            transfer, self._transfer = self._transfer, None
+        if self._gather is None:
             with self._lane.run(after=Mark(self._collectives.device)):
-                transfer.wait()
+                self._transfer.wait()
                 self._gather = self._collectives.all_gather(self._full, self._own)
 
     @property
@@ -220,13 +219,28 @@ class Gatherer:
                 if flat.resident is None and flat.buffer is not None:
                     self._vacate(flat)
 
-    def settle(self) -> None:
-        """Finish every gather under way and let go of everything: no buffer outlives an update of its parameters."""
+    def settle(self, quietly: bool = False) -> None:
+        """Finish every gather under way and let go of everything: no buffer outlives an update of its parameters.
+
+        `quietly` while another error is on its way up: what fails here as well is dropped.
+        """
         for unit in self._units:
             for flat in unit.flats:
                 if flat.pending is not None:
-                    self._need_flat(flat)
+                    try:
+                        self._need_flat(flat)
+                    except Exception:
+                        if not quietly:
+                            raise
+                        self._drop(flat)
             self.release(unit)
+
+    def _drop(self, flat: Flat) -> None:
+        """Give up a gather that failed; its buffer is free."""
+        flat.pending = None
+        buffer = self._buffer_of.pop(id(flat), None)
+        if buffer is not None:
+            buffer.holder, buffer.freed = None, Mark(self._device)
 
     def lose_place(self) -> None:
         """Forget the place in the trace: what comes next is the start of a step."""

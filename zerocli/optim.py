@@ -36,8 +36,6 @@ class StepValues:
     """Updates made, this one included (fp32 scalar, as the fused kernels want it)."""
     grad_scale: torch.Tensor
     """Gradients are divided by this: loss scale times the clipping factor's inverse."""
-    inverse_scale: torch.Tensor
-    """Its reciprocal, of one dimension."""
     skip: torch.Tensor
     """1.0 where the gradients are not finite and nothing may be updated, else 0.0."""
 
@@ -45,7 +43,7 @@ class StepValues:
         """Return the values where the update runs; on another device than theirs, the host waits for them."""
         if self.count.device.type == device.type:
             return self
-        moved = [tensor.to(device) for tensor in (self.count, self.grad_scale, self.inverse_scale, self.skip)]
+        moved = [tensor.to(device) for tensor in (self.count, self.grad_scale, self.skip)]
         return StepValues(self.lr, *moved)
 
 

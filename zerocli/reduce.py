@@ -7,6 +7,7 @@ are freed. Every rank launches the units in one order, so ranks that use differe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -226,7 +227,8 @@ class Reducer:
     def abandon(self) -> None:
         """After an exception in backward: drop what has arrived; the step's gradients are lost."""
         for finish in self._unfinished:
-            finish()
+            with contextlib.suppress(Exception):  # the error that brought us here is the one to report
+                finish()
         self._unfinished.clear()
         self._run = []
         for bucket in (*self._buckets, *self._lift):

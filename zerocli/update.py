@@ -8,6 +8,7 @@ streams of their own, so that the host waits for nothing and the next forward ov
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,8 @@ class Slot:
     """Memory through which one chunk passes."""
 
     def __init__(self) -> None:
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.buffers: dict[tuple[str, str], torch.Tensor] = {}
+        """By name and type of device."""
         self.parts: dict[str, torch.Tensor] = {}
         """What the current chunk has in the buffers: of record, grad, master."""
         self.arriving: list[Transfer] = []
@@ -62,12 +64,12 @@ class Updater:
     ) -> None:
         self._optimizer, self._groups, self._device = optimizer, groups, device
         self.on_cpu = on_cpu
-        self._where = torch.device("cpu") if on_cpu else device
         self._chunk = chunk
         self._fetching, self._updating = Lane(device), Lane(device)
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
-        self._scratch: torch.Tensor | None = None
-        self._values: StepValues | None = None
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._values: dict[str, StepValues] = {}
+        """By type of device. Until they are replaced, in the next step, the device may still be reading them."""
         self._updated: Callable[[Flat], None] = lambda flat: None
         self._jobs: list[Job] = []
         self._left: set[int] = set()
@@ -78,8 +80,14 @@ class Updater:
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes of slots and scratch, by the type of device they are on."""
-        scratch = self._scratch.nbytes if self._scratch is not None else 0
-        return {self._where.type: scratch + sum(slot.nbytes for slot in self._slots)}
+        total: Counter[str] = Counter()
+        for buffer in (*self._scratch.values(), *(b for slot in self._slots for b in slot.buffers.values())):
+            total[buffer.device.type] += buffer.nbytes
+        return dict(total)
+
+    def _place(self, flat: Flat) -> torch.device:
+        """Return where a flat is updated: where its states are, or for those off the device where that was chosen."""
+        return torch.device("cpu") if self.on_cpu and flat.record is not None else self._device
 
     def start(self, flats: Iterable[Flat], values: StepValues, updated: Callable[[Flat], None]) -> None:
         """Begin to update the flats in order; `updated` is called after each, on the lane that its writes are on.
@@ -88,10 +96,9 @@ class Updater:
         asks for it: its compute is then not queued behind the whole update.
         """
         self.pump()
-        # Until these values are replaced, in the next step, the device may still be reading them.
-        self._values = values.to(self._where)
-        self._updated = updated
         flats = list(flats)
+        self._values = {place.type: values.to(place) for place in {self._place(flat) for flat in flats}}
+        self._updated = updated
         for flat in flats:
             if not flat.away:
                 for job in self._jobs_of(flat):
@@ -103,7 +110,8 @@ class Updater:
         self._start = Mark(self._device)
         # Parameters that stay on the device are read without asking: all of theirs now, and a start for the others.
         resident = [flat for flat in flats if flat.away and flat.resident is not None]
-        self.pump(resident[-1] if resident else self._jobs[0].flat) if self._jobs else None
+        if self._jobs:
+            self.pump(resident[-1] if resident else self._jobs[0].flat)
 
     def pump(self, flat: Flat | None = None) -> None:
         """Issue the update up to and with this flat's, or all that is left; nothing to do if that was issued."""
@@ -143,45 +151,46 @@ class Updater:
         for transfer in slot.leaving:
             transfer.wait()
         slot.leaving, slot.arriving, slot.parts = [], [], {}
-        if flat.record is not None and not self._in_place(flat.record.store):
-            memory = self._take(slot, "record", flat.record.width(span.start, span.stop), torch.float32)
+        if flat.record is not None and not self._in_place(flat, flat.record.store):
+            memory = self._take(job, slot, "record", torch.float32, flat.record.width(span.start, span.stop))
             slot.arriving.append(flat.record.fetch(span.start, span.stop, memory))
-        if flat.grad_store is not None and not self._in_place(flat.grad_store):
-            memory = self._take(slot, "grad", span.numel, flat.grad_store.dtype)
+        if flat.grad_store is not None and not self._in_place(flat, flat.grad_store):
+            memory = self._take(job, slot, "grad", flat.grad_store.dtype, span.numel)
             slot.arriving.append(flat.grad_store.fetch(span.start, memory))
         in_record = flat.record is not None and MASTER in flat.record.arrays
         if flat.master is None and not in_record:  # fp32: the parameters are the master
             assert flat.param_store is not None
-            memory = self._take(slot, "master", span.numel, torch.float32)
+            memory = self._take(job, slot, "master", torch.float32, span.numel)
             slot.arriving.append(flat.param_store.fetch(span.start, memory))
 
-    def _in_place(self, store: Store) -> bool:
-        """Whether the update works on the store's own memory."""
-        return self.on_cpu and store.tier.addressable
+    def _in_place(self, flat: Flat, store: Store) -> bool:
+        """Whether the flat's update works on the store's own memory."""
+        return self.on_cpu and flat.record is not None and store.tier.addressable
 
-    def _take(self, slot: Slot, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        held = slot.buffers.get(name)
+    def _take(self, job: Job, slot: Slot, name: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        place = self._place(job.flat)
+        held = slot.buffers.get((name, place.type))
         if held is None or held.numel() < numel or held.dtype != dtype:
-            held = slot.buffers[name] = self._allocate(numel, dtype)
+            held = slot.buffers[name, place.type] = self._allocate(numel, dtype, place)
         slot.parts[name] = held[:numel]
         return slot.parts[name]
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        pin = self._where.type == "cpu" and self._device.type == "cuda"
-        return torch.empty(numel, dtype=dtype, device=self._where, pin_memory=pin)
+    def _allocate(self, numel: int, dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+        pin = place.type == "cpu" and self._device.type == "cuda"
+        return torch.empty(numel, dtype=dtype, device=place, pin_memory=pin)
 
     def _update(self, job: Job, slot: Slot) -> None:
         """Update a chunk whose parts have arrived, and start sending them back."""
-        flat, span = job.flat, job.span
+        flat, span, place = job.flat, job.span, self._place(job.flat)
         for transfer in slot.arriving:
-            transfer.wait() if self._where == self._device else transfer.synchronize()
+            transfer.wait() if place == self._device else transfer.synchronize()
         arrays = self._arrays(job, slot)
         grad = self._grad(job, slot)
         target = self._target(job, slot)
         group = self._groups[job.group]
         # A piece in cache saves memory traffic; a GPU that waits for its link anyway is spared the launches.
-        cached = self._where.type == "cpu" or not flat.away
-        for piece in Span(0, span.numel).pieces(UPDATE_CHUNK[self._where.type] if cached else span.numel):
+        cached = place.type == "cpu" or not flat.away
+        for piece in Span(0, span.numel).pieces(UPDATE_CHUNK[place.type] if cached else span.numel):
             self._update_piece(slice(piece.start, piece.stop), arrays, grad, target, group)
         if flat.record is not None and "record" in slot.parts:
             slot.leaving.append(flat.record.put(span.start, span.stop, slot.parts["record"]))
@@ -197,11 +206,11 @@ class Updater:
         group: Group,
     ) -> None:
         """Update a piece that fits the cache, down to the parameters it gives."""
-        assert self._values is not None
-        piece, scale = self._fp32(grad[part], self._values)
         master = arrays[MASTER][part]
+        values = self._values[master.device.type]
+        piece, scale = self._fp32(grad[part], values)
         states = {name: arrays[name][part] for name in self._optimizer.state_names}
-        self._optimizer.update(master, piece, scale, states, group, self._values)
+        self._optimizer.update(master, piece, scale, states, group, values)
         if target is not None:
             target[part].copy_(master, non_blocking=True)
 
@@ -223,7 +232,7 @@ class Updater:
     def _grad(self, job: Job, slot: Slot) -> torch.Tensor:
         flat, span = job.flat, job.span
         if flat.grad is not None:
-            return flat.grad[span.start : span.stop].to(self._where)
+            return flat.grad[span.start : span.stop].to(self._place(flat))
         assert flat.grad_store is not None
         if "grad" in slot.parts:
             return slot.parts["grad"]
@@ -243,25 +252,24 @@ class Updater:
         if flat.dtype == torch.float32:
             slot.parts["out"] = slot.parts["master"]
             return None
-        if self._in_place(flat.param_store):
+        if self._in_place(flat, flat.param_store):
             local = flat.param_store.local()
             assert local is not None
             return local[span.start : span.stop]
-        return self._take(slot, "out", span.numel, flat.dtype)
+        return self._take(job, slot, "out", flat.dtype, span.numel)
 
     def _fp32(self, grad: torch.Tensor, values: StepValues) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the gradient in fp32 and what the kernel still has to divide it by.
-
-        Itself, or a chunk's copy in a buffer that is made once, scaled on the way: the kernel then writes none back.
-        """
-        if grad.dtype == torch.float32:
-            if grad.is_cuda:
-                return grad, values.grad_scale
-            # The CPU kernel is a third slower when it scales; the chunk is in cache, and the host may see the scale.
-            return (grad if values.grad_scale == 1 else grad.mul_(values.inverse_scale)), None
-        if self._scratch is None or self._scratch.numel() < grad.numel():
-            self._scratch = self._allocate(max(grad.numel(), UPDATE_CHUNK[self._where.type]), torch.float32)
-        return self._scratch[: grad.numel()].copy_(grad), values.grad_scale
+        """Return the gradient in fp32, itself or a piece's copy, and what the kernel still has to divide it by."""
+        if grad.dtype != torch.float32:
+            scratch = self._scratch.get(grad.device.type)
+            if scratch is None or scratch.numel() < grad.numel():
+                numel = max(grad.numel(), UPDATE_CHUNK[grad.device.type])
+                scratch = self._scratch[grad.device.type] = self._allocate(numel, torch.float32, grad.device)
+            grad = scratch[: grad.numel()].copy_(grad)
+        if grad.is_cuda:
+            return grad, values.grad_scale
+        # The CPU kernel is a third slower when it scales; the piece is in cache, and the host may see the scale.
+        return (grad if values.grad_scale == 1 else grad.div_(values.grad_scale)), None
 
 
 def stream_chunk(staging_nbytes: int, num_states: int) -> int:
@@ -307,7 +315,7 @@ def measure_cpu(numel: int = 32 << 20) -> float:
     grad, out = torch.rand(numel).bfloat16(), torch.empty(numel, dtype=torch.bfloat16)
     one = torch.ones(())
     updater = Updater(FusedAdam(True, (0.9, 0.99), 1e-8), (), torch.device("cpu"), True, numel)
-    updater._values = StepValues(1e-4, one, one, one.view(1), torch.zeros(()))
+    updater._values = {"cpu": StepValues(1e-4, one, one, torch.zeros(()))}
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
