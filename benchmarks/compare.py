@@ -605,5 +605,8 @@ def main(
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         work(Job(**json.loads(sys.argv[2])), sys.argv[3], Path(sys.argv[4]))
+        # The result is written: a thread that a peer left running must not turn the interpreter's end into a failure.
+        sys.stdout.flush()
+        os._exit(0)
     else:
         main()
