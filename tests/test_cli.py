@@ -148,7 +148,7 @@ def test_train_starts_the_ranks_with_the_resolved_arguments(config_file, monkeyp
     (config, options, arguments), extra = seen[0]
     assert (config.parallel.ranks, config.zero.stage, config.train.clip) == (3, 3, 0.5)
     assert config.offload.nvme_path == ("/a b", "/c")
-    assert options == launch.RunOptions(str(tmp_path / "run"), resume=False, check=0, dry_run=False, json=True)
+    assert options == launch.RunOptions(str(tmp_path / "run"), json=True, source=config_file)
     assert extra == {"fresh": False}
     assert arguments[:2] == ["train", config_file] and "--ranks" not in arguments and "--json" in arguments
     line = launch.torchrun_line(3, arguments)

@@ -231,6 +231,31 @@ def test_two_forwards_before_a_backward_and_evaluation_between():
         assert run_ranks(2, _two_forwards, stage) == reference
 
 
+def _forwards_then_backwards(stage: int):
+    """Both forwards of a step before both backwards; a forward in grad mode that nothing follows."""
+    import torch.distributed as dist
+
+    torch.manual_seed(3)
+    model = Stack()
+    engine = zerocli.shard(model, lr=1e-2, stage=stage, accumulate=2, reduce="fp32")
+    seen = []
+    for step in range(4):
+        first, second = model(tokens(step, dist.get_rank())), model(tokens(step + 5, dist.get_rank()))
+        engine.backward(second)
+        engine.backward(first)
+        seen.append(model(tokens(9, 0)).item())
+        engine.step()
+        seen.append((first + second).item())
+    return seen
+
+
+def test_two_forwards_then_two_backwards():
+    reference = run_ranks(2, _forwards_then_backwards, 0)
+    for stage in STAGES[1:]:
+        for mine, other in zip(run_ranks(2, _forwards_then_backwards, stage), reference, strict=True):
+            assert mine == pytest.approx(other, rel=1e-6), stage
+
+
 class Failing(Stack):
     fails = False
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from offload import parse_placement, per_rank
+from offload import KINDS, parse_placement, per_rank
 from offload.tierset import TierSet
 from tiers.registry import available
 from zerocli import states
@@ -106,15 +106,7 @@ class Engine:
 
     def _build_units(self) -> list[Unit]:
         settings, world = self.settings, self.collectives.world
-        partitioned = [
-            kind
-            for kind, split in zip(
-                ("parameters", "gradients", "optimizer"),
-                (self.stage.parameters, self.stage.gradients, self.stage.optimizer),
-                strict=True,
-            )
-            if split
-        ]
+        partitioned = [kind for kind in KINDS if getattr(self.stage, kind)]
         placement = parse_placement(settings.offload, partitioned, available(), parse_bytes)
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         self.placement = per_rank(placement, local_world)
@@ -227,8 +219,8 @@ class Engine:
         Every rank comes here at the same place of its backward, whichever parameters it used: so gathers and reductions
         are issued in one order everywhere.
         """
-        self._open_inputs[unit.index] -= 1
-        if self.reducer.active and self._open_inputs[unit.index] == 0:
+        left = self._open_inputs[unit.index] = self._open_inputs.get(unit.index, 0) - 1
+        if self.reducer.active and left == 0:
             self._backward_units.discard(unit.index)
             if unit.trainable is not None:
                 self.reducer.complete(unit.trainable)
@@ -252,17 +244,14 @@ class Engine:
             self.reducer.finish()
         except BaseException:
             self.reducer.abandon()
-            self._leave_all(quietly=True)
+            self._backward_units.clear()
+            self._open_inputs.clear()
+            self.gatherer.settle(quietly=True)
             self._micro = 0
             raise
-        self._leave_all()
-        self._micro += 1
-
-    def _leave_all(self, quietly: bool = False) -> None:
-        """Forget which units backward was in, and let go of their parameters."""
         self._backward_units.clear()
-        self._open_inputs.clear()
-        self.gatherer.settle(quietly)
+        self.gatherer.settle()
+        self._micro += 1
 
     # -- the optimizer step ----------------------------------------------------------------------------------------
 
@@ -286,6 +275,7 @@ class Engine:
             self._wait_for_resident()
         self.loss_scale.update(values.skip)
         self.gatherer.end_step()
+        self._open_inputs.clear()  # of forwards that no backward followed
         self._micro = 0
         return StepResult(self.steps, lr, norm, values.skip)
 

@@ -57,6 +57,8 @@ class RunOptions:
     """Print the config and what each rank would hold; train nothing, write nothing."""
     json: bool = False
     """Rank 0 prints one JSON document on stdout."""
+    source: str = "tiny"
+    """CONFIG as it was given, for the command to try next."""
 
 
 # --- worker side

@@ -103,15 +103,17 @@ def summary(
         "memory": {c: {"held": held[c], "stage_0": whole.get(c, 0)} for c in CATEGORIES},
         "peak": lines[-1].peak,
         "check": checked,
-        "next": next_command(config),
+        "next": next_command(config, options.source),
     }
 
 
-def next_command(config: Config) -> str:
+def next_command(config: Config, source: str) -> str:
     """Return the command a person would try after this one."""
     if config.zero.stage < 3:
-        return f"zerocli train {config.name} --stage 3"
-    return f"zerocli train {config.name} --stage 3 --check 10"
+        return f"zerocli train {source} --stage 3"
+    if not config.offload.placement:
+        return f"zerocli train {source} --stage 3 --offload cpu"
+    return f"zerocli train {source} --stage 3 --check 10"
 
 
 def _row(category: str, held: int, stage_0: int) -> str:
@@ -131,7 +133,9 @@ def closing(summary: dict[str, Any]) -> str:
         f"\nloss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f} in {summary['steps']} steps, "
         f"{summary['tokens_per_second']:,.0f} tokens/s on {ranks} {'rank' if ranks == 1 else 'ranks'}\n"
     )
-    tail = [f"\nmetrics: {summary['run_dir']}/metrics.jsonl"]
+    away = [f"{tier} {format_bytes(n)}" for tier, n in summary["peak"].items() if n and tier != "hbm"]
+    tail = [f"on other tiers: {', '.join(away)}"] if away else []
+    tail.append(f"\nmetrics: {summary['run_dir']}/metrics.jsonl")
     if summary["check"] is not None:
         check = summary["check"]
         verdict = "equal to unsharded training" if check["equal"] else "NOT equal to unsharded training"

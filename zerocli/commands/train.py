@@ -88,7 +88,7 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
     run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
     if worker:
         resume = resume or was_restarted(run_dir)
-    options = RunOptions(run_dir, resume, given["check"], given["dry_run"], given["json"])
+    options = RunOptions(run_dir, resume, given["check"], given["dry_run"], given["json"], source)
 
     if options.dry_run:
         return _dry_run(config, options, worker)
