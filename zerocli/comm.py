@@ -50,7 +50,6 @@ class Collectives:
         self.world = dist.get_world_size(group) if here else 1
         # Only a CPU needs the future: on a GPU the collective is ordered by the lane it is issued on.
         self._async = device.type == "cpu"
-        self._gloo = here and dist.get_backend(group) == "gloo"
         self.nbytes: Counter[str] = Counter()
 
     def _pending(self, work: dist.Work | None) -> Pending:

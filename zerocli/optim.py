@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from zerocli.config import OptimizerConfig
+
 FUSED = ("adamw", "adam", "sgd")
 
 
@@ -185,6 +187,16 @@ class TorchOptimizer(FlatOptimizer):
         # Scalars (such as `step`) are the same for every chunk of a step: keep those of this step and the last.
         self._scalars = {k: v for k, v in self._scalars.items() if k == count - 1}
         self._scalars[count] = {k: v for k, v in state.items() if k not in states}
+
+
+def arguments_of(config: OptimizerConfig) -> dict[str, Any]:
+    """Return the arguments that a config gives its optimizer beside learning rate and weight decay."""
+    own: dict[str, dict[str, Any]] = {
+        "adamw": {"betas": config.betas, "eps": config.eps},
+        "adam": {"betas": config.betas, "eps": config.eps},
+        "sgd": {"momentum": config.momentum},
+    }
+    return {**own.get(config.name.lower(), {}), **config.options}
 
 
 def make_optimizer(name: str, options: Mapping[str, Any]) -> FlatOptimizer:

@@ -13,6 +13,7 @@ from zerocli.engine import Engine
 from zerocli.launch import RunOptions, say
 from zerocli.memory import CATEGORIES, model_states
 from zerocli.metrics import Line
+from zerocli.optim import arguments_of, make_optimizer
 from zerocli.precision import precision
 from zerocli.sizes import format_bytes, format_count
 
@@ -151,9 +152,8 @@ def planned_memory(config: Config, numel: int) -> dict[str, dict[str, int]]:
     """Return the model states each rank would hold, beside stage 0, from arithmetic alone."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen, _ = precision(config.train.precision, device)
-    from zerocli.optim import make_optimizer
-
-    num_states = len(make_optimizer(config.optimizer.name, {}).state_names) if config.optimizer.name != "sgd" else 1
+    optimizer = make_optimizer(config.optimizer.name, arguments_of(config.optimizer))
+    num_states = len(optimizer.state_names)
     common = (chosen.compute.itemsize, config.train.accumulate, num_states)
     held = model_states(numel, config.zero.stage, config.parallel.ranks, *common)
     whole = model_states(numel, 0, 1, *common)

@@ -27,6 +27,7 @@ from zerocli.errors import UserError
 from zerocli.launch import RunOptions, say
 from zerocli.metrics import Line, MetricsFile, Recorder
 from zerocli.models import Decoder, build
+from zerocli.optim import arguments_of
 from zerocli.precision import precision
 from zerocli.schedule import make_schedule
 from zerocli.settings import Settings
@@ -127,7 +128,7 @@ def make_engine(config: Config, **changes: Any) -> Engine:
         optimizer=optimizer.name,
         lr=make_schedule(optimizer.schedule, optimizer.lr, config.train.steps, optimizer.warmup, optimizer.min_lr),
         weight_decay=optimizer.weight_decay,
-        options=_optimizer_options(config),
+        options=arguments_of(optimizer),
         precision=config.train.precision,
         accumulate=config.train.accumulate,
         clip=config.train.clip or None,
@@ -149,16 +150,6 @@ def make_engine(config: Config, **changes: Any) -> Engine:
         raise UserError(str(error)) from error
     except DoesNotFit as error:
         raise UserError(str(error), hint=error.hint, exit_code=3) from error
-
-
-def _optimizer_options(config: Config) -> dict[str, Any]:
-    optimizer = config.optimizer
-    given = dict(optimizer.options)
-    if optimizer.name.lower() in ("adam", "adamw"):
-        return {"betas": optimizer.betas, "eps": optimizer.eps} | given
-    if optimizer.name.lower() == "sgd":
-        return {"momentum": optimizer.momentum} | given
-    return given
 
 
 def open_batches(config: Config, check: bool = True) -> Batches:
@@ -268,7 +259,10 @@ def dry_run(config: Config, options: RunOptions) -> int:
     config = resolve(config, max(1, config.parallel.ranks))
     open_batches(config)
     numel = sum(p.numel() for p in make_model(config).parameters())
-    held = report.planned_memory(config, numel)
+    try:
+        held = report.planned_memory(config, numel)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     document = {"schema": 1, "config": to_dict(config), "parameters": numel, "memory": held}
     if options.json:
         print(json.dumps(document), flush=True)
