@@ -224,15 +224,16 @@ class NvmeTier(Tier):
             else:
                 await self._write_staged(piece, position)
         except OSError as error:
-            record.broken.add(piece.index)
+            record.broken[piece.index] = str(error.strerror or error)
             raise disk_error(error, file.directory, "write", piece.nbytes) from error
         if piece.whole:
-            record.broken.discard(piece.index)
+            record.broken.pop(piece.index, None)
 
     async def _read_piece(self, record: Record, piece: Piece, position: torch.cuda.Event | None) -> None:
         file = piece.unit.file
         if piece.index in record.broken:
-            fact = f"{format_nbytes(piece.nbytes)} in {file.directory} cannot be read: their last write failed"
+            why = record.broken[piece.index]
+            fact = f"{format_nbytes(piece.nbytes)} in {file.directory} cannot be read: their last write failed ({why})"
             raise TierError(fact, tier=self.name, path=str(file.directory))
         try:
             if piece.in_place and (piece.whole or not self._verify):

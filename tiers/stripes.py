@@ -25,8 +25,8 @@ class Record:
     """A block's units, in order: all of the stripe unit's size except the last."""
 
     units: list[Unit]
-    broken: set[int] = field(default_factory=set)
-    """Units whose last write failed: what is on disk is neither old nor new."""
+    broken: dict[int, str] = field(default_factory=dict)
+    """Units whose last write failed, and why: what is on disk is neither old nor new."""
 
 
 @dataclass(frozen=True)
