@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 
 import torch
@@ -52,13 +52,17 @@ class Lane:
             yield
 
 
+MAX_PAIRS = 1 << 14
+"""Event pairs kept for a reader; where nobody reads, the oldest go."""
+
+
 class Waits:
     """Seconds the compute stood still, by cause; on a GPU read from event pairs once they are reached."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
-        self._pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._pairs: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=MAX_PAIRS)
 
     @contextlib.contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
@@ -79,8 +83,9 @@ class Waits:
 
     def take(self) -> WaitReading:
         """Hand over what was gathered since the last call; read it when the device has passed it."""
-        reading = WaitReading(dict(self._seconds), self._pairs)
-        self._seconds, self._pairs = defaultdict(float), []
+        reading = WaitReading(dict(self._seconds), list(self._pairs))
+        self._seconds = defaultdict(float)
+        self._pairs.clear()
         return reading
 
 
