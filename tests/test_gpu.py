@@ -101,17 +101,27 @@ def test_delays_on_the_streams_change_no_number(stage):
         assert run_ranks(2, _train, stage, settings, seed) == reference, (seed, settings)
 
 
-def test_steady_state_never_waits_for_the_device():
+def run_without_waiting(**settings) -> None:
+    """Train two steps to warm up and two in which any wait for the device raises."""
     torch.manual_seed(3)
     model = Stack().cuda()
-    engine = zerocli.shard(model, stage=3, precision="bf16", clip=1.0)
+    engine = zerocli.shard(model, stage=3, precision="bf16", clip=1.0, **settings)
     tokens = torch.randint(0, 97, (8, 32), device="cuda")
-    for step in range(4):
-        if step == 2:
-            torch.cuda.set_sync_debug_mode("error")
-        engine.backward(model(tokens))
-        engine.step()
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        for step in range(4):
+            if step == 2:
+                torch.cuda.set_sync_debug_mode("error")
+            engine.backward(model(tokens))
+            result = engine.step()
+        with pytest.raises(RuntimeError, match="synchroniz"):  # the check bites: reading a value is such a wait
+            result.grad_norm.item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        engine.close()
+
+
+def test_steady_state_never_waits_for_the_device():
+    run_without_waiting()
 
 
 def _compiled(stage: int, settings: dict):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from ranks import run_ranks
-from test_gpu import Stack, _train
-
-import zerocli
+from test_gpu import _train, run_without_waiting
 
 pytestmark = pytest.mark.gpu
 STREAM = {"update": "stream", "staging_nbytes": 8 << 20}
@@ -53,14 +50,4 @@ def test_the_cpu_update_agrees_to_rounding():
 
 
 def test_offloaded_steps_never_wait_for_the_device():
-    torch.manual_seed(3)
-    model = Stack().cuda()
-    engine = zerocli.shard(model, stage=3, precision="bf16", clip=1.0, offload="cpu", **STREAM)
-    tokens = torch.randint(0, 97, (8, 32), device="cuda")
-    for step in range(4):
-        if step == 2:
-            torch.cuda.set_sync_debug_mode("error")
-        engine.backward(model(tokens))
-        engine.step()
-    torch.cuda.set_sync_debug_mode("default")
-    engine.close()
+    run_without_waiting(offload="cpu", **STREAM)

@@ -17,8 +17,6 @@ import torch
 
 from zerocli.config import OptimizerConfig
 
-FUSED = ("adamw", "adam", "sgd")
-
 
 @dataclass(frozen=True)
 class Group:
