@@ -32,7 +32,7 @@ from zerocli.reduce import Reducer
 from zerocli.settings import Settings
 from zerocli.sizes import parse_bytes
 from zerocli.stage import stage as stage_of
-from zerocli.unit import Flat, Unit
+from zerocli.unit import Flat, Unit, repeated_blocks
 from zerocli.update import Updater, choose_update, stream_chunk
 
 
@@ -98,8 +98,9 @@ class Engine:
         away = any(flat.away for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
         self.updater = Updater(self.optimizer, self.groups, self.device, on_cpu, self._chunk)
+        recomputed = repeated_blocks(self.units) if settings.recompute else []
         for unit in self.units:
-            self._wrap_forward(unit)
+            self._wrap_forward(unit, recompute=unit in recomputed)
         self.collectives.take_nbytes()
 
     # -- building --------------------------------------------------------------------------------------------------
@@ -125,12 +126,12 @@ class Engine:
         far = [f for f in self.flats() if f.param_store is not None and not f.param_store.tier.addressable]
         return self.settings.gather_buffers + bool(far)
 
-    def _wrap_forward(self, unit: Unit) -> None:
+    def _wrap_forward(self, unit: Unit, recompute: bool) -> None:
         module, root = unit.module, unit.index == 0
         body = module.forward
         if self.settings.compile and not root:
             body = torch.compile(body)
-        if self.settings.recompute and not root:
+        if recompute:
             body = self._recomputed(unit, body)
 
         def forward(*args: Any, **kwargs: Any) -> Any:

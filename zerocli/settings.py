@@ -31,7 +31,7 @@ class Settings:
     """Largest global gradient norm."""
     units: UnitChoice = None
     recompute: bool = False
-    """Keep only each unit's input for backward, and run its forward again there."""
+    """Keep only each repeated block's input for backward, and run its forward again there."""
     compile: bool = False
     """torch.compile each unit but the rest."""
     seed: int = 0

@@ -117,6 +117,17 @@ class Unit:
         return f"Unit({self.name or 'rest'})"
 
 
+def repeated_blocks(units: Sequence[Unit]) -> list[Unit]:
+    """Return the units whose class several share, or all but the rest where none does.
+
+    These are worth recomputing. An embedding has next to nothing to keep, and what follows the last block is wanted
+    again as soon as backward begins: recomputing it would only double its cost.
+    """
+    inner = [unit for unit in units if unit.index > 0]
+    classes = [type(unit.module) for unit in inner]
+    return [unit for unit in inner if classes.count(type(unit.module)) > 1] or inner
+
+
 UnitChoice = Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.Module] | None
 
 

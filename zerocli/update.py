@@ -21,8 +21,9 @@ from zerocli.optim import FlatOptimizer, FusedAdam, Group, StepValues
 from zerocli.shards import SHARD_ALIGN, Span
 from zerocli.unit import MASTER, Flat
 
-UPDATE_CHUNK = {"cpu": 1 << 20, "cuda": 4 << 20}
-"""Elements updated at a time: the fp32 copy of their gradients, and what it meets, stay in cache."""
+UPDATE_CHUNK = {"cpu": 1 << 20, "cuda": 16 << 20}
+"""Elements updated at a time, through an fp32 copy of their gradients. On a CPU all that they meet stays in cache; on a
+GPU torch's fused kernel gives a block of threads 64 K elements, so fewer would leave multiprocessors idle."""
 NUM_SLOTS = 6
 LEAD = NUM_SLOTS // 2
 """Chunks fetched ahead of the one that is updated; the other slots are being written back."""
@@ -268,8 +269,9 @@ class Updater:
             grad = scratch[: grad.numel()].copy_(grad)
         if grad.is_cuda:
             return grad, values.grad_scale
-        # The CPU kernel is a third slower when it scales; the piece is in cache, and the host may see the scale.
-        return (grad if values.grad_scale == 1 else grad.div_(values.grad_scale)), None
+        # The CPU kernel is a fifth slower when it scales, and dividing costs more than a product; the piece is in cache,
+        # and the host may see the scale.
+        return (grad if values.grad_scale == 1 else grad.mul_(1 / values.grad_scale)), None
 
 
 def stream_chunk(staging_nbytes: int, num_states: int) -> int:
