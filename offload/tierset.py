@@ -23,7 +23,7 @@ class TierSet:
         self._ranks_per_node = ranks_per_node
         self._nvme_path = tuple(nvme_path)
         self._options = dict(options or {})
-        self._open: dict[tuple[str, bool], Tier] = {}
+        self._open: dict[tuple[str, str], Tier] = {}
         self.traffic: Counter[str] = Counter()
         """Bytes moved by kind and direction, such as `optimizer read`."""
 
@@ -33,7 +33,7 @@ class TierSet:
         Parameters have a tier object, and so a queue, of their own: the next forward's must not stand behind all the
         states that are on their way to be updated.
         """
-        key = (name, kind == "parameters")
+        key = (name, kind if kind == "parameters" else "states")
         if key not in self._open:
             options: dict[str, Any] = dict(self._options.get(name, {}))
             if name == "nvme":
@@ -42,6 +42,11 @@ class TierSet:
                 options.setdefault("capacity", self.available(name))
             self._open[key] = open_tier(name, **options)
         return self._open[key]
+
+    def open_cache(self, nbytes: int) -> Tier:
+        """Return host memory of at most `nbytes` for copies of what lies on slower tiers."""
+        options = dict(self._options.get("dram", {})) | {"capacity": nbytes}
+        return self._open.setdefault(("dram", "cache"), open_tier("dram", **options))
 
     def available(self, name: str) -> int | None:
         """Return the bytes that this rank may put on a tier, None where nobody can say."""

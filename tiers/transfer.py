@@ -111,6 +111,38 @@ class Transfer:
         return f"Transfer({self.nbytes} bytes, {state})"
 
 
+class JointTransfer(Transfer):
+    """Several transfers of the same bytes, over when all of them are."""
+
+    def __init__(self, parts: Sequence[Transfer]) -> None:
+        super().__init__(parts[0].nbytes)
+        self._parts = tuple(parts)
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+    def synchronize(self) -> None:
+        for part in self._parts:
+            part.synchronize()
+
+    def settle(self) -> None:
+        for part in self._parts:
+            part.settle()
+
+    @property
+    def done(self) -> bool:
+        return all(part.done for part in self._parts)
+
+    @property
+    def released(self) -> bool:
+        return all(part.released for part in self._parts)
+
+    @property
+    def error(self) -> BaseException | None:
+        return next((part.error for part in self._parts if part.error is not None), None)
+
+
 def _current_streams(tensors: Sequence[Tensor]) -> dict[torch.device, torch.cuda.Stream]:
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return {device: torch.cuda.current_stream(device) for device in devices}

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from offload import HBM, Placement, Record, Share, Spill, Store
+from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet, shortage
+from tiers.base import Tier
 from zerocli import materialise
 from zerocli.comm import Collectives
 from zerocli.settings import Settings
@@ -48,11 +50,12 @@ class Builder:
         state_names: Sequence[str],
         placement: Placement,
         tiers: TierSet,
+        mover: Mover,
         chunk: int,
     ) -> None:
         self._model, self._settings, self._stage = model, settings, stage
         self._compute, self._collectives, self._states = compute, collectives, tuple(state_names)
-        self._placement, self._tiers, self._chunk = placement, tiers, chunk
+        self._placement, self._tiers, self._mover, self._chunk = placement, tiers, mover, chunk
         self._device = collectives.device
         single = settings.accumulate == 1 and settings.reduce == "compute"
         self._grad_dtype = compute if single else torch.float32
@@ -137,10 +140,15 @@ class Builder:
             flat.shard = mine.to(flat.dtype, copy=True)  # a slice would keep the whole buffer's memory alive
         else:
             opened = self._tiers.open(tier, "parameters")
-            store = Store(opened, "parameters", flat.own.numel, flat.dtype, self._tiers.traffic)
+            store = self._parameter_store(opened, flat)
             store.put(0, mine.to(flat.dtype)).synchronize()
             flat.param_store = store
         flat.detach()
+
+    def _parameter_store(self, tier: Tier, flat: Flat) -> Store:
+        """Return a store for the flat's own slice; one that the device cannot be filled from at speed is staged."""
+        about = (tier, "parameters", flat.own.numel, flat.dtype, self._tiers.traffic)
+        return Store(*about) if tier.addressable or not tier.stores else StagedStore(self._mover, *about)
 
     def _place_states(self, flat: Flat, held: torch.Tensor, tier: str) -> None:
         arrays = self._record_arrays(flat)

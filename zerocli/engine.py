@@ -9,7 +9,7 @@ one and parameters that stay resident are the same code with trivial values.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from offload import KINDS, parse_placement, per_rank
+from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet
 from tiers.registry import available
 from zerocli import states
@@ -80,8 +81,9 @@ class Engine:
             self.device,
             self.waits,
             settings.probe,
-            self._num_buffers(),
+            settings.gather_buffers,
             before_gather=lambda flat: self.updater.pump(flat),
+            look_ahead=self._look_ahead,
         )
         self.reducer = Reducer(
             self.units,
@@ -112,19 +114,15 @@ class Engine:
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         self.placement = per_rank(placement, local_world)
         self.tiers = TierSet(local_world, settings.nvme_path, settings.tier_options)
+        self.mover = Mover(settings.staging_nbytes, self.tiers.open_cache)
         self._chunk = stream_chunk(settings.staging_nbytes, len(self.optimizer.state_names))
         names = self.optimizer.state_names
         compute = self.precision.compute
         builder = Builder(
             *(self.model, settings, self.stage, compute, self.collectives, names),
-            *(self.placement, self.tiers, self._chunk),
+            *(self.placement, self.tiers, self.mover, self._chunk),
         )
         return builder.build()
-
-    def _num_buffers(self) -> int:
-        """Return the gather buffers of each size: one more where parameters come from a disk, to start earlier."""
-        far = [f for f in self.flats() if f.param_store is not None and not f.param_store.tier.addressable]
-        return self.settings.gather_buffers + bool(far)
 
     def _wrap_forward(self, unit: Unit, recompute: bool) -> None:
         module, root = unit.module, unit.index == 0
@@ -254,6 +252,17 @@ class Engine:
         self.gatherer.settle()
         self._micro += 1
 
+    def _look_ahead(self, now: Sequence[Unit], then: Sequence[Unit]) -> None:
+        """Tell the mover which parameters are used next: `now` in this step, `then` in the next one.
+
+        What this step, or the update still under way, is going to change is not read before.
+        """
+        soon = [(flat, not self.updater.owes(flat)) for unit in now for flat in unit.flats]
+        later = [(flat, not flat.trainable) for unit in then for flat in unit.flats]
+        uses = [(f.param_store, read) for f, read in (*soon, *later) if isinstance(f.param_store, StagedStore)]
+        if uses:
+            self.mover.expect(uses)
+
     # -- the optimizer step ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -324,6 +333,7 @@ class Engine:
     def close(self) -> None:
         """Give back what lies on other tiers; the engine cannot train after this."""
         self.updater.pump()
+        self.mover.close()
         self.tiers.close()
 
     def memory(self) -> dict[str, int]:

@@ -11,14 +11,13 @@ save-on-CPU hooks work inside and outside. Memory is constant, and an unexpected
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tiers.transfer import Transfer
-from zerocli.comm import Collectives, Pending
+from zerocli.comm import Collectives
 from zerocli.lanes import Lane, Mark, Waits
 from zerocli.unit import Flat, Unit
 
@@ -34,37 +33,6 @@ class Buffer:
     used_at: int = 0
     views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """Parameter views by flat, made once."""
-
-
-class Arrival:
-    """A flat on its way from another tier: first this rank's slice, then everyone's.
-
-    The gather is issued where the program says so (`advance`), never when the slice happens to be there: every rank
-    issues its collectives in one order.
-    """
-
-    def __init__(
-        self, transfer: Transfer, lane: Lane, collectives: Collectives, full: torch.Tensor, own: torch.Tensor
-    ) -> None:
-        self._transfer = transfer
-        self._gather: Pending | None = None
-        self._lane, self._collectives, self._full, self._own = lane, collectives, full, own
-
-    def advance(self) -> None:
-        """Issue the gather, after the slice has come."""
-        if self._gather is None:
-            with self._lane.run(after=Mark(self._collectives.device)):
-                self._transfer.wait()
-                self._gather = self._collectives.all_gather(self._full, self._own)
-
-    @property
-    def done(self) -> bool:
-        return self._gather is not None and self._gather.done
-
-    def wait(self) -> None:
-        self.advance()
-        assert self._gather is not None
-        self._gather.wait()
 
 
 @dataclass(frozen=True)
@@ -89,11 +57,12 @@ class Gatherer:
         probe: Callable[[str], None],
         buffers_per_class: int,
         before_gather: Callable[[Flat], None],
+        look_ahead: Callable[[Sequence[Unit], Sequence[Unit]], None],
     ) -> None:
         self._units, self._collectives, self._device = units, collectives, device
         self._waits, self._probe = waits, probe
         self._limit = buffers_per_class
-        self._before_gather = before_gather
+        self._before_gather, self._look_ahead = before_gather, look_ahead
         self._lane = Lane(device)
         self._pool: dict[tuple[int, torch.dtype], list[Buffer]] = {}
         self._buffer_of: dict[int, Buffer] = {}
@@ -105,6 +74,9 @@ class Gatherer:
         self._hooks: list[tuple[Any, Any]] = []
         self.moves = any(flat.resident is None for unit in units for flat in unit.flats)
         """Whether any parameter comes and goes; otherwise there is nothing to hook or release."""
+        stores = [flat.param_store for unit in units for flat in unit.flats]
+        self._far = any(store is not None and not store.tier.addressable for store in stores)
+        """Whether any comes from a tier that is read well ahead."""
 
     # -- the order of use ------------------------------------------------------------------------------------------
 
@@ -116,6 +88,9 @@ class Gatherer:
         self.need(unit)
         if self.moves:
             self._prefetch()
+        if self._far:
+            order = [self._units[index] for index in self._order]
+            self._look_ahead(order[self._cursor :], order[: self._cursor])
 
     def forward_order(self) -> list[Unit]:
         """Return all units in the order in which the next forward is expected to need them."""
@@ -136,10 +111,8 @@ class Gatherer:
 
     def _prefetch(self) -> None:
         ahead = self._order[self._cursor : self._cursor + self._limit - 1]
-        for distance, index in enumerate(ahead):
+        for index in ahead:
             for flat in self._units[index].flats:
-                if distance == 0 and isinstance(flat.pending, Arrival):
-                    flat.pending.advance()
                 if flat.resident is None and flat.buffer is None and flat.pending is None:
                     buffer = self._free_buffer(flat)
                     if buffer is None:
@@ -160,7 +133,7 @@ class Gatherer:
             if flat.pending.done:
                 flat.pending.wait()
             else:
-                with self._waits.waiting("transfers" if isinstance(flat.pending, Arrival) else "collectives"):
+                with self._waits.waiting("transfers" if flat.param_store is not None else "collectives"):
                     flat.pending.wait()
             flat.pending = None
             buffer = self._buffer_of.get(id(flat))
@@ -185,11 +158,12 @@ class Gatherer:
                 assert flat.shard is not None
                 flat.pending = self._collectives.all_gather(buffer.tensor, flat.shard)
                 return
+            # First this rank's slice, then everyone's. Streams wait here, and the host only for a disk that is behind:
+            # the gather is issued now and not when the slice happens to come, so that all ranks keep one order.
             own = buffer.tensor[flat.own.start : flat.own.stop]
-            arrival = Arrival(flat.param_store.fetch(0, own), self._lane, self._collectives, buffer.tensor, own)
-            if self._device.type == "cuda" and flat.param_store.tier.addressable:
-                arrival.advance()  # only streams wait here
-            flat.pending = arrival
+            with self._waits.waiting_host("transfers"):
+                flat.param_store.fetch(0, own).wait()
+            flat.pending = self._collectives.all_gather(buffer.tensor, own)
 
     def refresh(self, unit: Unit) -> None:
         """After an update: spread the owned slices of resident parameters to the other ranks."""

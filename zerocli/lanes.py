@@ -78,6 +78,14 @@ class Waits:
             yield
             self._seconds[cause] += time.perf_counter() - began
 
+    @contextlib.contextmanager
+    def waiting_host(self, cause: str) -> Iterator[None]:
+        """Charge the time the body holds up the host, where the host is what computes; beside a GPU it runs ahead."""
+        began = time.perf_counter()
+        yield
+        if not self._cuda:
+            self._seconds[cause] += time.perf_counter() - began
+
     def add(self, cause: str, seconds: float) -> None:
         self._seconds[cause] += seconds
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -62,7 +61,7 @@ class Flat:
 
     buffer: torch.Tensor | None = None
     """What the parameters are views of at the moment; None while they are released."""
-    pending: Pending | Any | None = None
+    pending: Pending | None = None
     """A gather into `buffer` that is under way."""
 
     @property

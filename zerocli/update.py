@@ -116,7 +116,7 @@ class Updater:
 
     def pump(self, flat: Flat | None = None) -> None:
         """Issue the update up to and with this flat's, or all that is left; nothing to do if that was issued."""
-        if flat is not None and id(flat) not in self._left:
+        if flat is not None and not self.owes(flat):
             return
         while self._at < len(self._jobs) + LEAD:
             i = self._at
@@ -135,6 +135,10 @@ class Updater:
                     return
         if flat is None or not self._left:
             self._jobs, self._at = [], LEAD
+
+    def owes(self, flat: Flat) -> bool:
+        """Whether the flat's update has not been issued to its end."""
+        return id(flat) in self._left
 
     def _close(self, flat: Flat) -> None:
         flat.written = Mark(self._device)
@@ -269,8 +273,8 @@ class Updater:
             grad = scratch[: grad.numel()].copy_(grad)
         if grad.is_cuda:
             return grad, values.grad_scale
-        # The CPU kernel is a fifth slower when it scales, and dividing costs more than a product; the piece is in cache,
-        # and the host may see the scale.
+        # The CPU kernel is a fifth slower when it scales, and a quotient costs more than a product; the piece is in
+        # cache, and the host may see the scale.
         return (grad if values.grad_scale == 1 else grad.mul_(1 / values.grad_scale)), None
 
 

@@ -1,0 +1,149 @@
+"""`Mover`: brings what lies on a slow tier into host memory ahead of its use.
+
+Bytes go in two hops: from the disk into a cache in host memory, as far ahead as its budget reaches, and from there to
+the device when a buffer is free for them. The order of use is known, so what is used furthest ahead makes room: no
+other choice reads the disk less often. What is written goes to the disk and to the copy alike, so that a copy is
+never stale, and what was written shortly before it is read need not come from the disk at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from offload.store import Store
+from tiers.base import Block, Tier, round_up
+from tiers.errors import TierFull
+from tiers.transfer import JointTransfer, Transfer
+
+NEVER = 1 << 60
+"""Place in the order of use of what is not in it."""
+
+
+@dataclass(eq=False)
+class Copy:
+    """The copy of a store in host memory."""
+
+    block: Block
+    valid: int = 0
+    """Elements, from the first, that are what the store holds."""
+    arriving: Transfer | None = None
+    """The read from the store's own tier that fills it."""
+
+
+class Mover:
+    """A cache of stores in host memory, at most `budget` bytes of it; `open_cache` gives the tier it lives on."""
+
+    def __init__(self, budget: int, open_cache: Callable[[int], Tier]) -> None:
+        self.budget = budget
+        self._open_cache = open_cache
+        self._cache: Tier | None = None
+        self._next_use: dict[StagedStore, int] = {}
+        self._copies: dict[StagedStore, Copy] = {}
+
+    @property
+    def cache(self) -> Tier:
+        if self._cache is None:
+            self._cache = self._open_cache(self.budget)
+        return self._cache
+
+    def expect(self, uses: Iterable[tuple[StagedStore, bool]]) -> None:
+        """Take the order of the next uses, and start reading ahead those that may be read now, the soonest first.
+
+        A store that may not be read yet is going to be written before its use; it gets its copy then.
+        """
+        self._next_use = {}
+        readable: dict[StagedStore, None] = {}
+        for at, (store, now) in enumerate(uses):
+            if store not in self._next_use:
+                self._next_use[store] = at
+                if now and store not in self._copies:
+                    readable[store] = None
+        for store in readable:
+            copy = self.admit(store)
+            if copy is None:
+                return  # what comes later has no better claim
+            copy.arriving = store.read_ahead(self.cache.view(copy.block))
+            copy.valid = store.numel
+
+    def copy_of(self, store: StagedStore) -> Copy | None:
+        """Return the store's copy, arrived; one whose reading failed is gone: whoever reads the store hears why."""
+        copy = self._copies.get(store)
+        if copy is not None and copy.arriving is not None:
+            try:
+                copy.arriving.settle()
+                copy.arriving = None
+            except Exception:
+                copy.arriving = None
+                self._evict(store)
+                return None
+        return copy
+
+    def admit(self, store: StagedStore) -> Copy | None:
+        """Return an empty copy for the store, in place of any that are used further ahead; None if there is no room."""
+        needed = round_up(store.nbytes, self.cache.alignment)
+        while needed + sum(copy.block.reserved for copy in self._copies.values()) > self.budget:
+            victim = max(self._idle(), key=self._place, default=None)
+            if victim is None or self._place(victim) <= self._place(store):
+                return None
+            self._evict(victim)
+        # A freed block counts until the last copy out of it has passed: waiting for that would stop the host.
+        if self.cache.used + needed > self.budget:
+            return None
+        try:
+            copy = self._copies[store] = Copy(self.cache.allocate(store.nbytes))
+        except TierFull:  # in pieces too small, or the host has less than the budget
+            return None
+        return copy
+
+    def close(self) -> None:
+        """End all reading ahead; the copies are gone, the stores stay."""
+        for store in list(self._copies):
+            self.copy_of(store)
+        self._copies.clear()
+
+    def _idle(self) -> list[StagedStore]:
+        return [store for store, copy in self._copies.items() if copy.arriving is None or copy.arriving.done]
+
+    def _place(self, store: StagedStore) -> int:
+        return self._next_use.get(store, NEVER)
+
+    def _evict(self, store: StagedStore) -> None:
+        copy = self._copies.pop(store)
+        self.cache.free(copy.block)
+
+
+class StagedStore(Store):
+    """A store on a slow tier, of which a mover may keep a copy in host memory."""
+
+    def __init__(
+        self, mover: Mover, tier: Tier, kind: str, numel: int, dtype: torch.dtype, traffic: Counter[str]
+    ) -> None:
+        super().__init__(tier, kind, numel, dtype, traffic)
+        self._mover = mover
+
+    def put(self, start: int, source: torch.Tensor) -> Transfer:
+        written = super().put(start, source)
+        copy = self._mover.copy_of(self)
+        if copy is None and start == 0:
+            copy = self._mover.admit(self)
+        if copy is None or start > copy.valid:  # no copy, or a hole before this part
+            return written
+        copy.valid = max(copy.valid, start + source.numel())
+        kept = self._mover.cache.write(copy.block, source, start * self.dtype.itemsize)
+        return self._track(JointTransfer((written, kept)))
+
+    def fetch(self, start: int, target: torch.Tensor) -> Transfer:
+        copy = self._mover.copy_of(self)
+        if copy is None or start + target.numel() > copy.valid:
+            return super().fetch(start, target)
+        self._traffic[f"{self.kind} read"] += target.nbytes
+        return self._track(self._mover.cache.read(copy.block, target, start * self.dtype.itemsize))
+
+    def read_ahead(self, memory: torch.Tensor) -> Transfer:
+        """Start reading the whole store into host memory."""
+        self._traffic[f"{self.kind} staged"] += self.nbytes
+        return self._track(self.tier.read(self._block, memory[: self.nbytes]))

@@ -1,0 +1,152 @@
+"""Laws of reading ahead: what is fetched is what was last put, within the budget, from the disk as seldom as can be."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_offload import NVME, Tardy
+from test_traffic_and_memory import BLOCK_NUMEL, WIDTH, Deep
+from toys import train_uneven
+
+import zerocli
+from offload.mover import Mover, StagedStore
+from tiers.dram import DramTier
+from tiers.errors import TierError
+from tiers.transfer import Transfer
+
+PAGE = 4096
+
+
+class Disk(Tardy):
+    """A slow tier without an address, whose transfers finish in any order; it can be told to fail."""
+
+    name = "disk"
+    addressable = False
+    failing = False
+
+    def _read(self, handle, target, offset, after):
+        if self.failing:
+            raise TierError("the disk is gone", tier=self.name)
+        return super()._read(handle, target, offset, after)
+
+
+def make(sizes: list[int], budget: int) -> tuple[list[StagedStore], Mover, Counter]:
+    disk, traffic = Disk(1 << 26, pin=False), Counter()
+    mover = Mover(budget, lambda nbytes: DramTier(nbytes, pin=False))
+    stores = [StagedStore(mover, disk, "parameters", size, torch.int32, traffic) for size in sizes]
+    for number, store in enumerate(stores):
+        store.put(0, torch.full((store.numel,), number, dtype=torch.int32)).synchronize()
+    return stores, mover, traffic
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_fetch_gives_what_was_last_put(seed):
+    dice = random.Random(seed)
+    stores, mover, _ = make([dice.randrange(1, 3000) for _ in range(6)], dice.choice([0, 9000, 3 * PAGE, 1 << 20]))
+    truth = [torch.full((store.numel,), number, dtype=torch.int32) for number, store in enumerate(stores)]
+    fetched: list[tuple[torch.Tensor, torch.Tensor, Transfer]] = []
+    for turn in range(300):
+        number = dice.randrange(6)
+        start = dice.randrange(stores[number].numel)
+        stop = dice.randrange(start, stores[number].numel) + 1
+        deed = dice.randrange(3)
+        if deed == 0:
+            source = torch.full((stop - start,), turn + 10, dtype=torch.int32)
+            truth[number][start:stop] = source
+            put = stores[number].put(start, source)
+            if dice.random() < 0.5:
+                put.wait()
+        elif deed == 1:
+            target = torch.empty(stop - start, dtype=torch.int32)
+            fetched.append((target, truth[number][start:stop].clone(), stores[number].fetch(start, target)))
+        else:
+            mover.expect([(stores[n], dice.random() < 0.7) for n in dice.choices(range(6), k=4)])
+            assert mover.cache.used <= mover.budget
+    for target, expected, transfer in fetched:
+        transfer.synchronize()
+        assert torch.equal(target, expected)
+
+
+def test_the_furthest_next_use_makes_room():
+    stores, mover, traffic = make([1024] * 5, 3 * PAGE)
+    uses = [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]  # a forward and a backward
+    for at, number in enumerate(uses):
+        mover.expect([(stores[n], True) for n in uses[at:] + uses[:at]])
+        target = torch.empty(1024, dtype=torch.int32)
+        stores[number].fetch(0, target).synchronize()
+        assert torch.equal(target, torch.full((1024,), number, dtype=torch.int32))
+    # Before the first use 3 of 5 are in memory. Forward brings in two, each for the one that is used last again (0,
+    # then 1), and backward those two: by any order of eviction at least four, of ten uses.
+    already = 3
+    assert traffic["parameters staged"] <= (already + 4) * PAGE
+
+
+def test_a_failed_read_ahead_is_heard_by_whoever_fetches():
+    stores, mover, _ = make([1024] * 2, 4 * PAGE)
+    copy = mover.copy_of(stores[0])
+    assert copy is not None  # put left it there
+    mover._evict(stores[0])
+
+    def broken() -> None:
+        raise TierError("half a sector", tier="disk")
+
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        bad = mover.admit(stores[0])
+        assert bad is not None
+        bad.valid, bad.arriving = stores[0].numel, Transfer(PAGE, future=pool.submit(broken), tier="disk")
+    stores[0].tier.failing = True
+    with pytest.raises(TierError, match="the disk is gone"):
+        stores[0].fetch(0, torch.empty(1024, dtype=torch.int32))
+    stores[0].tier.failing = False
+    target = torch.empty(1024, dtype=torch.int32)
+    stores[0].fetch(0, target).synchronize()
+    assert torch.equal(target, torch.zeros(1024, dtype=torch.int32))
+
+
+def _losses(settings: dict) -> list[float]:
+    return train_uneven(steps=6, stage=3, **settings)
+
+
+@pytest.mark.parametrize("staging", [1, 20_000, 1 << 20])
+def test_staging_never_changes_a_loss(tmp_path, staging):
+    away = {"offload": "params=nvme", "nvme_path": (str(tmp_path),), "staging_nbytes": staging, **NVME}
+    for world in (1, 2):
+        for variant in ({}, {"precision": "bf16", "accumulate": 2}):
+            assert run_ranks(world, _losses, away | variant) == run_ranks(world, _losses, variant), variant
+
+
+def _staged(folder: str, layers: int, blocks_of_room: int) -> list[tuple[Counter, int]]:
+    torch.manual_seed(0)
+    model = Deep(layers)
+    room = blocks_of_room * (2 * BLOCK_NUMEL + PAGE)
+    settings = {"offload": "params=nvme", "nvme_path": (folder,), "staging_nbytes": room, **NVME}
+    engine = zerocli.shard(model, stage=3, precision="bf16", **settings)
+    seen = []
+    for _ in range(4):
+        engine.tiers.traffic.clear()
+        engine.backward(model(torch.randn(4, WIDTH)))
+        engine.step()
+        engine.updater.pump()
+        seen.append((Counter(engine.tiers.traffic), engine.mover.cache.peak))
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("layers", [4, 8, 16])
+def test_reading_ahead_stays_within_its_budget_and_spares_the_disk(tmp_path, layers):
+    room = 5
+    seen = _staged(str(tmp_path), layers, room)
+    padded = sum(flat.layout.total for flat in zerocli.shard(Deep(layers), stage=3).flats())
+    for moved, peak in seen[1:]:
+        assert moved["parameters read"] == 2 * 2 * padded
+        assert peak <= room * (2 * BLOCK_NUMEL + PAGE)
+        if layers < room:
+            assert moved["parameters staged"] == 0  # all of it fits, and every write kept its copy
+        else:
+            assert 0 < moved["parameters staged"] < 2 * 2 * padded
