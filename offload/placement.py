@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 
 HBM = "hbm"
 KINDS = ("parameters", "gradients", "optimizer")
+ACTIVATIONS = "activations"
+"""The checkpoints of blocks that are recomputed: no stage partitions them, and any may leave the device."""
 _KIND_WORDS = {"params": "parameters", "parameters": "parameters", "grads": "gradients", "gradients": "gradients"} | {
     "optimizer": "optimizer",
     "optim": "optimizer",
+    ACTIVATIONS: ACTIVATIONS,
 }
 _TIER_WORDS = {"cpu": "dram"}
 
@@ -40,7 +43,7 @@ class Placement:
     @property
     def tiers(self) -> tuple[str, ...]:
         """The tiers other than the device that anything may go to."""
-        names = [share.tier for kind in KINDS for share in self.of(kind) if share.tier != HBM]
+        names = [share.tier for kind in (*KINDS, ACTIVATIONS) for share in self.of(kind) if share.tier != HBM]
         return tuple(dict.fromkeys(names))
 
 
@@ -49,7 +52,7 @@ def parse_placement(
 ) -> Placement:
     """Return the placement that `text` asks for; ValueError says what is wrong with it.
 
-    `partitioned` are the kinds that may leave the device: what every rank holds whole stays where it computes.
+    `partitioned` are the model states that may leave the device: what every rank holds whole stays where it computes.
     """
     text = text.strip()
     if text in ("", "none", HBM):
@@ -67,7 +70,7 @@ def parse_placement(
         if kind in shares:
             raise ValueError(f"--offload {text!r}: {kind} is placed twice")
         shares[kind] = tuple(_share(text, place, known_tiers, parse_bytes) for place in places.split("+"))
-        if kind not in partitioned and any(share.tier != HBM for share in shares[kind]):
+        if kind not in (*partitioned, ACTIVATIONS) and any(share.tier != HBM for share in shares[kind]):
             raise ValueError(
                 f"--offload {text!r}: this stage does not partition {kind}, so every rank needs them on its device"
             )

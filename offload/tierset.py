@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offload.placement import HBM, Placement
+import torch
+
+from offload.placement import ACTIVATIONS, HBM, Placement
 from tiers.base import Tier
 from tiers.limits import read_limits
 from tiers.registry import open_tier
@@ -18,8 +20,13 @@ class TierSet:
     """Opens tiers by name; what ranks of one node share (host memory, disks) is divided among them."""
 
     def __init__(
-        self, ranks_per_node: int, nvme_path: Sequence[str] = (), options: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        ranks_per_node: int,
+        device: torch.device,
+        nvme_path: Sequence[str] = (),
+        options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
+        self._device = device
         self._ranks_per_node = ranks_per_node
         self._nvme_path = tuple(nvme_path)
         self._options = dict(options or {})
@@ -31,13 +38,15 @@ class TierSet:
         """Return the tier for a kind of state, opening it the first time.
 
         Parameters have a tier object, and so a queue, of their own: the next forward's must not stand behind all the
-        states that are on their way to be updated.
+        states that are on their way to be updated. So have activations.
         """
-        key = (name, kind if kind == "parameters" else "states")
+        key = (name, kind if kind in ("parameters", ACTIVATIONS) else "states")
         if key not in self._open:
             options: dict[str, Any] = dict(self._options.get(name, {}))
             if name == "nvme":
                 options.setdefault("paths", self._nvme_path or (os.getcwd(),))
+            elif name == HBM:
+                options.setdefault("device", self._device)
             elif name == "dram":
                 options.setdefault("capacity", self.available(name))
             self._open[key] = open_tier(name, **options)

@@ -52,6 +52,13 @@ class Collectives:
         self._async = device.type == "cpu"
         self.nbytes: Counter[str] = Counter()
 
+    @classmethod
+    def alone(cls, device: torch.device) -> Collectives:
+        """Return the collectives of a group that is this rank and no other."""
+        made = cls(None, device)
+        made.rank, made.world = 0, 1
+        return made
+
     def _pending(self, work: dist.Work | None) -> Pending:
         return Pending(work if self._async else None, None if self._async else self.mark())
 

@@ -125,7 +125,10 @@ class ActivationsConfig:
     """What becomes of activations between forward and backward."""
 
     policy: str = setting("keep", choices=("keep", "recompute"))
-    """Keep them, or keep each block's input and recompute the rest."""
+    """Keep them, or keep each block's input (its checkpoint) and recompute the rest; `--offload activations=TIER` says
+    where checkpoints rest, and means recompute."""
+    partition: bool = setting(True)
+    """Whether tensor-parallel ranks, which have equal checkpoints, each keep a part of them (Pa)."""
 
 
 @dataclass(frozen=True)
@@ -176,12 +179,32 @@ class ParallelConfig:
     """Ranks that split each layer between them (tensor parallel); they divide `ranks`."""
 
 
+PRESETS: dict[str, dict[str, object]] = {
+    f"C{number}": {
+        "zero.stage": stage,
+        "activations.policy": "recompute",
+        "activations.partition": partition,
+        "offload.placement": placement,
+    }
+    for number, stage, partition, placement in (
+        (1, 1, False, ""),
+        (2, 1, True, ""),
+        (3, 2, False, ""),
+        (4, 2, True, ""),
+        (5, 2, True, "activations=cpu"),
+    )
+}
+"""The ZeRO paper's configurations. Constant buffers and contiguous arenas (CB, MD) are always there."""
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything a run is made of."""
 
     name: str = setting("unnamed", form=re.compile(r"\w[\w.-]*"), example="my-model")
     """What the run is called: letters, digits, `.`, `_` and `-`."""
+    preset: str = setting("", choices=("", *PRESETS))
+    """C1 to C5 of the ZeRO paper: sets stage, activations and offload together; keys that come after it go first."""
     model: ModelConfig = ModelConfig()
     """The model's shape."""
     train: TrainConfig = TrainConfig()
@@ -204,7 +227,7 @@ class Config:
 
 SECTIONS: dict[str, type] = {f.name: f.type for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}  # type: ignore[misc]
 # Dotted key, as in files, to field: `checkpoint.async` to async_, which Python keeps the bare word from.
-FIELDS: dict[str, dataclasses.Field] = {"name": dataclasses.fields(Config)[0]} | {
+FIELDS: dict[str, dataclasses.Field] = {field.name: field for field in dataclasses.fields(Config)[:2]} | {
     f"{section}.{field.name.rstrip('_')}": field
     for section, kind in SECTIONS.items()
     for field in dataclasses.fields(kind)
@@ -274,6 +297,9 @@ class _Draft:
             self.values[key] = _convert(field, value, raw)
             self.places.pop(key, None)  # the newest stands last
             self.places[key] = place
+            if key == "preset":
+                for preset_key, preset_value in PRESETS.get(str(value), {}).items():
+                    self.add(preset_key, preset_value, place)
         except (ValueError, OverflowError) as error:
             self.problems.append(Problem(place, f"{_short(key)} {error}"))
             self.bad.add(key)
@@ -303,7 +329,7 @@ def _build(values: Mapping[str, Any]) -> Config:
     for section, kind in SECTIONS.items():
         given = {k: v for k, v in values.items() if k.startswith(section + ".")}
         sections[section] = kind(**{FIELDS[key].name: value for key, value in given.items()})
-    return Config(name=values.get("name", "unnamed"), **sections)
+    return Config(name=values.get("name", "unnamed"), preset=values.get("preset", ""), **sections)
 
 
 def _short(key: str) -> str:
@@ -478,9 +504,9 @@ def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ..
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the config as JSON-able values, keys as in files; `from_dict` gives the same config back."""
-    made: dict[str, Any] = {"name": config.name} | {section: {} for section in SECTIONS}
+    made: dict[str, Any] = {"name": config.name, "preset": config.preset} | {section: {} for section in SECTIONS}
     for key in FIELDS:
-        if key != "name":
+        if "." in key:
             value = _get(config, key)
             plain = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
             made[key.partition(".")[0]][_short(key)] = plain

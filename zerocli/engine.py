@@ -15,14 +15,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from offload import KINDS, parse_placement, per_rank
+from offload import ACTIVATIONS, HBM, KINDS, parse_placement, per_rank
 from offload.mover import Mover, StagedStore
+from offload.stack import Stack
 from offload.tierset import TierSet
 from tiers.registry import available
 from zerocli import states
+from zerocli.activations import Activations
 from zerocli.build import Builder
 from zerocli.comm import Collectives
 from zerocli.gather import Gatherer
@@ -100,7 +102,11 @@ class Engine:
         away = any(flat.away for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
         self.updater = Updater(self.optimizer, self.groups, self.device, on_cpu, self._chunk)
-        recomputed = repeated_blocks(self.units) if settings.recompute else []
+        recompute = settings.recompute or ACTIVATIONS in self.placement.shares
+        recomputed = repeated_blocks(self.units) if recompute else []
+        shares = self.placement.of(ACTIVATIONS)
+        stack = Stack(lambda name: self.tiers.open(name, ACTIVATIONS), shares, len(recomputed), self.tiers.traffic)
+        self.activations = Activations(stack, Collectives.alone(self.device), self.device, self.waits)
         for unit in self.units:
             self._wrap_forward(unit, recompute=unit in recomputed)
         self.collectives.take_nbytes()
@@ -113,7 +119,7 @@ class Engine:
         placement = parse_placement(settings.offload, partitioned, available(), parse_bytes)
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         self.placement = per_rank(placement, local_world)
-        self.tiers = TierSet(local_world, settings.nvme_path, settings.tier_options)
+        self.tiers = TierSet(local_world, self.device, settings.nvme_path, settings.tier_options)
         self.mover = Mover(settings.staging_nbytes, self.tiers.open_cache)
         self._chunk = stream_chunk(settings.staging_nbytes, len(self.optimizer.state_names))
         names = self.optimizer.state_names
@@ -142,15 +148,18 @@ class Engine:
     def _recomputed(self, unit: Unit, body: Callable[..., Any]) -> Callable[..., Any]:
         """Return `body` with only its input kept for backward, where it runs again."""
 
-        def inner(*args: Any, **kwargs: Any) -> Any:
+        def inner(spec: TreeSpec, *leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, spec)
             self.gatherer.need(unit)
             with self.gatherer.pinned(unit), self.gatherer.saving():  # inside the checkpoint's own hooks
                 return body(*args, **kwargs)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            leaves, spec = tree_flatten((args, kwargs))
+            if not torch.is_grad_enabled() or not self.activations.takes(unit.name, leaves):
                 return body(*args, **kwargs)
-            return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+            with self.activations.keeping(unit.name, leaves):
+                return checkpoint(inner, spec, *leaves, use_reentrant=False)
 
         return outer
 
@@ -247,6 +256,7 @@ class Engine:
             self._open_inputs.clear()
             self.gatherer.settle(quietly=True)
             self._micro = 0
+            self.activations.settle()
             raise
         self._backward_units.clear()
         self.gatherer.settle()
@@ -337,9 +347,9 @@ class Engine:
         self.tiers.close()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes this rank holds on its device, by category; activations are not among them."""
+        """Return the bytes this rank holds on its device, by category; of activations the checkpoints' arena alone."""
         seen: dict[int, str] = {}
-        nbytes = dict.fromkeys(("parameters", "gradients", "optimizer_states", "gathered", "buffers"), 0)
+        nbytes = dict.fromkeys(("parameters", "gradients", "optimizer_states", "gathered", "activations", "buffers"), 0)
 
         def count(category: str, tensor: torch.Tensor | None) -> None:
             if tensor is not None and tensor.numel():
@@ -359,6 +369,7 @@ class Engine:
         for buffer in self.model.buffers():
             count("buffers", buffer)
         nbytes["gathered"] = self.gatherer.nbytes
+        nbytes["activations"] = self.activations.stack.nbytes().get(HBM, 0)
         nbytes["buffers"] += self.reducer.nbytes + self.updater.nbytes.get(self.device.type, 0)
         return nbytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zerocli.stage import stage as stage_of
 
-CATEGORIES = ("parameters", "gradients", "optimizer_states", "gathered", "buffers")
+CATEGORIES = ("parameters", "gradients", "optimizer_states", "gathered", "activations", "buffers")
 
 
 def model_states(

@@ -31,7 +31,10 @@ class Settings:
     """Largest global gradient norm."""
     units: UnitChoice = None
     recompute: bool = False
-    """Keep only each repeated block's input for backward, and run its forward again there."""
+    """Keep only each repeated block's input for backward, and run its forward again there; so does a placement of
+    `activations` in `offload`, which says where the inputs rest."""
+    partition_activations: bool = True
+    """Whether tensor-parallel ranks, which have equal inputs, each keep a part of them."""
     compile: bool = False
     """torch.compile each unit but the rest."""
     seed: int = 0

@@ -134,6 +134,7 @@ def make_engine(config: Config, **changes: Any) -> Engine:
         clip=config.train.clip or None,
         units=units,
         recompute=config.activations.policy == "recompute",
+        partition_activations=config.activations.partition,
         compile=config.model.compile,
         seed=config.train.seed,
         bucket_nbytes=config.zero.bucket,

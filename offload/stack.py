@@ -1,0 +1,188 @@
+"""`Stack`: arrays that are written in one order and wanted back in the reverse, spread over tiers with budgets.
+
+Where they rest is decided once: one contiguous arena a tier, cut into equal slots, taken in the order of the placement.
+Memory is then constant, and long-lived arrays never lie between short-lived ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.placement import HBM, Share
+from tiers.base import Block, Tier, as_bytes, round_up
+from tiers.errors import TierFull
+from tiers.transfer import Transfer
+
+IN_FLIGHT = 2
+"""Arrays that may be on the device because they are still being written."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """Room for one array on a tier."""
+
+    tier: Tier
+    block: Block
+    offset: int
+    nbytes: int
+    near: bool
+    """Whether it is memory of the device that computes."""
+    taken: bool = False
+
+    def view(self, nbytes: int) -> torch.Tensor:
+        return self.tier.view(self.block)[self.offset : self.offset + nbytes]
+
+
+class Saved:
+    """One array of the stack; its slot is free again when nobody holds this any more."""
+
+    def __init__(self, slot: Slot, source: torch.Tensor) -> None:
+        self.slot, self.numel, self.dtype = slot, source.numel(), source.dtype
+        self._source: torch.Tensor | None = None
+        self._write: Transfer | None = None
+        slot.taken = True
+        if slot.near:
+            slot.view(source.nbytes).copy_(as_bytes(source))
+        else:
+            self._source = source
+            self._write = slot.tier.write(slot.block, source, slot.offset)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def held(self) -> torch.Tensor | None:
+        """Return the array where it needs no transfer: it rests on the device, or is still being written from it."""
+        if self.slot.near:
+            return self.slot.view(self.nbytes).view(self.dtype)
+        return self._source
+
+    def fetch(self, target: torch.Tensor) -> Transfer:
+        """Start filling `target`, after the caller's current stream."""
+        return self.slot.tier.read(self.slot.block, target, self.slot.offset)
+
+    def let_go(self) -> None:
+        """Keep the array on its tier alone, once it is there; raise if it could not be written."""
+        self._source = None
+        if self._write is not None:
+            write, self._write = self._write, None
+            write.wait()
+
+    def __del__(self) -> None:
+        self._source = None
+        self.slot.taken = False
+        if self._write is not None and self._write.event is not None:
+            self._write.wait()  # a copy on a stream holds its source until somebody has waited for it
+
+
+class Stack:
+    """Places arrays by `shares`, first come first placed; `expected` of one size are expected to be alive at once."""
+
+    def __init__(
+        self, open_tier: Callable[[str], Tier], shares: Sequence[Share], expected: int, traffic: Counter[str]
+    ) -> None:
+        self._open_tier, self._shares, self._expected = open_tier, tuple(shares), max(1, expected)
+        self._traffic = traffic
+        self._slots: list[Slot] = []
+        self._used: Counter[str] = Counter()
+        self._in_flight: deque[weakref.ref[Saved]] = deque()
+        self.notes: list[str] = []
+        """What was decided while placing, a line each."""
+
+    def push(self, source: torch.Tensor) -> Saved:
+        """Take a contiguous array; it is written while the caller goes on, and must not be changed meanwhile."""
+        self._settle(IN_FLIGHT - 1)  # backpressure: the caller waits for the tier, memory does not grow
+        slot = self._take(source.nbytes)
+        saved = Saved(slot, source)
+        if not slot.near:
+            self._in_flight.append(weakref.ref(saved))
+            self._traffic["activations written"] += source.nbytes
+        return saved
+
+    def fetch(self, saved: Saved, target: torch.Tensor) -> Transfer:
+        """Start bringing an array back."""
+        self._traffic["activations read"] += target.nbytes
+        return saved.fetch(target)
+
+    def settle(self) -> None:
+        """Wait for what is still being written, and hold none of it on the device."""
+        self._settle(0)
+
+    def _settle(self, left: int) -> None:
+        while len(self._in_flight) > left:
+            saved = self._in_flight.popleft()()
+            if saved is not None:
+                saved.let_go()
+
+    @property
+    def in_flight_nbytes(self) -> int:
+        """Bytes that are on the device only because they are still being written."""
+        alive = [saved for ref in self._in_flight if (saved := ref()) is not None]
+        return sum(saved.nbytes for saved in alive if saved.held() is not None)
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes of the arenas by tier."""
+        return dict(self._used)
+
+    # -- slots -----------------------------------------------------------------------------------------------------
+
+    def _take(self, nbytes: int) -> Slot:
+        for slot in self._slots:
+            if not slot.taken and slot.nbytes >= nbytes:
+                return slot
+        if not any(slot.taken for slot in self._slots):
+            self._drop_arenas()  # a longer batch than any before
+        first = len(self._slots)
+        self._grow(nbytes)
+        return self._slots[first]
+
+    def _drop_arenas(self) -> None:
+        self.settle()
+        for block in {slot.block for slot in self._slots}:
+            block.tier.free(block)
+        self._slots.clear()
+        self._used.clear()
+
+    def _grow(self, nbytes: int) -> None:
+        """Add slots for `expected` arrays: on the first tier until its budget or room ends, then on the next."""
+        left = self._expected
+        for number, share in enumerate(self._shares):
+            tier = self._open_tier(share.tier)
+            each = round_up(max(nbytes, 1), tier.alignment)
+            count = left
+            if share.budget is not None:
+                count = min(count, max(0, share.budget - self._used[share.tier]) // each)
+            last = number + 1 == len(self._shares)
+            if last and count < left:
+                raise TierFull(
+                    tier=share.tier,
+                    needed=left * each,
+                    available=(share.budget or 0) - self._used[share.tier],
+                    reason="the budget of activations",
+                    hint="give it a larger budget, or name another tier after it: activations=cpu+nvme",
+                )
+            left -= self._add(share.tier, tier, each, count, last)
+            if left == 0:
+                return
+
+    def _add(self, name: str, tier: Tier, each: int, count: int, last: bool) -> int:
+        """Add up to `count` slots of one arena, as many as there is room for; all of them or an error if `last`."""
+        while count > 0:
+            try:
+                block = tier.allocate(count * each)
+            except TierFull as full:
+                if last:
+                    raise
+                fewer = min(count - 1, (full.available or 0) // each)
+                self.notes.append(f"{name} has room for {fewer} of {count} checkpoints of {each} bytes; others go on")
+                count = fewer
+                continue
+            self._used[name] += count * each
+            self._slots += [Slot(tier, block, i * each, each, name == HBM) for i in range(count)]
+            return count
+        return 0
