@@ -1,0 +1,61 @@
+"""The laws of activation checkpoints where copies really run beside compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_gpu import WIDTH, Stack, _train, run_without_waiting
+
+import zerocli
+
+pytestmark = pytest.mark.gpu
+WAYS = ["activations=hbm", "activations=cpu", "activations=nvme", "activations=hbm:1MiB+cpu:256KiB+nvme"]
+
+
+def test_checkpoints_never_change_a_loss_on_a_gpu(tmp_path):
+    for precision in ("fp32", "bf16"):
+        common = {"precision": precision, "nvme_path": (str(tmp_path),)}
+        kept = _train(3, common)
+        assert _train(3, common | {"recompute": True}) == kept
+        for text in WAYS:
+            for seed in (None, 1, 2):
+                assert _train(3, common | {"offload": text}, seed) == kept, (text, seed)
+    states = {"offload": "params=cpu,grads=cpu,optimizer=cpu,activations=cpu", "update": "stream"}
+    assert _train(3, common | states, 3) == kept
+
+
+def test_two_ranks_share_a_gpu_and_offload_checkpoints():
+    kept = run_ranks(2, _train, 3, {"precision": "bf16"})
+    for seed in (None, 1):
+        assert run_ranks(2, _train, 3, {"precision": "bf16", "offload": "activations=cpu"}, seed) == kept
+
+
+def test_checkpoints_on_the_host_never_make_the_host_wait():
+    run_without_waiting(offload="activations=cpu")
+    run_without_waiting(recompute=True)
+
+
+def test_checkpoints_leave_the_device():
+    layers, batch, seq = 24, 64, 128
+    checkpoint = batch * seq * WIDTH * 2
+    peaks = {}
+    for text in ("activations=hbm", "activations=cpu"):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.manual_seed(0)
+        engine = zerocli.shard(Stack(layers).cuda(), stage=3, precision="bf16", offload=text)
+        tokens = torch.randint(0, 97, (batch, seq), device="cuda")
+        for step in range(3):
+            if step == 1:
+                torch.cuda.reset_peak_memory_stats()
+            engine.backward(engine(tokens))
+            engine.step()
+        torch.cuda.synchronize()
+        peaks[text] = torch.cuda.max_memory_allocated() - before
+        limit = layers if text.endswith("hbm") else 2
+        assert engine.activations.peak_nbytes <= limit * checkpoint
+        engine.close()
+        del engine
+    saved = peaks["activations=hbm"] - peaks["activations=cpu"]
+    assert saved >= (layers - 3) * checkpoint, (saved / checkpoint, peaks)
