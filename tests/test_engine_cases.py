@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -380,3 +383,17 @@ def test_misuse_is_named():
     with pytest.raises(ValueError, match="one element"):
         engine.step()
         engine.backward(torch.ones(2, requires_grad=True))
+
+
+@pytest.mark.parametrize("settings", [{}, {"stage": 2}, {"recompute": True}, {"offload": "activations=cpu"}], ids=str)
+def test_an_engine_that_nobody_holds_is_gone(settings):
+    """Its memory too: a parameter's hook, which the collector cannot see into, must not keep it."""
+    from test_activations import make, train
+
+    engine = make(2, **settings)
+    train(engine, 1)
+    engine.close()
+    seen = weakref.ref(engine), weakref.ref(engine.units[1].flats[0])
+    del engine
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]

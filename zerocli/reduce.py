@@ -8,6 +8,7 @@ are freed. Every rank launches the units in one order, so ranks that use differe
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -140,19 +141,25 @@ class Reducer:
             arrived.clear()
 
     def _hook(self, flat: Flat, index: int) -> Callable[[nn.Parameter], None]:
+        # Python's collector does not see into a parameter's hooks: one that held us would keep all of it for good.
+        reducer, place = weakref.ref(self), self._flats.index(flat)
+
         def accumulated(parameter: nn.Parameter) -> None:
-            if not self.active:
-                raise RuntimeError(
-                    "gradients arrived outside engine.backward(loss): call it instead of loss.backward()"
-                )
-            arrived = self._arrived[id(flat)]
-            arrived.add(index)
-            if flat.grad_full is not None:
-                self._keep(flat, index, parameter)
-            if self._eager and len(arrived) == len(flat.parameters):
-                self.complete(flat)
+            alive = reducer()
+            if alive is not None:
+                alive._accumulated(alive._flats[place], index, parameter)
 
         return accumulated
+
+    def _accumulated(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
+        if not self.active:
+            raise RuntimeError("gradients arrived outside engine.backward(loss): call it instead of loss.backward()")
+        arrived = self._arrived[id(flat)]
+        arrived.add(index)
+        if flat.grad_full is not None:
+            self._keep(flat, index, parameter)
+        if self._eager and len(arrived) == len(flat.parameters):
+            self.complete(flat)
 
     def _keep(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
         """Move a gradient into the whole flat gradient that this rank keeps."""
