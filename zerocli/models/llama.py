@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerocli.models.parts import Decoder, Embedding, Head, Linear, ModelConfig, attend, residual_std
+
+if TYPE_CHECKING:
+    from zerocli.models.parallel import Split
+    from zerocli.tensor_parallel import TensorParallel
 
 
 class Llama(Decoder):
@@ -22,6 +26,16 @@ class Llama(Decoder):
         blocks: list[nn.Module] = [Block(config, rotary) for _ in range(config.layers)]
         tied = embed.weight if config.tie else None
         super().__init__(embed, blocks, Head(_norm(config), config.hidden, config.vocab, tied), seq)
+
+    def tensor_parallel_plan(self, tp: TensorParallel) -> dict[str, Split]:
+        """Return how the blocks are split over ranks: by heads, and by the MLP's width, of which gate and up have one."""
+        from zerocli.models.parallel import Column, Row, split_attention
+
+        width = self.blocks[0].mlp.down.in_features
+        return split_attention(self.blocks[0].attention, tp) | {
+            "blocks.*.mlp.gate_up": Column(tp, width, width),
+            "blocks.*.mlp.down": Row(tp),
+        }
 
 
 class Rotary(nn.Module):

@@ -1,0 +1,193 @@
+"""Styles of tensor parallelism for torch's `parallelize_module`, on plain parameters.
+
+A pair of linear layers is split so that nothing is exchanged between them: the first by its outputs (`Column`), the
+second by its inputs (`Row`). Its two exchanges are conjugate: where `Column`'s input is the same on all ranks its
+gradient is a sum over them, and where `Row`'s output is a sum over the ranks its gradient is the same on all. So a block
+of attention and MLP sums batch x seq x hidden elements twice in forward and twice in backward.
+
+The embedding and the head stay whole on every rank. Their results are the same everywhere without an exchange, the loss
+needs no change, and a tied weight is one weight; the price is their memory and the head's matmuls, once a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from zerocli.tensor_parallel import Cut, TensorParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Split(ParallelStyle):
+    """A style that leaves a module the parts of its parameters that `cuts` names."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        self.tp = tp
+
+    def cuts(self, module: nn.Module) -> dict[str, Cut]:
+        """Return the cut of each parameter of the whole module that is split, by its name there."""
+        return {}
+
+    def extents(self, module: nn.Module) -> dict[str, int]:
+        """Return the numbers that the degree must divide, by what they count."""
+        return {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cuts = self.cuts(module)
+        for name, cut in cuts.items():
+            whole = module._parameters[name]
+            assert whole is not None
+            part = cut.part(whole.detach(), self.tp.rank, self.tp.world)
+            module._parameters[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
+        if cuts and hasattr(module, "reset_parameters"):
+            module.reset_parameters = _reset_of_part(module, cuts, self.tp)  # type: ignore[assignment]
+        return module
+
+
+class Column(Split):
+    """A linear layer split by its outputs; each of `sections`, which lie side by side, by itself."""
+
+    def __init__(self, tp: TensorParallel, *sections: int) -> None:
+        super().__init__(tp)
+        self._sections = sections
+
+    def cuts(self, module: nn.Module) -> dict[str, Cut]:
+        assert isinstance(module, nn.Linear)
+        sections = self._sections or (module.out_features,)
+        named = [(name, p) for name, p in module._parameters.items() if p is not None]
+        return {name: Cut(tuple(p.shape), 0, sections) for name, p in named}
+
+    def extents(self, module: nn.Module) -> dict[str, int]:
+        assert isinstance(module, nn.Linear)
+        return {f"width {i}": length for i, length in enumerate(self._sections or (module.out_features,), 1)}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        assert isinstance(module, nn.Linear)
+        module.out_features //= self.tp.world
+
+        def forward(x: Tensor) -> Tensor:
+            return F.linear(_copy_in(x, self.tp), module.weight, module.bias)
+
+        module.forward = forward  # type: ignore[method-assign]
+        return module
+
+
+class Row(Split):
+    """A linear layer split by its inputs; its bias, which is added once, stays whole."""
+
+    def cuts(self, module: nn.Module) -> dict[str, Cut]:
+        assert isinstance(module, nn.Linear)
+        return {"weight": Cut(tuple(module.weight.shape), 1, (module.in_features,))}
+
+    def extents(self, module: nn.Module) -> dict[str, int]:
+        assert isinstance(module, nn.Linear)
+        return {"width": module.in_features}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        assert isinstance(module, nn.Linear)
+        module.in_features //= self.tp.world
+
+        def forward(x: Tensor) -> Tensor:
+            summed = _sum_out(F.linear(x, module.weight), self.tp)
+            return summed if module.bias is None else summed + module.bias
+
+        module.forward = forward  # type: ignore[method-assign]
+        return module
+
+
+class Heads(Split):
+    """An attention whose heads are divided: `heads` and `kv_heads` count this rank's, and each has its own masks."""
+
+    def extents(self, module: nn.Module) -> dict[str, int]:
+        return {"heads": int(module.heads), "kv_heads": int(module.kv_heads)}  # type: ignore[arg-type]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.heads = module.heads // self.tp.world  # type: ignore[assignment,operator]
+        module.kv_heads = module.kv_heads // self.tp.world  # type: ignore[assignment,operator]
+        module.masks = self.tp.own_masks  # type: ignore[assignment]
+        return module
+
+
+def split_attention(attention: nn.Module, tp: TensorParallel) -> dict[str, Split]:
+    """Return the plan of the blocks' attentions, which are all shaped like this one, by heads.
+
+    Queries, keys and values are one layer's outputs, each section whole heads in order: a rank's run of query heads is
+    the one that shares its run of key and value heads.
+    """
+    heads, kv_heads, size = (int(getattr(attention, name)) for name in ("heads", "kv_heads", "head_dim"))
+    return {
+        "blocks.*.attention": Heads(tp),
+        "blocks.*.attention.qkv": Column(tp, heads * size, kv_heads * size, kv_heads * size),
+        "blocks.*.attention.out": Row(tp),
+    }
+
+
+def _reset_of_part(module: nn.Module, cuts: dict[str, Cut], tp: TensorParallel) -> Callable[[], None]:
+    """Return a `reset_parameters` that fills each part from the whole it is cut from: one module's wholes at a time.
+
+    So a parameter starts with the same values at every degree.
+    """
+    reset = module.reset_parameters
+    assert callable(reset)
+
+    def reset_part() -> None:
+        parts = {name: module._parameters[name] for name in cuts}
+        wholes = {name: nn.Parameter(p.new_empty(cuts[name].shape)) for name, p in parts.items() if p is not None}
+        module._parameters.update(wholes)
+        try:
+            reset()
+        finally:
+            module._parameters.update(parts)
+        with torch.no_grad():
+            for name, whole in wholes.items():
+                module._parameters[name].copy_(cuts[name].part(whole, tp.rank, tp.world))  # type: ignore[union-attr]
+
+    return reset_part
+
+
+class _CopyIn(torch.autograd.Function):
+    """The input of a split by outputs: the same on all ranks, its gradient a sum over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.tp.sum_(grad.contiguous()), None  # fresh from the layer's own backward: nobody else reads it
+
+
+class _SumOut(torch.autograd.Function):
+    """The output of a split by inputs: a sum over the ranks, its gradient the same on all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.mark_dirty(x)
+        return tp.sum_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+# A compiler would count an exchange once, when it traces it, and not each time it runs.
+
+
+@torch.compiler.disable
+def _copy_in(x: Tensor, tp: TensorParallel) -> Tensor:
+    return _CopyIn.apply(x, tp)
+
+
+@torch.compiler.disable
+def _sum_out(x: Tensor, tp: TensorParallel) -> Tensor:
+    return _SumOut.apply(x, tp)
