@@ -144,7 +144,9 @@ def open_axes(
     """Return the data-parallel group and the tensor-parallel mesh; a number makes both out of all ranks. Collective."""
     if not isinstance(tp, int):
         if group is None or tp.ndim != 1:
-            raise ValueError('tp takes one axis of a mesh, beside the other: tp=mesh["tp"], group=mesh["dp"].get_group()')
+            raise ValueError(
+                'tp takes one axis of a mesh, beside the other: tp=mesh["tp"], group=mesh["dp"].get_group()'
+            )
         return group, tp
     if tp < 1:
         raise ValueError(f"tp {tp} is below 1")

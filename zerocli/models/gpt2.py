@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ class GPT2(Decoder):
         """Return how the blocks are split over ranks: by heads, and by the MLP's width."""
         from zerocli.models.parallel import Column, Row, split_attention
 
-        return split_attention(self.blocks[0].attention, tp) | {
+        block: Any = self.blocks[0]
+        return split_attention(block.attention, tp) | {
             "blocks.*.mlp.up": Column(tp),
             "blocks.*.mlp.down": Row(tp),
         }

@@ -28,11 +28,12 @@ class Llama(Decoder):
         super().__init__(embed, blocks, Head(_norm(config), config.hidden, config.vocab, tied), seq)
 
     def tensor_parallel_plan(self, tp: TensorParallel) -> dict[str, Split]:
-        """Return how the blocks are split over ranks: by heads, and by the MLP's width, of which gate and up have one."""
+        """Return how the blocks are split over ranks: by heads, and by the MLP's width, gate and up alike."""
         from zerocli.models.parallel import Column, Row, split_attention
 
-        width = self.blocks[0].mlp.down.in_features
-        return split_attention(self.blocks[0].attention, tp) | {
+        block: Any = self.blocks[0]
+        width = block.mlp.down.in_features
+        return split_attention(block.attention, tp) | {
             "blocks.*.mlp.gate_up": Column(tp, width, width),
             "blocks.*.mlp.down": Row(tp),
         }

@@ -2,8 +2,8 @@
 
 A pair of linear layers is split so that nothing is exchanged between them: the first by its outputs (`Column`), the
 second by its inputs (`Row`). Its two exchanges are conjugate: where `Column`'s input is the same on all ranks its
-gradient is a sum over them, and where `Row`'s output is a sum over the ranks its gradient is the same on all. So a block
-of attention and MLP sums batch x seq x hidden elements twice in forward and twice in backward.
+gradient is a sum over them, and where `Row`'s output is a sum over the ranks its gradient is the same on all. So a
+block of attention and MLP sums batch x seq x hidden elements twice in forward and twice in backward.
 
 The embedding and the head stay whole on every rank. Their results are the same everywhere without an exchange, the loss
 needs no change, and a tied weight is one weight; the price is their memory and the head's matmuls, once a rank.
@@ -76,7 +76,7 @@ class Column(Split):
         def forward(x: Tensor) -> Tensor:
             return F.linear(_copy_in(x, self.tp), module.weight, module.bias)
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward  # type: ignore[method-assign,assignment]
         return module
 
 
@@ -100,7 +100,7 @@ class Row(Split):
             summed = _sum_out(F.linear(x, module.weight), self.tp)
             return summed if module.bias is None else summed + module.bias
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward  # type: ignore[method-assign,assignment]
         return module
 
 
