@@ -100,7 +100,7 @@ class Engine:
             torch.float32 if settings.reduce == "fp32" else self.precision.compute,
             # Where parameters move, the engine says when a unit is through; elsewhere its last gradient does.
             eager=not self.gatherer.moves,
-            copies=self.tensor_parallel.world,
+            tensor_parallel=self.tensor_parallel,
         )
         away = any(flat.away for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)

@@ -18,6 +18,7 @@ from zerocli.comm import Collectives
 from zerocli.lanes import Lane, Waits
 from zerocli.shards import SHARD_ALIGN, Layout, Span
 from zerocli.stage import Stage
+from zerocli.tensor_parallel import TensorParallel
 from zerocli.unit import Flat, Unit
 
 Strided = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -99,11 +100,11 @@ class Reducer:
         bucket_nbytes: int,
         wire: torch.dtype,
         eager: bool,
-        copies: int = 1,
+        tensor_parallel: TensorParallel,
     ) -> None:
         self._stage, self._collectives, self._device = stage, collectives, device
         self._waits, self._probe, self._eager = waits, probe, eager
-        self._wire, self._copies = wire, copies
+        self._wire, self._tensor_parallel = wire, tensor_parallel
         self._lane = Lane(device)
         self._flats = [flat for unit in units if (flat := unit.trainable) is not None]
         largest = max((flat.layout.total for flat in self._flats), default=0)
@@ -196,10 +197,18 @@ class Reducer:
         for bucket in (*self._buckets, *self._lift):
             bucket.busy = None
         if self._last:
+            self._agree()
             self._measure()
         self.active = False
         if not self._ordered_by_use:
             self._adopt_order()
+
+    def _agree(self) -> None:
+        """Make replicated gradients one: sums over other data-parallel ranks may have been rounded in another order."""
+        for flat in self._flats:
+            same = Span(flat.replicated, flat.layout.total).intersect(flat.held).shifted(-flat.held.start)
+            if flat.grad is not None and same.numel:
+                self._tensor_parallel.agree_(flat.grad[same.start : same.stop])
 
     def _measure(self) -> None:
         """Take the norms of all pieces that are on the device; those that left were measured on their way.
@@ -221,8 +230,8 @@ class Reducer:
     def squared_norm(self) -> torch.Tensor:
         """Return the sum of squares of the gradients this rank owns, in fp64; of replicated ones its share of them."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        for copies, norms in ((1, self._norms_of(replicated=False)), (self._copies, self._norms_of(replicated=True))):
-            if norms:
+        for replicated, copies in ((False, 1), (True, self._tensor_parallel.world)):
+            if norms := self._norms_of(replicated):
                 squares = squares + torch.stack(norms).double().square().sum() / copies
         return squares
 
@@ -379,9 +388,10 @@ class Reducer:
             lift, piece = None, part
         if self._last:
             for columns in _measured(flat, plan.columns):
-                part_of = columns.shifted(-plan.columns.start)
-                norm = _norm(piece[part_of.start : part_of.stop])
-                self._norms[self._flats.index(flat), columns.start] = norm
+                measured = piece[columns.start - plan.columns.start : columns.stop - plan.columns.start]
+                if flat.own.start + columns.start >= flat.replicated:
+                    self._tensor_parallel.agree_(measured)
+                self._norms[self._flats.index(flat), columns.start] = _norm(measured)
         done = store.put(plan.columns.start, piece).wait
         if lift is not None:
             lift.busy = done

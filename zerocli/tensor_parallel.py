@@ -9,9 +9,12 @@ parallelism: gathers, reductions and updates are the same code. A DTensor in the
 in Python, hide from the gatherer what autograd saves, and has no public placement for a fused projection, whose
 sections (queries, keys, values) are each split by themselves.
 
-[Note: who counts what] A parameter is either split (each rank has a part) or replicated (all have the same). Replicated
-ones see the same activations and gradients on all tensor-parallel ranks, so their updates agree; in the global norm
-their squares count once, those of the parts are added up.
+[Note: replicated parameters] A parameter is either split (each rank has a part) or replicated (all have the same:
+norms, the biases of sums, embedding and head). Replicated ones see the same activations on all tensor-parallel ranks,
+and so get the same gradients, but each rank's go through another data-parallel group, whose sum may be rounded in
+another order: such copies have been seen to drift apart over a long run. So the reduced gradient, of which ZeRO leaves
+each rank a slice, is taken from tensor-parallel rank 0. In the global norm replicated squares count once, those of the
+parts are added up.
 """
 
 from __future__ import annotations
@@ -121,6 +124,16 @@ class TensorParallel(Collectives):
         with self._waits.waiting("collectives"):
             self.all_reduce(tensor).wait()
         return tensor
+
+    def agree_(self, tensor: torch.Tensor) -> None:
+        """Overwrite a replicated gradient with rank 0's."""
+        self.nbytes["broadcast"] += tensor.nbytes
+        dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def take_nbytes(self) -> dict[str, int]:
+        """Return the bytes moved since the last call, by kind, and start counting anew."""
+        broadcast = self.nbytes["broadcast"]
+        return super().take_nbytes() | {"broadcast": broadcast}
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a small value over the ranks, added in rank order: the same bits on all of them."""

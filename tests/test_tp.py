@@ -1,0 +1,346 @@
+"""Laws: tensor parallelism under ZeRO computes what one process computes; whole states do not know of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import nn
+from toys import Uneven
+
+import zerocli
+from zerocli import states
+from zerocli.config import ModelConfig
+from zerocli.models import build
+from zerocli.tensor_parallel import Cut, local_numel
+from zerocli.unit import MASTER
+
+LAYERS, HIDDEN, SEQ, VOCAB, BATCH, STEPS = 2, 32, 16, 50, 4, 4
+MODELS = {
+    "gpt2": ModelConfig(family="gpt2", layers=LAYERS, hidden=HIDDEN, heads=4, vocab=VOCAB, mlp_hidden=40),
+    "llama": ModelConfig(
+        family="llama", layers=LAYERS, hidden=HIDDEN, heads=8, kv_heads=2, vocab=VOCAB, mlp_hidden=40, tie=False
+    ),
+}
+# The first is what the others are compared with.
+CASES = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "recompute 2": {"stage": 2, "recompute": True},
+    "recompute 3": {"stage": 3, "recompute": True},
+    "cpu": {"stage": 3, "offload": "cpu"},
+    "mesh": {"stage": 3, "tp": "mesh"},
+}
+TOLERANCE = 1e-5
+"""Relative, of losses and gradient norms in fp32 after a few steps; a sum over ranks is rounded in another order."""
+
+
+def batch(step: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))[rows]
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def start(model: nn.Module, **settings):
+    """Shard with everything on that a step can have; small buckets, so that many cut through parameters."""
+    if settings.get("tp") == "mesh":
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        settings |= {"tp": mesh["tp"], "group": mesh["dp"].get_group()}
+    # Adam divides by the gradient's size: a small eps would blow rounding of gradients that are zero up to updates.
+    fixed = {"lr": 1e-2, "clip": 0.3, "weight_decay": 0.1, "eps": 1e-5, "seed": 3, "bucket_nbytes": 4096}
+    return zerocli.shard(model, **(fixed | settings))
+
+
+def train_steps(engine, steps: range) -> dict:
+    """Train on the joined batch, split over the data-parallel ranks and micro-steps; return what each step showed."""
+    rank, world, accumulate = engine.collectives.rank, engine.collectives.world, engine.settings.accumulate
+    each = BATCH // (world * accumulate)
+    losses, norms, skipped = [], [], []
+    for step in steps:
+        torch.manual_seed(1000 * step + rank)  # the same on all ranks that share a batch
+        total = torch.zeros((), dtype=torch.float64)
+        for micro in range(accumulate):
+            first = (micro * world + rank) * each
+            loss = engine(*batch(step, slice(first, first + each)))
+            engine.backward(loss)
+            total += loss.detach().double()
+        result = engine.step()
+        losses.append(engine.collectives.gather_control(total).mean().item() / accumulate)
+        norms.append(result.grad_norm.item())
+        skipped.append(result.skipped.item())
+    return {"losses": losses, "norms": norms, "skipped": skipped}
+
+
+def replicated_digest(engine) -> str:
+    """Return a digest of every bit of the parameters that all tensor-parallel ranks should hold alike."""
+    engine.settle()
+    digest = hashlib.sha256()
+    for flat in engine.flats():
+        whole = states._whole(engine, flat, states.read_held(flat, MASTER, engine.device))
+        digest.update(whole[flat.replicated :].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def run(family: str, **settings) -> dict:
+    model = build(MODELS[family], SEQ, "meta")
+    engine = start(model, units=model.unit_modules(), **settings)
+    first = engine.state_dict()
+    shown = train_steps(engine, range(STEPS - 1))
+    engine.tensor_parallel.take_nbytes()
+    last = train_steps(engine, range(STEPS - 1, STEPS))
+    moved = engine.tensor_parallel.take_nbytes()
+    return {
+        **{key: shown[key] + last[key] for key in shown},
+        "start": first,
+        "state": engine.state_dict(),
+        "optimizer": engine.optimizer_state_dict(),
+        "comm_tp": moved,
+        "replicated": replicated_digest(engine),
+        "held": sum(flat.layout.numel for flat in engine.flats()),
+        "numel": engine.numel,
+    }
+
+
+def _run_all(family: str, cases: list[dict]) -> list[dict]:
+    return [run(family, **case) for case in cases]
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def single(family) -> dict:
+    return run(family, stage=0)
+
+
+@pytest.fixture(scope="module")
+def four(family) -> dict[str, list[dict]]:
+    """By case what each of four ranks saw, two of them data-parallel and two tensor-parallel."""
+    everyone = run_ranks(4, _run_all, family, [{"tp": 2} | case for case in CASES.values()])
+    return {name: [rank[i] for rank in everyone] for i, name in enumerate(CASES)}
+
+
+def assert_close(result: dict, expected: dict) -> None:
+    assert result["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
+    assert result["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE)
+    assert result["state"].keys() == expected["state"].keys()
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-5, msg=name)
+
+
+def test_tp_equals_data_parallel_and_one_process(family, single, four):
+    two = run_ranks(2, _run_all, family, [{"stage": 2}])[0][0]
+    assert min(single["norms"]) > 0.3, "clipping is meant to be at work"
+    assert_close(two, single)
+    for rank in four["stage 0"]:
+        assert_close(rank, single)
+        assert_close(rank, two)
+    assert four["stage 0"][0]["held"] < single["held"] == single["numel"] == four["stage 0"][0]["numel"]
+
+
+@pytest.mark.parametrize("case", list(CASES)[1:])
+def test_stage_placement_and_recomputation_change_no_bit(four, case):
+    for result in four[case]:
+        for key in ("losses", "norms"):
+            assert result[key] == four["stage 0"][0][key]
+        for name, value in four["stage 0"][0]["state"].items():
+            assert torch.equal(result["state"][name], value), name
+
+
+def test_initial_values_are_those_of_one_process(single, four):
+    for result in four["stage 3"]:
+        for name, value in single["start"].items():
+            assert torch.equal(result["start"][name], value), name
+
+
+def test_replicated_parameters_are_one_on_all_ranks(four):
+    for case, ranks in four.items():
+        assert len({rank["replicated"] for rank in ranks}) == 1, case
+
+
+def test_exchanges_are_four_sums_a_block_and_counted(four):
+    one = (BATCH // 2) * SEQ * HIDDEN * 4  # batch x seq x hidden of a data-parallel rank, in fp32
+    for case, ranks in four.items():
+        # Two in forward, two in backward. Recomputation repeats the attention's; the MLP's is the block's last
+        # operation, and torch stops as soon as all that backward needs is there.
+        sums = 5 if "recompute" in case else 4
+        for rank in ranks:
+            assert rank["comm_tp"]["all_reduce"] == 2 * LAYERS * sums * one, case
+            assert rank["comm_tp"]["all_gather"] == rank["comm_tp"]["reduce_scatter"] == 0
+
+
+def test_the_plan_of_a_rank_is_what_it_holds(family, single, four):
+    model = build(MODELS[family], SEQ, "meta")
+    assert local_numel(model, 2) == four["stage 0"][0]["held"]
+    assert local_numel(model, 1) == single["held"]
+
+
+def _resume(family: str, saved: dict, settings: dict) -> dict:
+    model = build(MODELS[family], SEQ, "meta")
+    engine = start(model, **settings)
+    engine.load_state_dict(saved["state"])
+    engine.load_optimizer_state_dict(saved["optimizer"])
+    return train_steps(engine, range(STEPS, STEPS + 2))
+
+
+def test_states_go_on_at_another_degree(family, single, four):
+    expected = _resume(family, single, {"stage": 0})
+    from_tp = _resume(family, four["cpu"][3], {"stage": 0})
+    into_tp = run_ranks(4, _resume, family, single, {"tp": 2, "stage": 3})[2]
+    for result in (from_tp, into_tp):
+        for key in ("losses", "norms"):
+            assert result[key] == pytest.approx(expected[key], rel=TOLERANCE)
+
+
+def test_accumulation_and_four_way_split_equal_one_process():
+    expected = run("gpt2", stage=0)
+    accumulated = run_ranks(4, _run_all, "gpt2", [{"tp": 2, "stage": s, "accumulate": 2} for s in (0, 2)])
+    wide = run_ranks(4, _run_all, "gpt2", [{"tp": 4, "stage": 3}])
+    for result in (*accumulated[0], *accumulated[3], wide[0][0]):
+        assert_close(result, expected)
+
+
+# -- random numbers, faults, values that ranks bring along -------------------------------------------------------------
+
+
+def _dropped(cases: list[dict]) -> list[dict]:
+    shown = []
+    for case in cases:
+        config = ModelConfig(family="gpt2", layers=2, hidden=HIDDEN, heads=4, vocab=VOCAB, dropout=0.3)
+        engine = start(build(config, SEQ, "meta"), tp=2, **case)
+        seen = train_steps(engine, range(3))
+        shown.append(seen | {"replicated": replicated_digest(engine)})
+    torch.manual_seed(5)
+    before = torch.rand(4)
+    with engine.tensor_parallel.own_masks():
+        inside = torch.rand(4)
+    return [*shown, {"alike": [before.tolist(), torch.rand(4).tolist()], "own": inside.tolist()}]
+
+
+def test_dropout_is_alike_where_activations_are_and_each_ranks_own_in_its_heads():
+    ranks = run_ranks(4, _dropped, [{"stage": 0}, {"stage": 3}, {"stage": 3, "recompute": True}])
+    kept = run_ranks(4, _dropped, [{"stage": 0}])[0][0]
+    assert kept["losses"] == ranks[0][0]["losses"]
+    for rank in ranks:
+        assert rank[0] == rank[1] == rank[2] == ranks[0][0]
+        assert rank[3]["alike"] == ranks[0][3]["alike"]
+    assert len({tuple(rank[3]["own"]) for rank in ranks[:2]}) == 2  # tensor-parallel neighbours
+    assert ranks[0][3]["own"] == ranks[2][3]["own"]  # the same part of the model
+
+
+def _parted(stage: int, offload: str) -> tuple[str, list[float]]:
+    """Give tensor-parallel rank 1 a slightly different gradient of a replicated weight, as another order would."""
+    model = build(MODELS["gpt2"], SEQ)
+    engine = start(model, tp=2, stage=stage, offload=offload)
+    off = 1e-3 * engine.tensor_parallel.rank
+    model.blocks[0].norm1.weight.register_hook(lambda grad: grad + off)
+    shown = train_steps(engine, range(3))
+    return replicated_digest(engine), shown["norms"]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, ""), (3, ""), (2, "grads=cpu")])
+def test_copies_of_a_parameter_never_drift_apart(stage, offload):
+    ranks = run_ranks(4, _parted, stage, offload)
+    assert all(rank == ranks[0] for rank in ranks)
+
+
+def _overflown(stage: int) -> tuple[list[float], bool]:
+    model = build(MODELS["llama"], SEQ, "meta")
+    engine = start(model, tp=2, stage=stage)
+    weight = model.blocks[1].mlp.gate_up.weight
+    hook = weight.register_hook(lambda grad: grad * float("inf")) if torch.distributed.get_rank() == 1 else None
+    before = engine.state_dict()
+    first = train_steps(engine, range(1))
+    same = all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    if hook is not None:
+        hook.remove()
+    return first["skipped"] + train_steps(engine, range(1, 2))["skipped"], same
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(stage):
+    assert run_ranks(4, _overflown, stage) == [([1.0, 0.0], True)] * 4
+
+
+def _seeded_by_rank() -> dict[str, list]:
+    torch.manual_seed(torch.distributed.get_rank())
+    engine = start(build(MODELS["llama"], SEQ), tp=2, stage=3)
+    return {name: value.tolist() for name, value in engine.state_dict().items()}
+
+
+def test_rank_zeros_values_win_over_both_axes():
+    torch.manual_seed(0)
+    expected = {name: value.tolist() for name, value in build(MODELS["llama"], SEQ).state_dict().items()}
+    assert run_ranks(4, _seeded_by_rank) == [expected] * 4
+
+
+# -- cuts and mistakes -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 1))
+def test_parts_of_all_ranks_join_to_the_whole(heads, world, dim):
+    sections = tuple(world * number for number in heads)
+    shape = (sum(sections), 5) if dim == 0 else (5, sum(sections))
+    whole = torch.arange(sum(sections) * 5.0).view(shape)
+    cut = Cut(shape, dim, sections)
+    parts = [cut.part(whole, rank, world) for rank in range(world)]
+    assert torch.equal(cut.join(parts), whole)
+    assert all(part.shape[dim] * world == shape[dim] for part in parts)
+
+
+def _refused(model: str, tp: int) -> str:
+    made = Uneven() if model == "other" else build(MODELS[model], SEQ, "meta")
+    with pytest.raises(ValueError) as caught:
+        zerocli.shard(made, tp=tp)
+    return str(caught.value)
+
+
+def test_a_degree_that_does_not_divide_is_refused_with_the_nearest_that_does():
+    assert _refused("gpt2", 2) == "tp 2 does not divide ranks 1; the nearest that works is tp 1"
+    assert run_ranks(4, _refused, "llama", 4)[0] == "tp 4 does not divide kv_heads 2; the nearest that works is tp 2"
+    assert "Uneven has no tensor_parallel_plan()" in run_ranks(2, _refused, "other", 2)[0]
+    with pytest.raises(ValueError, match=r"tp 2 does not divide width 1 of blocks.0.mlp.up 33; .* is tp 1"):
+        odd = ModelConfig(family="gpt2", hidden=HIDDEN, heads=4, vocab=VOCAB, mlp_hidden=33)
+        local_numel(build(odd, SEQ, "meta"), 2)
+
+
+def command(folder, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    words = [sys.executable, "-m", "zerocli", "train", "--seq", "32", "--batch", "2", "--set", "model.layers=2"]
+    return subprocess.run(
+        [*words, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_train_counts_data_parallel_ranks_and_checks_against_one_process(tmp_path):
+    done = command(tmp_path, "--ranks", "4", "--tp", "2", "--stage", "3", "--check", "2", "--run-dir", "r", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["ranks"], document["tp"]) == (4, 2) and document["check"]["equal"]
+    row = json.loads((tmp_path / "r/metrics.jsonl").read_text().splitlines()[1])
+    assert row["tokens"] == 2 * 2 * 32
+    assert row["comm_tp"]["all_reduce"] == 2 * 4 * 2 * (2 * 32 * 128 * 4)  # twice, four a block, two blocks
+    assert "2 data-parallel x 2 tensor-parallel" in done.stderr and "torchrun" in done.stderr
+    assert "--nproc-per-node 4 -m zerocli train tiny --stage 3 --tp 2" in done.stderr
+
+
+def test_a_mistaken_degree_is_a_users_error(tmp_path):
+    for arguments, fact in (
+        (["--ranks", "3", "--tp", "2"], "tp 2 does not divide ranks 3; did you mean tp 1?"),
+        (["--ranks", "4", "--tp", "2", "--check", "1", "--set", "model.dropout=0.1"], "try: --set model.dropout=0"),
+    ):
+        done = command(tmp_path, *arguments, "--run-dir", "run")
+        assert done.returncode == 2 and fact in done.stderr and "Traceback" not in done.stderr, done.stderr
