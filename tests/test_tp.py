@@ -17,8 +17,10 @@ from torch import nn
 from toys import Uneven
 
 import zerocli
-from zerocli import states
-from zerocli.config import ModelConfig
+from zerocli import states, trainer
+from zerocli.config import ModelConfig, load
+from zerocli.errors import UserError
+from zerocli.launch import RunOptions
 from zerocli.models import build
 from zerocli.tensor_parallel import Cut, local_numel
 from zerocli.unit import MASTER
@@ -317,30 +319,39 @@ def test_a_degree_that_does_not_divide_is_refused_with_the_nearest_that_does():
         local_numel(build(odd, SEQ, "meta"), 2)
 
 
-def command(folder, *arguments: str) -> subprocess.CompletedProcess:
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    words = [sys.executable, "-m", "zerocli", "train", "--seq", "32", "--batch", "2", "--set", "model.layers=2"]
-    return subprocess.run(
-        [*words, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
-
-
 def test_train_counts_data_parallel_ranks_and_checks_against_one_process(tmp_path):
-    done = command(tmp_path, "--ranks", "4", "--tp", "2", "--stage", "3", "--check", "2", "--run-dir", "r", "--json")
+    shape = ["--seq", "32", "--batch", "2", "--set", "model.layers=2", "--ranks", "2", "--tp", "2", "--stage", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "zerocli", "train", *shape, "--check", "2", "--run-dir", "r", "--json"],
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert (document["ranks"], document["tp"]) == (4, 2) and document["check"]["equal"]
+    assert (document["ranks"], document["tp"]) == (2, 2) and document["check"]["equal"]
     row = json.loads((tmp_path / "r/metrics.jsonl").read_text().splitlines()[1])
-    assert row["tokens"] == 2 * 2 * 32
+    assert row["tokens"] == 2 * 32  # both ranks see the same
     assert row["comm_tp"]["all_reduce"] == 2 * 4 * 2 * (2 * 32 * 128 * 4)  # twice, four a block, two blocks
-    assert "2 data-parallel x 2 tensor-parallel" in done.stderr and "torchrun" in done.stderr
-    assert "--nproc-per-node 4 -m zerocli train tiny --stage 3 --tp 2" in done.stderr
+    assert "2 ranks (1 data-parallel x 2 tensor-parallel)" in done.stderr
+    assert "torchrun --standalone --nproc-per-node 2 -m zerocli train tiny --stage 3 --tp 2" in done.stderr
 
 
-def test_a_mistaken_degree_is_a_users_error(tmp_path):
-    for arguments, fact in (
-        (["--ranks", "3", "--tp", "2"], "tp 2 does not divide ranks 3; did you mean tp 1?"),
-        (["--ranks", "4", "--tp", "2", "--check", "1", "--set", "model.dropout=0.1"], "try: --set model.dropout=0"),
-    ):
-        done = command(tmp_path, *arguments, "--run-dir", "run")
-        assert done.returncode == 2 and fact in done.stderr and "Traceback" not in done.stderr, done.stderr
+def test_a_mistaken_degree_is_a_users_error():
+    with pytest.raises(UserError, match="tp 2 does not divide ranks 3; did you mean tp 1?"):
+        load("tiny", flags={"parallel.tp": 2, "parallel.ranks": 3})
+    with pytest.raises(UserError, match="tp 2 does not divide mlp_hidden 33; did you mean tp 1?"):
+        load("tiny", sets=["model.mlp_hidden=33"], flags={"parallel.tp": 2, "parallel.ranks": 4})
+    config = load("tiny", sets=["model.dropout=0.1"], flags={"parallel.tp": 2})
+    with pytest.raises(UserError, match="other masks") as caught:
+        trainer.refuse_check_of_masks(config, RunOptions("", check=1))
+    assert caught.value.hint == "--set model.dropout=0"
+
+
+def test_the_global_batch_counts_data_parallel_ranks():
+    config = load("tiny", sets=["train.global_batch=12"], flags={"parallel.tp": 2, "train.batch": 2})
+    assert trainer.resolve(config, 4).train.accumulate == 3
+    with pytest.raises(UserError, match=r"12 is not a multiple of batch 2 x 4 data-parallel ranks = 8"):
+        trainer.resolve(config, 8)

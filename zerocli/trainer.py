@@ -37,6 +37,7 @@ from zerocli.tensor_parallel import local_numel
 def work(config: Config, options: RunOptions) -> int:
     """Be one rank of a run; return the exit code."""
     refuse_unbuilt(config)
+    refuse_check_of_masks(config, options)
     open_process_group()
     try:
         return _train(config, options)
@@ -51,7 +52,6 @@ def _train(config: Config, options: RunOptions) -> int:
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     config = resolve(config, world)
-    refuse_check_of_masks(config, options)
     batches = open_batches(config, check=rank == 0)
     run_dir = Path(options.run_dir)
     engine = make_engine(config)
