@@ -20,8 +20,9 @@ parts are added up.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerocli.comm import Collectives
-from zerocli.lanes import Waits
+from zerocli.lanes import Lane, Waits
 from zerocli.shards import nearest_divisor
 
 if TYPE_CHECKING:
@@ -47,10 +48,16 @@ class Cut:
     sections: tuple[int, ...]
     """Lengths along `dim` that each hold something of their own, such as queries, keys and values."""
 
+    def runs(self, rank: int, world: int) -> list[tuple[int, int]]:
+        """Return (start in the whole, length) along `dim` of what `rank` has of each section, in the part's order."""
+        starts = itertools.accumulate(self.sections[:-1], initial=0)
+        each = [length // world for length in self.sections]
+        return [(start + rank * length, length) for start, length in zip(starts, each, strict=True)]
+
     def part(self, whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-        """Return what `rank` has of the whole; `join` of all ranks' parts gives the whole back."""
-        pieces = whole.split(self.sections, self.dim)
-        return torch.cat([piece.chunk(world, self.dim)[rank] for piece in pieces], self.dim)
+        """Return what `rank` has of the whole, in memory of its own; `join` of all ranks' parts gives it back."""
+        runs = self.runs(rank, world)
+        return torch.cat([whole.narrow(self.dim, start, length) for start, length in runs], self.dim)
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the whole of all ranks' parts, in rank order."""
@@ -74,7 +81,7 @@ class TensorParallel(Collectives):
         if mesh is None:  # to torch, no group means all ranks
             self.rank, self.world = 0, 1
         self._mesh = mesh
-        self._waits = waits or Waits(device)
+        self._waits, self._lane = waits or Waits(device), Lane(device)
         self.cuts: dict[str, Cut] = {}
         """The cut of each parameter that is split, by its name in the model."""
 
@@ -120,10 +127,21 @@ class TensorParallel(Collectives):
     # -- inside a step ---------------------------------------------------------------------------------------------
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum an activation, or its gradient, over the ranks in place; compute goes on with the result."""
+        """Sum an activation over the ranks in place; compute goes on with the result."""
         with self._waits.waiting("collectives"):
             self.all_reduce(tensor).wait()
         return tensor
+
+    def start_sum_(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Start to sum over the ranks in place, beside the compute that follows; the result ends it."""
+        with self._lane.run():
+            pending = self.all_reduce(tensor)
+
+        def finish() -> None:
+            with self._waits.waiting("collectives"):
+                pending.wait()
+
+        return finish
 
     def agree_(self, tensor: torch.Tensor) -> None:
         """Overwrite a replicated gradient with rank 0's."""

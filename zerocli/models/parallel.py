@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from zerocli.tensor_parallel import Cut, TensorParallel
@@ -74,7 +75,7 @@ class Column(Split):
         module.out_features //= self.tp.world
 
         def forward(x: Tensor) -> Tensor:
-            return F.linear(_copy_in(x, self.tp), module.weight, module.bias)
+            return _column(x, module.weight, module.bias, self.tp)
 
         module.forward = forward  # type: ignore[method-assign,assignment]
         return module
@@ -154,17 +155,30 @@ def _reset_of_part(module: nn.Module, cuts: dict[str, Cut], tp: TensorParallel) 
     return reset_part
 
 
-class _CopyIn(torch.autograd.Function):
-    """The input of a split by outputs: the same on all ranks, its gradient a sum over them."""
+class _Column(torch.autograd.Function):
+    """A linear layer on an input that all ranks share; its gradient, a sum over them, is under way beside the weight's.
+
+    Once it is started, nothing of this backward but its end needs it: the larger matmul hides it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
+        ctx.save_for_backward(x, weight)
         ctx.tp = tp
-        return x.view_as(x)
+        return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.tp.sum_(grad.contiguous()), None  # fresh from the layer's own backward: nobody else reads it
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        finish = ctx.tp.start_sum_(grad_x) if grad_x is not None else None
+        grad_weight = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        if finish is not None:
+            finish()
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _SumOut(torch.autograd.Function):
@@ -184,8 +198,8 @@ class _SumOut(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def _copy_in(x: Tensor, tp: TensorParallel) -> Tensor:
-    return _CopyIn.apply(x, tp)
+def _column(x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
+    return _Column.apply(x, weight, bias, tp)
 
 
 @torch.compiler.disable
