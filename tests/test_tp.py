@@ -10,10 +10,13 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from toys import Uneven
 
 import zerocli
@@ -22,7 +25,9 @@ from zerocli.config import ModelConfig, load
 from zerocli.errors import UserError
 from zerocli.launch import RunOptions
 from zerocli.models import build
-from zerocli.tensor_parallel import Cut, local_numel
+from zerocli.models.loss import IGNORED, linear_cross_entropy
+from zerocli.models.parallel import _Part
+from zerocli.tensor_parallel import Cut, TensorParallel, local_numel
 from zerocli.unit import MASTER
 
 LAYERS, HIDDEN, SEQ, VOCAB, BATCH, STEPS = 2, 32, 16, 50, 4, 4
@@ -55,8 +60,6 @@ def batch(step: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
 def start(model: nn.Module, **settings):
     """Shard with everything on that a step can have; small buckets, so that many cut through parameters."""
     if settings.get("tp") == "mesh":
-        from torch.distributed.device_mesh import init_device_mesh
-
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         settings |= {"tp": mesh["tp"], "group": mesh["dp"].get_group()}
     # Adam divides by the gradient's size: a small eps would blow rounding of gradients that are zero up to updates.
@@ -64,17 +67,24 @@ def start(model: nn.Module, **settings):
     return zerocli.shard(model, **(fixed | settings))
 
 
-def train_steps(engine, steps: range) -> dict:
+def loss_of(engine, tokens: torch.Tensor, targets: torch.Tensor, whole_logits: bool) -> torch.Tensor:
+    tokens, targets = tokens.to(engine.device), targets.to(engine.device)
+    if not whole_logits:
+        return engine(tokens, targets)
+    return F.cross_entropy(engine(tokens).flatten(0, 1), targets.flatten())
+
+
+def train_steps(engine, steps: range, whole_logits: bool = False) -> dict:
     """Train on the joined batch, split over the data-parallel ranks and micro-steps; return what each step showed."""
     rank, world, accumulate = engine.collectives.rank, engine.collectives.world, engine.settings.accumulate
     each = BATCH // (world * accumulate)
     losses, norms, skipped = [], [], []
     for step in steps:
         torch.manual_seed(1000 * step + rank)  # the same on all ranks that share a batch
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=engine.device)
         for micro in range(accumulate):
             first = (micro * world + rank) * each
-            loss = engine(*batch(step, slice(first, first + each)))
+            loss = loss_of(engine, *batch(step, slice(first, first + each)), whole_logits)
             engine.backward(loss)
             total += loss.detach().double()
         result = engine.step()
@@ -174,13 +184,15 @@ def test_replicated_parameters_are_one_on_all_ranks(four):
 
 
 def test_exchanges_are_four_sums_a_block_and_counted(four):
-    one = (BATCH // 2) * SEQ * HIDDEN * 4  # batch x seq x hidden of a data-parallel rank, in fp32
+    tokens = (BATCH // 2) * SEQ  # of a data-parallel rank, in fp32
+    one, ends = tokens * HIDDEN * 4, 2  # embedding and head sum once each
+    loss = tokens * 3 * 4  # the highest logit, the sum, the target's
     for case, ranks in four.items():
         # Two in forward, two in backward. Recomputation repeats the attention's; the MLP's is the block's last
         # operation, and torch stops as soon as all that backward needs is there.
         sums = 5 if "recompute" in case else 4
         for rank in ranks:
-            assert rank["comm_tp"]["all_reduce"] == 2 * LAYERS * sums * one, case
+            assert rank["comm_tp"]["all_reduce"] == 2 * ((LAYERS * sums + ends) * one + loss), case
             assert rank["comm_tp"]["all_gather"] == rank["comm_tp"]["reduce_scatter"] == 0
 
 
@@ -213,6 +225,69 @@ def test_accumulation_and_four_way_split_equal_one_process():
     wide = run_ranks(4, _run_all, "gpt2", [{"tp": 4, "stage": 3}])
     for result in (*accumulated[0], *accumulated[3], wide[0][0]):
         assert_close(result, expected)
+
+
+# -- the vocabulary ----------------------------------------------------------------------------------------------------
+
+
+def _from_logits(family: str, tp: int) -> dict:
+    return train_steps(start(build(MODELS[family], SEQ, "meta"), tp=tp, stage=3), range(3), whole_logits=True)
+
+
+def test_logits_are_whole_on_every_rank(family, single):
+    for result in run_ranks(2, _from_logits, family, 2):
+        assert result["losses"] == pytest.approx(single["losses"][:3], rel=TOLERANCE)
+        assert result["norms"] == pytest.approx(single["norms"][:3], rel=TOLERANCE)
+
+
+def _loss_of_parts(num_tokens: int, vocab: int, ignored: int, chunk: int) -> tuple:
+    axis = TensorParallel(init_device_mesh("cpu", (dist.get_world_size(),)), torch.device("cpu"))
+    x, weight, targets = _loss_case(num_tokens, vocab, ignored)
+    each = vocab // axis.world
+    rows = weight.detach()[axis.rank * each : (axis.rank + 1) * each].clone().requires_grad_()
+    loss = linear_cross_entropy(x, rows, targets, chunk, _Part(axis, axis.rank * each))
+    loss.backward(torch.tensor(3.0))
+    return loss.detach(), x.grad, rows.grad
+
+
+def _loss_case(num_tokens: int, vocab: int, ignored: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(num_tokens, 24, generator=generator), torch.randn(vocab, 24, generator=generator)
+    targets = torch.randint(vocab, (num_tokens,), generator=generator)
+    targets[:ignored] = IGNORED
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+@pytest.mark.parametrize("ignored", [0, 11, 37])
+def test_the_loss_of_a_split_vocabulary_equals_the_plain_one(ignored):
+    x, weight, targets = _loss_case(37, 132, ignored)
+    expected = F.cross_entropy(x @ weight.t(), targets, ignore_index=IGNORED, reduction="sum") / max(1, 37 - ignored)
+    expected.backward(torch.tensor(3.0))
+    ranks = run_ranks(3, _loss_of_parts, 37, 132, ignored, 8)
+    for loss, grad_x, _ in ranks:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(grad_x, x.grad, rtol=1e-5, atol=1e-6)
+        assert torch.equal(loss, ranks[0][0]) and torch.equal(grad_x, ranks[0][1])
+    torch.testing.assert_close(torch.cat([rank[2] for rank in ranks]), weight.grad, rtol=1e-5, atol=1e-6)
+
+
+def _beyond() -> tuple[float, str]:
+    """Return the loss of a target beyond the vocabulary, and what the rank of the last tokens says to such a token."""
+    engine = start(build(MODELS["gpt2"], SEQ, "meta"), tp=2, stage=0)
+    tokens, targets = batch(0, slice(0, 2))
+    targets[0, 0] = tokens[0, 0] = VOCAB
+    with torch.no_grad():
+        loss = engine(tokens.clamp_max(VOCAB - 1), targets).item()
+        try:
+            return loss, str(engine.model.embed.tokens(tokens)) if engine.tensor_parallel.rank else "not asked"
+        except IndexError as error:
+            return loss, str(error)
+
+
+def test_a_token_beyond_the_vocabulary_is_not_taken_for_another():
+    first, last = run_ranks(2, _beyond)
+    assert first[0] == last[0] == float("inf")  # as in one process, whose rows of logits are padded
+    assert "out of range" in last[1]
 
 
 # -- random numbers, faults, values that ranks bring along -------------------------------------------------------------
@@ -338,7 +413,8 @@ def test_train_counts_data_parallel_ranks_and_checks_against_one_process(tmp_pat
     assert (document["ranks"], document["tp"]) == (2, 2) and document["check"]["equal"]
     row = json.loads((tmp_path / "r/metrics.jsonl").read_text().splitlines()[1])
     assert row["tokens"] == 2 * 32  # both ranks see the same
-    assert row["comm_tp"]["all_reduce"] == 2 * 4 * 2 * (2 * 32 * 128 * 4)  # twice, four a block, two blocks
+    one, loss = 2 * 32 * 128 * 4, 2 * 32 * 3 * 4
+    assert row["comm_tp"]["all_reduce"] == 2 * ((2 * 4 + 2) * one + loss)  # four a block, two at the ends
     assert "2 ranks (1 data-parallel x 2 tensor-parallel)" in done.stderr
     assert "torchrun --standalone --nproc-per-node 2 -m zerocli train tiny --stage 3 --tp 2" in done.stderr
 

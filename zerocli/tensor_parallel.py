@@ -10,11 +10,11 @@ in Python, hide from the gatherer what autograd saves, and has no public placeme
 sections (queries, keys, values) are each split by themselves.
 
 [Note: replicated parameters] A parameter is either split (each rank has a part) or replicated (all have the same:
-norms, the biases of sums, embedding and head). Replicated ones see the same activations on all tensor-parallel ranks,
-and so get the same gradients, but each rank's go through another data-parallel group, whose sum may be rounded in
-another order: such copies have been seen to drift apart over a long run. So the reduced gradient, of which ZeRO leaves
-each rank a slice, is taken from tensor-parallel rank 0. In the global norm replicated squares count once, those of the
-parts are added up.
+norms, the biases of sums, positions, a vocabulary that does not divide). Replicated ones see the same activations on
+all tensor-parallel ranks, and so get the same gradients, but each rank's go through another data-parallel group, whose
+sum may be rounded in another order: such copies can drift apart over a long run. So the reduced gradient, of which ZeRO
+leaves each rank a slice, is taken from tensor-parallel rank 0. In the global norm replicated squares count once, those
+of the parts are added up.
 """
 
 from __future__ import annotations
@@ -132,6 +132,14 @@ class TensorParallel(Collectives):
             self.all_reduce(tensor).wait()
         return tensor
 
+    def max_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Leave the ranks' maximum in place."""
+        if self.world > 1:
+            self.nbytes["all_reduce"] += 2 * tensor.nbytes
+            with self._waits.waiting("collectives"):
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
     def start_sum_(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Start to sum over the ranks in place, beside the compute that follows; the result ends it."""
         with self._lane.run():
@@ -244,7 +252,9 @@ def local_numel(model: nn.Module, degree: int) -> int:
     """Return how many of a whole model's parameters each rank has at this tensor-parallel degree; needs no ranks."""
     if degree == 1:
         return sum(p.numel() for p in model.parameters())
-    plan = plan_of(model, TensorParallel(None, torch.device("cpu")))
+    axis = TensorParallel(None, torch.device("cpu"))
+    axis.world = degree  # planned, not joined
+    plan = plan_of(model, axis)
     check_degree(degree, extents(model, plan))
     cuts = cuts_of(model, plan)
     return sum(p.numel() // (degree if name in cuts else 1) for name, p in model.named_parameters())

@@ -26,14 +26,13 @@ class GPT2(Decoder):
         super().__init__(embed, blocks, Head(_norm(config), config.hidden, config.vocab, tied), seq)
 
     def tensor_parallel_plan(self, tp: TensorParallel) -> dict[str, Split]:
-        """Return how the blocks are split over ranks: by heads, and by the MLP's width."""
-        from zerocli.models.parallel import Column, Row, split_attention
+        """Return how the model is split over ranks: by heads, by the MLP's width, by tokens of the vocabulary."""
+        from zerocli.models.parallel import Column, Row, split_attention, split_vocabulary
 
         block: Any = self.blocks[0]
-        return split_attention(block.attention, tp) | {
-            "blocks.*.mlp.up": Column(tp),
-            "blocks.*.mlp.down": Row(tp),
-        }
+        mlp: dict[str, Split] = {"blocks.*.mlp.up": Column(tp), "blocks.*.mlp.down": Row(tp)}
+        vocabulary = split_vocabulary("embed.tokens", self.head.weight.shape[0], tp)
+        return vocabulary | split_attention(block.attention, tp) | mlp
 
 
 class Embed(nn.Module):

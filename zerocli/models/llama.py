@@ -28,15 +28,14 @@ class Llama(Decoder):
         super().__init__(embed, blocks, Head(_norm(config), config.hidden, config.vocab, tied), seq)
 
     def tensor_parallel_plan(self, tp: TensorParallel) -> dict[str, Split]:
-        """Return how the blocks are split over ranks: by heads, and by the MLP's width, gate and up alike."""
-        from zerocli.models.parallel import Column, Row, split_attention
+        """Return how the model is split over ranks: by heads, by the MLP's width, by tokens of the vocabulary."""
+        from zerocli.models.parallel import Column, Row, split_attention, split_vocabulary
 
         block: Any = self.blocks[0]
         width = block.mlp.down.in_features
-        return split_attention(block.attention, tp) | {
-            "blocks.*.mlp.gate_up": Column(tp, width, width),
-            "blocks.*.mlp.down": Row(tp),
-        }
+        mlp: dict[str, Split] = {"blocks.*.mlp.gate_up": Column(tp, width, width), "blocks.*.mlp.down": Row(tp)}
+        vocabulary = split_vocabulary("embed", self.head.weight.shape[0], tp)
+        return vocabulary | split_attention(block.attention, tp) | mlp
 
 
 class Rotary(nn.Module):

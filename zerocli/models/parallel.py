@@ -5,8 +5,9 @@ second by its inputs (`Row`). Its two exchanges are conjugate: where `Column`'s 
 gradient is a sum over them, and where `Row`'s output is a sum over the ranks its gradient is the same on all. So a
 block of attention and MLP sums batch x seq x hidden elements twice in forward and twice in backward.
 
-The embedding and the head stay whole on every rank. Their results are the same everywhere without an exchange, the loss
-needs no change, and a tied weight is one weight; the price is their memory and the head's matmuls, once a rank.
+The embedding and the head are split by tokens of the vocabulary where the degree divides it, tied or not: each costs
+one more such sum, and the loss three numbers a token. Otherwise both stay whole on every rank, which needs no exchange
+but repeats the head's matmuls.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from zerocli.models.loss import linear_cross_entropy
+from zerocli.models.parts import Head
 from zerocli.tensor_parallel import Cut, TensorParallel
 
 if TYPE_CHECKING:
@@ -45,8 +48,7 @@ class Split(ParallelStyle):
         for name, cut in cuts.items():
             whole = module._parameters[name]
             assert whole is not None
-            part = cut.part(whole.detach(), self.tp.rank, self.tp.world)
-            module._parameters[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
+            whole.data = cut.part(whole.detach(), self.tp.rank, self.tp.world)  # a tied weight stays one
         if cuts and hasattr(module, "reset_parameters"):
             module.reset_parameters = _reset_of_part(module, cuts, self.tp)  # type: ignore[assignment]
         return module
@@ -116,6 +118,73 @@ class Heads(Split):
         module.kv_heads = module.kv_heads // self.tp.world  # type: ignore[assignment,operator]
         module.masks = self.tp.own_masks  # type: ignore[assignment]
         return module
+
+
+class VocabularyIn(Split):
+    """An embedding of which each rank has a run of tokens; others' it takes as zero, and the ranks' are summed."""
+
+    def cuts(self, module: nn.Module) -> dict[str, Cut]:
+        assert isinstance(module, nn.Embedding)
+        return {"weight": Cut(tuple(module.weight.shape), 0, (module.num_embeddings,))}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        assert isinstance(module, nn.Embedding)
+        module.num_embeddings //= self.tp.world
+        first, stop = self.tp.rank * module.num_embeddings, (self.tp.rank + 1) * module.num_embeddings
+        last = self.tp.rank == self.tp.world - 1
+
+        def forward(tokens: Tensor) -> Tensor:
+            here = tokens - first
+            # A token beyond the vocabulary fails on the last rank, as it does where the embedding is whole.
+            elsewhere = (here < 0) if last else (here < 0) | (tokens >= stop)
+            x = F.embedding(here.masked_fill(elsewhere, 0), module.weight)
+            return _sum_out(x.masked_fill(elsewhere[..., None], 0), self.tp)
+
+        module.forward = forward  # type: ignore[method-assign,assignment]
+        return module
+
+
+class VocabularyOut(Split):
+    """A head of which each rank has a run of tokens' rows; all get the same loss, or all logits."""
+
+    def __init__(self, tp: TensorParallel, vocab: int) -> None:
+        super().__init__(tp)
+        self._vocab = vocab
+
+    def cuts(self, module: nn.Module) -> dict[str, Cut]:
+        assert isinstance(module, Head)
+        return {"weight": Cut((self._vocab, module.weight.shape[1]), 0, (self._vocab,))}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Head)
+        if not module.is_tied:  # else the embedding has cut it, and fills it
+            super()._apply(module, device_mesh)
+        part = _Part(self.tp, self.tp.rank * (self._vocab // self.tp.world))
+
+        def forward(x: Tensor, targets: Tensor | None = None) -> Tensor:
+            x = module.norm(x)
+            if targets is None:
+                return _join_out(_column(x, module.weight, None, self.tp), self.tp)
+            return _loss(x, module.weight, targets, part)
+
+        module.forward = forward  # type: ignore[method-assign,assignment]
+        return module
+
+
+class _Part:
+    """A rank's run of the vocabulary, as the loss sees it."""
+
+    def __init__(self, tp: TensorParallel, first: int) -> None:
+        self.first, self.last = first, tp.rank == tp.world - 1
+        self.max_, self.sum_ = tp.max_, tp.sum_
+
+
+def split_vocabulary(embedding: str, vocab: int, tp: TensorParallel) -> dict[str, Split]:
+    """Return the plan of a decoder's embedding, which has this name, and head; empty where `vocab` does not divide."""
+    if vocab % tp.world:
+        return {}
+    return {embedding: VocabularyIn(tp), "head": VocabularyOut(tp, vocab)}
 
 
 def split_attention(attention: nn.Module, tp: TensorParallel) -> dict[str, Split]:
@@ -194,6 +263,21 @@ class _SumOut(torch.autograd.Function):
         return grad, None
 
 
+class _JoinOut(torch.autograd.Function):
+    """The whole of outputs that are split over ranks, in the last dimension; each rank's gradient is of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        everyone = x.new_empty((tp.world, *x.shape))
+        tp.all_gather(everyone.view(-1), x.reshape(-1)).wait()
+        return torch.cat(everyone.unbind(), -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.tp.world, -1)[ctx.tp.rank], None
+
+
 # A compiler would count an exchange once, when it traces it, and not each time it runs.
 
 
@@ -205,3 +289,13 @@ def _column(x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) 
 @torch.compiler.disable
 def _sum_out(x: Tensor, tp: TensorParallel) -> Tensor:
     return _SumOut.apply(x, tp)
+
+
+@torch.compiler.disable
+def _join_out(x: Tensor, tp: TensorParallel) -> Tensor:
+    return _JoinOut.apply(x, tp)
+
+
+@torch.compiler.disable
+def _loss(x: Tensor, weight: Tensor, targets: Tensor, part: _Part) -> Tensor:
+    return linear_cross_entropy(x, weight, targets, part=part)
