@@ -416,6 +416,7 @@ def test_train_counts_data_parallel_ranks_and_checks_against_one_process(tmp_pat
     one, loss = 2 * 32 * 128 * 4, 2 * 32 * 3 * 4
     assert row["comm_tp"]["all_reduce"] == 2 * ((2 * 4 + 2) * one + loss)  # four a block, two at the ends
     assert "2 ranks (1 data-parallel x 2 tensor-parallel)" in done.stderr
+    assert "vocabulary split, 128 tokens a rank (tp 2 divides 256)" in done.stderr
     assert "torchrun --standalone --nproc-per-node 2 -m zerocli train tiny --stage 3 --tp 2" in done.stderr
 
 
@@ -435,3 +436,15 @@ def test_the_global_batch_counts_data_parallel_ranks():
     assert trainer.resolve(config, 4).train.accumulate == 3
     with pytest.raises(UserError, match=r"12 is not a multiple of batch 2 x 4 data-parallel ranks = 8"):
         trainer.resolve(config, 8)
+
+
+@pytest.mark.gpu
+def test_tp_on_a_gpu_equals_one_process(family):
+    """Two ranks share the GPU over gloo: real streams beside each other."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    expected = run(family, stage=0)
+    cases = [{"tp": 2} | case for name, case in CASES.items() if name != "mesh"]
+    for rank in run_ranks(2, _run_all, family, cases):
+        for result in rank:
+            for key in ("losses", "norms"):
+                assert result[key] == pytest.approx(expected[key], rel=1e-4)

@@ -31,11 +31,22 @@ def opening(config: Config, engine: Engine) -> str:
             f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "
             f"{config.zero.stage}, {_ranks(world * tp)}{axes} on {engine.device.type}",
             f"precision {engine.precision.name} ({reason})",
+            *_vocabulary(config, engine),
             f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {world} {each} x accumulate "
             f"{train.accumulate} x seq {train.seq}",
             *([f"offload {config.offload.placement}; {update}", *engine.tiers.notes] if engine.placement.tiers else []),
         ]
     )
+
+
+def _vocabulary(config: Config, engine: Engine) -> list[str]:
+    """Return what became of the vocabulary under tensor parallelism, and why; nothing without."""
+    tp, vocab = engine.tensor_parallel, config.model.vocab
+    if tp.world == 1 or config.model.factory:
+        return []
+    if "head.weight" in tp.cuts:
+        return [f"vocabulary split, {vocab // tp.world} tokens a rank (tp {tp.world} divides {vocab})"]
+    return [f"vocabulary whole on every rank (tp {tp.world} does not divide {vocab})"]
 
 
 class Progress:
