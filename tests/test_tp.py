@@ -368,6 +368,22 @@ def test_rank_zeros_values_win_over_both_axes():
     assert run_ranks(4, _seeded_by_rank) == [expected] * 4
 
 
+def _given_different(what: str) -> str:
+    config = ModelConfig(family="gpt2", layers=2, hidden=HIDDEN, heads=4, vocab=VOCAB, dropout=0.3)
+    engine = start(build(config, SEQ, "meta"), tp=2)
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank if what == "random numbers" else 0)
+    with pytest.raises(ValueError) as caught:
+        engine(*batch(rank if what == "batches" else 0, slice(0, 2)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["batches", "random numbers"])
+def test_ranks_that_share_a_layer_must_be_given_the_same(what):
+    for message in run_ranks(2, _given_different, what):
+        assert f"the 2 ranks that split each layer between them (tp) were given different {what}" in message
+
+
 # -- cuts and mistakes -------------------------------------------------------------------------------------------------
 
 
@@ -429,6 +445,15 @@ def test_a_mistaken_degree_is_a_users_error():
     with pytest.raises(UserError, match="other masks") as caught:
         trainer.refuse_check_of_masks(config, RunOptions("", check=1))
     assert caught.value.hint == "--set model.dropout=0"
+
+
+def test_a_dry_run_counts_what_a_rank_would_hold(capsys):
+    config = load("tiny", sets=["train.precision=fp32"], flags={"parallel.tp": 2, "parallel.ranks": 8, "zero.stage": 3})
+    assert trainer.dry_run(config, RunOptions("", json=True)) == 0
+    document = json.loads(capsys.readouterr().out)
+    local = local_numel(build(config.model, config.train.seq, "meta"), 2)
+    assert document["parameters"] / 2 < local < 0.6 * document["parameters"]
+    assert document["memory"]["parameters"] == {"held": -(-4 * local // 4), "stage_0": 4 * document["parameters"]}
 
 
 def test_the_global_batch_counts_data_parallel_ranks():

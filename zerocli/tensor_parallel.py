@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zerocli.comm import Collectives
 from zerocli.lanes import Lane, Waits
@@ -84,6 +85,7 @@ class TensorParallel(Collectives):
         self._waits, self._lane = waits or Waits(device), Lane(device)
         self.cuts: dict[str, Cut] = {}
         """The cut of each parameter that is split, by its name in the model."""
+        self._unchecked = {"batches", "random numbers"}
 
     # -- splitting a model -----------------------------------------------------------------------------------------
 
@@ -101,6 +103,7 @@ class TensorParallel(Collectives):
                 agreed = self.broadcast(value.detach().to(self.device).contiguous())
                 value.data.copy_(agreed)
         parallelize_module(model, self._mesh, plan)
+        model.register_forward_pre_hook(self._check_input, with_kwargs=True)
 
     def replicates(self, name: str) -> bool:
         """Whether all ranks of the axis hold the same parameter of this name, and more than one does."""
@@ -165,6 +168,26 @@ class TensorParallel(Collectives):
         """Return the sum of a small value over the ranks, added in rank order: the same bits on all of them."""
         return self.gather_control(value).sum(0)
 
+    def _check_input(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if "batches" in self._unchecked:
+            tensors = [
+                x.detach().double().flatten() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+            ]
+            sums = [x @ torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device) for x in tensors]
+            self._check_alike(
+                "batches", torch.tensor([float(x) for x in sums], dtype=torch.float64, device=self.device)
+            )
+
+    def _check_alike(self, what: str, value: torch.Tensor) -> None:
+        """Raise where ranks that share each layer are not given the same to begin with: the result would be garbage."""
+        self._unchecked.discard(what)
+        everyone = self.gather_control(value)
+        if not bool((everyone == everyone[:1]).all()):
+            raise ValueError(
+                f"the {self.world} ranks that split each layer between them (tp) were given different {what}: "
+                "they need the same, by engine.collectives.rank and not by the rank among all"
+            )
+
     @contextlib.contextmanager
     def own_masks(self) -> Iterator[None]:
         """While the body runs, each rank draws random numbers of its own; before and after, all draw the same.
@@ -172,6 +195,8 @@ class TensorParallel(Collectives):
         For dropout on what is split. The seed comes from the CPU's generator, whose state recomputation restores.
         """
         seed = int(torch.randint(2**62, ()))
+        if "random numbers" in self._unchecked:
+            self._check_alike("random numbers", torch.tensor([seed], device=self.device))
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed + self.rank)
             yield
