@@ -149,7 +149,7 @@ tie = 1
         ("zero.bucket=-5", "bucket -5 is below 1"),
         ("model.kv_heads=3", "kv_heads 3 does not divide heads 4"),
         ("model.factory=os.system", 'factory "os.system" is not of the form package.module:callable'),
-        ("parallel.tp=3", "tp 3 does not divide heads 4"),
+        ("parallel.tp=3", "tp 3 does not divide heads 4; did you mean tp 2?"),
         ("name=../x", 'name "../x" is not of the form my-model'),
     ],
 )

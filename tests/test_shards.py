@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerocli.reduce import plan_buckets
-from zerocli.shards import PARAM_ALIGN, SHARD_ALIGN, Span, lay_out, owned, padded_numel
+from zerocli.shards import PARAM_ALIGN, SHARD_ALIGN, Span, lay_out, nearest_divisor, owned, padded_numel
 
 shapes = st.lists(
     st.tuples(st.lists(st.integers(0, 40), max_size=3).map(tuple), st.integers(0, 2)), min_size=1, max_size=8
@@ -73,3 +73,13 @@ def test_spans_intersect_and_tile(a, b, c, d, piece):
     common = set(range(one.start, one.stop)) & set(range(two.start, two.stop))
     assert one.intersect(two).numel == len(common)
     assert sum(part.numel for part in one.pieces(piece)) == one.numel
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_the_nearest_divisor_is_one_and_none_is_nearer(wanted, number):
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    assert nearest_divisor(wanted, number) == min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+def test_the_nearest_divisor_of_a_huge_number_is_found_at_once():
+    assert nearest_divisor(10**15, 10**15 + 7) >= 1

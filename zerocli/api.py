@@ -26,6 +26,9 @@ def shard(
     The model itself does not change: `model(batch)` and `engine(batch)` are the same. Further keywords are the fields
     of `zerocli.settings.Settings` (precision, accumulate, clip, weight_decay, units, recompute, ...); what is not one
     of them goes to the optimizer (betas, eps, momentum, ...). Under torchrun the process group is opened if need be.
+
+    With `tp=N` groups of N neighbouring ranks split a built-in model's layers between them, before the rest is sharded
+    over the others; those N must get the same batches and, where there is dropout, be seeded alike.
     """
     known = {key: value for key, value in settings.items() if key in Settings.__dataclass_fields__}
     options = dict(known.pop("options", {})) | {k: v for k, v in settings.items() if k not in known and k != "options"}

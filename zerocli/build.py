@@ -18,7 +18,8 @@ from zerocli.comm import Collectives
 from zerocli.settings import Settings
 from zerocli.sizes import format_bytes
 from zerocli.stage import Stage
-from zerocli.unit import MASTER, Flat, Unit, build_flats, claim_parameters, find_units
+from zerocli.tensor_parallel import TensorParallel
+from zerocli.unit import MASTER, REPLICATED, Flat, Unit, build_flats, claim_parameters, find_units
 
 
 class DoesNotFit(Exception):
@@ -47,6 +48,7 @@ class Builder:
         stage: Stage,
         compute: torch.dtype,
         collectives: Collectives,
+        tensor_parallel: TensorParallel,
         state_names: Sequence[str],
         placement: Placement,
         tiers: TierSet,
@@ -56,6 +58,7 @@ class Builder:
         self._model, self._settings, self._stage = model, settings, stage
         self._compute, self._collectives, self._states = compute, collectives, tuple(state_names)
         self._placement, self._tiers, self._mover, self._chunk = placement, tiers, mover, chunk
+        self._tensor_parallel = tensor_parallel
         self._device = collectives.device
         single = settings.accumulate == 1 and settings.reduce == "compute"
         self._grad_dtype = compute if single else torch.float32
@@ -66,7 +69,7 @@ class Builder:
         claimed = claim_parameters(self._model, find_units(self._model, self._settings.units))
         units = [unit for unit, _ in claimed]
         for unit, named in claimed:
-            build_flats(unit, named, decay_group, self._compute, self._stage, self._collectives)
+            build_flats(unit, named, self._group_of, self._compute, self._stage, self._collectives)
         plans = self._preflight(units)
         materialise.place_buffers(self._model, fresh, self._collectives, self._device)
         for unit in units:
@@ -75,6 +78,9 @@ class Builder:
         self._allocate_gradients(units, plans)
         materialise.reset_buffer_owners(self._model, fresh, self._settings.seed, self._device)
         return units
+
+    def _group_of(self, name: str, parameter: nn.Parameter) -> int:
+        return decay_group(name, parameter) + REPLICATED * self._tensor_parallel.replicates(name)
 
     # -- where things go -------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 from zerocli import configfile
 from zerocli.configfile import bundled
 from zerocli.errors import ConfigError, Problem, closest, quote
+from zerocli.shards import nearest_divisor
 from zerocli.sizes import parse_bytes
 
 __all__ = ["Config", "bundled", "from_dict", "load", "to_dict", "validate"]
@@ -447,6 +448,8 @@ def _violations(config: Config) -> Iterator[tuple[tuple[str, ...], Problem]]:
             yield (key,), Problem(key, f"{_short(key)} {fact}", meant)
     for keys, fact in _cross_checks(config, bad):
         yield keys, Problem(keys[0], fact)
+    for keys, fact, meant in _tp_checks(config, bad):
+        yield keys, Problem(keys[0], fact, meant)
 
 
 def _get(config: Config, key: str) -> Any:
@@ -479,14 +482,12 @@ def _law_broken(field: dataclasses.Field, value: Any) -> tuple[str, str]:
 
 def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (keys, fact) of each law between keys that is broken; a key already bad takes part in none."""
-    model, parallel = config.model, config.parallel
+    model = config.model
     kv_heads = model.kv_heads or model.heads
 
     def sound(*names: str) -> bool:
         return not bad.intersection(names)
 
-    if sound("parallel.ranks", "parallel.tp") and parallel.ranks % parallel.tp:
-        yield ("parallel.tp", "parallel.ranks"), f"tp {parallel.tp} does not divide ranks {parallel.ranks}"
     if model.factory:
         return  # the factory decides the shape
     if sound("model.heads", "model.hidden"):
@@ -497,9 +498,24 @@ def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ..
             yield ("model.heads", "model.hidden"), fact
     if sound("model.heads", "model.kv_heads") and model.heads % kv_heads:
         yield ("model.kv_heads", "model.heads"), f"kv_heads {kv_heads} does not divide heads {model.heads}"
-    elif sound("model.heads", "model.kv_heads", "parallel.tp") and kv_heads % parallel.tp:
-        name = "kv_heads" if model.kv_heads else "heads"
-        yield ("parallel.tp", f"model.{name}"), f"tp {parallel.tp} does not divide {name} {kv_heads}"
+
+
+def _tp_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Yield (keys, fact, the nearest degree that works) of each number that the tensor-parallel degree must divide.
+
+    The model itself checks the widths that it derives from others, when it is split.
+    """
+    model, tp = config.model, config.parallel.tp
+    numbers = {"parallel.ranks": config.parallel.ranks}
+    if not model.factory:  # else the factory decides the shape
+        numbers["model.kv_heads" if model.kv_heads else "model.heads"] = model.kv_heads or model.heads
+        numbers["model.mlp_hidden"] = model.mlp_hidden
+    numbers = {key: number for key, number in numbers.items() if number and key not in bad}
+    if "parallel.tp" not in bad:
+        for key, number in numbers.items():
+            if number % tp:
+                nearest = nearest_divisor(tp, math.gcd(*numbers.values()))
+                yield ("parallel.tp", key), f"tp {tp} does not divide {_short(key)} {number}", f"tp {nearest}"
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -8,6 +8,7 @@ one and parameters that stay resident are the same code with trivial values.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from zerocli.reduce import Reducer
 from zerocli.settings import Settings
 from zerocli.sizes import parse_bytes
 from zerocli.stage import stage as stage_of
+from zerocli.tensor_parallel import TensorParallel, open_axes
 from zerocli.unit import Flat, Unit, repeated_blocks
 from zerocli.update import Updater, choose_update, stream_chunk
 
@@ -65,9 +67,13 @@ class Engine:
             raise ValueError(f"accumulate must be at least 1, not {settings.accumulate}")
         if settings.reduce not in ("compute", "fp32"):
             raise ValueError(f"reduce {settings.reduce!r} is not one of compute, fp32")
-        self.collectives = Collectives(settings.group, self.device)
         self.waits = Waits(self.device)
-        self.groups = (Group(weight_decay=settings.weight_decay), Group(weight_decay=0.0))
+        data_parallel, mesh = open_axes(settings.tp, settings.group, self.device)
+        self.collectives = Collectives(data_parallel, self.device)
+        self.tensor_parallel = TensorParallel(mesh, self.device, self.waits)
+        self.tensor_parallel.split(model)
+        # Of split parameters, and the same again of replicated ones.
+        self.groups = (Group(weight_decay=settings.weight_decay), Group(weight_decay=0.0)) * 2
         self.optimizer: FlatOptimizer = make_optimizer(settings.optimizer, settings.options)
         self.loss_scale = LossScale(self.precision.scales, self.device)
         self.steps = 0
@@ -98,6 +104,7 @@ class Engine:
             torch.float32 if settings.reduce == "fp32" else self.precision.compute,
             # Where parameters move, the engine says when a unit is through; elsewhere its last gradient does.
             eager=not self.gatherer.moves,
+            tensor_parallel=self.tensor_parallel,
         )
         away = any(flat.away for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
@@ -106,15 +113,18 @@ class Engine:
         recomputed = repeated_blocks(self.units) if recompute else []
         shares = self.placement.of(ACTIVATIONS)
         stack = Stack(lambda name: self.tiers.open(name, ACTIVATIONS), shares, len(recomputed), self.tiers.traffic)
-        self.activations = Activations(stack, Collectives.alone(self.device), self.device, self.waits)
+        # Tensor-parallel ranks have equal checkpoints: each keeps a part, unless told not to.
+        equal = self.tensor_parallel if settings.partition_activations else Collectives.alone(self.device)
+        self.activations = Activations(stack, equal, self.device, self.waits)
         for unit in self.units:
             self._wrap_forward(unit, recompute=unit in recomputed)
         self.collectives.take_nbytes()
+        self.tensor_parallel.take_nbytes()
 
     # -- building --------------------------------------------------------------------------------------------------
 
     def _build_units(self) -> list[Unit]:
-        settings, world = self.settings, self.collectives.world
+        settings, world = self.settings, self.collectives.world * self.tensor_parallel.world
         partitioned = [kind for kind in KINDS if getattr(self.stage, kind)]
         placement = parse_placement(settings.offload, partitioned, available(), parse_bytes)
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -125,8 +135,8 @@ class Engine:
         names = self.optimizer.state_names
         compute = self.precision.compute
         builder = Builder(
-            *(self.model, settings, self.stage, compute, self.collectives, names),
-            *(self.placement, self.tiers, self.mover, self._chunk),
+            *(self.model, settings, self.stage, compute, self.collectives, self.tensor_parallel),
+            *(names, self.placement, self.tiers, self.mover, self._chunk),
         )
         return builder.build()
 
@@ -306,7 +316,7 @@ class Engine:
                 flat.written.wait()
 
     def _step_values(self, lr: float) -> tuple[StepValues, torch.Tensor]:
-        squares = self.collectives.sum_control(self.reducer.squared_norm())
+        squares = self.tensor_parallel.total(self.collectives.sum_control(self.reducer.squared_norm()))
         share = self._micro / self.settings.accumulate
         scale = self.loss_scale.value * share
         norm = squares.sqrt().float() / scale
@@ -376,7 +386,12 @@ class Engine:
     @property
     def numel(self) -> int:
         """Parameters of the whole model, padding left out."""
-        return sum(flat.layout.numel for flat in self.flats())
+        entries = [entry for flat in self.flats() for entry in flat.layout.entries]
+        return sum(math.prod(self.tensor_parallel.whole_shape(e.name, e.shape)) for e in entries)
+
+    def gather_control(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return every rank's copy of a small tensor, stacked, over both axes of ranks. Collective."""
+        return self.tensor_parallel.gather_control(self.collectives.gather_control(tensor)).flatten(0, 1)
 
     # -- whole states, under the model's own names: see states.py --------------------------------------------------
 

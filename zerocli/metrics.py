@@ -59,13 +59,17 @@ class Line:
         return dict(self.__dict__)
 
 
+_Issued = tuple[StepResult, Readback, tuple[dict[str, int], dict[str, int]], WaitReading]
+"""A step on its way: its result, every rank's values, bytes moved by the two axes of ranks, waits."""
+
+
 class Recorder:
     """Collects each step's values without holding up the device; a step's line comes once the next is issued."""
 
     def __init__(self, engine: Engine, tokens_per_step: int, waited_for_data: Callable[[], float]) -> None:
         self._engine, self._tokens = engine, tokens_per_step
         self._waited_for_data = waited_for_data
-        self._pending: tuple[StepResult, Readback, dict[str, int], WaitReading] | None = None
+        self._pending: _Issued | None = None
         self._since = time.perf_counter()
 
     def record(self, result: StepResult, loss: torch.Tensor) -> Line | None:
@@ -75,9 +79,10 @@ class Recorder:
         mine = torch.cat(
             [torch.stack([loss.double(), result.grad_norm.double(), result.skipped.double()]), peak.to(loss)]
         )
-        everyone = engine.collectives.gather_control(mine)
+        everyone = engine.gather_control(mine)
         engine.waits.add("data", self._waited_for_data())
-        now = (result, Readback(everyone), engine.collectives.take_nbytes(), engine.waits.take())
+        moved = (engine.collectives.take_nbytes(), engine.tensor_parallel.take_nbytes())
+        now = (result, Readback(everyone), moved, engine.waits.take())
         before, self._pending = self._pending, now
         return self._line(before) if before else None
 
@@ -86,8 +91,8 @@ class Recorder:
         before, self._pending = self._pending, None
         return self._line(before) if before else None
 
-    def _line(self, pending: tuple[StepResult, Readback, dict[str, int], WaitReading]) -> Line:
-        result, readback, comm, waits = pending
+    def _line(self, issued: _Issued) -> Line:
+        result, readback, (comm, comm_tp), waits = issued
         values = readback.values()
         seconds, self._since = readback.reached - self._since, readback.reached
         peaks = [int(value) for value in values[:, 3:].amax(0).tolist()]
@@ -101,7 +106,7 @@ class Recorder:
             tokens_per_second=self._tokens / seconds,
             peak=dict(zip(("hbm", "dram", "nvme"), peaks, strict=True)),
             comm=comm,
-            comm_tp={"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0},
+            comm_tp=comm_tp,
             wait=waits.seconds(),
             skipped=bool(values[0, 2].item()),
         )

@@ -19,6 +19,7 @@ from zerocli.comm import Collectives
 from zerocli.lanes import Lane, Waits
 from zerocli.shards import SHARD_ALIGN, Layout, Span
 from zerocli.stage import Stage
+from zerocli.tensor_parallel import TensorParallel
 from zerocli.unit import Flat, Unit
 
 Strided = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -100,10 +101,11 @@ class Reducer:
         bucket_nbytes: int,
         wire: torch.dtype,
         eager: bool,
+        tensor_parallel: TensorParallel,
     ) -> None:
         self._stage, self._collectives, self._device = stage, collectives, device
         self._waits, self._probe, self._eager = waits, probe, eager
-        self._wire = wire
+        self._wire, self._tensor_parallel = wire, tensor_parallel
         self._lane = Lane(device)
         self._flats = [flat for unit in units if (flat := unit.trainable) is not None]
         largest = max((flat.layout.total for flat in self._flats), default=0)
@@ -202,10 +204,18 @@ class Reducer:
         for bucket in (*self._buckets, *self._lift):
             bucket.busy = None
         if self._last:
+            self._agree()
             self._measure()
         self.active = False
         if not self._ordered_by_use:
             self._adopt_order()
+
+    def _agree(self) -> None:
+        """Make replicated gradients one: sums over other data-parallel ranks may have been rounded in another order."""
+        for flat in self._flats:
+            same = Span(flat.replicated, flat.layout.total).intersect(flat.held).shifted(-flat.held.start)
+            if flat.grad is not None and same.numel:
+                self._tensor_parallel.agree_(flat.grad[same.start : same.stop])
 
     def _measure(self) -> None:
         """Take the norms of all pieces that are on the device; those that left were measured on their way.
@@ -218,18 +228,27 @@ class Reducer:
             if flat.grad is not None:
                 start = flat.own.start - flat.held.start
                 for plan in self._plans_of(flat):
-                    columns = plan.columns.shifted(start)
-                    pieces[index, plan.columns.start] = flat.grad[columns.start : columns.stop]
+                    for columns in _measured(flat, plan.columns):
+                        pieces[index, columns.start] = flat.grad[start + columns.start : start + columns.stop]
         if pieces:
             norms = torch._foreach_norm(list(pieces.values()), 2, torch.float32)
             self._norms.update(zip(pieces, norms, strict=True))
 
     def squared_norm(self) -> torch.Tensor:
-        """Return the sum of squares of the gradients this rank owns, in fp64."""
-        if not self._norms:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        norms = torch.stack([self._norms[key] for key in sorted(self._norms)])
-        return norms.double().square().sum()
+        """Return the sum of squares of the gradients this rank owns, in fp64; of replicated ones its share of them."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for replicated, copies in ((False, 1), (True, self._tensor_parallel.world)):
+            if norms := self._norms_of(replicated):
+                squares = squares + torch.stack(norms).double().square().sum() / copies
+        return squares
+
+    def _norms_of(self, replicated: bool) -> list[torch.Tensor]:
+        found = []
+        for index, start in sorted(self._norms):
+            flat = self._flats[index]
+            if (flat.own.start + start >= flat.replicated) == replicated:
+                found.append(self._norms[index, start])
+        return found
 
     def abandon(self) -> None:
         """After an exception in backward: drop what has arrived; the step's gradients are lost."""
@@ -375,7 +394,11 @@ class Reducer:
         else:
             lift, piece = None, part
         if self._last:
-            self._norms[self._flats.index(flat), plan.columns.start] = _norm(piece)
+            for columns in _measured(flat, plan.columns):
+                measured = piece[columns.start - plan.columns.start : columns.stop - plan.columns.start]
+                if flat.own.start + columns.start >= flat.replicated:
+                    self._tensor_parallel.agree_(measured)
+                self._norms[self._flats.index(flat), columns.start] = _norm(measured)
         done = store.put(plan.columns.start, piece).wait
         if lift is not None:
             lift.busy = done
@@ -400,6 +423,12 @@ class Reducer:
     def nbytes(self) -> int:
         """Bytes of the reduction buckets."""
         return sum(bucket.memory.nbytes for bucket in (*self._buckets, *self._lift))
+
+
+def _measured(flat: Flat, columns: Span) -> list[Span]:
+    """Cut columns of the owned slice so that each part is of split parameters, or of replicated ones, alone."""
+    at = min(max(flat.replicated - flat.own.start, columns.start), columns.stop)
+    return [span for span in (Span(columns.start, at), Span(at, columns.stop)) if span.numel]
 
 
 def _norm(piece: torch.Tensor) -> torch.Tensor:

@@ -21,19 +21,32 @@ from zerocli.sizes import format_bytes, format_count
 def opening(config: Config, engine: Engine) -> str:
     """Return the lines that open a run: what is trained, and each automatic choice with its reason."""
     _, reason = precision(config.train.precision, engine.device)
-    world, train = engine.collectives.world, config.train
+    world, tp, train = engine.collectives.world, engine.tensor_parallel.world, config.train
     tokens = train.batch * train.accumulate * world * train.seq
+    axes = f" ({world} data-parallel x {tp} tensor-parallel)" if tp > 1 else ""
+    each = "data-parallel ranks" if tp > 1 else "ranks"
     update = f"update {'on the CPU' if engine.updater.on_cpu else 'through the device'} ({engine.update_reason})"
     return "\n".join(
         [
             f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "
-            f"{config.zero.stage}, {world} {'rank' if world == 1 else 'ranks'} on {engine.device.type}",
+            f"{config.zero.stage}, {_ranks(world * tp)}{axes} on {engine.device.type}",
             f"precision {engine.precision.name} ({reason})",
-            f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {world} ranks x accumulate "
+            *_vocabulary(config, engine),
+            f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {world} {each} x accumulate "
             f"{train.accumulate} x seq {train.seq}",
             *([f"offload {config.offload.placement}; {update}", *engine.tiers.notes] if engine.placement.tiers else []),
         ]
     )
+
+
+def _vocabulary(config: Config, engine: Engine) -> list[str]:
+    """Return what became of the vocabulary under tensor parallelism, and why; nothing without."""
+    tp, vocab = engine.tensor_parallel, config.model.vocab
+    if tp.world == 1 or config.model.factory:
+        return []
+    if "head.weight" in tp.cuts:
+        return [f"vocabulary split, {vocab // tp.world} tokens a rank (tp {tp.world} divides {vocab})"]
+    return [f"vocabulary whole on every rank (tp {tp.world} does not divide {vocab})"]
 
 
 class Progress:
@@ -68,7 +81,7 @@ class Progress:
 def gather_memory(engine: Engine) -> dict[str, int]:
     """Return the most bytes any rank holds, by category. Collective."""
     mine = torch.tensor([engine.memory()[c] for c in CATEGORIES], dtype=torch.float64, device=engine.device)
-    most = engine.collectives.gather_control(mine).amax(0)
+    most = engine.gather_control(mine).amax(0)
     return dict(zip(CATEGORIES, (int(value) for value in most.tolist()), strict=True))
 
 
@@ -95,7 +108,8 @@ def summary(
         "run_dir": options.run_dir,
         "config": config.name,
         "stage": config.zero.stage,
-        "ranks": engine.collectives.world,
+        "ranks": engine.collectives.world * engine.tensor_parallel.world,
+        "tp": engine.tensor_parallel.world,
         "parameters": engine.numel,
         "steps": len(lines),
         "first_loss": lines[0].loss,
@@ -110,11 +124,21 @@ def summary(
 
 def next_command(config: Config, source: str) -> str:
     """Return the command a person would try after this one."""
+    tp = f" --tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
     if config.zero.stage < 3:
-        return f"zerocli train {source} --stage 3"
+        return f"zerocli train {source} --stage 3{tp}"
     if not config.offload.placement:
-        return f"zerocli train {source} --stage 3 --offload cpu"
-    return f"zerocli train {source} --stage 3 --check 10"
+        return f"zerocli train {source} --stage 3{tp} --offload cpu"
+    return f"zerocli train {source} --stage 3{tp} --check 10"
+
+
+def _ranks(number: int) -> str:
+    return f"{number} {'rank' if number == 1 else 'ranks'}"
+
+
+def _title(what: str, stage: int, tp: int) -> str:
+    """Return the head of a table of memory: this run beside training that splits nothing."""
+    return f"{what:<20}{f'stage {stage}' + (f' tp {tp}' if tp > 1 else ''):>14}{'stage 0':>14}"
 
 
 def _row(category: str, held: int, stage_0: int) -> str:
@@ -123,8 +147,7 @@ def _row(category: str, held: int, stage_0: int) -> str:
 
 def closing(summary: dict[str, Any]) -> str:
     """Return the summary as a person reads it."""
-    stage, ranks = summary["stage"], summary["ranks"]
-    rows = [f"{'held by each rank':<20}{f'stage {stage}':>14}{'stage 0':>14}"]
+    rows = [_title("held by each rank", summary["stage"], summary["tp"])]
     totals = [0, 0]
     for category, row in summary["memory"].items():
         totals = [totals[0] + row["held"], totals[1] + row["stage_0"]]
@@ -132,7 +155,7 @@ def closing(summary: dict[str, Any]) -> str:
     rows.append(_row("total", *totals))
     head = (
         f"\nloss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f} in {summary['steps']} steps, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s on {ranks} {'rank' if ranks == 1 else 'ranks'}\n"
+        f"{summary['tokens_per_second']:,.0f} tokens/s on {_ranks(summary['ranks'])}\n"
     )
     away = [f"{tier} {format_bytes(n)}" for tier, n in summary["peak"].items() if n and tier != "hbm"]
     tail = [f"on other tiers: {', '.join(away)}"] if away else []
@@ -148,14 +171,17 @@ def closing(summary: dict[str, Any]) -> str:
     return "\n".join([head, *rows, *tail, f"try: {summary['next']}"])
 
 
-def planned_memory(config: Config, numel: int) -> dict[str, dict[str, int]]:
-    """Return the model states each rank would hold, beside stage 0, from arithmetic alone."""
+def planned_memory(config: Config, numel: int, local: int) -> dict[str, dict[str, int]]:
+    """Return the model states each rank would hold, beside stage 0, from arithmetic alone.
+
+    `local` of the `numel` parameters are a rank's own share under tensor parallelism.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen, _ = precision(config.train.precision, device)
     optimizer = make_optimizer(config.optimizer.name, arguments_of(config.optimizer))
     num_states = len(optimizer.state_names)
     common = (chosen.compute.itemsize, config.train.accumulate, num_states)
-    held = model_states(numel, config.zero.stage, config.parallel.ranks, *common)
+    held = model_states(local, config.zero.stage, config.parallel.ranks // config.parallel.tp, *common)
     whole = model_states(numel, 0, 1, *common)
     return {category: {"held": held[category], "stage_0": whole[category]} for category in held}
 
@@ -163,7 +189,7 @@ def planned_memory(config: Config, numel: int) -> dict[str, dict[str, int]]:
 def dry(config: Config, numel: int, held: dict[str, dict[str, int]]) -> str:
     """Return the dry run's text."""
     rows = [_row(category, row["held"], row["stage_0"]) for category, row in held.items()]
-    title = f"{'each rank holds':<20}{f'stage {config.zero.stage}':>14}{'stage 0':>14}"
+    title = _title("each rank holds", config.zero.stage, config.parallel.tp)
     shown = json.dumps(to_dict(config), indent=2)
     where = f"{format_count(numel)} parameters on {config.parallel.ranks} ranks (activations and buffers not counted)"
     return "\n".join([shown, "", where, title, *rows])

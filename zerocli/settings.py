@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from zerocli.unit import UnitChoice
 
@@ -57,5 +58,8 @@ class Settings:
     """Further arguments for tiers, by name."""
     device: torch.device | str | None = None
     group: dist.ProcessGroup | None = None
+    """The data-parallel ranks, over which states are partitioned; by default all ranks, or those that `tp` leaves."""
+    tp: int | DeviceMesh = 1
+    """Neighbouring ranks that split each layer between them; or that axis of a mesh, whose other axis is `group`."""
     probe: Callable[[str], None] = lambda name: None
     """Called before each gather, reduce and optimizer and after each unit's forward; tests inject delays here."""

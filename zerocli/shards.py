@@ -57,6 +57,13 @@ def owned(padded: int, world: int, rank: int) -> Span:
     return Span(rank * each, (rank + 1) * each)
 
 
+def nearest_divisor(wanted: int, number: int) -> int:
+    """Return the divisor of `number` that is nearest to `wanted`, the smaller of two as near; looks at most 2^16 up."""
+    start = min(wanted, number, 1 << 16)
+    near = (d for distance in range(start) for d in (start - distance, start + distance))
+    return next(d for d in near if number % d == 0)
+
+
 @dataclass(frozen=True)
 class Entry:
     """One parameter's place in a flat buffer."""
@@ -90,6 +97,10 @@ class Layout:
     def numel(self) -> int:
         """Elements of real parameters, padding left out."""
         return sum(entry.numel for entry in self.entries)
+
+    def start_of(self, group: int) -> int:
+        """Return where the groups from this one on begin; the buffer's end where there are none."""
+        return min((span.start for its_group, span in self.regions if its_group >= group), default=self.total)
 
     def gaps(self) -> list[Span]:
         """Return the spans of padding between and after the parameters."""

@@ -61,6 +61,12 @@ def _parameters(engine: Engine, flat: Flat) -> torch.Tensor:
     return _whole(engine, flat, held)
 
 
+def _forget_traffic(engine: Engine) -> None:
+    """Leave what moved here out of the count of training's own bytes."""
+    engine.collectives.take_nbytes()
+    engine.tensor_parallel.take_nbytes()
+
+
 @torch.no_grad()
 def model_state(engine: Engine) -> dict[str, torch.Tensor]:
     """See `Engine.state_dict`."""
@@ -68,9 +74,9 @@ def model_state(engine: Engine) -> dict[str, torch.Tensor]:
     values: dict[int, torch.Tensor] = {}
     for flat in engine.flats():
         whole = _parameters(engine, flat)
-        for parameter, view in zip(flat.parameters, flat.views(whole), strict=True):
-            values[id(parameter)] = view.clone()
-    engine.collectives.take_nbytes()
+        for parameter, entry, view in zip(flat.parameters, flat.layout.entries, flat.views(whole), strict=True):
+            values[id(parameter)] = engine.tensor_parallel.join(entry.name, view.clone())
+    _forget_traffic(engine)
     return {
         name: values[id(value)] if id(value) in values else value.detach().cpu().clone()
         for name, value in engine.model.state_dict(keep_vars=True).items()
@@ -81,17 +87,17 @@ def model_state(engine: Engine) -> dict[str, torch.Tensor]:
 def load_model_state(engine: Engine, state: Mapping[str, torch.Tensor]) -> None:
     """See `Engine.load_state_dict`."""
     engine.settle()
-    own = engine.model.state_dict(keep_vars=True)
+    own, tp = engine.model.state_dict(keep_vars=True), engine.tensor_parallel
     missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    wrong = sorted(n for n in own.keys() & state.keys() if own[n].shape != state[n].shape)
+    wrong = sorted(n for n in own.keys() & state.keys() if tp.whole_shape(n, own[n].shape) != state[n].shape)
     if missing or unknown or wrong:
         raise ValueError(f"state_dict does not match: missing {missing}, unknown {unknown}, other shape {wrong}")
     source = {id(value): state[name] for name, value in own.items()}
     for flat in engine.flats():
         dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
         whole = torch.zeros(flat.layout.total, dtype=dtype, device=engine.device)
-        for parameter, view in zip(flat.parameters, flat.views(whole), strict=True):
-            view.copy_(source[id(parameter)])
+        for parameter, entry, view in zip(flat.parameters, flat.layout.entries, flat.views(whole), strict=True):
+            view.copy_(tp.part(entry.name, source[id(parameter)]))
         load_whole(flat, whole)
     for name, value in own.items():
         if not isinstance(value, nn.Parameter):
@@ -120,8 +126,8 @@ def optimizer_state(engine: Engine) -> dict[str, Any]:
         for key in engine.optimizer.state_names:
             whole = _whole(engine, flat, read_held(flat, key, engine.device))
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
-                states.setdefault(entry.name, {})[key] = view.clone()
-    engine.collectives.take_nbytes()
+                states.setdefault(entry.name, {})[key] = engine.tensor_parallel.join(entry.name, view.clone())
+    _forget_traffic(engine)
     counters = {"steps": engine.steps, "updates": engine.updates.item()}
     return {"state": states, **counters, "loss_scale": engine.loss_scale.state()}
 
@@ -134,7 +140,7 @@ def load_optimizer_state(engine: Engine, saved: Mapping[str, Any]) -> None:
         for key in engine.optimizer.state_names:
             whole = torch.zeros(flat.layout.total, device=engine.device)
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
-                view.copy_(saved["state"][entry.name][key])
+                view.copy_(engine.tensor_parallel.part(entry.name, saved["state"][entry.name][key]))
             write_held(flat, key, whole[flat.held.start : flat.held.stop])
     engine.steps = saved["steps"]
     engine.updates.fill_(saved["updates"])

@@ -31,11 +31,13 @@ from zerocli.optim import arguments_of
 from zerocli.precision import precision
 from zerocli.schedule import make_schedule
 from zerocli.settings import Settings
+from zerocli.tensor_parallel import local_numel
 
 
 def work(config: Config, options: RunOptions) -> int:
     """Be one rank of a run; return the exit code."""
     refuse_unbuilt(config)
+    refuse_check_of_masks(config, options)
     open_process_group()
     try:
         return _train(config, options)
@@ -61,8 +63,8 @@ def _train(config: Config, options: RunOptions) -> int:
             say(f"nothing to resume: no checkpoint in {run_dir}; starting at step 1")
     # The reference starts from the very same values: take them before the first update.
     start = engine.state_dict() if options.check else None
-    lines = run_steps(config, options, engine, batches, rank, world)
-    checked = compare(config, options.check, start, lines, batches, rank, world) if start else None
+    lines = run_steps(config, options, engine, batches, rank)
+    checked = compare(config, start, lines, batches, rank, engine.collectives.world) if start else None
     held = report.gather_memory(engine)
     if rank == 0:
         summary = report.summary(config, options, engine, lines, held, checked)
@@ -74,13 +76,15 @@ def _train(config: Config, options: RunOptions) -> int:
 
 
 def resolve(config: Config, world: int) -> Config:
-    """Return the config with what depends on the number of ranks worked out."""
-    train = config.train
+    """Return the config with what depends on the number of ranks, of both axes, worked out."""
+    train, tp = config.train, config.parallel.tp
     if train.global_batch:
-        each = train.batch * world
+        replicas = world // tp
+        each, what = train.batch * replicas, "ranks" if tp == 1 else "data-parallel ranks"
         if train.global_batch % each:
             raise UserError(
-                f"global batch {train.global_batch} is not a multiple of batch {train.batch} x {world} ranks = {each}",
+                f"global batch {train.global_batch} is not a multiple of batch {train.batch} x {replicas} {what} "
+                f"= {each}",
                 hint=f"--set train.global_batch={max(1, round(train.global_batch / each)) * each}",
             )
         train = dataclasses.replace(train, accumulate=train.global_batch // each)
@@ -90,13 +94,20 @@ def resolve(config: Config, world: int) -> Config:
 
 def refuse_unbuilt(config: Config) -> None:
     """Say what this version cannot do yet, rather than ignore it."""
-    unbuilt = {
-        "--tp": config.parallel.tp > 1,
-        "checkpoint.every": config.checkpoint.every > 0,
-    }
+    unbuilt = {"checkpoint.every": config.checkpoint.every > 0}
     asked = [name for name, given in unbuilt.items() if given]
     if asked:
         raise UserError(f"not in this version yet: {', '.join(asked)}", hint="the same command without it")
+
+
+def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
+    """Refuse to compare what is not meant to be equal: heads on several ranks each draw their own dropout."""
+    if options.check and config.parallel.tp > 1 and config.model.dropout > 0:
+        raise UserError(
+            f"--check with tp {config.parallel.tp} and dropout {config.model.dropout:g}: heads on other ranks draw "
+            "other masks than in one process, so the losses differ",
+            hint="--set model.dropout=0",
+        )
 
 
 def make_model(config: Config, device: str = "meta") -> nn.Module:
@@ -144,6 +155,7 @@ def make_engine(config: Config, **changes: Any) -> Engine:
         update=config.offload.update,
         nvme_path=config.offload.nvme_path,
         staging_nbytes=config.offload.staging,
+        tp=config.parallel.tp,
     )
     try:
         return Engine(model, dataclasses.replace(settings, **changes))
@@ -168,17 +180,16 @@ def micro_step(engine: Engine, tokens: torch.Tensor, targets: torch.Tensor, seed
     return loss.detach()
 
 
-def run_steps(
-    config: Config, options: RunOptions, engine: Engine, batches: Batches, rank: int, world: int
-) -> list[Line]:
-    """Train; return a line a step."""
-    train = config.train
+def run_steps(config: Config, options: RunOptions, engine: Engine, batches: Batches, rank: int) -> list[Line]:
+    """Train; return a line a step. Ranks that split a layer between them see the same data and random numbers."""
+    train, replica, replicas = config.train, engine.collectives.rank, engine.collectives.world
     steps = min(train.steps, options.check) if options.check else train.steps
     lines: list[Line] = []
     metrics = MetricsFile(Path(options.run_dir) / "metrics.jsonl") if rank == 0 else None
     progress = report.Progress(steps, train.log_every, active=rank == 0)
-    with Prefetcher(batches, 1, rank, world, engine.device, steps) as loader, progress:
-        recorder = Recorder(engine, train.batch * train.accumulate * world * train.seq, lambda: loader.waited_seconds)
+    with Prefetcher(batches, 1, replica, replicas, engine.device, steps) as loader, progress:
+        tokens_per_step = train.batch * train.accumulate * replicas * train.seq
+        recorder = Recorder(engine, tokens_per_step, lambda: loader.waited_seconds)
 
         def keep(line: Line | None) -> None:
             if line is not None:
@@ -192,7 +203,7 @@ def run_steps(
             total = torch.zeros((), device=engine.device)
             for micro in range(train.accumulate):
                 tokens, targets = next(loader)
-                total += micro_step(engine, tokens, targets, (train.seed, step, micro, rank))
+                total += micro_step(engine, tokens, targets, (train.seed, step, micro, replica))
             keep(recorder.record(engine.step(), total / train.accumulate))
         keep(recorder.flush())
     if metrics is not None:
@@ -214,29 +225,28 @@ def stop_if_broken(config: Config, line: Line) -> None:
 
 def compare(
     config: Config,
-    steps: int,
     start: dict[str, torch.Tensor],
     lines: list[Line],
     batches: Batches,
     rank: int,
-    world: int,
+    replicas: int,
 ) -> dict[str, Any]:
     """Train the same steps in one process without sharding, on rank 0, and compare the losses."""
     alone = dist.new_group([0]) if dist.is_initialized() else None
     result = [0.0, 0.0]
     if rank == 0:
         accumulate = config.train.accumulate
-        engine = make_engine(config, stage=0, accumulate=accumulate * world, group=alone, offload="")
+        engine = make_engine(config, stage=0, accumulate=accumulate * replicas, group=alone, tp=1, offload="")
         engine.load_state_dict(start)
         for line in lines:
             total = torch.zeros((), dtype=torch.float64, device=engine.device)
             for micro in range(accumulate):
-                for each in range(world):
-                    tokens, targets = batches.batch(line.step, micro, each, world)
+                for each in range(replicas):
+                    tokens, targets = batches.batch(line.step, micro, each, replicas)
                     seeds = (config.train.seed, line.step, micro, each)
                     total += micro_step(engine, tokens.to(engine.device), targets.to(engine.device), seeds)
             engine.step()
-            difference = abs(total.item() / (accumulate * world) - line.loss)
+            difference = abs(total.item() / (accumulate * replicas) - line.loss)
             result = [max(result[0], difference), max(result[1], difference / abs(line.loss))]
     if dist.is_initialized():
         shared: list[Any] = [result]
@@ -259,9 +269,10 @@ def dry_run(config: Config, options: RunOptions) -> int:
     refuse_unbuilt(config)
     config = resolve(config, max(1, config.parallel.ranks))
     open_batches(config)
-    numel = sum(p.numel() for p in make_model(config).parameters())
+    model = make_model(config)
+    numel = sum(p.numel() for p in model.parameters())
     try:
-        held = report.planned_memory(config, numel)
+        held = report.planned_memory(config, numel, local_numel(model, config.parallel.tp))
     except ValueError as error:
         raise UserError(str(error)) from error
     document = {"schema": 1, "config": to_dict(config), "parameters": numel, "memory": held}

@@ -21,6 +21,9 @@ from zerocli.stage import Stage
 MASTER = "master"
 """Name of the fp32 copy of parameters that compute in fewer bits."""
 
+REPLICATED = 2
+"""Groups from this one on are of parameters that all tensor-parallel ranks hold alike; they come last in a flat."""
+
 
 @dataclass(eq=False)
 class Flat:
@@ -63,6 +66,11 @@ class Flat:
     """What the parameters are views of at the moment; None while they are released."""
     pending: Pending | None = None
     """A gather into `buffer` that is under way."""
+
+    @property
+    def replicated(self) -> int:
+        """Where the parameters begin that all tensor-parallel ranks hold alike; the flat's end if there are none."""
+        return self.layout.start_of(REPLICATED)
 
     @property
     def away(self) -> bool:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerocli.models.parts import Decoder, Embedding, Head, Linear, ModelConfig, attend, residual_std
+
+if TYPE_CHECKING:
+    from zerocli.models.parallel import Split
+    from zerocli.tensor_parallel import TensorParallel
 
 
 class GPT2(Decoder):
@@ -16,6 +24,15 @@ class GPT2(Decoder):
         blocks: list[nn.Module] = [Block(config) for _ in range(config.layers)]
         tied = embed.tokens.weight if config.tie else None
         super().__init__(embed, blocks, Head(_norm(config), config.hidden, config.vocab, tied), seq)
+
+    def tensor_parallel_plan(self, tp: TensorParallel) -> dict[str, Split]:
+        """Return how the model is split over ranks: by heads, by the MLP's width, by tokens of the vocabulary."""
+        from zerocli.models.parallel import Column, Row, split_attention, split_vocabulary
+
+        block: Any = self.blocks[0]
+        mlp: dict[str, Split] = {"blocks.*.mlp.up": Column(tp), "blocks.*.mlp.down": Row(tp)}
+        vocabulary = split_vocabulary("embed.tokens", self.head.weight.shape[0], tp)
+        return vocabulary | split_attention(block.attention, tp) | mlp
 
 
 class Embed(nn.Module):
@@ -56,6 +73,8 @@ class Attention(nn.Module):
         self.kv_heads = config.kv_heads or config.heads
         self.head_dim = config.hidden // config.heads
         self.dropout = config.dropout
+        self.masks: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Surrounds dropout inside the heads, where ranks that each have some of them draw their own."""
         qkv_width = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = Linear(config.hidden, qkv_width, config.bias)
         self.out = Linear(config.hidden, config.hidden, config.bias, residual_std(config.layers))
@@ -63,7 +82,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        x = attend(q, k, v, self.dropout if self.training else 0.0)
+        if self.dropout > 0 and self.training:
+            with self.masks():
+                x = attend(q, k, v, self.dropout)
+        else:
+            x = attend(q, k, v)
         return _dropout(self.out(x), self.dropout, self.training)
 
 

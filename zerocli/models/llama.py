@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerocli.models.parts import Decoder, Embedding, Head, Linear, ModelConfig, attend, residual_std
+
+if TYPE_CHECKING:
+    from zerocli.models.parallel import Split
+    from zerocli.tensor_parallel import TensorParallel
 
 
 class Llama(Decoder):
@@ -22,6 +26,16 @@ class Llama(Decoder):
         blocks: list[nn.Module] = [Block(config, rotary) for _ in range(config.layers)]
         tied = embed.weight if config.tie else None
         super().__init__(embed, blocks, Head(_norm(config), config.hidden, config.vocab, tied), seq)
+
+    def tensor_parallel_plan(self, tp: TensorParallel) -> dict[str, Split]:
+        """Return how the model is split over ranks: by heads, by the MLP's width, by tokens of the vocabulary."""
+        from zerocli.models.parallel import Column, Row, split_attention, split_vocabulary
+
+        block: Any = self.blocks[0]
+        width = block.mlp.down.in_features
+        mlp: dict[str, Split] = {"blocks.*.mlp.gate_up": Column(tp, width, width), "blocks.*.mlp.down": Row(tp)}
+        vocabulary = split_vocabulary("embed", self.head.weight.shape[0], tp)
+        return vocabulary | split_attention(block.attention, tp) | mlp
 
 
 class Rotary(nn.Module):

@@ -9,12 +9,15 @@ Memory of a call, in bytes, for a chunk of c tokens (`chunk_tokens`), a padded v
 
     c*P*(b + 4) in bf16 or fp16, c*P*4 in fp32    a chunk's logits, freed before the forward pass returns
     N*H*b + V*H*4                                 the two gradients, kept until backward
+
+Where the vocabulary is split over ranks, V and P are a rank's part of it. Ranks then exchange three numbers a token
+(the highest logit; the sum and the target's logit together) and sum the gradient of x.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +34,17 @@ ROW_ALIGNMENT = 64
 """Elements to which a row of logits is padded: matmuls on rows that are not aligned (GPT-2's 50257) run much slower."""
 
 
+class Part(Protocol):
+    """A run of the vocabulary, beginning with token `first`, and the exchange with the ranks that have the others."""
+
+    first: int
+    last: bool
+    """Whether it is the last run: a target beyond the vocabulary is an error there."""
+
+    def max_(self, tensor: Tensor) -> Tensor: ...
+    def sum_(self, tensor: Tensor) -> Tensor: ...
+
+
 def chunk_tokens(vocab: int, device_type: str) -> int:
     """Return how many tokens a chunk holds, a multiple of 128 where it can be; its logits stay within the bound."""
     tokens = MAX_CHUNK_NUMEL.get(device_type, MAX_CHUNK_NUMEL["cuda"]) // padded_vocab(vocab)
@@ -42,17 +56,20 @@ def padded_vocab(vocab: int) -> int:
     return -(-vocab // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0, part: Part | None = None
+) -> Tensor:
     """Return the mean cross-entropy of `x @ weight.T` against `targets` as an fp32 scalar; 0 if all are ignored.
 
     x: (..., hidden) and weight: (vocab, hidden), of one type; targets: (...), int64, `IGNORED` where there is none.
-    `chunk` is the number of tokens at a time; 0 means `chunk_tokens`. The loss can be differentiated once: backward
-    scales the gradients in place.
+    `chunk` is the number of tokens at a time; 0 means `chunk_tokens`. With a `part`, `weight` has the rows of that part
+    of the vocabulary; all ranks get the same loss, and the same gradient of x. The loss can be differentiated once:
+    backward scales the gradients in place.
     """
     chunk = chunk or chunk_tokens(weight.shape[0], x.device.type)
     # Grad mode is always off inside forward, so it is asked for here.
     with_grad = torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), chunk, with_grad)
+    return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), chunk, part, with_grad)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -62,7 +79,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, with_grad: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, part: Part | None, with_grad: bool
+    ) -> Tensor:
         grad_x = torch.empty_like(x) if with_grad and ctx.needs_input_grad[0] else None
         grad_weight = None
         if with_grad and ctx.needs_input_grad[1]:
@@ -71,11 +90,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_grad = grad_x is not None or grad_weight is not None
 
         valid = targets != IGNORED
-        indices = targets.clamp_min(0)[:, None]  # any index serves a row that its mask sets to zero
         mask = valid.float()[:, None]
         num_targets = valid.sum().clamp_min(1)
 
         num_tokens, vocab = x.shape[0], weight.shape[0]
+        here = targets - part.first if part is not None else targets
+        bound = None if part is None or part.last else vocab - 1
+        indices = here.clamp(0, bound)[:, None]  # any index serves a row that its mask sets to zero
+        mine = None if part is None else here[:, None] == indices
         losses = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
         buffer = x.new_empty(min(chunk, num_tokens), padded_vocab(vocab))
         for start in range(0, num_tokens, chunk):
@@ -84,12 +106,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = padded[:, :vocab]
             padded[:, vocab:].fill_(float("-inf"))
             torch.mm(x[rows], weight.t(), out=logits)
-            losses[rows] = _softmax_loss_(padded, indices[rows], mask[rows], needs_grad)
+            there = None if part is None or mine is None else (part, mine[rows])
+            losses[rows] = _softmax_loss_(padded, indices[rows], mask[rows], needs_grad, there)
             if grad_x is not None:
                 torch.mm(logits, weight, out=grad_x[rows])
             if grad_weight is not None:
                 _add_matmul_(grad_weight, logits.t(), x[rows])
 
+        if part is not None and grad_x is not None:
+            part.sum_(grad_x)
         ctx.save_for_backward(grad_x, grad_weight, num_targets)
         ctx.weight_dtype = weight.dtype
         return losses.sum() / num_targets
@@ -106,21 +131,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rounded = grad_weight.dtype != ctx.weight_dtype
             out = torch.empty_like(grad_weight, dtype=ctx.weight_dtype) if rounded else grad_weight
             grad_weight = torch.mul(grad_weight, scale, out=out)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
-def _softmax_loss_(logits: Tensor, indices: Tensor, mask: Tensor, needs_grad: bool) -> Tensor:
+def _softmax_loss_(
+    logits: Tensor, indices: Tensor, mask: Tensor, needs_grad: bool, there: tuple[Part, Tensor] | None
+) -> Tensor:
     """Return each row's loss, (rows, 1) fp32, and replace the logits by their gradient; masked rows give zeros.
 
-    The only other buffer of the logits' size is one of fp32, and only where the logits are not fp32 themselves.
+    The only other buffer of the logits' size is one of fp32, and only where the logits are not fp32 themselves. `there`
+    is the part of the vocabulary that these logits are of, and in which rows it has the target.
     """
     highest = logits.amax(-1, keepdim=True).float()
+    if there is not None:
+        there[0].max_(highest)
     shifted = logits.sub_(highest) if logits.dtype == torch.float32 else torch.sub(logits, highest)
     of_target = shifted.gather(1, indices)
     total = shifted.exp_().sum(-1, keepdim=True)
+    if there is not None:
+        both = there[0].sum_(torch.cat((total, of_target.where(there[1], 0)), 1))
+        total, of_target = both[:, :1], both[:, 1:]
     if needs_grad:
         torch.mul(shifted, mask / total, out=logits)
-        logits.scatter_(1, indices, ((of_target.exp() / total - 1) * mask).to(logits.dtype))
+        at_target = ((of_target.exp() / total - 1) * mask).to(logits.dtype)
+        if there is not None:
+            at_target = torch.where(there[1], at_target, logits.gather(1, indices))
+        logits.scatter_(1, indices, at_target)
     return (total.log() - of_target) * mask
 
 

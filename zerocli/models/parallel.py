@@ -1,0 +1,301 @@
+"""Styles of tensor parallelism for torch's `parallelize_module`, on plain parameters.
+
+A pair of linear layers is split so that nothing is exchanged between them: the first by its outputs (`Column`), the
+second by its inputs (`Row`). Its two exchanges are conjugate: where `Column`'s input is the same on all ranks its
+gradient is a sum over them, and where `Row`'s output is a sum over the ranks its gradient is the same on all. So a
+block of attention and MLP sums batch x seq x hidden elements twice in forward and twice in backward.
+
+The embedding and the head are split by tokens of the vocabulary where the degree divides it, tied or not: each costs
+one more such sum, and the loss three numbers a token. Otherwise both stay whole on every rank, which needs no exchange
+but repeats the head's matmuls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from zerocli.models.loss import linear_cross_entropy
+from zerocli.models.parts import Head
+from zerocli.tensor_parallel import Cut, TensorParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Split(ParallelStyle):
+    """A style that leaves a module the parts of its parameters that `cuts` names."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        self.tp = tp
+
+    def cuts(self, module: nn.Module) -> dict[str, Cut]:
+        """Return the cut of each parameter of the whole module that is split, by its name there."""
+        return {}
+
+    def extents(self, module: nn.Module) -> dict[str, int]:
+        """Return the numbers that the degree must divide, by what they count."""
+        return {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cuts = self.cuts(module)
+        for name, cut in cuts.items():
+            whole = module._parameters[name]
+            assert whole is not None
+            whole.data = cut.part(whole.detach(), self.tp.rank, self.tp.world)  # a tied weight stays one
+        if cuts and hasattr(module, "reset_parameters"):
+            module.reset_parameters = _reset_of_part(module, cuts, self.tp)  # type: ignore[assignment]
+        return module
+
+
+class Column(Split):
+    """A linear layer split by its outputs; each of `sections`, which lie side by side, by itself."""
+
+    def __init__(self, tp: TensorParallel, *sections: int) -> None:
+        super().__init__(tp)
+        self._sections = sections
+
+    def cuts(self, module: nn.Module) -> dict[str, Cut]:
+        assert isinstance(module, nn.Linear)
+        sections = self._sections or (module.out_features,)
+        named = [(name, p) for name, p in module._parameters.items() if p is not None]
+        return {name: Cut(tuple(p.shape), 0, sections) for name, p in named}
+
+    def extents(self, module: nn.Module) -> dict[str, int]:
+        assert isinstance(module, nn.Linear)
+        return {f"width {i}": length for i, length in enumerate(self._sections or (module.out_features,), 1)}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        assert isinstance(module, nn.Linear)
+        module.out_features //= self.tp.world
+
+        def forward(x: Tensor) -> Tensor:
+            return _column(x, module.weight, module.bias, self.tp)
+
+        module.forward = forward  # type: ignore[method-assign,assignment]
+        return module
+
+
+class Row(Split):
+    """A linear layer split by its inputs; its bias, which is added once, stays whole."""
+
+    def cuts(self, module: nn.Module) -> dict[str, Cut]:
+        assert isinstance(module, nn.Linear)
+        return {"weight": Cut(tuple(module.weight.shape), 1, (module.in_features,))}
+
+    def extents(self, module: nn.Module) -> dict[str, int]:
+        assert isinstance(module, nn.Linear)
+        return {"width": module.in_features}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        assert isinstance(module, nn.Linear)
+        module.in_features //= self.tp.world
+
+        def forward(x: Tensor) -> Tensor:
+            summed = _sum_out(F.linear(x, module.weight), self.tp)
+            return summed if module.bias is None else summed + module.bias
+
+        module.forward = forward  # type: ignore[method-assign,assignment]
+        return module
+
+
+class Heads(Split):
+    """An attention whose heads are divided: `heads` and `kv_heads` count this rank's, and each has its own masks."""
+
+    def extents(self, module: nn.Module) -> dict[str, int]:
+        return {"heads": int(module.heads), "kv_heads": int(module.kv_heads)}  # type: ignore[arg-type]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.heads = module.heads // self.tp.world  # type: ignore[assignment,operator]
+        module.kv_heads = module.kv_heads // self.tp.world  # type: ignore[assignment,operator]
+        module.masks = self.tp.own_masks  # type: ignore[assignment]
+        return module
+
+
+class VocabularyIn(Split):
+    """An embedding of which each rank has a run of tokens; others' it takes as zero, and the ranks' are summed."""
+
+    def cuts(self, module: nn.Module) -> dict[str, Cut]:
+        assert isinstance(module, nn.Embedding)
+        return {"weight": Cut(tuple(module.weight.shape), 0, (module.num_embeddings,))}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        assert isinstance(module, nn.Embedding)
+        module.num_embeddings //= self.tp.world
+        first, stop = self.tp.rank * module.num_embeddings, (self.tp.rank + 1) * module.num_embeddings
+        last = self.tp.rank == self.tp.world - 1
+
+        def forward(tokens: Tensor) -> Tensor:
+            here = tokens - first
+            # A token beyond the vocabulary fails on the last rank, as it does where the embedding is whole.
+            elsewhere = (here < 0) if last else (here < 0) | (tokens >= stop)
+            x = F.embedding(here.masked_fill(elsewhere, 0), module.weight)
+            return _sum_out(x.masked_fill(elsewhere[..., None], 0), self.tp)
+
+        module.forward = forward  # type: ignore[method-assign,assignment]
+        return module
+
+
+class VocabularyOut(Split):
+    """A head of which each rank has a run of tokens' rows; all get the same loss, or all logits."""
+
+    def __init__(self, tp: TensorParallel, vocab: int) -> None:
+        super().__init__(tp)
+        self._vocab = vocab
+
+    def cuts(self, module: nn.Module) -> dict[str, Cut]:
+        assert isinstance(module, Head)
+        return {"weight": Cut((self._vocab, module.weight.shape[1]), 0, (self._vocab,))}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Head)
+        if not module.is_tied:  # else the embedding has cut it, and fills it
+            super()._apply(module, device_mesh)
+        part = _Part(self.tp, self.tp.rank * (self._vocab // self.tp.world))
+
+        def forward(x: Tensor, targets: Tensor | None = None) -> Tensor:
+            x = module.norm(x)
+            if targets is None:
+                return _join_out(_column(x, module.weight, None, self.tp), self.tp)
+            return _loss(x, module.weight, targets, part)
+
+        module.forward = forward  # type: ignore[method-assign,assignment]
+        return module
+
+
+class _Part:
+    """A rank's run of the vocabulary, as the loss sees it."""
+
+    def __init__(self, tp: TensorParallel, first: int) -> None:
+        self.first, self.last = first, tp.rank == tp.world - 1
+        self.max_, self.sum_ = tp.max_, tp.sum_
+
+
+def split_vocabulary(embedding: str, vocab: int, tp: TensorParallel) -> dict[str, Split]:
+    """Return the plan of a decoder's embedding, which has this name, and head; empty where `vocab` does not divide."""
+    if vocab % tp.world:
+        return {}
+    return {embedding: VocabularyIn(tp), "head": VocabularyOut(tp, vocab)}
+
+
+def split_attention(attention: nn.Module, tp: TensorParallel) -> dict[str, Split]:
+    """Return the plan of the blocks' attentions, which are all shaped like this one, by heads.
+
+    Queries, keys and values are one layer's outputs, each section whole heads in order: a rank's run of query heads is
+    the one that shares its run of key and value heads.
+    """
+    heads, kv_heads, size = (int(getattr(attention, name)) for name in ("heads", "kv_heads", "head_dim"))
+    return {
+        "blocks.*.attention": Heads(tp),
+        "blocks.*.attention.qkv": Column(tp, heads * size, kv_heads * size, kv_heads * size),
+        "blocks.*.attention.out": Row(tp),
+    }
+
+
+def _reset_of_part(module: nn.Module, cuts: dict[str, Cut], tp: TensorParallel) -> Callable[[], None]:
+    """Return a `reset_parameters` that fills each part from the whole it is cut from: one module's wholes at a time.
+
+    So a parameter starts with the same values at every degree.
+    """
+    reset = module.reset_parameters
+    assert callable(reset)
+
+    def reset_part() -> None:
+        parts = {name: module._parameters[name] for name in cuts}
+        wholes = {name: nn.Parameter(p.new_empty(cuts[name].shape)) for name, p in parts.items() if p is not None}
+        module._parameters.update(wholes)
+        try:
+            reset()
+        finally:
+            module._parameters.update(parts)
+        with torch.no_grad():
+            for name, whole in wholes.items():
+                module._parameters[name].copy_(cuts[name].part(whole, tp.rank, tp.world))  # type: ignore[union-attr]
+
+    return reset_part
+
+
+class _Column(torch.autograd.Function):
+    """A linear layer on an input that all ranks share; its gradient, a sum over them, is under way beside the weight's.
+
+    Once it is started, nothing of this backward but its end needs it: the larger matmul hides it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tp = tp
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        finish = ctx.tp.start_sum_(grad_x) if grad_x is not None else None
+        grad_weight = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        if finish is not None:
+            finish()
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _SumOut(torch.autograd.Function):
+    """The output of a split by inputs: a sum over the ranks, its gradient the same on all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.mark_dirty(x)
+        return tp.sum_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _JoinOut(torch.autograd.Function):
+    """The whole of outputs that are split over ranks, in the last dimension; each rank's gradient is of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        everyone = x.new_empty((tp.world, *x.shape))
+        tp.all_gather(everyone.view(-1), x.reshape(-1)).wait()
+        return torch.cat(everyone.unbind(), -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.tp.world, -1)[ctx.tp.rank], None
+
+
+# A compiler would count an exchange once, when it traces it, and not each time it runs.
+
+
+@torch.compiler.disable
+def _column(x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
+    return _Column.apply(x, weight, bias, tp)
+
+
+@torch.compiler.disable
+def _sum_out(x: Tensor, tp: TensorParallel) -> Tensor:
+    return _SumOut.apply(x, tp)
+
+
+@torch.compiler.disable
+def _join_out(x: Tensor, tp: TensorParallel) -> Tensor:
+    return _JoinOut.apply(x, tp)
+
+
+@torch.compiler.disable
+def _loss(x: Tensor, weight: Tensor, targets: Tensor, part: _Part) -> Tensor:
+    return linear_cross_entropy(x, weight, targets, part=part)
