@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -59,3 +61,36 @@ def test_checkpoints_leave_the_device():
         del engine
     saved = peaks["activations=hbm"] - peaks["activations=cpu"]
     assert saved >= (layers - 3) * checkpoint, (saved / checkpoint, peaks)
+
+
+def _split(settings: dict, delay_seed: int | None) -> list[float]:
+    from zerocli.config import ModelConfig
+    from zerocli.models import build
+
+    dice = random.Random(delay_seed)
+
+    def probe(name: str) -> None:
+        if delay_seed is not None and dice.random() < 0.4:
+            torch.cuda._sleep(int(dice.random() * 4_000_000))
+
+    torch.manual_seed(0)
+    model = build(ModelConfig(layers=4, hidden=256, heads=4, vocab=512, dropout=0.1), 64, "cuda")
+    common = {"stage": 3, "precision": "bf16", "units": model.unit_modules(), "tp": 2, "probe": probe}
+    engine = zerocli.shard(model, lr=1e-3, clip=1.0, **common, **settings)
+    losses = []
+    for step in range(6):
+        torch.manual_seed(step % 2)
+        tokens = torch.randint(0, 512, (8, 65), device="cuda")
+        loss = engine(tokens[:, :-1], tokens[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.close()
+    return losses
+
+
+def test_partitioned_checkpoints_are_right_on_real_streams():
+    kept = run_ranks(2, _split, {}, None)
+    assert kept[0][-1] < kept[0][0]
+    for settings, seed in (({"recompute": True}, 1), ({"offload": "activations=cpu"}, 2)):
+        assert run_ranks(2, _split, settings, seed) == kept, settings

@@ -77,6 +77,8 @@ class TrainConfig:
     """Decides the first weights, the order of the data and dropout."""
     on_nan: str = setting("stop", choices=("stop", "continue"))
     """What a loss that is not finite does to the run."""
+    gpu_memory: int = setting(0, least=0, size=True)
+    """Bytes of each GPU that the run may take, to try a smaller one; 0 = all."""
     log_every: int = setting(10, least=1)
     """Steps between two lines of progress where there is no terminal."""
 

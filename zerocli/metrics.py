@@ -50,6 +50,8 @@ class Line:
     seconds: float
     tokens_per_second: float
     peak: dict[str, int]
+    fragmentation: int
+    """Bytes the allocator has taken from the device beyond the most that were ever used, on the worst rank."""
     comm: dict[str, int]
     comm_tp: dict[str, int]
     wait: dict[str, float]
@@ -75,7 +77,8 @@ class Recorder:
     def record(self, result: StepResult, loss: torch.Tensor) -> Line | None:
         """Take a step that was just issued; return the line of the one before."""
         engine = self._engine
-        peak = torch.tensor([float(value) for value in device_peak(engine).values()], dtype=torch.float64)
+        facts = [*device_peak(engine).values(), fragmentation(engine)]
+        peak = torch.tensor([float(value) for value in facts], dtype=torch.float64)
         mine = torch.cat(
             [torch.stack([loss.double(), result.grad_norm.double(), result.skipped.double()]), peak.to(loss)]
         )
@@ -95,7 +98,7 @@ class Recorder:
         result, readback, (comm, comm_tp), waits = issued
         values = readback.values()
         seconds, self._since = readback.reached - self._since, readback.reached
-        peaks = [int(value) for value in values[:, 3:].amax(0).tolist()]
+        *peaks, unused = [int(value) for value in values[:, 3:].amax(0).tolist()]
         return Line(
             step=result.step,
             loss=values[:, 0].mean().item(),
@@ -106,6 +109,7 @@ class Recorder:
             tokens_per_second=self._tokens / seconds,
             peak=dict(zip(("hbm", "dram", "nvme"), peaks, strict=True)),
             comm=comm,
+            fragmentation=unused,
             comm_tp=comm_tp,
             wait=waits.seconds(),
             skipped=bool(values[0, 2].item()),
@@ -119,6 +123,13 @@ def device_peak(engine: Engine) -> dict[str, int]:
     else:
         hbm = sum(engine.memory().values())
     return {"hbm": hbm, "dram": engine.tiers.used("dram"), "nvme": engine.tiers.used("nvme")}
+
+
+def fragmentation(engine: Engine) -> int:
+    """Return the bytes reserved on the device beyond the allocated peak; 0 where no allocator counts them."""
+    if engine.device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_reserved(engine.device) - torch.cuda.max_memory_allocated(engine.device)
 
 
 class MetricsFile:

@@ -25,7 +25,8 @@ def opening(config: Config, engine: Engine) -> str:
     tokens = train.batch * train.accumulate * world * train.seq
     axes = f" ({world} data-parallel x {tp} tensor-parallel)" if tp > 1 else ""
     each = "data-parallel ranks" if tp > 1 else "ranks"
-    update = f"update {'on the CPU' if engine.updater.on_cpu else 'through the device'} ({engine.update_reason})"
+    update = f"; update {'on the CPU' if engine.updater.on_cpu else 'through the device'} ({engine.update_reason})"
+    away = [f"offload {config.offload.placement}{update if any(f.away for f in engine.flats()) else ''}"]
     return "\n".join(
         [
             f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "
@@ -34,7 +35,7 @@ def opening(config: Config, engine: Engine) -> str:
             *_vocabulary(config, engine),
             f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {world} {each} x accumulate "
             f"{train.accumulate} x seq {train.seq}",
-            *([f"offload {config.offload.placement}; {update}", *engine.tiers.notes] if engine.placement.tiers else []),
+            *([*away, *engine.tiers.notes] if engine.placement.tiers else []),
         ]
     )
 

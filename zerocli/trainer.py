@@ -54,6 +54,7 @@ def _train(config: Config, options: RunOptions) -> int:
     config = resolve(config, world)
     batches = open_batches(config, check=rank == 0)
     run_dir = Path(options.run_dir)
+    cap_device(config)
     engine = make_engine(config)
     if rank == 0:
         (run_dir / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
@@ -73,6 +74,13 @@ def _train(config: Config, options: RunOptions) -> int:
             print(json.dumps(summary), flush=True)
     engine.close()
     return 1 if checked is not None and not checked["equal"] else 0
+
+
+def cap_device(config: Config) -> None:
+    """Let the allocator take no more of the GPU than the config allows."""
+    if config.train.gpu_memory and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, config.train.gpu_memory / total))
 
 
 def resolve(config: Config, world: int) -> Config:
@@ -205,6 +213,9 @@ def run_steps(config: Config, options: RunOptions, engine: Engine, batches: Batc
                 tokens, targets = next(loader)
                 total += micro_step(engine, tokens, targets, (train.seed, step, micro, replica))
             keep(recorder.record(engine.step(), total / train.accumulate))
+            if step == 1 and rank == 0:
+                for note in engine.activations.notes:
+                    say(note)
         keep(recorder.flush())
     if metrics is not None:
         metrics.close()
