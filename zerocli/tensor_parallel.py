@@ -169,14 +169,11 @@ class TensorParallel(Collectives):
         return self.gather_control(value).sum(0)
 
     def _check_input(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if "batches" in self._unchecked:
-            tensors = [
-                x.detach().double().flatten() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
-            ]
-            sums = [x @ torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device) for x in tensors]
-            self._check_alike(
-                "batches", torch.tensor([float(x) for x in sums], dtype=torch.float64, device=self.device)
-            )
+        if "batches" not in self._unchecked:
+            return
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        prints = [float(x.detach().double().flatten() @ _weights(x)) for x in leaves]
+        self._check_alike("batches", torch.tensor(prints, dtype=torch.float64, device=self.device))
 
     def _check_alike(self, what: str, value: torch.Tensor) -> None:
         """Raise where ranks that share each layer are not given the same to begin with: the result would be garbage."""
@@ -200,6 +197,11 @@ class TensorParallel(Collectives):
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed + self.rank)
             yield
+
+
+def _weights(x: torch.Tensor) -> torch.Tensor:
+    """Return a number for each element, so that a weighted sum tells orders apart."""
+    return torch.arange(1, x.numel() + 1, dtype=torch.float64, device=x.device)
 
 
 def open_axes(
