@@ -1,0 +1,254 @@
+"""Initialisation and training steps, replayed on a ledger in the engine's order of events."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from offload.placement import HBM, Spill
+from zerocli.plan import constants
+from zerocli.plan.decoder import FP32, Batch, Decoder
+from zerocli.plan.flats import FlatPlan, buckets, gather_pool, lifts, slot_buffers
+from zerocli.plan.ledger import Ledger, Peak, Storage
+from zerocli.plan.setup import Setup
+from zerocli.plan.shape import Shape
+from zerocli.plan.tape import Node, Tape, Tensor
+
+GRANULARITY = {"cuda": 512, "cpu": 1}
+"""Bytes to which the device's allocator rounds."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The device's peaks of one rank, and what the blocks' checkpoints take on other tiers."""
+
+    initialisation: Peak
+    first_step: Peak
+    steady: Peak
+    away: dict[str, int]
+
+    @property
+    def highest(self) -> Peak:
+        return max((self.steady, self.first_step, self.initialisation), key=lambda peak: peak.nbytes)
+
+
+class Replay:
+    """One rank's device memory through initialisation and a step."""
+
+    def __init__(self, shape: Shape, setup: Setup, flats: list[FlatPlan]) -> None:
+        self._shape, self._setup, self._flats = shape, setup, flats
+        self._ledger = Ledger(GRANULARITY[setup.device])
+        self._kept: list[Storage] = []
+        """What lives as long as the engine."""
+        self._grads: dict[int, list[Storage]] = defaultdict(list)
+        """Gradients of units in backward, until they are reduced."""
+        self._tied: list[Storage] = []
+        """The head's part of a tied weight's gradient: autograd keeps it until the embedding's part comes."""
+        self._checkpoints = Spill("activations", setup.checkpoint_shares())
+        self.away: dict[str, int] = defaultdict(int)
+
+    def run(self) -> Peaks:
+        """Replay initialisation, a first step and one like all later ones."""
+        ledger = self._ledger
+        ledger.begin("initialisation")
+        self._initialise()
+        initialisation = ledger.peak
+        ledger.begin("first step")
+        self._keep("gathered", gather_pool(self._flats, self._setup))
+        self._step()
+        first = ledger.peak
+        self.away.clear()
+        self._checkpoints = Spill("activations", self._setup.checkpoint_shares())
+        ledger.begin("steady state")
+        self._keep("buffers", self._update_nbytes())
+        self._step()
+        ledger.moment = "optimizer step"
+        return Peaks(initialisation, first, ledger.peak, dict(self.away))
+
+    def _keep(self, category: str, *sizes: int) -> None:
+        self._kept += [Storage(self._ledger, size, category) for size in sizes if size]
+
+    # -- initialisation --------------------------------------------------------------------------------------------
+
+    def _initialise(self) -> None:
+        """Fill unit by unit: its values whole in fp32, cut, and freed before the next; then gradients."""
+        setup, ledger = self._setup, self._ledger
+        self._keep("buffers", *self._tables())
+        for flat in self._flats:
+            ledger.moment = f"initialising {flat.kind}"
+            wide = FP32 * flat.total
+            # The check for values that nobody set looks at one parameter at a time, a byte an element.
+            check = Storage(ledger, max(entry.numel for entry in flat.layout.entries), "buffers")
+            del check
+            resident = not flat.gathered(setup)
+            if setup.width == FP32 and resident:
+                self._keep("parameters", wide)
+                whole = None
+            else:
+                whole = Storage(ledger, wide, "buffers")
+                self._place_parameters(flat, resident)
+            self._place_states(flat)
+            del whole
+        grads = [flat.held if setup.zero.gradients else flat.total for flat in self._flats]
+        at_home = [n * setup.grad_width for n, f in zip(grads, self._flats, strict=True) if f.tiers["gradients"] == HBM]
+        if setup.zero.gradients:
+            self._keep("gradients", *at_home)
+        else:
+            self._keep("gradients", sum(at_home))
+
+    def _place_parameters(self, flat: FlatPlan, resident: bool) -> None:
+        nbytes = (flat.total if resident else flat.own) * self._setup.width
+        if flat.tiers["parameters"] == HBM:
+            self._keep("parameters", nbytes)
+        elif self._setup.width < FP32:
+            Storage(self._ledger, nbytes, "buffers")  # the slice, on its way to its tier
+
+    def _place_states(self, flat: FlatPlan) -> None:
+        setup = self._setup
+        if flat.tiers["optimizer"] == HBM:
+            self._keep("optimizer_states", *[FP32 * flat.held] * setup.num_record_arrays)
+            return
+        chunk = constants.stream_chunk(setup.staging_nbytes, setup.num_states)
+        Storage(self._ledger, FP32 * setup.num_record_arrays * min(flat.held, chunk), "buffers")
+
+    def _tables(self) -> list[int]:
+        """Return the model's own buffers: cosines and sines of rotary positions."""
+        if not self._shape.rotary:
+            return []
+        table = self._setup.seq * self._shape.head_size * FP32
+        return [table, table]
+
+    # -- buffers of a step -----------------------------------------------------------------------------------------
+
+    def _update_nbytes(self) -> int:
+        """Return the updater's slots and scratch on the device."""
+        setup = self._setup
+        on_cpu = updates_on_cpu(setup)
+        slots = slot_buffers(self._flats, setup, on_cpu)
+        there = slots["device"] + (slots["host"] if setup.device == "cpu" else 0)
+        here = any(not (on_cpu and flat.tiers["optimizer"] != HBM) for flat in self._flats)
+        if setup.grad_width < FP32 and (here or setup.device == "cpu"):
+            there += FP32 * constants.UPDATE_CHUNK[setup.device]
+        return there
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Run forward and backward of one micro-step; all micro-steps are alike."""
+        setup, shape, ledger = self._setup, self._shape, self._ledger
+        batch = Batch(setup.batch, setup.seq, setup.width, setup.device == "cuda", setup.tp)
+        decoder = Decoder(shape, batch)
+        tape = Tape(ledger, self._on_grad)
+        inputs = Storage(ledger, 2 * 8 * batch.tokens)  # token ids and targets
+        ledger.moment = "embedding"
+        x = decoder.embed(tape)
+        for block in range(shape.layers):
+            ledger.moment = f"forward of block {block + 1}"
+            x = self._block(tape, decoder, x, block)
+        ledger.moment = "head and loss"
+        loss = self._head(tape, decoder, x)
+        del x
+        if setup.zero.gradients and not self._kept_buckets:
+            number, nbytes = buckets(self._flats, setup)
+            self._keep("buffers", *[nbytes] * number, lifts(self._flats, setup))
+            self._kept_buckets = True
+        ledger.moment = "backward of the head"
+        root = loss.node
+        assert root is not None
+        del loss
+        tape.backward(root, [Storage(ledger, 4)])
+        self._grads.clear()
+        del inputs
+
+    _kept_buckets = False
+
+    def _block(self, tape: Tape, decoder: Decoder, x: Tensor, block: int) -> Tensor:
+        unit = block + 1
+
+        def run(t: Tape, y: Tensor) -> Tensor:
+            return decoder.block(t, y, block, unit)
+
+        self._mark(tape, x, f"end of backward of block {unit}", done=unit)
+        if self._setup.policy == "recompute":
+            out = tape.checkpoint(run, x, self._checkpoint(x))
+        else:
+            out = run(tape, x)
+        self._mark(tape, out, f"backward of block {unit}")
+        return out
+
+    def _checkpoint(self, x: Tensor) -> Storage | None:
+        """Return what the device keeps of a block's input: it, a tensor-parallel rank's part of it, or nothing."""
+        tp, size = self._setup.tp, x.storage.nbytes
+        tier = self._checkpoints.place(-(-size // tp))
+        if tier != HBM:
+            if not self.away:
+                self._keep("activations", size, size)  # at most two are on the device, coming or going
+            self.away[tier] += -(-size // tp)
+            return None
+        return x.storage if tp == 1 else Storage(self._ledger, -(-size // tp))
+
+    def _mark(self, tape: Tape, x: Tensor, moment: str, done: int = 0) -> None:
+        """Name the moment in backward when the gradient of `x` is there; `done` units are then reduced and freed."""
+        node = tape.record(moment, [x])
+
+        def reached(gradient: list[Storage]) -> list[Storage]:
+            self._ledger.moment = moment
+            if done:
+                self._grads.pop(done, None)
+            return [gradient.pop()]
+
+        node.backward = reached
+        x.node = node
+
+    def _head(self, tape: Tape, decoder: Decoder, x: Tensor) -> Tensor:
+        """Replay the final norm and the chunked loss, whose two gradients are computed in the forward pass."""
+        shape, setup, ledger = self._shape, self._setup, self._ledger
+        unit = 0 if shape.tie else shape.layers + 1
+        if shape.final_norm:
+            self._mark(tape, x, "end of backward of the head", done=unit)
+            norm = [each for each in shape.head_parameters() if each.name.startswith("norm")]
+            x = decoder.norm(tape, x, [each.numel * setup.width for each in norm], unit)
+        tokens, width = decoder.batch.tokens, setup.width
+        chunk = min(constants.chunk_tokens(shape.vocab, setup.device), tokens)
+        rows = chunk * constants.padded_vocab(shape.vocab)
+        grad_x = Storage(ledger, tokens * shape.hidden * width, "logits")
+        grad_weight = Storage(ledger, shape.vocab * shape.hidden * FP32, "logits")
+        small = Storage(ledger, 25 * tokens, "logits")  # losses, targets and masks
+        buffer = Storage(ledger, rows * width, "logits")
+        if width < FP32:
+            Storage(ledger, rows * FP32 + 3 * chunk * FP32, "logits")
+            if setup.device == "cpu":
+                Storage(ledger, chunk * (shape.vocab + shape.hidden) * FP32, "logits")
+        del buffer, small
+        kept = [grad_weight, grad_x]
+        del grad_weight, grad_x
+        node = tape.record("loss", [x])
+        node.backward = lambda incoming: self._loss_backward(incoming, kept, unit)
+        return Tensor(Storage(ledger, 4), node)
+
+    def _loss_backward(self, incoming: list[Storage], kept: list[Storage], unit: int) -> list[Storage]:
+        incoming.clear()
+        grad_x = kept.pop()
+        weight = kept.pop()
+        if self._setup.width < FP32:
+            weight = Storage(self._ledger, weight.nbytes // FP32 * self._setup.width, "buffers")
+        if self._shape.tie:
+            self._tied.append(weight)
+        else:
+            self._on_grad(unit, weight)
+        return [grad_x]
+
+    def _on_grad(self, unit: int, grad: Storage) -> None:
+        """Take a parameter's gradient: kept until its unit is reduced, or moved at once into the whole gradient."""
+        if unit == 0 and self._tied and grad.nbytes == self._tied[0].nbytes:
+            self._tied.clear()
+        if self._setup.zero.gradients:
+            self._grads[unit].append(grad)
+
+
+def updates_on_cpu(setup: Setup) -> bool:
+    """Whether states off the device are updated by the CPU; a GPU that may choose is taken to stream them."""
+    return setup.update == "cpu" or (setup.update == "auto" and setup.device == "cpu")
+
+
+__all__ = ["Node", "Peaks", "Replay", "updates_on_cpu"]
