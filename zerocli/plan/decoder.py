@@ -12,6 +12,7 @@ What each operation saves and allocates differs between devices; both are facts 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from zerocli.plan.shape import Parameter, Shape
 from zerocli.plan.tape import SHARED, Tape, Tensor
@@ -45,8 +46,20 @@ class Decoder:
         self._queries = batch.tokens * (shape.width_q // batch.tp) * batch.width
         self._keys = batch.tokens * (shape.width_kv // batch.tp) * batch.width
         self._groups = shape.heads // (shape.kv_heads or shape.heads)
+        self._kinds = {shape.is_sparse(block): block for block, _ in shape.runs()}
+        """A block of each kind: sparse or not."""
 
     # -- parts -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _sizes(self) -> dict[str, dict[str, list[int]]]:
+        """Bytes of the gradients of each parameter, by unit and name."""
+        shape = self.shape
+        units = {"embed": shape.embed_parameters(), "head": shape.head_parameters()}
+        units |= {f"block{block}": shape.block_parameters(block) for block, _ in shape.runs()}
+        return {
+            unit: {each.name: self._nbytes(each) for each in parameters} for unit, parameters in units.items()
+        }
 
     def _nbytes(self, *parameters: Parameter) -> list[int]:
         width, tp = self.batch.width, self.batch.tp
@@ -54,12 +67,8 @@ class Decoder:
         return [size for size in sizes if size]
 
     def _params(self, unit: str, *names: str, block: int = 0) -> list[int]:
-        found = {
-            "block": lambda: self.shape.block_parameters(block),
-            "embed": self.shape.embed_parameters,
-            "head": self.shape.head_parameters,
-        }[unit]()
-        return self._nbytes(*(each for each in found if each.name in names))
+        sizes = self._sizes[f"block{self._kinds[self.shape.is_sparse(block)]}" if unit == "block" else unit]
+        return [nbytes for name in names for nbytes in sizes.get(name, ())]
 
     def norm(self, t: Tape, x: Tensor, params: list[int], unit: int) -> Tensor:
         tokens, fp32 = self.batch.tokens, self.batch.tokens * self.shape.hidden * FP32
@@ -93,20 +102,20 @@ class Decoder:
     def attention(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
         shape, tp = self.shape, self.batch.tp
         wide = (shape.width_q + 2 * shape.width_kv) // tp
-        qkv = self.linear(t, "qkv", x, shape.hidden, wide, self._params("block", "qkv", "qkv_bias"), unit)
+        qkv = self.linear(t, "qkv", x, shape.hidden, wide, self._params("block", "qkv", "qkv_bias", block=block), unit)
         parts = t.split(qkv, self._queries + 2 * self._keys)
         q = k = v = parts
         if shape.rotary or shape.qk_norm:
-            q = k = self._rotate(t, parts, unit)
+            q = k = self._rotate(t, parts, block, unit)
         out = self._attend(t, q, k, v)
-        params = self._params("block", "out", "out_bias")
+        params = self._params("block", "out", "out_bias", block=block)
         return self.dropout(t, self.linear(t, "out", out, shape.width_q // tp, shape.hidden, params, unit))
 
-    def _rotate(self, t: Tape, parts: Tensor, unit: int) -> Tensor:
+    def _rotate(self, t: Tape, parts: Tensor, block: int, unit: int) -> Tensor:
         """Rotate (and norm) queries and keys: in fp32, rounded once; nothing of it is kept but the result."""
         both = self._queries + self._keys
         wide = both * FP32 // self.batch.width
-        params = self._params("block", "q_norm", "k_norm")
+        params = self._params("block", "q_norm", "k_norm", block=block)
         saved = [t.new(wide)] if self.shape.qk_norm else []
         rotated = t.op(
             *("rotary", [parts], both),
@@ -158,8 +167,8 @@ class Decoder:
     def mlp(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
         if self.shape.is_sparse(block):
             return self._experts(t, x, block, unit)
-        up = self._params("block", "up", "up_bias")
-        down = self._params("block", "down", "down_bias")
+        up = self._params("block", "up", "up_bias", block=block)
+        down = self._params("block", "down", "down_bias", block=block)
         y = self._feed(t, x, self.batch.tokens, self.shape.mlp_hidden, up, down, unit)
         return self.dropout(t, y)
 
@@ -190,9 +199,9 @@ class Decoder:
         rows = visits * shape.hidden * batch.width
         router = t.op("router", [x], 2 * scores, [x.storage], [self.hidden], unit=unit)
         sent = t.op("dispatch", [x, router], rows, [router.storage], [self.hidden, scores])
-        every = self.shape.block_parameters(block)
-        up = self._nbytes(*(each for each in every if each.name.startswith("expert") and "up" in each.name))
-        down = self._nbytes(*(each for each in every if each.name.startswith("expert") and "down" in each.name))
+        names = self._sizes[f"block{self._kinds[True]}"]
+        up = self._params("block", *(n for n in names if n.startswith("expert") and ".up" in n), block=block)
+        down = self._params("block", *(n for n in names if n.startswith("expert") and ".down" in n), block=block)
         out = self._feed(t, sent, visits, shape.expert_hidden, up, down, unit)
         y = t.op("combine", [out], self.hidden, [out.storage], [rows])
         if shape.shared_hidden:
@@ -204,12 +213,12 @@ class Decoder:
     # -- the whole -------------------------------------------------------------------------------------------------
 
     def block(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
-        first = self._params("block", "norm1", "norm1_bias")
+        first = self._params("block", "norm1", "norm1_bias", block=block)
         if self.shape.block_norms == 1:
             y = self.norm(t, x, first, unit)
             return self.add(t, self.add(t, x, self.attention(t, y, block, unit)), self.mlp(t, y, block, unit))
         x = self._attend_block(t, x, first, block, unit)
-        y = self.norm(t, x, self._params("block", "norm2", "norm2_bias"), unit)
+        y = self.norm(t, x, self._params("block", "norm2", "norm2_bias", block=block), unit)
         return self.add(t, x, self.mlp(t, y, block, unit))
 
     def _attend_block(self, t: Tape, x: Tensor, params: list[int], block: int, unit: int) -> Tensor:

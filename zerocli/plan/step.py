@@ -12,7 +12,7 @@ from zerocli.plan.flats import FlatPlan, buckets, gather_pool, lifts, slot_buffe
 from zerocli.plan.ledger import Ledger, Peak, Storage
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
-from zerocli.plan.tape import Node, Tape, Tensor
+from zerocli.plan.tape import Tape, Tensor
 
 GRANULARITY = {"cuda": 512, "cpu": 1}
 """Bytes to which the device's allocator rounds."""
@@ -46,6 +46,7 @@ class Replay:
         """The head's part of a tied weight's gradient: autograd keeps it until the embedding's part comes."""
         self._checkpoints = Spill("activations", setup.checkpoint_shares())
         self.away: dict[str, int] = defaultdict(int)
+        self._has_buckets = False
 
     def run(self) -> Peaks:
         """Replay initialisation, a first step and one like all later ones."""
@@ -73,7 +74,8 @@ class Replay:
     def _initialise(self) -> None:
         """Fill unit by unit: its values whole in fp32, cut, and freed before the next; then gradients."""
         setup, ledger = self._setup, self._ledger
-        self._keep("buffers", *self._tables())
+        # Scalars: loss scale, counters, norms, and what released parameters show.
+        self._keep("buffers", *self._tables(), 4096 + 128 * len(self._flats))
         for flat in self._flats:
             ledger.moment = f"initialising {flat.kind}"
             wide = FP32 * flat.total
@@ -95,6 +97,7 @@ class Replay:
             self._keep("gradients", *at_home)
         else:
             self._keep("gradients", sum(at_home))
+        Storage(ledger, 8 * sum(self._tables()), "buffers")  # the tables' angles, in fp64, with copies
 
     def _place_parameters(self, flat: FlatPlan, resident: bool) -> None:
         nbytes = (flat.total if resident else flat.own) * self._setup.width
@@ -148,10 +151,10 @@ class Replay:
         ledger.moment = "head and loss"
         loss = self._head(tape, decoder, x)
         del x
-        if setup.zero.gradients and not self._kept_buckets:
+        if setup.zero.gradients and not self._has_buckets:
             number, nbytes = buckets(self._flats, setup)
             self._keep("buffers", *[nbytes] * number, lifts(self._flats, setup))
-            self._kept_buckets = True
+            self._has_buckets = True
         ledger.moment = "backward of the head"
         root = loss.node
         assert root is not None
@@ -159,8 +162,6 @@ class Replay:
         tape.backward(root, [Storage(ledger, 4)])
         self._grads.clear()
         del inputs
-
-    _kept_buckets = False
 
     def _block(self, tape: Tape, decoder: Decoder, x: Tensor, block: int) -> Tensor:
         unit = block + 1
@@ -250,5 +251,3 @@ def updates_on_cpu(setup: Setup) -> bool:
     """Whether states off the device are updated by the CPU; a GPU that may choose is taken to stream them."""
     return setup.update == "cpu" or (setup.update == "auto" and setup.device == "cpu")
 
-
-__all__ = ["Node", "Peaks", "Replay", "updates_on_cpu"]
