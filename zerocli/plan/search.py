@@ -120,33 +120,40 @@ def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str
 
 
 def _changes(model: Model, setup: Setup, hardware: Hardware) -> Iterator[tuple[str, Setup]]:
-    whole = not isinstance(model, int)
-    lighter = [setup]
-    if whole and setup.policy == "keep":
-        lighter.append(replace(setup, policy="recompute"))
-    recompute = "--set activations.policy=recompute"
-    for each in lighter:
-        extra = f" {recompute}" if each.policy != setup.policy else ""
-        if extra:
-            yield recompute, each
-        for stage in range(max(1, setup.stage), 4):
-            for text in PLACEMENTS[stage]:
-                if stage > setup.stage or text:
-                    offload = f" --offload {text}" if text else ""
-                    yield f"--stage {stage}{offload}{extra}", replace(each, stage=stage, offload=text)
-    last = replace(lighter[-1], stage=3, offload="nvme")
-    tail = f"--stage 3 --offload nvme{' ' + recompute if whole and setup.policy == 'keep' else ''}"
-    if whole:
-        for batch in _halves(setup.batch):
-            yield f"--batch {batch} {tail}", replace(last, batch=batch)
-        for seq in _halves(setup.seq, least=256):
-            yield f"--batch 1 --seq {seq} {tail}", replace(last, batch=1, seq=seq)
+    """Yield (words, setup) from small changes to large: what costs time before what changes the run."""
+    lighter = [("", setup)]
+    if not isinstance(model, int):
+        if setup.policy == "keep":
+            lighter.append((" --set activations.policy=recompute", replace(setup, policy="recompute")))
+        smaller = [(f"--batch {n} ", replace(lighter[-1][1], batch=n)) for n in _halves(setup.batch)]
+    else:
+        smaller = []
+    tail, last = lighter[-1]
+    for words, each in lighter:
+        if words:
+            yield words.strip(), each
+        yield from _placements(each, setup.stage, "", words)
+    if not isinstance(model, int):
+        yield from _placements(last, 3, "", tail, "activations=cpu")
+    for words, each in smaller:
+        yield f"{words.strip()}{tail}", each
+        yield from _placements(each, setup.stage, words, tail)
     ranks = setup.ranks
     while ranks < 65536:
         ranks *= 2
-        more = replace(lighter[-1], stage=3, offload="", ranks=ranks)
-        words = f"--ranks {ranks} --stage 3" + (f" {recompute}" if more.policy != setup.policy else "")
-        yield words, more
+        yield from _placements(replace(last, ranks=ranks), 3, f"--ranks {ranks} ", tail)
+    if not isinstance(model, int):
+        for seq in _halves(setup.seq, least=256):
+            yield from _placements(replace(last, batch=1, seq=seq), 3, f"--batch 1 --seq {seq} ", tail)
+
+
+def _placements(setup: Setup, stage: int, before: str, after: str, extra: str = "") -> Iterator[tuple[str, Setup]]:
+    """Yield the setup at this stage and the later ones, with each of their placements."""
+    for number in range(max(1, stage), 4):
+        for text in PLACEMENTS[number]:
+            offload = ",".join(part for part in (_long(text, number, extra), extra) if part)
+            words = f"{before}--stage {number}{f' --offload {offload}' if offload else ''}{after}"
+            yield words, replace(setup, stage=number, offload=offload)
 
 
 def _halves(number: int, least: int = 1) -> Iterator[int]:
@@ -194,9 +201,11 @@ def largest_shape(
 def _any_fits(
     model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: str | None
 ) -> bool:
+    numel = model if isinstance(model, int) else model.numel
     for each in setups(setup, sorted(stages, reverse=True), offload):
         try:
-            if weigh(model, each, hardware).fits:
+            # Model states alone are quick to count, and often too much already.
+            if weigh(numel, each, hardware).fits and (numel is model or weigh(model, each, hardware).fits):
                 return True
         except UserError as error:
             if error.exit_code != DOES_NOT_FIT and offload is not None and len(stages) == 1:
