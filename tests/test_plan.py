@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import subprocess
 import sys
 from typing import Any
@@ -139,7 +138,6 @@ def measured_peak(model: ModelConfig, batch: int, seq: int, setup: dict[str, Any
     """Return the most bytes alive at once while the real engine is built and takes two steps."""
     setup = dict(setup)
     policy, accumulate = setup.pop("policy", "keep"), setup.get("accumulate", 1)
-    gc.collect()
     live = LiveBytes()
     with live:
         decoder = build(model, seq, "meta")
@@ -177,7 +175,7 @@ def _measure_all(cases: list, batch: int, seq: int, precision: str, folder: str 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_plan_is_never_below_the_measured_and_hardly_above_it(world):
-    cases = [(m, s) for m, s in CASES if not (world == 1 and s.get("accumulate"))]
+    cases = CASES if world > 1 else CASES[:10:3]
     measured = run_ranks(world, _measure_all, cases, 4, 24, "fp32")[0]
     for (changes, setup), peak in zip(cases, measured, strict=True):
         model = dataclasses.replace(SMALL, **changes)
@@ -286,7 +284,8 @@ def test_checkpoints_off_the_device_keep_two_there_and_the_rest_on_their_tier():
 
 
 def test_planning_does_not_import_torch():
-    code = "import sys, zerocli; zerocli.plan('llama3-8b', stage=3, offload='nvme', ranks=8); sys.exit('torch' in sys.modules)"
+    call = "zerocli.plan('llama3-8b', stage=3, offload='nvme', ranks=8)"
+    code = f"import sys, zerocli; {call}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

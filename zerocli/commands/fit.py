@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,7 +74,7 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     if as_json:
         click.echo(json.dumps(document(verdict)))
     else:
-        colour = click.get_text_stream("stdout").isatty()
+        colour = sys.stdout.isatty()
         click.echo(render(verdict, explain, colour))
     return 0 if verdict.fits else DOES_NOT_FIT
 
@@ -126,7 +127,7 @@ def choose_hardware(given: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
         if here is None and len(asked) < 3:
             rest = "the rest of the node" if asked else "the node"
             notes.append(f"{rest} as a {hardware.name} (no GPU here; --hardware names another)")
-    changes = {
+    changes: dict[str, Any] = {
         name: _size(f"--{name.replace('_', '-')}", given[name])
         for name in ("gpu_memory", "host_memory", "nvme_space")
         if given[name] is not None

@@ -57,9 +57,7 @@ class Decoder:
         shape = self.shape
         units = {"embed": shape.embed_parameters(), "head": shape.head_parameters()}
         units |= {f"block{block}": shape.block_parameters(block) for block, _ in shape.runs()}
-        return {
-            unit: {each.name: self._nbytes(each) for each in parameters} for unit, parameters in units.items()
-        }
+        return {unit: {each.name: self._nbytes(each) for each in parameters} for unit, parameters in units.items()}
 
     def _nbytes(self, *parameters: Parameter) -> list[int]:
         width, tp = self.batch.width, self.batch.tp
@@ -77,8 +75,7 @@ class Decoder:
             source = t.new(fp32) if half else x.storage
             rstd, normal = t.new(tokens * FP32), t.new(fp32)
             saved = [source, rstd, normal]
-            grads = {"temporary": fp32, "backward_temporary": 3 * fp32}
-            return t.op("norm", [x], self.hidden, saved, [self.hidden], params=params, unit=unit, **grads)
+            return t.op("norm", [x], self.hidden, saved, [self.hidden], fp32, 3 * fp32, params, unit)
         stats = tokens * (FP32 if self.batch.cuda else self.batch.width) * (2 if self.shape.norm == "layer" else 1)
         return t.op("norm", [x], self.hidden, [x.storage, t.new(stats)], [self.hidden], params=params, unit=unit)
 

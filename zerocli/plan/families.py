@@ -196,7 +196,7 @@ def _llama(f: Fields) -> Shape:
 
 
 def _mistral(f: Fields) -> Shape:
-    defaults = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "vocab": 32000}
+    defaults: dict[str, Any] = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "vocab": 32000}
     return _llama_like(f, "mistral", positions=131072, qkv_bias=False, out_bias=False, **defaults)
 
 
@@ -210,7 +210,14 @@ def _qwen3(f: Fields) -> Shape:
 
 
 def _gemma(f: Fields) -> Shape:
-    defaults = {"layers": 28, "hidden": 3072, "heads": 16, "kv_heads": 16, "mlp": 24576, "vocab": 256000}
+    defaults: dict[str, Any] = {
+        "layers": 28,
+        "hidden": 3072,
+        "heads": 16,
+        "kv_heads": 16,
+        "mlp": 24576,
+        "vocab": 256000,
+    }
     return _llama_like(f, "gemma", tie=True, head_dim=256, positions=8192, **defaults)
 
 
@@ -241,10 +248,11 @@ def _phi(f: Fields) -> Shape:
 
 def _mixtral(f: Fields) -> Shape:
     experts = f.whole("num_local_experts", 8)
+    defaults: dict[str, Any] = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "vocab": 32000}
     return _llama_like(
         f,
         "mixtral",
-        **{"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "vocab": 32000},
+        **defaults,
         positions=131072,
         qkv_bias=False,
         out_bias=False,

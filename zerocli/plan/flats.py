@@ -1,4 +1,4 @@
-"""The model states of one rank: flats, the slice of each it owns, and the tier of every piece; the engine's own rules."""
+"""The model states of one rank: flats, the slice of each that it owns, the tier of every piece; the engine's rules."""
 
 from __future__ import annotations
 

@@ -49,7 +49,9 @@ PRESETS: Mapping[str, Hardware] = {
     for each in (
         Hardware("a100-40", int(39.4 * GIB), 312, 1555, 300),
         Hardware("a100-80", int(79.2 * GIB), 312, 2039, 300),
-        Hardware("h100", int(79.2 * GIB), 989, 3350, 450, network=50, pcie=50, host_memory=2 * TIB, nvme_space=28 * TIB),
+        Hardware(
+            "h100", int(79.2 * GIB), 989, 3350, 450, network=50, pcie=50, host_memory=2 * TIB, nvme_space=28 * TIB
+        ),
         Hardware("h200", int(139.7 * GIB), 989, 4800, 450, 50, 50, host_memory=2 * TIB, nvme_space=28 * TIB),
         Hardware("b200", int(178.0 * GIB), 2250, 8000, 900, 50, 55, host_memory=2 * TIB, nvme_space=28 * TIB),
         Hardware("rtx4090", int(23.5 * GIB), 165, 1008, 20, 3, 22, host_memory=256 * GIB, nvme_space=4 * TIB, disk=6),

@@ -47,7 +47,7 @@ def read_source(source: str, sets: Sequence[str], flags: Mapping[str, object]) -
 
 def _count(source: str) -> int:
     """Return the parameters that a bare count names; 0 where it is none."""
-    if not source[:1].isdigit() and not source[:1] in ("-", "+", "."):
+    if not source[:1].isdigit() and source[:1] not in ("-", "+", "."):
         return 0
     if source.endswith((".toml", ".json")) or os.path.exists(source):
         return 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -26,13 +26,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor):
-                self._see(value, ours=False)
+        for tensor in _tensors((args, kwargs or {})):
+            self._see(tensor, ours=False)
         out = function(*args, **(kwargs or {}))
-        for value in tree_leaves(out):
-            if isinstance(value, torch.Tensor):
-                self._see(value, ours=True)
+        for tensor in _tensors(out):
+            self._see(tensor, ours=True)
         return out
 
     def _see(self, tensor: torch.Tensor, ours: bool) -> None:
@@ -53,3 +51,15 @@ class LiveBytes(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         self.peak = self.nbytes
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an operation's arguments or results: lists and dicts are all the nesting there is."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)

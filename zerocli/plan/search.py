@@ -1,4 +1,4 @@
-"""Candidates: which stages and placements fit a machine, which is fastest, what would make it fit, how large it could be."""
+"""Candidates: which stages and placements fit a machine, which is fastest, what else would fit, and how large."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def setups(setup: Setup, stages: Sequence[int], offload: str | None) -> Iterator
     extra = f"activations={activations}" if activations else ""
     for stage in stages:
         for text in PLACEMENTS[stage] if offload is None else (offload,):
-            joined = text if offload is not None else ",".join(part for part in (_long(text, stage, extra), extra) if part)
+            joined = (
+                text if offload is not None else ",".join(part for part in (_long(text, stage, extra), extra) if part)
+            )
             yield replace(setup, stage=stage, offload=joined)
 
 
@@ -198,9 +200,7 @@ def largest_shape(
     return sized(deeper, wide.hidden)
 
 
-def _any_fits(
-    model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: str | None
-) -> bool:
+def _any_fits(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: str | None) -> bool:
     numel = model if isinstance(model, int) else model.numel
     for each in setups(setup, sorted(stages, reverse=True), offload):
         try:

@@ -63,7 +63,7 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
 
 
 def _moved(plan: Plan) -> dict[str, float]:
-    """Return the bytes that one rank moves over PCIe, and its node over its disks, in the busier direction of a step."""
+    """Return the bytes a step that one rank moves over PCIe, and its node over its disks."""
     setup, ranks = plan.setup, plan.setup.local_ranks
     moved = {"pcie": 0.0, "disk": 0.0}
     for tier in ("dram", "nvme"):

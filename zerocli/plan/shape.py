@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class Shape:
         share = self.heads // (self.kv_heads or self.heads)
         heads = max(1, heads // share) * share
         ratio = hidden / self.hidden
-        changes = {
+        changes: dict[str, Any] = {
             "layers": layers,
             "hidden": hidden,
             "heads": heads,

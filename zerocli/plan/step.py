@@ -250,4 +250,3 @@ class Replay:
 def updates_on_cpu(setup: Setup) -> bool:
     """Whether states off the device are updated by the CPU; a GPU that may choose is taken to stream them."""
     return setup.update == "cpu" or (setup.update == "auto" and setup.device == "cpu")
-

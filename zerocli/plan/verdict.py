@@ -104,9 +104,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "precision": setup.precision,
         "policy": setup.policy,
         "fits": candidate.fits,
-        "tiers": {
-            tier: {"needed": plan.needed(tier), "available": candidate.available[tier]} for tier in TIERS
-        },
+        "tiers": {tier: {"needed": plan.needed(tier), "available": candidate.available[tier]} for tier in TIERS},
         "over": candidate.over,
         "peaks": plan.peaks,
         "moment": plan.moment,
