@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 from offload.placement import HBM
@@ -35,7 +36,8 @@ def check(setup: Setup, shape: Shape | None = None) -> None:
         )
     if shape is None:
         return
-    for name, number in (("heads", shape.heads), ("kv_heads", shape.kv_heads or shape.heads)):
+    widths = {"heads": shape.heads, "kv_heads": shape.kv_heads or shape.heads, "the MLP's width": shape.mlp_hidden}
+    for name, number in widths.items():
         if number % setup.tp:
             raise UserError(f"tp {setup.tp} does not divide {name} {number}")
     if shape.positions and setup.seq > shape.positions:
@@ -99,11 +101,7 @@ def _states_formula(category: str, numel: int, setup: Setup, split: bool) -> str
 
 def _device_rows(shape: Shape, setup: Setup, peaks: Peaks) -> list[Row]:
     peak = peaks.highest
-    local = sum(
-        -(-parameter.numel // (setup.tp if parameter.cut is not None else 1)) * times
-        for unit, times in shape.units()
-        for parameter in unit.parameters
-    )
+    local = sum(math.prod(each.local(setup.tp)) * times for unit, times in shape.units() for each in unit.parameters)
     formulas = {
         category: _states_formula(category, local, setup, getattr(setup.zero, kind)) for kind, category in WORDS.items()
     }
@@ -132,18 +130,19 @@ def _device_rows(shape: Shape, setup: Setup, peaks: Peaks) -> list[Row]:
 
 def _activation_formula(shape: Shape, setup: Setup) -> str:
     tokens = f"{setup.batch} x {setup.seq} tokens"
-    if setup.policy == "keep":
+    if not setup.recomputes:
         return f"what {shape.layers} blocks keep for backward of {tokens}, {setup.width} B an element"
-    part = f" / {setup.tp}" if setup.tp > 1 else ""
+    part = f" / {setup.parts}" if setup.parts > 1 else ""
     return f"{shape.layers} x {tokens} x {shape.hidden} x {setup.width} B{part}, and one block recomputed"
 
 
 def _logits_formula(shape: Shape, setup: Setup) -> str:
     tokens = setup.batch * setup.seq
-    chunk = min(constants.chunk_tokens(shape.vocab, setup.device), tokens)
+    vocab = shape.local_vocab(setup.tp)
+    chunk = min(constants.chunk_tokens(vocab, setup.device), tokens)
     return (
-        f"{chunk} x {constants.padded_vocab(shape.vocab)} logits at a time, and the two gradients: "
-        f"{tokens} x {shape.hidden} x {setup.width} B, {shape.vocab} x {shape.hidden} x 4 B"
+        f"{chunk} x {constants.padded_vocab(vocab)} logits at a time, and the two gradients: "
+        f"{tokens} x {shape.hidden} x {setup.width} B, {vocab} x {shape.hidden} x 4 B"
     )
 
 
@@ -176,7 +175,7 @@ def _host_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> list[Row]:
     if pinned:
         rest = pinned - sum(sum(blocks) for blocks in sizes.values())
         rows.append(Row("buffers", "dram", rest * times, f"arenas beyond their pieces x {times}"))
-    kept = peaks.away.get("dram", 0)
+    kept = arenas([peaks.away.get("dram", 0)])
     if kept:
         rows.append(Row("activations", "dram", kept * times, f"the blocks' checkpoints of a rank x {times}"))
     buffers = _host_buffers(setup, flats)
@@ -200,6 +199,8 @@ def _host_buffers(setup: Setup, flats: list[FlatPlan]) -> int:
         total += constants.NUM_SLOTS * _power_of_two(each)  # torch's own pinned memory
     if on_cpu and setup.grad_width < 4:
         total += _power_of_two(4 * constants.UPDATE_CHUNK["cpu"])
+    far = [flat.own * setup.width for flat in flats if flat.tiers["parameters"] == "nvme"]
+    total += min(setup.staging_nbytes, arenas(far))  # copies of parameters that are read ahead
     objects = {flat.tiers["parameters"] == "nvme" for flat in flats} - {False}
     others = any("nvme" in (flat.tiers["optimizer"], flat.tiers["gradients"]) for flat in flats)
     staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES

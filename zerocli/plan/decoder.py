@@ -84,6 +84,12 @@ class Decoder:
         grad = tokens * inputs * width
         return t.op(label, [x], tokens * outputs * width, [x.storage], [grad], params=params, unit=unit)
 
+    def sum_out(self, t: Tape, y: Tensor, bias: list[int], unit: int) -> Tensor:
+        """Sum what tensor-parallel ranks have of an output, in place; its bias is added after, to another tensor."""
+        if self.batch.tp == 1 or not bias:
+            return y
+        return t.op("bias", [y], self.hidden, grads=[SHARED], params=bias, unit=unit)
+
     def dropout(self, t: Tape, x: Tensor) -> Tensor:
         """Drop elements: a GPU keeps a byte for each, a CPU the factor."""
         if not self.shape.dropout:
@@ -105,8 +111,10 @@ class Decoder:
         if shape.rotary or shape.qk_norm:
             q = k = self._rotate(t, parts, block, unit)
         out = self._attend(t, q, k, v)
-        params = self._params("block", "out", "out_bias", block=block)
-        return self.dropout(t, self.linear(t, "out", out, shape.width_q // tp, shape.hidden, params, unit))
+        weight, bias = (self._params("block", name, block=block) for name in ("out", "out_bias"))
+        params = weight if tp > 1 else weight + bias
+        y = self.linear(t, "out", out, shape.width_q // tp, shape.hidden, params, unit)
+        return self.dropout(t, self.sum_out(t, y, bias, unit))
 
     def _rotate(self, t: Tape, parts: Tensor, block: int, unit: int) -> Tensor:
         """Rotate (and norm) queries and keys: in fp32, rounded once; nothing of it is kept but the result."""
@@ -165,9 +173,10 @@ class Decoder:
         if self.shape.is_sparse(block):
             return self._experts(t, x, block, unit)
         up = self._params("block", "up", "up_bias", block=block)
-        down = self._params("block", "down", "down_bias", block=block)
-        y = self._feed(t, x, self.batch.tokens, self.shape.mlp_hidden, up, down, unit)
-        return self.dropout(t, y)
+        down, bias = (self._params("block", name, block=block) for name in ("down", "down_bias"))
+        whole = down if self.batch.tp > 1 else down + bias
+        y = self._feed(t, x, self.batch.tokens, self.shape.mlp_hidden, up, whole, unit)
+        return self.dropout(t, self.sum_out(t, y, bias, unit))
 
     def _feed(
         self, t: Tape, x: Tensor, tokens: int, mlp_hidden: int, up: list[int], down: list[int], unit: int
@@ -233,6 +242,10 @@ class Decoder:
         x = t.op(
             *("embedding", [root], self.hidden, [indices], [SHARED]), backward_temporary=sort, params=table, unit=0
         )
+        if shape.local_vocab(batch.tp) != shape.vocab:
+            # Other ranks' tokens count as zero; the sum over the ranks is in place.
+            mask = t.new(batch.tokens)
+            x = t.op("other ranks' tokens", [x], self.hidden, [mask], [self.hidden])
         if shape.positions:
             rows = [shape.positions * shape.hidden * batch.width]
             sums = batch.seq * shape.hidden * batch.width

@@ -10,7 +10,7 @@ from offload.placement import HBM, Spill
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan import constants
 from zerocli.plan.setup import Setup
-from zerocli.plan.shape import Shape
+from zerocli.plan.shape import Parameter, Shape
 from zerocli.shards import Layout, Span, lay_out
 
 
@@ -46,8 +46,7 @@ def plan_flats(shape: Shape, setup: Setup) -> list[FlatPlan]:
     spills = {kind: Spill(kind, setup.placement().of(kind)) for kind in ("parameters", "gradients", "optimizer")}
     flats: list[FlatPlan] = []
     for unit, times in shape.units():
-        members = [(p.name, p.local(setup.tp), 0 if len(p.shape) >= 2 else 1) for p in unit.parameters]
-        layout = lay_out(members, setup.dp)
+        layout = lay_out([(p.name, p.local(setup.tp), _group(p, setup.tp)) for p in unit.parameters], setup.dp)
         own = layout.total // setup.dp
         held = own if setup.zero.optimizer else layout.total
         sizes = {
@@ -62,6 +61,12 @@ def plan_flats(shape: Shape, setup: Setup) -> list[FlatPlan]:
         except ValueError as error:
             raise UserError(str(error), hint="a tier without a budget at the end", exit_code=DOES_NOT_FIT) from error
     return flats
+
+
+def _group(parameter: Parameter, tp: int) -> int:
+    """Return the optimizer group: with weight decay or without, of parts or of what all tensor-parallel ranks hold."""
+    whole = tp > 1 and parameter.local(tp) == parameter.shape
+    return (0 if len(parameter.shape) >= 2 else 1) + 2 * whole
 
 
 def slot_buffers(flats: list[FlatPlan], setup: Setup, on_cpu: bool) -> Counter[str]:
@@ -134,10 +139,8 @@ def lifts(flats: list[FlatPlan], setup: Setup) -> int:
 
 def gather_pool(flats: list[FlatPlan], setup: Setup) -> int:
     """Return the bytes of all gather buffers: of each size of flat, as many as the limit or the flats there are."""
-    moving = [flat for flat in flats if flat.gathered(setup)]
-    far = any(flat.tiers["parameters"] == "nvme" for flat in moving)
-    limit = setup.gather_buffers + far
-    return sum(min(limit, count) * total * setup.width for total, count in Counter(f.total for f in moving).items())
+    sharers = Counter(flat.total for flat in flats if flat.gathered(setup))
+    return sum(min(setup.gather_buffers, count) * total * setup.width for total, count in sharers.items())
 
 
 def arenas(sizes: list[int]) -> int:

@@ -125,7 +125,7 @@ def _changes(model: Model, setup: Setup, hardware: Hardware) -> Iterator[tuple[s
     """Yield (words, setup) from small changes to large: what costs time before what changes the run."""
     lighter = [("", setup)]
     if not isinstance(model, int):
-        if setup.policy == "keep":
+        if not setup.recomputes:
             lighter.append((" --set activations.policy=recompute", replace(setup, policy="recompute")))
         smaller = [(f"--batch {n} ", replace(lighter[-1][1], batch=n)) for n in _halves(setup.batch)]
     else:

@@ -28,7 +28,7 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     tokens = setup.batch * setup.seq * setup.accumulate
     attention = 6 * shape.layers * shape.width_q * setup.seq  # causal: half of 12
     flops = (6 * shape.active_numel + attention) * tokens / setup.tp
-    again = 4 / 3 if setup.policy == "recompute" else 1.0
+    again = 4 / 3 if setup.recomputes else 1.0
     compute = flops * again / (hardware.tflops * 1e12 * hardware.efficiency)
     local = plan.numel / setup.tp
     wire = local * setup.width * (setup.dp - 1) / setup.dp
@@ -36,7 +36,7 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     passes = setup.accumulate
     gathers = wire / link * (2 * passes if setup.zero.parameters else setup.zero.optimizer)
     reduces = wire / link * (passes if setup.zero.gradients else 1) * (1 if setup.zero.optimizer else 2)
-    sums = 4 + 2 * (setup.policy == "recompute")
+    sums = 4 + 2 * (setup.recomputes)
     tensor = 0.0
     if setup.tp > 1:
         hidden = tokens * shape.hidden * setup.width
@@ -47,7 +47,7 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     held = local / setup.dp if setup.zero.optimizer else local
     on_cpu = updates_on_cpu(setup) and plan.of("optimizer_states", "dram") > 0
     update = held * 28 / (hardware.hbm * GB) if not on_cpu else held * setup.local_ranks / (hardware.adam * GB)
-    forward = compute / (4 if setup.policy == "recompute" else 3) + tensor / 3
+    forward = compute / (4 if setup.recomputes else 3) + tensor / 3
     behind = max(forward, gathers / 2, pcie, disk, update if on_cpu else 0)
     seconds = max(compute + tensor - forward, reduces + gathers / 2) + behind + (0 if on_cpu else update)
     parts = {

@@ -43,7 +43,9 @@ class Setup:
     seq: int = 1024
     precision: str = "bf16"
     policy: str = "keep"
-    """`keep` or `recompute`."""
+    """`keep` or `recompute`; a placement of activations means recompute."""
+    partition: bool = True
+    """Whether tensor-parallel ranks, whose checkpoints are equal, each keep a part of them."""
     accumulate: int = 1
     num_states: int = 2
     """fp32 arrays of the optimizer, the master not among them."""
@@ -79,6 +81,16 @@ class Setup:
         return stage_of(self.stage)
 
     @property
+    def recomputes(self) -> bool:
+        """Whether blocks keep their input alone."""
+        return self.policy == "recompute" or bool(split_offload(self.offload)[1])
+
+    @property
+    def parts(self) -> int:
+        """Ranks over which a checkpoint is divided."""
+        return self.tp if self.partition else 1
+
+    @property
     def local_ranks(self) -> int:
         """Ranks on one node."""
         return min(self.ranks, self.ranks_per_node)
@@ -90,7 +102,12 @@ class Setup:
 
     def placement(self) -> Placement:
         """Return one rank's placement of model states; UserError says what is wrong with it."""
-        states, _ = split_offload(self.offload)
+        states, activations = split_offload(self.offload)
+        if activations and states and "=" not in states:
+            raise UserError(
+                f"--offload {self.offload!r}: {states!r} places all states; beside activations name each kind",
+                hint=f"--offload optimizer={states},activations={activations}",
+            )
         kinds = [kind for kind in ("parameters", "gradients", "optimizer") if getattr(self.zero, kind)]
         try:
             return per_rank(parse_placement(states, kinds, TIERS, parse_bytes), self.local_ranks)
@@ -143,6 +160,7 @@ def setup_of(config: Config, **changes: object) -> Setup:
         "seq": train.seq,
         "precision": "bf16" if train.precision == "auto" else train.precision,
         "policy": config.activations.policy,
+        "partition": getattr(config.activations, "partition", True),
         "accumulate": train.accumulate,
         "num_states": num_states(config),
         "bucket_nbytes": zero.bucket,

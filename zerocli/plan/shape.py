@@ -11,7 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its whole shape, and the dimension that tensor parallelism cuts (None: every rank has all)."""
+    """One parameter: its whole shape, and the dimension that tensor parallelism cuts (None: every rank has all).
+
+    What the degree does not divide stays whole: the engine splits a vocabulary only where it can.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -23,9 +26,9 @@ class Parameter:
 
     def local(self, tp: int) -> tuple[int, ...]:
         """Return the shape of the part that one of `tp` ranks holds."""
-        if self.cut is None:
+        if self.cut is None or self.shape[self.cut] % tp:
             return self.shape
-        return tuple(-(-size // tp) if at == self.cut else size for at, size in enumerate(self.shape))
+        return tuple(size // tp if at == self.cut else size for at, size in enumerate(self.shape))
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,10 @@ class Shape:
     def head_size(self) -> int:
         return self.head_dim or self.hidden // self.heads
 
+    def local_vocab(self, tp: int) -> int:
+        """Return the tokens whose rows one of `tp` ranks holds."""
+        return self.vocab if self.vocab % tp else self.vocab // tp
+
     def is_sparse(self, block: int) -> bool:
         """Whether this block's MLP is a mixture of experts."""
         return bool(self.experts) and (block + 1) % self.sparse_every == 0 and block not in self.dense_blocks
@@ -136,7 +143,7 @@ class Shape:
 
     def embed_parameters(self) -> tuple[Parameter, ...]:
         width = self.embed_dim or self.hidden
-        found = [Parameter("tokens", (self.vocab, width))]
+        found = [Parameter("tokens", (self.vocab, width), 0)]
         if self.positions:
             found.append(Parameter("positions", (self.positions, self.hidden)))
         if width != self.hidden:
@@ -149,7 +156,7 @@ class Shape:
         if width != self.hidden:
             found.append(Parameter("project_out", (width, self.hidden)))
         if not self.tie:
-            found.append(Parameter("head", (self.vocab, width)))
+            found.append(Parameter("head", (self.vocab, width), 0))
         if self.head_bias:
             found.append(Parameter("head_bias", (self.vocab,)))
         return tuple(found)

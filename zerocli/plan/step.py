@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from offload.placement import HBM, Spill
+from offload.placement import HBM
+from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan import constants
 from zerocli.plan.decoder import FP32, Batch, Decoder
 from zerocli.plan.flats import FlatPlan, buckets, gather_pool, lifts, slot_buffers
@@ -44,8 +45,13 @@ class Replay:
         """Gradients of units in backward, until they are reduced."""
         self._tied: list[Storage] = []
         """The head's part of a tied weight's gradient: autograd keeps it until the embedding's part comes."""
-        self._checkpoints = Spill("activations", setup.checkpoint_shares())
-        self.away: dict[str, int] = defaultdict(int)
+        self._slots: list[str] = []
+        """The tier of each block's checkpoint; filled when the first is kept."""
+        self._in_flight: dict[int, Storage] = {}
+        """Checkpoints that are still being written to their tier, by block: two at most."""
+        self._ahead: dict[int, Storage] = {}
+        """Those brought back ahead of their block's backward."""
+        self.away: dict[str, int] = {}
         self._has_buckets = False
 
     def run(self) -> Peaks:
@@ -58,8 +64,6 @@ class Replay:
         self._keep("gathered", gather_pool(self._flats, self._setup))
         self._step()
         first = ledger.peak
-        self.away.clear()
-        self._checkpoints = Spill("activations", self._setup.checkpoint_shares())
         ledger.begin("steady state")
         self._keep("buffers", self._update_nbytes())
         self._step()
@@ -80,8 +84,10 @@ class Replay:
             ledger.moment = f"initialising {flat.kind}"
             wide = FP32 * flat.total
             # The check for values that nobody set looks at one parameter at a time, a byte an element.
-            check = Storage(ledger, max(entry.numel for entry in flat.layout.entries), "buffers")
-            del check
+            largest = max(entry.numel for entry in flat.layout.entries)
+            Storage(ledger, largest, "buffers")
+            if setup.tp > 1:  # a part is cut from its whole, which is initialised as without tensor parallelism
+                Storage(ledger, FP32 * largest * (setup.tp + 1) + wide, "buffers")
             resident = not flat.gathered(setup)
             if setup.width == FP32 and resident:
                 self._keep("parameters", wide)
@@ -170,23 +176,62 @@ class Replay:
             return decoder.block(t, y, block, unit)
 
         self._mark(tape, x, f"end of backward of block {unit}", done=unit)
-        if self._setup.policy == "recompute":
-            out = tape.checkpoint(run, x, self._checkpoint(x))
+        if self._setup.recomputes:
+            size = x.storage.nbytes
+            self._keep_checkpoint(x, block)
+            out = tape.checkpoint(run, x, lambda: self._bring_back(block, size))
         else:
             out = run(tape, x)
         self._mark(tape, out, f"backward of block {unit}")
         return out
 
-    def _checkpoint(self, x: Tensor) -> Storage | None:
-        """Return what the device keeps of a block's input: it, a tensor-parallel rank's part of it, or nothing."""
-        tp, size = self._setup.tp, x.storage.nbytes
-        tier = self._checkpoints.place(-(-size // tp))
-        if tier != HBM:
-            if not self.away:
-                self._keep("activations", size, size)  # at most two are on the device, coming or going
-            self.away[tier] += -(-size // tp)
-            return None
-        return x.storage if tp == 1 else Storage(self._ledger, -(-size // tp))
+    # -- checkpoints: the rules of offload/stack.py and activations.py -------------------------------------------------
+
+    def _keep_checkpoint(self, x: Tensor, block: int) -> None:
+        """Copy a rank's part of a block's input into its slot; one for another tier is there until it is written."""
+        part = -(-x.storage.nbytes // self._setup.parts)
+        if not self._slots:
+            self._open_slots(part)
+        if self._slots[block] == HBM:
+            return
+        while len(self._in_flight) >= 2:
+            self._in_flight.pop(min(self._in_flight))
+        self._in_flight[block] = x.storage if self._setup.parts == 1 else Storage(self._ledger, part)
+
+    def _open_slots(self, part: int) -> None:
+        """Divide the blocks among the tiers, and take the device's arena, which stays."""
+        layers = self._shape.layers
+        for share in self._setup.checkpoint_shares():
+            align = {HBM: 512 if self._setup.device == "cuda" else 64}.get(share.tier, constants.PAGE_NBYTES)
+            each = -(-part // align) * align
+            left = layers - len(self._slots)
+            count = left if share.budget is None else min(left, share.budget // each)
+            self._slots += [share.tier] * count
+            if share.tier == HBM:
+                self._keep("activations", count * each)
+            elif count:
+                self.away[share.tier] = self.away.get(share.tier, 0) + count * each
+        if self._setup.parts > 1:  # a gather that is not over yet holds on to its buffer
+            self._keep("activations", part * self._setup.parts)
+        if len(self._slots) < layers:
+            fact = (
+                f"activations: {layers - len(self._slots)} of {layers} checkpoints have no place left in their budgets"
+            )
+            raise UserError(fact, hint="name another tier after them: activations=cpu+nvme", exit_code=DOES_NOT_FIT)
+
+    def _bring_back(self, block: int, size: int) -> Storage:
+        """Return a block's input, and start bringing back that of the block before it."""
+        if self._setup.parts == 1 and self._slots[block] == HBM:
+            return Storage(self._ledger, 0)  # it is read where it rests
+        source = self._in_flight.pop(block, None) if self._setup.parts == 1 else None
+        source = source or self._ahead.pop(block, None) or Storage(self._ledger, size)
+        before = block - 1
+        resting = self._setup.parts == 1 and (before in self._in_flight or self._slots[before] == HBM)
+        if before >= 0 and not resting:
+            self._ahead[before] = Storage(self._ledger, size)
+        if self._setup.parts > 1:
+            self._in_flight.pop(block, None)
+        return source
 
     def _mark(self, tape: Tape, x: Tensor, moment: str, done: int = 0) -> None:
         """Name the moment in backward when the gradient of `x` is there; `done` units are then reduced and freed."""
@@ -209,17 +254,17 @@ class Replay:
             self._mark(tape, x, "end of backward of the head", done=unit)
             norm = [each for each in shape.head_parameters() if each.name.startswith("norm")]
             x = decoder.norm(tape, x, [each.numel * setup.width for each in norm], unit)
-        tokens, width = decoder.batch.tokens, setup.width
-        chunk = min(constants.chunk_tokens(shape.vocab, setup.device), tokens)
-        rows = chunk * constants.padded_vocab(shape.vocab)
+        tokens, width, vocab = decoder.batch.tokens, setup.width, shape.local_vocab(setup.tp)
+        chunk = min(constants.chunk_tokens(vocab, setup.device), tokens)
+        rows = chunk * constants.padded_vocab(vocab)
         grad_x = Storage(ledger, tokens * shape.hidden * width, "logits")
-        grad_weight = Storage(ledger, shape.vocab * shape.hidden * FP32, "logits")
-        small = Storage(ledger, 25 * tokens, "logits")  # losses, targets and masks
+        grad_weight = Storage(ledger, vocab * shape.hidden * FP32, "logits")
+        small = Storage(ledger, (25 if setup.tp == 1 else 50) * tokens, "logits")  # losses, targets and masks
         buffer = Storage(ledger, rows * width, "logits")
         if width < FP32:
             Storage(ledger, rows * FP32 + 3 * chunk * FP32, "logits")
             if setup.device == "cpu":
-                Storage(ledger, chunk * (shape.vocab + shape.hidden) * FP32, "logits")
+                Storage(ledger, chunk * (vocab + shape.hidden) * FP32, "logits")
         del buffer, small
         kept = [grad_weight, grad_x]
         del grad_weight, grad_x

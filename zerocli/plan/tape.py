@@ -128,18 +128,16 @@ class Tape:
                 self._run(node, reached)
         return reached
 
-    def checkpoint(self, run: Callable[[Tape, Tensor], Tensor], x: Tensor, kept: Storage | None) -> Tensor:
-        """Run a block of which only `kept` is kept (its input, as a rule), and which backward runs again."""
+    def checkpoint(self, run: Callable[[Tape, Tensor], Tensor], x: Tensor, bring_back: Callable[[], Storage]) -> Tensor:
+        """Run a block that keeps nothing, and that backward runs again on the input it is brought back."""
         first = Tape(self.ledger, self._on_grad, keep=False)
         out = Tensor(run(first, Tensor(x.storage, INPUT)).storage, self.record("recompute", [x]))
         assert out.node is not None
-        out.node.saved = [kept] if kept is not None else []
-        size = x.storage.nbytes
 
         def backward(gradient: list[Storage]) -> list[Storage]:
             again = Tape(self.ledger, self._on_grad)
             again.last_save = first.num_saved
-            source = kept if kept is not None and kept.nbytes == size else Storage(self.ledger, size)
+            source = bring_back()
             root = run(again, Tensor(source, INPUT)).node
             assert root is not None
             return again.backward(root, gradient)

@@ -102,7 +102,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "batch": setup.batch,
         "seq": setup.seq,
         "precision": setup.precision,
-        "policy": setup.policy,
+        "policy": "recompute" if setup.recomputes else "keep",
         "fits": candidate.fits,
         "tiers": {tier: {"needed": plan.needed(tier), "available": candidate.available[tier]} for tier in TIERS},
         "over": candidate.over,
@@ -159,7 +159,11 @@ def _title(verdict: Verdict) -> str:
 
 def _terms(verdict: Verdict) -> str:
     setup, hardware = verdict.candidates[0].setup, verdict.hardware
-    tokens = "" if isinstance(verdict.model, int) else f", batch {setup.batch} x seq {setup.seq}, {setup.policy}"
+    tokens = (
+        ""
+        if isinstance(verdict.model, int)
+        else f", batch {setup.batch} x seq {setup.seq}, {'recompute' if setup.recomputes else 'keep'}"
+    )
     tp = f", tp {setup.tp}" if setup.tp > 1 else ""
     room = f"{format_bytes(hardware.gpu_memory)} a GPU"
     room += f", {format_bytes(hardware.host_memory)} and {format_bytes(hardware.nvme_space)} nvme a node"
