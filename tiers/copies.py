@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,6 +58,10 @@ class Copier:
                 self._streams[device, direction] = torch.cuda.Stream(device)
             return self._streams[device, direction]
 
+    def watch(self, direction: str, nbytes: int) -> contextlib.AbstractContextManager[None]:
+        """Surround a copy on its stream; whoever times copies puts his own in its place."""
+        return contextlib.nullcontext()
+
     def close(self) -> None:
         """Finish what runs and let the threads go."""
         if self._threads is not None:
@@ -73,9 +78,9 @@ class Copier:
             if earlier.event is not None:
                 stream.wait_event(earlier.event)
         event = torch.cuda.Event()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), self.watch(direction, source.numel()):
             target.copy_(source, non_blocking=True)
-            event.record(stream)
+        event.record(stream)
         return Transfer(source.numel(), event=event, hold=(source, target), tier=self._tier)
 
     def _pool(self) -> ThreadPoolExecutor:

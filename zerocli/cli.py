@@ -20,6 +20,10 @@ from zerocli.errors import UserError, closest
 COMMANDS = {
     "fit": ("zerocli.commands.fit:command", "Say whether a model fits, and the fastest way that does; needs no GPU."),
     "train": ("zerocli.commands.train:command", "Train a model under a ZeRO stage, on one machine or many."),
+    "profile": (
+        "zerocli.commands.profile:command",
+        "Run a few steps and show where the bytes and the seconds go, predicted beside measured.",
+    ),
     "configs": ("zerocli.commands.configs:command", "List, show and copy the bundled configs."),
     "env": ("zerocli.commands.env:command", "Show this machine: cores, memory and its limits, GPUs, disks."),
 }

@@ -56,13 +56,21 @@ MAX_PAIRS = 1 << 14
 """Event pairs kept for a reader; where nobody reads, the oldest go."""
 
 
+_Pair = tuple[str, str, torch.cuda.Event, torch.cuda.Event]
+"""Cause, the cause of the wait around it ("" where there is none), and the two ends."""
+
+
 class Waits:
-    """Seconds the compute stood still, by cause; on a GPU read from event pairs once they are reached."""
+    """Seconds the compute stood still, by cause; on a GPU read from event pairs once they are reached.
+
+    A wait inside another is charged to its own cause alone, so that the causes add up to the time stood still.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
-        self._pairs: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=MAX_PAIRS)
+        self._pairs: deque[_Pair] = deque(maxlen=MAX_PAIRS)
+        self._around: list[str] = [""]
 
     @contextlib.contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
@@ -70,21 +78,37 @@ class Waits:
         if self._cuda:
             before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             before.record()
-            yield
+            with self._inside(cause) as around:
+                yield
             after.record()
-            self._pairs.append((cause, before, after))
+            self._pairs.append((cause, around, before, after))
         else:
             began = time.perf_counter()
-            yield
-            self._seconds[cause] += time.perf_counter() - began
+            with self._inside(cause) as around:
+                yield
+            self._charge(cause, around, time.perf_counter() - began)
 
     @contextlib.contextmanager
     def waiting_host(self, cause: str) -> Iterator[None]:
         """Charge the time the body holds up the host, where the host is what computes; beside a GPU it runs ahead."""
-        began = time.perf_counter()
-        yield
-        if not self._cuda:
-            self._seconds[cause] += time.perf_counter() - began
+        if self._cuda:
+            yield
+            return
+        with self.waiting(cause):
+            yield
+
+    @contextlib.contextmanager
+    def _inside(self, cause: str) -> Iterator[str]:
+        self._around.append(cause)
+        try:
+            yield self._around[-2]
+        finally:
+            self._around.pop()
+
+    def _charge(self, cause: str, around: str, seconds: float) -> None:
+        self._seconds[cause] += seconds
+        if around:
+            self._seconds[around] -= seconds
 
     def add(self, cause: str, seconds: float) -> None:
         self._seconds[cause] += seconds
@@ -100,12 +124,15 @@ class Waits:
 class WaitReading:
     """One step's waits; `seconds()` blocks the host until the device has passed the last of them."""
 
-    def __init__(self, seconds: dict[str, float], pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]) -> None:
+    def __init__(self, seconds: dict[str, float], pairs: list[_Pair]) -> None:
         self._base, self._pairs = seconds, pairs
 
     def seconds(self) -> dict[str, float]:
         total = {cause: self._base.get(cause, 0.0) for cause in ("collectives", "transfers", "optimizer", "data")}
-        for cause, before, after in self._pairs:
+        for cause, around, before, after in self._pairs:
             after.synchronize()
-            total[cause] += before.elapsed_time(after) / 1e3
+            seconds = before.elapsed_time(after) / 1e3
+            total[cause] += seconds
+            if around:
+                total[around] -= seconds
         return total

@@ -29,18 +29,19 @@ from zerocli.metrics import Line, MetricsFile, Recorder
 from zerocli.models import Decoder, build
 from zerocli.optim import arguments_of
 from zerocli.precision import precision
+from zerocli.profile.observer import Observer
 from zerocli.schedule import make_schedule
 from zerocli.settings import Settings
 from zerocli.tensor_parallel import local_numel
 
 
-def work(config: Config, options: RunOptions) -> int:
-    """Be one rank of a run; return the exit code."""
+def work(config: Config, options: RunOptions, observer: Observer | None = None) -> int:
+    """Be one rank of a run, watched by `observer`; return the exit code."""
     refuse_unbuilt(config)
     refuse_check_of_masks(config, options)
     open_process_group()
     try:
-        return _train(config, options)
+        return _train(config, options, observer or Observer())
     except TierError as error:
         raise UserError(str(error), hint=error.hint or "", exit_code=1) from error
     finally:
@@ -48,14 +49,14 @@ def work(config: Config, options: RunOptions) -> int:
             dist.destroy_process_group()
 
 
-def _train(config: Config, options: RunOptions) -> int:
+def _train(config: Config, options: RunOptions, observer: Observer) -> int:
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     config = resolve(config, world)
     batches = open_batches(config, check=rank == 0)
     run_dir = Path(options.run_dir)
     cap_device(config)
-    engine = make_engine(config)
+    engine = observer.build(lambda: make_engine(config))
     if rank == 0:
         (run_dir / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
         (run_dir / "checkpoints").mkdir(exist_ok=True)
@@ -66,8 +67,9 @@ def _train(config: Config, options: RunOptions) -> int:
     start = engine.state_dict() if options.check else None
     lines = run_steps(config, options, engine, batches, rank)
     checked = compare(config, start, lines, batches, rank, engine.collectives.world) if start else None
+    observer.report(config, options, engine, lines)
     held = report.gather_memory(engine)
-    if rank == 0:
+    if rank == 0 and not observer.tells:
         summary = report.summary(config, options, engine, lines, held, checked)
         say(report.closing(summary))
         if options.json:

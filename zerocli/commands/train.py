@@ -119,7 +119,8 @@ def arguments(ctx: click.Context) -> list[str]:
     for param in ctx.command.params:
         value = ctx.params.get(str(param.name))
         if isinstance(param, click.Argument):
-            words.insert(0, str(value))
+            if value is not None:
+                words.insert(0, str(value))
         elif param.name == "ranks" or ctx.get_parameter_source(str(param.name)) is not ParameterSource.COMMANDLINE:
             continue
         elif isinstance(param, click.Option) and param.is_flag:

@@ -1,0 +1,196 @@
+"""The clock: the time of whoever computes, tiled without a gap into segments, and what ran beside it, in lanes.
+
+On a GPU points in time are events on the stream that computes, read once it has passed them; on a CPU they are the
+host's clock. A segment belongs to the innermost thing that is under way: a unit's forward or backward, the optimizer,
+or a wait, by its cause.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+COMPUTE, GATHER, REDUCE, UP, DOWN, DISK_READ, DISK_WRITE, UPDATE = (
+    "compute",
+    "gather",
+    "reduce",
+    "host to device",
+    "device to host",
+    "disk read",
+    "disk write",
+    "update",
+)
+LANES = (COMPUTE, GATHER, REDUCE, UP, DOWN, DISK_READ, DISK_WRITE, UPDATE)
+MOVES = LANES[1:7]
+"""Lanes of transfers and collectives: what overlap is about."""
+WAIT = "wait"
+BETWEEN = ("between steps", "")
+
+Stamp = Any
+"""Seconds of the host's clock, or an event of the device."""
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the computing stream's time: what it was spent on, (phase, unit) or (wait, cause)."""
+
+    label: tuple[str, str]
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that ran beside the compute: on which lane, of what, and how many bytes it moved."""
+
+    lane: str
+    name: str
+    begin: float
+    end: float
+    nbytes: int = 0
+
+
+class Clock:
+    """Takes points in time as they pass; `segments` and `spans` are read when all of them are over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._labels: list[tuple[str, str]] = [BETWEEN]
+        self._marks: list[tuple[Stamp, tuple[str, str]]] = []
+        """When each segment began, and its label."""
+        self._spans: list[tuple[str, str, Stamp, Stamp, int]] = []
+        self.cuts: list[int] = []
+        """Marks at which a step ended."""
+        self._base = self._base_event()
+        self._mark()
+
+    def _base_event(self) -> tuple[Any, float]:
+        if not self._cuda:
+            return None, 0.0
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        event.synchronize()
+        return event, time.perf_counter()
+
+    def stamp(self) -> Stamp:
+        """Return this point of the current stream, or of the host where it computes."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _mark(self) -> None:
+        self._marks.append((self.stamp(), self._labels[-1]))
+
+    @property
+    def label(self) -> tuple[str, str]:
+        """What is under way."""
+        return self._labels[-1]
+
+    def push(self, label: tuple[str, str]) -> None:
+        """Begin something inside what is under way."""
+        self._labels.append(label)
+        self._mark()
+
+    def pop(self) -> None:
+        """End it."""
+        self._labels.pop()
+        self._mark()
+
+    def turn(self, label: tuple[str, str]) -> None:
+        """Go on with something else in the place of what is under way."""
+        self._labels[-1] = label
+        self._mark()
+
+    def cut(self) -> None:
+        """End a step here."""
+        self.cuts.append(len(self._marks))
+        self._mark()
+
+    def add(self, lane: str, name: str, begin: Stamp, end: Stamp, nbytes: int = 0) -> None:
+        """Note what ran on a lane; safe from any thread."""
+        self._spans.append((lane, name, begin, end, nbytes))
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def seconds(self, stamp: Stamp) -> float:
+        """Return a point as seconds of the host's clock; waits for the device to pass it."""
+        if isinstance(stamp, float):
+            return stamp
+        base, at = self._base
+        stamp.synchronize()
+        return at + base.elapsed_time(stamp) / 1e3
+
+    def step(self, number: int) -> tuple[list[Segment], list[Span]]:
+        """Return the segments and spans between the ends of step `number` - 1 and `number` (from 1)."""
+        first = self.cuts[number - 2] if number > 1 else 0
+        last = self.cuts[number - 1]
+        points = [(self.seconds(stamp), label) for stamp, label in self._marks[first : last + 1]]
+        segments = [
+            Segment(label, begin, max(begin, end))
+            for (begin, label), (end, _) in zip(points, points[1:], strict=False)
+        ]
+        begin, end = points[0][0], points[-1][0]
+        spans = [Span(lane, name, self.seconds(b), self.seconds(e), n) for lane, name, b, e, n in self._spans]
+        return segments, [span for span in spans if span.end > begin and span.begin < end]
+
+
+def split(segments: Iterable[Segment]) -> tuple[float, dict[str, float]]:
+    """Return (seconds of compute, seconds of waits by cause)."""
+    compute, waits = 0.0, Counter[str]()
+    for segment in segments:
+        if segment.label[0] == WAIT:
+            waits[segment.label[1]] += segment.seconds
+        else:
+            compute += segment.seconds
+    return compute, dict(waits)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the intervals with those that touch joined, in order."""
+    joined: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        elif end > begin:
+            joined.append((begin, end))
+    return joined
+
+
+def length(intervals: Sequence[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def common(one: Sequence[Interval], other: Sequence[Interval]) -> float:
+    """Return the seconds that two unions have in common."""
+    starts = [begin for begin, _ in other]
+    total = 0.0
+    for begin, end in one:
+        at = max(0, bisect.bisect_right(starts, begin) - 1)
+        while at < len(other) and other[at][0] < end:
+            total += max(0.0, min(end, other[at][1]) - max(begin, other[at][0]))
+            at += 1
+    return total
+
+
+def overlap(segments: Sequence[Segment], spans: Sequence[Span]) -> float | None:
+    """Return the share of transfers' and collectives' time during which compute went on; None if nothing moved."""
+    moves = union((span.begin, span.end) for span in spans if span.lane in MOVES)
+    total = length(moves)
+    if not total:
+        return None
+    busy = union((s.begin, s.end) for s in segments if s.label[0] != WAIT and s.label != BETWEEN)
+    return common(moves, busy) / total

@@ -1,0 +1,166 @@
+"""The document of a profile: all ranks' books joined, the plan's prediction beside them, the step's seconds by cause.
+
+Rows of the device are those of the rank with the highest peak; rows of host memory and disks are of the node with the
+most of them, all its ranks together, as a plan counts them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from zerocli.config import Config, to_dict
+from zerocli.errors import UserError
+from zerocli.plan.inputs import shape_of
+from zerocli.plan.rows import Plan
+from zerocli.plan.search import plan_of
+from zerocli.plan.setup import setup_of
+from zerocli.plan.shape import Shape
+from zerocli.profile import rates
+from zerocli.profile.ledger import CATEGORIES, TIERS, UNATTRIBUTED
+
+SCHEMA = 1
+CAUSES = ("collectives", "transfers", "optimizer", "data")
+
+
+def assemble(
+    config: Config, everyone: Sequence[dict[str, Any]], lines: Sequence[Mapping[str, Any]], facts: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the document; `lines` are a run's metrics, `facts` what its observer knows beside the books."""
+    notes = list(facts.pop("notes", []))
+    books = join(everyone)
+    plan, problem = predict(config, facts)
+    if problem:
+        notes.append(problem)
+    document = {
+        "schema": SCHEMA,
+        "kind": "profile",
+        "config": config.name,
+        "settings": to_dict(config),
+        **{name: facts[name] for name in ("device", "gpu", "precision", "parameters", "ranks", "tp", "followed")},
+        "rows": rows(books, plan),
+        "peak": {
+            tier: {
+                "predicted": plan.needed(tier) if plan is not None and plan.whole else None,
+                "measured": books[tier]["measured"],
+                "moment": books[tier].get("moment", ""),
+                "holders": [
+                    {"name": name, "category": category, "bytes": nbytes}
+                    for name, category, nbytes in books[tier]["holders"]
+                ],
+            }
+            for tier in TIERS
+        },
+        "step": seconds(config, lines, facts),
+        "system": books["system"],
+        "boundaries": facts.get("boundaries", []),
+        "losses": [line["loss"] for line in lines],
+        "notes": notes,
+    }
+    if "timeline" in facts:
+        document["timeline"] = facts["timeline"]
+    return document
+
+
+def join(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one book for the tiers out of all ranks'."""
+    books: dict[str, Any] = {"hbm": max(everyone, key=lambda rank: rank["hbm"]["measured"])["hbm"]}
+    nodes: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for rank in everyone:
+        nodes[rank["node"]].append(rank)
+    for tier in ("dram", "nvme"):
+        ranks = max(nodes.values(), key=lambda node: sum(rank[tier]["measured"] for rank in node))
+        total: Counter[str] = Counter()
+        for rank in ranks:
+            total.update(rank[tier]["rows"])
+        held: Counter[tuple[str, str]] = Counter()
+        for rank in ranks:
+            for name, category, nbytes in rank[tier]["holders"]:
+                held[name, category] += nbytes
+        books[tier] = {
+            "rows": dict(total),
+            "measured": sum(rank[tier]["measured"] for rank in ranks),
+            "holders": [(name, category, n) for (name, category), n in held.most_common(10)],
+        }
+    keys = everyone[0]["system"]
+    books["system"] = {key: max(rank["system"][key] for rank in everyone) for key in keys}
+    return books
+
+
+def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]:
+    """Return the plan of the run, or None and why there is none."""
+    changes: dict[str, object] = {
+        "ranks": facts["ranks"],
+        "ranks_per_node": facts["ranks_per_node"],
+        "precision": facts["precision"],
+        "device": facts["device"],
+    }
+    if facts["device"] == "cuda":
+        changes["update"] = "cpu" if facts["update_on_cpu"] else "stream"
+    try:
+        model = _shape(config)
+        plan = plan_of(facts["parameters"] if model is None else model, setup_of(config, **changes))
+    except UserError as error:
+        return None, f"nothing is predicted: {error}"
+    return plan, "" if plan.whole else "of a factory's model only model states are predicted"
+
+
+def _shape(config: Config) -> Shape | None:
+    return None if config.model.factory else shape_of(config.model, config.train.seq)
+
+
+def rows(books: Mapping[str, Any], plan: Plan | None) -> list[dict[str, Any]]:
+    """Return the rows, predicted beside measured; of each tier in use they and `unattributed` add up to its peak."""
+    found = []
+    for tier in TIERS:
+        measured = books[tier]["rows"]
+        for category in CATEGORIES:
+            predicted = plan.of(category, tier) if plan is not None else None
+            if measured.get(category) or predicted:
+                row = {"category": category, "tier": tier, "predicted": predicted}
+                found.append(row | {"measured": measured.get(category, 0)})
+        rest = books[tier]["measured"] - sum(measured.get(category, 0) for category in CATEGORIES)
+        if rest or books[tier]["measured"]:
+            found.append({"category": UNATTRIBUTED, "tier": tier, "predicted": None, "measured": rest})
+    return found
+
+
+def seconds(config: Config, lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mean step's seconds by cause, over the steps that were timed undisturbed (else all but the first)."""
+    timed = facts.get("timed") or [line["step"] for line in lines[1:] or lines]
+    chosen = [line for line in lines if line["step"] in timed]
+    if not chosen:
+        return {"seconds": None, "compute": None, "wait": None}
+    total = _mean(line["seconds"] for line in chosen)
+    waits = {cause: _mean(line["wait"].get(cause, 0.0) for line in chosen) for cause in CAUSES}
+    wait = sum(waits.values())
+    compute = facts.get("compute", max(0.0, total - wait))
+    tokens = _mean(line["tokens"] for line in chosen)
+    step: dict[str, Any] = {
+        "seconds": total,
+        "compute": compute,
+        "wait": wait,
+        "waits": waits,
+        "steps": len(chosen),
+        "tokens_per_second": tokens / total,
+        "overlap": facts.get("overlap"),
+        "phases": facts.get("phases", {}),
+        "links": facts.get("links", []),
+    }
+    return step | utilisation(config, facts, tokens, total)
+
+
+def utilisation(config: Config, facts: Mapping[str, Any], tokens: float, total: float) -> dict[str, Any]:
+    """Return the model's operations a second and rank, and their share of what the GPU could do, None if unknown."""
+    shape = _shape(config)
+    if shape is None:
+        return {"tflops": None, "utilisation": None, "best_tflops": None}
+    rate = rates.model_flops(shape, config.train.seq, round(tokens)) / total / facts["ranks"] / 1e12
+    best = rates.peak_tflops(facts["gpu"], facts["precision"]) if facts["gpu"] else None
+    return {"tflops": rate, "utilisation": rate / best if best else None, "best_tflops": best}
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)

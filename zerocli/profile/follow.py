@@ -1,0 +1,111 @@
+"""Following memory: every storage that an operation makes is in the ledger until its last reference goes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerocli.profile.ledger import UNATTRIBUTED, Ledger
+
+_LOSS_OPS = {"aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::nll_loss_forward"}
+"""What makes or reads logits in models that do not use our own loss."""
+_FRESH = "aten::lift_fresh"
+"""Hands in memory that was made just now by no operation: torch.tensor, torch.from_numpy."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class Follower(TorchDispatchMode):
+    """While it is entered, logs the storages on `device` that operations make; ends are logged then and later.
+
+    Memory that it meets without having seen it made is logged as unattributed, under the operation that showed it,
+    until somebody names it. What a kernel allocates and frees within itself nobody here can see.
+    """
+
+    def __init__(self, ledger: Ledger, device: torch.device, category: Callable[[], str]) -> None:
+        super().__init__()
+        self._ledger, self._device, self._category = ledger, device.type, category
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._entered = False
+
+    def follow(self, on: bool) -> None:
+        """Enter or leave; asking twice is fine."""
+        if on and not self._entered:
+            self.__enter__()
+        elif not on and self._entered:
+            self.__exit__(None, None, None)
+        self._entered = on
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operation = function._schema.name
+        about_logits = operation in _LOSS_OPS
+        for tensor in _tensors((args, kwargs)):
+            self._meet(tensor, operation, about_logits)
+        out = function(*args, **kwargs)
+        for tensor in _tensors(out):
+            self._log(tensor, "logits" if about_logits else self._category(), operation)
+        return out
+
+    def _meet(self, tensor: torch.Tensor, operation: str, about_logits: bool) -> None:
+        self._log(tensor, self._category() if operation == _FRESH else UNATTRIBUTED, operation)
+        if about_logits and operation == "aten::_log_softmax":
+            found = self.find(tensor)
+            if found is not None and found.category == "activations":
+                found.category = "logits"
+
+    def _log(self, tensor: torch.Tensor, category: str, operation: str) -> None:
+        if tensor.device.type != self._device or type(tensor) not in _PLAIN:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._references:
+            return
+        self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
+        unit = self._ledger.moment[1]
+        what = operation.removeprefix("aten::") if category == UNATTRIBUTED or not unit else category
+        self._ledger.take(key, storage.nbytes(), category, f"{unit} {what}".strip())
+
+    def _gone(self, key: int) -> None:
+        self._references.pop(key, None)
+        self._ledger.give(key)
+
+    # -- what others know ------------------------------------------------------------------------------------------
+
+    def find(self, tensor: torch.Tensor) -> Any:
+        """Return the allocation that holds a tensor, if it is known."""
+        return self._ledger.get(tensor.untyped_storage()._cdata)
+
+    def name(self, tensor: torch.Tensor, category: str, name: str) -> None:
+        """Say what a tensor's memory is, from its birth on; logs it if it was not known."""
+        if tensor.device.type != self._device or not tensor.untyped_storage().nbytes():
+            return
+        found = self.find(tensor)
+        if found is None:
+            self._log(tensor, category, name)
+            found = self.find(tensor)
+        if found is not None:
+            found.category, found.name = category, name
+
+    def disown(self, tensor: torch.Tensor) -> None:
+        """Say that a tensor's memory is another tier's."""
+        if tensor.device.type == self._device and tensor.numel():
+            key = tensor.untyped_storage()._cdata
+            if key not in self._references:
+                self._log(tensor, UNATTRIBUTED, "")
+            self._ledger.disown(key)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an operation's arguments or results: lists and dicts are all the nesting there is."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)

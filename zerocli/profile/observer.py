@@ -1,0 +1,122 @@
+"""Observers: what watches a training run. The plain one records at its end what costs nothing to know."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocli.config import Config
+from zerocli.engine import Engine
+from zerocli.launch import RunOptions
+from zerocli.metrics import Line, device_peak
+from zerocli.profile import places
+from zerocli.profile.document import assemble
+from zerocli.profile.ledger import CATEGORIES, UNATTRIBUTED
+
+FILE = "profile.json"
+
+
+class Observer:
+    """Watches one rank of a run; all ranks call all of it."""
+
+    tells = False
+    """Whether it tells the user about the run itself, in the place of the closing summary."""
+
+    def build(self, make: Callable[[], Engine]) -> Engine:
+        """Return the engine that `make` makes."""
+        return make()
+
+    def report(self, config: Config, options: RunOptions, engine: Engine, lines: list[Line]) -> None:
+        """Close the run's books: rank 0 writes RUN/profile.json. Collective."""
+        everyone = gather(engine, self.local(engine))
+        if engine.collectives.rank == 0 and engine.tensor_parallel.rank == 0:
+            document = assemble(config, everyone, [line.as_dict() for line in lines], self.facts(config, engine))
+            self.tell(config, options, document)
+
+    def local(self, engine: Engine) -> dict[str, Any]:
+        """Return what this rank knows of its memory: what the engine holds, beside the device's own peak."""
+        held = {name: nbytes for name, nbytes in engine.memory().items() if name in CATEGORIES}
+        measured = max(device_peak(engine)["hbm"], sum(held.values()))
+        hbm = {"rows": held, "measured": measured, "moment": "", "holders": [], "allocated": measured}
+        return {"hbm": hbm, **away(engine, None), "system": system(engine), "node": socket.gethostname()}
+
+    def facts(self, config: Config, engine: Engine) -> dict[str, Any]:
+        """Return what else goes into the document."""
+        return facts(engine) | {
+            "followed": False,
+            "notes": ["recorded by train: activations are not told apart (zerocli profile follows them)"],
+        }
+
+    def tell(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
+        write(Path(options.run_dir) / FILE, document)
+
+
+def away(engine: Engine, baseline: int | None) -> dict[str, dict[str, Any]]:
+    """Return rows and measured bytes of the tiers off the device.
+
+    Beside a GPU host memory is measured as the kernel counts it, `baseline` of it being the process before the engine
+    (None: unknown); without one, where the host's memory plays the device's as well, it is what the tiers mapped.
+    """
+    rows, taken = places.tier_rows(engine), places.footprint(engine)
+    found = {}
+    for tier in ("dram", "nvme"):
+        row = {name: nbytes for name, nbytes in rows[tier].items() if nbytes}
+        found[tier] = {"rows": row, "measured": taken[tier], "holders": places.holders(engine, tier)}
+    if engine.device.type == "cuda":
+        peak = places.rss()[1]
+        if baseline is not None:
+            found["dram"]["rows"]["runtime"] = baseline
+        found["dram"]["measured"] = max(peak, sum(found["dram"]["rows"].values()))
+    return found
+
+
+def system(engine: Engine) -> dict[str, int]:
+    """Return what the operating system says of this process."""
+    now, peak = places.rss()
+    return {
+        "rss": now,
+        "rss_peak": peak,
+        "pinned": places.pinned_nbytes(engine),
+        "nvme": places.footprint(engine)["nvme"],
+    }
+
+
+def facts(engine: Engine) -> dict[str, Any]:
+    """Return what a profile needs to know of the engine and its machine."""
+    cuda = engine.device.type == "cuda"
+    return {
+        "device": engine.device.type,
+        "gpu": torch.cuda.get_device_name(engine.device) if cuda else None,
+        "precision": engine.precision.name,
+        "parameters": engine.numel,
+        "ranks": engine.collectives.world * engine.tensor_parallel.world,
+        "ranks_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", engine.collectives.world * engine.tensor_parallel.world)),
+        "tp": engine.tensor_parallel.world,
+        "update_on_cpu": engine.updater.on_cpu,
+    }
+
+
+def gather(engine: Engine, value: Any) -> list[Any]:
+    """Return every rank's JSON value. Collective."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(engine.device)
+    sizes = engine.gather_control(torch.tensor([text.numel()], device=engine.device)).flatten().tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=engine.device)
+    padded[: text.numel()] = text
+    everyone = engine.gather_control(padded).cpu()
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(everyone, sizes, strict=True)]
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Write a document whole or not at all."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(document))
+    os.replace(part, path)
+
+
+__all__ = ["FILE", "UNATTRIBUTED", "Observer", "away", "facts", "gather", "system", "write"]

@@ -1,0 +1,28 @@
+"""One page of a profile, or of two: everything in one file, so that it opens from disk on any machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerocli.errors import UserError
+
+TEMPLATE = Path(__file__).with_name("page.html")
+HOLE = "/*DATA*/null"
+
+
+def write(path: str, runs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Write the page of one or two profiles, each with its name."""
+    try:
+        Path(path).write_text(render(runs), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}", exit_code=1) from error
+
+
+def render(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Return the page's text."""
+    data = json.dumps([{"name": name, **document} for name, document in runs])
+    # A name of the user's must not end the script it stands in.
+    return TEMPLATE.read_text(encoding="utf-8").replace(HOLE, data.replace("<", "\\u003c"))

@@ -1,0 +1,148 @@
+"""What the engine has placed where: the one file that looks into its parts to name their memory."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from offload import HBM, Store
+from offload.mover import StagedStore
+from tiers.base import Block
+from zerocli.engine import Engine
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a tier: what it is, and whose."""
+
+    category: str
+    name: str
+    block: Block
+
+
+def unit_name(name: str) -> str:
+    return name or "rest"
+
+
+def tensors(engine: Engine) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (category, name, tensor) of what the engine keeps in tensors; the first to name a memory is right."""
+    for flat in engine.flats():
+        unit = unit_name(flat.unit.name)
+        for category, tensor in (
+            ("parameters", flat.resident),
+            ("parameters", flat.shard),
+            ("gradients", flat.grad_full),
+            ("gradients", flat.grad),
+            ("optimizer_states", flat.master),
+            *(("optimizer_states", state) for state in flat.states.values()),
+        ):
+            if tensor is not None and tensor.numel():
+                yield category, f"{unit} {category}", tensor
+        if flat._poison:
+            yield "buffers", "released parameters", flat._poison[0]
+    for buffers in engine.gatherer._pool.values():
+        for buffer in buffers:
+            yield "gathered", f"gather buffers of {buffer.tensor.numel()} elements", buffer.tensor
+    for bucket in (*engine.reducer._buckets, *engine.reducer._lift):
+        yield "buffers", "reduction buckets", bucket.memory
+    for slot in engine.updater._slots:
+        for memory in slot.buffers.values():
+            yield "buffers", "update slots", memory
+    for memory in engine.updater._scratch.values():
+        yield "buffers", "update scratch", memory
+    for name, memory in engine.model.named_buffers():
+        yield "buffers", name, memory
+    yield "buffers", "counters", engine.updates
+    for slot in engine.activations.stack._slots:
+        if slot.near:
+            yield "activations", "checkpoints of blocks", slot.tier.view(slot.block)
+
+
+def pieces(engine: Engine) -> Iterator[Piece]:
+    """Yield the blocks that the engine has on tiers other than the device's memory."""
+    for flat in engine.flats():
+        unit = unit_name(flat.unit.name)
+        stores: list[tuple[str, Store | None]] = [
+            ("parameters", flat.param_store),
+            ("gradients", flat.grad_store),
+            ("optimizer_states", flat.record.store if flat.record is not None else None),
+        ]
+        for category, store in stores:
+            if store is not None:
+                yield Piece(category, f"{unit} {category}", store._block)
+                copy = engine.mover._copies.get(store) if isinstance(store, StagedStore) else None
+                if copy is not None:
+                    yield Piece("buffers", f"{unit} {category}, read ahead", copy.block)
+    for block in {slot.block for slot in engine.activations.stack._slots if not slot.near}:
+        yield Piece("activations", "checkpoints of blocks", block)
+
+
+def host_pages(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (what for, memory) of all pages that tiers have mapped in host memory, arenas and staging."""
+    for (name, _), tier in engine.tiers._open.items():
+        for arena in getattr(tier, "_arenas", ()):
+            yield name, arena.pages.bytes
+        for staging in (getattr(tier, "_staging", None), getattr(tier, "_tails", None)):
+            for pages in getattr(staging, "_made", ()):
+                yield "staging", pages.bytes
+
+
+def tier_rows(engine: Engine) -> dict[str, dict[str, int]]:
+    """Return bytes by tier and category of what lies off the device; `buffers` is what tiers took beyond the pieces."""
+    rows: dict[str, Counter[str]] = {"dram": Counter(), "nvme": Counter()}
+    for piece in pieces(engine):
+        if piece.block.tier.name in rows:
+            rows[piece.block.tier.name][piece.category] += piece.block.reserved
+    for tier, taken in footprint(engine).items():
+        rows[tier]["buffers"] += taken - sum(rows[tier].values())
+    return {tier: dict(found) for tier, found in rows.items()}
+
+
+def footprint(engine: Engine) -> dict[str, int]:
+    """Return the bytes that tiers have taken: host pages mapped (and torch's pinned ones), swap files as the system
+    sees them."""
+    mapped = sum(memory.nbytes for _, memory in host_pages(engine))
+    if engine.device.type == "cuda":
+        mapped += engine.updater.nbytes.get("cpu", 0)
+    files = [file for tier in engine.tiers._open.values() for file in getattr(tier, "_files", ())]
+    return {"dram": mapped, "nvme": sum(os.fstat(file.fd).st_size for file in files)}
+
+
+def pinned_nbytes(engine: Engine) -> int:
+    """Return the bytes of host memory that are page-locked: the tiers' own, and those of torch's allocator."""
+    own = sum(getattr(tier, "pinned_nbytes", 0) for tier in engine.tiers._open.values())
+    if engine.device.type != "cuda":
+        return own
+    return own + int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+
+
+def holders(engine: Engine, tier: str) -> list[tuple[str, str, int]]:
+    """Return (name, category, bytes) of the largest pieces on a tier, equal names together."""
+    names: Counter[tuple[str, str]] = Counter()
+    for piece in pieces(engine):
+        if piece.block.tier.name == tier:
+            names[piece.name, piece.category] += piece.block.reserved
+    return [(name, category, nbytes) for (name, category), nbytes in names.most_common(10)]
+
+
+def rss() -> tuple[int, int]:
+    """Return (bytes of host memory this process holds, the most it ever held), of the kernel's own count."""
+    found = {"VmRSS": 0, "VmHWM": 0}
+    try:
+        with open("/proc/self/status") as status:
+            for line in status:
+                name, _, rest = line.partition(":")
+                if name in found:
+                    found[name] = int(rest.split()[0]) * 1024
+    except OSError:
+        import resource
+
+        found["VmRSS"] = found["VmHWM"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return found["VmRSS"], found["VmHWM"]
+
+
+__all__ = ["HBM", "Piece", "footprint", "holders", "host_pages", "pieces", "pinned_nbytes", "rss", "tensors"]

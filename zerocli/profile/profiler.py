@@ -1,0 +1,272 @@
+"""The profiler: an observer that follows memory in some steps of a run and times the others.
+
+Following every operation takes longer than many of them do, so steps are divided: in the first and the last memory is
+followed (and the engine's building before them), in those between only the clock runs, which costs next to nothing.
+Neither changes a number: operations are the same, in the same order.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from zerocli.commands import env
+from zerocli.config import Config
+from zerocli.engine import Engine
+from zerocli.launch import RunOptions
+from zerocli.metrics import Line
+from zerocli.profile import clock as clocks
+from zerocli.profile import places, rates
+from zerocli.profile.clock import Clock, Segment, Span
+from zerocli.profile.follow import Follower
+from zerocli.profile.ledger import UNATTRIBUTED, Ledger, describe
+from zerocli.profile.observer import FILE, Observer, away, facts, system, write
+from zerocli.profile.seams import Seams
+from zerocli.profile.timeline import make_timeline
+
+GRANULARITY = {"cuda": 512, "cpu": 1}
+"""Bytes to which the device's allocator rounds."""
+
+
+class Profiler(Observer):
+    """Profiles a run of `steps` steps; `told` gets rank 0's document when it is over."""
+
+    tells = True
+
+    def __init__(
+        self,
+        steps: int,
+        told: Callable[[Config, RunOptions, dict[str, Any]], None] = lambda *_: None,
+        follow: bool = True,
+    ) -> None:
+        self._steps, self._told, self._follow = steps, told, follow
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.ledger = Ledger(GRANULARITY[self._device.type])
+        self._follower = Follower(self.ledger, self._device, self._category)
+        self._done = 0
+        self._ends: list[int] = []
+        """Length of the ledger's log at the end of each step."""
+        self.boundaries: list[tuple[str, int, int]] = []
+        """(moment, bytes of the ledger, bytes of the device's allocator) at the ends of followed phases."""
+        self._clock: Clock
+        self._seams: Seams
+        self._engine: Engine
+        self._hooks: list[Any] = []
+        self._rss_before = 0
+        self._lines: list[Line] = []
+
+    # -- watching --------------------------------------------------------------------------------------------------
+
+    def build(self, make: Callable[[], Engine]) -> Engine:
+        """Make the engine with its memory followed from the first byte, and profile it from then on."""
+        if self._device.type == "cuda":
+            torch.zeros(1, device=self._device)  # the context, so that the baseline has it
+            torch.cuda.reset_peak_memory_stats()
+        self._rss_before = places.rss()[0]
+        self._follower.follow(self._follow)
+        try:
+            engine = make()
+        finally:
+            self._follower.follow(False)
+        self.attach(engine)
+        return engine
+
+    def attach(self, engine: Engine) -> None:
+        """Profile an engine from its next step on; what it holds already is named."""
+        self._engine = engine
+        self._clock = Clock(engine.device)
+        self._seams = Seams(engine, self._clock, self._entered, self._inputs, self._stepped)
+        for name, parameter in engine.model.named_parameters():
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(self._gradient(name)))
+        self._name_places()
+        self._boundary("initialisation")
+        self.ledger.moment = clocks.BETWEEN
+
+    def detach(self) -> None:
+        """Leave the engine as it was."""
+        self._follower.follow(False)
+        self._seams.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _follows(self, step: int) -> bool:
+        return self._follow and step in (1, self._steps)
+
+    @property
+    def timed(self) -> list[int]:
+        """The steps that nothing disturbed; all of them where there are no such."""
+        free = [step for step in range(2, self._done + 1) if not self._follows(step)]
+        return free or list(range(1, self._done + 1))
+
+    def _category(self) -> str:
+        """Return the category of what an operation makes now."""
+        if self._seams_in_loss():
+            return "logits"
+        return "activations" if self.ledger.moment[0] in ("forward", "backward") else "buffers"
+
+    def _seams_in_loss(self) -> bool:
+        seams = getattr(self, "_seams", None)
+        return seams is not None and seams.in_loss
+
+    def _entered(self, label: tuple[str, str]) -> None:
+        before, self.ledger.moment = self.ledger.moment, label
+        if label[0] == "forward":  # from the step's first operation on; nothing between steps is the step's
+            self._follower.follow(self._follows(self._done + 1))
+        if label[0] != before[0] and self._follows(self._done + 1):
+            self._name_places()
+            self._boundary(before[0])
+
+    def _inputs(self, values: Any) -> None:
+        if self._follows(self._done + 1):
+            for value in tree_leaves(values):
+                if isinstance(value, torch.Tensor):
+                    self._follower.name(value, "activations", "batch")
+
+    def _gradient(self, name: str) -> Callable[[torch.Tensor], None]:
+        """Return a hook that names a parameter's gradient on its way to the bucket: temporary, so a buffer."""
+
+        def hook(gradient: torch.Tensor) -> None:
+            found = self._follower.find(gradient) if self._follows(self._done + 1) else None
+            if found is not None and found.category == "activations":
+                found.category, found.name = "buffers", f"{name} gradient"
+
+        return hook
+
+    def _stepped(self) -> None:
+        self._seams.refresh()
+        self._name_places()
+        self._done += 1
+        self._ends.append(len(self.ledger.events))
+        self._follower.follow(False)
+
+    def _name_places(self) -> None:
+        seen: set[int] = set()
+        with torch.no_grad():
+            for category, name, tensor in places.tensors(self._engine):
+                key = tensor.untyped_storage()._cdata
+                if key not in seen:
+                    seen.add(key)
+                    self._follower.name(tensor, category, name)
+            for _, memory in places.host_pages(self._engine):
+                self._follower.disown(memory)
+
+    def _boundary(self, phase: str) -> None:
+        if phase != clocks.BETWEEN[0]:
+            cuda = self._device.type == "cuda"
+            there = torch.cuda.memory_allocated(self._device) if cuda else self.ledger.total
+            self.boundaries.append((f"end of {phase}, step {self._done + 1}", self.ledger.total, there))
+
+    # -- closing the books -----------------------------------------------------------------------------------------
+
+    def report(self, config: Config, options: RunOptions, engine: Engine, lines: list[Line]) -> None:
+        self.detach()
+        self._lines = lines
+        super().report(config, options, engine, lines)
+
+    def local(self, engine: Engine) -> dict[str, Any]:
+        """Return this rank's books at the peaks; on a GPU beside the allocator's own counters."""
+        peak = self.ledger.peak()
+        held = {name: nbytes for name, nbytes in peak.rows.items() if nbytes and name != UNATTRIBUTED}
+        hbm: dict[str, Any] = {
+            "rows": held,
+            "measured": peak.nbytes,
+            "allocated": peak.nbytes,
+            "moment": peak.moment,
+            "holders": peak.holders,
+        }
+        if self._device.type == "cuda":
+            hbm |= self._device_total(held)
+        return {
+            "hbm": hbm,
+            **away(engine, self._rss_before),
+            "system": system(engine),
+            "node": socket.gethostname(),
+        }
+
+    def _device_total(self, held: dict[str, int]) -> dict[str, Any]:
+        """Return the device's peak as the allocator and the driver count it, with `runtime` in the rows.
+
+        Beyond what operations made there are cuBLAS's workspaces, what the allocator keeps between blocks, and what
+        never passes through it: the context, kernels and NCCL (of ranks that share a GPU, an equal part each).
+        """
+        allocated = torch.cuda.max_memory_allocated(self._device)
+        reserved = torch.cuda.max_memory_reserved(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        sharers = max(1, facts(self._engine)["ranks_per_node"] // torch.cuda.device_count())
+        outside = max(0, (total - free) // sharers - torch.cuda.memory_reserved(self._device))
+        before = torch.cuda.memory_allocated(self._device)
+        torch._C._cuda_clearCublasWorkspaces()
+        workspace = max(0, before - torch.cuda.memory_allocated(self._device))
+        rows = held | {"runtime": outside + reserved - allocated + workspace}
+        return {"rows": rows, "measured": reserved + outside, "allocated": allocated}
+
+    def facts(self, config: Config, engine: Engine) -> dict[str, Any]:
+        """Return the seconds and the timeline of rank 0, and what the engine is."""
+        steps = [(number, *self._clock.step(number)) for number in self.timed]
+        computes, overlaps, phases = [], [], Counter[str]()
+        for number, segments, spans in steps:
+            compute, _ = clocks.split(segments)
+            between = sum(s.seconds for s in segments if s.label == clocks.BETWEEN)
+            line = next((line for line in self._lines if line.step == number), None)
+            computes.append(compute - min(line.wait.get("data", 0.0) if line else 0.0, between))
+            overlaps.append(clocks.overlap(segments, spans))
+            for segment in segments:
+                phases[_phase(segment)] += segment.seconds / len(steps)
+        shares = [share for share in overlaps if share is not None]
+        typical = sorted(steps, key=lambda step: step[1][-1].end - step[1][0].begin)[len(steps) // 2]
+        found = facts(engine) | {
+            "followed": self._follow,
+            "timed": [number for number, _, _ in steps],
+            "compute": sum(computes) / len(computes),
+            "overlap": sum(shares) / len(shares) if shares else None,
+            "phases": dict(phases),
+            "links": links([spans for _, _, spans in steps], config),
+            "boundaries": [{"moment": m, "ledger": n, "allocator": a} for m, n, a in self.boundaries],
+            "notes": self._notes(config),
+        }
+        return found | {"timeline": self._timeline(typical)}
+
+    def _notes(self, config: Config) -> list[str]:
+        notes = []
+        if not self._follow:
+            notes.append("compiled blocks cannot be followed: activations are in `unattributed`")
+        if self._follows(self.timed[0]):
+            notes.append("every step was followed, so seconds are too many: give --steps 4 or more")
+        return notes
+
+    def _timeline(self, typical: tuple[int, list[Segment], list[Span]]) -> dict[str, Any]:
+        """Return rank 0's typical step, with the memory of the last step that was followed laid over it."""
+        number, segments, spans = typical
+        followed = self._done if self._follows(self._done) else 1
+        window = (self._ends[followed - 2] if followed > 1 else 0, self._ends[followed - 1])
+        other = self._clock.step(followed)[0]
+        rows = places.tier_rows(self._engine)
+        return make_timeline(number, segments, spans, self.ledger, window, other, rows)
+
+    def tell(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
+        write(Path(options.run_dir) / FILE, document)
+        self._told(config, options, document)
+
+
+def _phase(segment: Segment) -> str:
+    return segment.label[0] if segment.label[0] != clocks.WAIT else describe("wait", segment.label[1])
+
+
+def links(steps: list[list[Span]], config: Config) -> list[dict[str, Any]]:
+    """Return for each lane that moved bytes what it achieved, in GB/s while it was busy, and the best it could."""
+    known = rates.best_links(env.remembered(env.gather(()), tuple(config.offload.nvme_path)))
+    found = []
+    for lane in clocks.MOVES:
+        nbytes = sum(span.nbytes for spans in steps for span in spans if span.lane == lane)
+        busy = sum(clocks.length(clocks.union((s.begin, s.end) for s in spans if s.lane == lane)) for spans in steps)
+        if nbytes and busy:
+            each = {"lane": lane, "bytes": nbytes // len(steps), "seconds": busy / len(steps)}
+            found.append(each | {"achieved": nbytes / busy / 1e9, "best": known.get(lane)})
+    return found

@@ -1,0 +1,144 @@
+"""A profile as a person reads it on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zerocli.profile.ledger import TIERS, UNATTRIBUTED
+from zerocli.sizes import format_bytes, format_count
+
+NAMES = {"hbm": "hbm (device, a rank)", "dram": "dram (host, a node)", "nvme": "nvme (disk, a node)"}
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """Return the whole report."""
+    return "\n".join(
+        [
+            _title(document),
+            "",
+            *_memory(document),
+            "",
+            *_peaks(document),
+            "",
+            *_seconds(document["step"]),
+            *(f"note: {note}" for note in document["notes"]),
+        ]
+    )
+
+
+def _title(document: Mapping[str, Any]) -> str:
+    settings = document["settings"]
+    zero, placement = settings["zero"]["stage"], settings["offload"]["placement"]
+    away = f", offload {placement}" if placement else ""
+    tp = f" (tp {document['tp']})" if document["tp"] > 1 else ""
+    where = document["gpu"] or document["device"]
+    return (
+        f"{document['config']}: {format_count(document['parameters'])} parameters, stage {zero}{away}, "
+        f"{document['ranks']} ranks{tp} on {where}, {document['precision']}"
+    )
+
+
+def _memory(document: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{'memory':<24}{'predicted':>12}{'measured':>12}{'error':>9}"
+    for tier in TIERS:
+        rows = [row for row in document["rows"] if row["tier"] == tier]
+        if not rows:
+            continue
+        yield NAMES[tier]
+        for row in rows:
+            yield _row(f"  {row['category'].replace('_', ' ')}", row["predicted"], row["measured"])
+        peak = document["peak"][tier]
+        yield _row("  peak", peak["predicted"], peak["measured"])
+
+
+def _row(name: str, predicted: int | None, measured: int | None) -> str:
+    shown = [format_bytes(n) if n is not None else "-" for n in (predicted, measured)]
+    return f"{name:<24}{shown[0]:>12}{shown[1]:>12}{error(predicted, measured):>9}"
+
+
+def error(predicted: int | None, measured: int | None) -> str:
+    """Return by how much the prediction is off, as a share of what was measured; a dash where that says nothing."""
+    if predicted is None or not measured:
+        return "-"
+    return f"{(predicted - measured) / measured:+.1%}"
+
+
+def _peaks(document: Mapping[str, Any]) -> Iterator[str]:
+    for tier in TIERS:
+        peak = document["peak"][tier]
+        if not peak["measured"]:
+            continue
+        moment = f" in {peak['moment']}" if peak["moment"] else ""
+        rest = sum(row["measured"] for row in document["rows"] if (row["category"], row["tier"]) == (UNATTRIBUTED, tier))
+        share = f"; {rest / peak['measured']:.1%} unattributed" if peak["measured"] else ""
+        yield f"peak of {tier}: {format_bytes(peak['measured'])}{moment}{share}"
+        for holder in peak["holders"]:
+            yield f"  {format_bytes(holder['bytes']):>11}  {holder['name']}"
+    system = document["system"]
+    yield (
+        f"the system says, of the largest rank: {format_bytes(system['rss_peak'])} of host memory at most, "
+        f"{format_bytes(system['pinned'])} pinned, {format_bytes(system['nvme'])} on disk"
+    )
+
+
+def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
+    if step["seconds"] is None:
+        yield "no step was timed"
+        return
+    total = step["seconds"]
+    yield f"{'step':<24}{total:>10.4f} s   mean of {step['steps']}, rank 0"
+    yield f"{'  compute':<24}{step['compute']:>10.4f} s {step['compute'] / total:>6.1%}"
+    for cause, seconds in step["waits"].items():
+        yield f"{'  wait for ' + cause:<24}{seconds:>10.4f} s {seconds / total:>6.1%}"
+    yield f"{'tokens/s':<24}{step['tokens_per_second']:>10,.0f}"
+    if step["tflops"] is not None:
+        best = step["best_tflops"]
+        share = f"{step['utilisation']:.1%} of {best:g}" if best else "utilisation unknown for this device"
+        yield f"{'model TFLOPS a rank':<24}{step['tflops']:>10.3g}   {share}"
+    if step["overlap"] is not None:
+        yield f"{'overlap':<24}{step['overlap']:>10.1%}   of transfers and collectives hidden behind compute"
+    for link in step["links"]:
+        best = f"best {link['best']:.3g}" if link["best"] else "best unknown: zerocli env --bench"
+        moved = f"{format_bytes(link['bytes'])} a step in {link['seconds']:.4f} s"
+        yield f"{'  ' + link['lane']:<24}{link['achieved']:>10.3g} GB/s   {moved}; {best}"
+
+
+def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]) -> str:
+    """Return two profiles side by side."""
+    lines = [f"{'measured':<28}{names[0][-16:]:>18}{names[1][-16:]:>18}{'change':>10}"]
+    found = [{(row["tier"], row["category"]): row["measured"] for row in each["rows"]} for each in (one, other)]
+    for tier in TIERS:
+        keys = [key for key in dict.fromkeys([*found[0], *found[1]]) if key[0] == tier]
+        peaks = tuple(each["peak"][tier]["measured"] for each in (one, other))
+        if not any(peaks):
+            continue
+        lines.append(NAMES[tier])
+        for key in keys:
+            lines.append(_change(f"  {key[1].replace('_', ' ')}", found[0].get(key, 0), found[1].get(key, 0)))
+        lines.append(_change("  peak", *peaks))
+    for name, key in (("step seconds", "seconds"), ("  compute", "compute"), ("  wait", "wait")):
+        lines.append(_change(name, one["step"][key], other["step"][key], seconds=True))
+    for which, document in zip(names, (one, other), strict=True):
+        lines += [f"note: {which}: {note}" for note in document["notes"]]
+    return "\n".join(lines)
+
+
+def _change(name: str, before: float | None, after: float | None, seconds: bool = False) -> str:
+    def show(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f} s" if seconds else format_bytes(value)
+
+    change = f"{(after - before) / before:+.1%}" if before and after is not None else "-"
+    return f"{name:<28}{show(before):>18}{show(after):>18}{change:>10}"
+
+
+def planned(plan: Any) -> list[dict[str, Any]]:
+    """Return a plan's rows as a profile has them, with nothing measured."""
+    keys = dict.fromkeys((row.category, row.tier) for row in plan.rows)
+    found = [{"category": c, "tier": t, "predicted": plan.of(c, t), "measured": None} for c, t in keys]
+    return [row for row in found if row["predicted"]]
+
+
+def dry(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is predicted, as the report has it."""
+    yield from _memory(document)

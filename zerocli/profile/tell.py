@@ -1,0 +1,55 @@
+"""Telling: rank 0 hands a finished profile to the terminal, to a page, to a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zerocli.config import Config
+from zerocli.launch import RunOptions, say
+from zerocli.profile import page, table, trace
+
+
+class Teller:
+    """Tells the user about a profile in the ways that were asked for."""
+
+    def __init__(self, html: str, trace_file: str, source: str) -> None:
+        self._html, self._trace_file, self._source = html, trace_file, source
+
+    def __call__(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
+        if self._html:
+            page.write(self._html, [(config.name, document)])
+            say(f"page: {self._html}")
+        if self._trace_file:
+            trace.write(self._trace_file, document)
+            say(f"trace: {self._trace_file} (open it at ui.perfetto.dev, or in chrome://tracing)")
+        if options.json:
+            print(json.dumps({key: value for key, value in document.items() if key != "timeline"}), flush=True)
+        else:
+            print(table.render(document), flush=True)
+        if not self._html:
+            say(f"try: zerocli profile {options.run_dir} --html profile.html")
+
+
+@contextlib.contextmanager
+def recording(path: str) -> Iterator[None]:
+    """Record CUDA's allocations while the body runs and write its snapshot, one file a rank; nothing without a path."""
+    if not path:
+        yield
+        return
+    if not torch.cuda.is_available():
+        say("--snapshot: there is no GPU, so no snapshot is written")
+        yield
+        return
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+    try:
+        yield
+    finally:
+        rank = os.environ.get("RANK", "0")
+        torch.cuda.memory._dump_snapshot(path if rank == "0" else f"{path}.rank{rank}")
+        torch.cuda.memory._record_memory_history(enabled=None)
