@@ -21,13 +21,16 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 class Follower(TorchDispatchMode):
     """While it is entered, logs the storages on `device` that operations make; ends are logged then and later.
 
-    Memory that it meets without having seen it made is logged as unattributed, under the operation that showed it,
-    until somebody names it. What a kernel allocates and frees within itself nobody here can see.
+    `category` says what is made at the moment, `unseen` what memory is that was not seen made: unattributed, as a
+    rule, under the operation that showed it, until somebody names it. What a kernel allocates and frees within itself nobody here can see.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, category: Callable[[], str]) -> None:
+    def __init__(
+        self, ledger: Ledger, device: torch.device, category: Callable[[], str], unseen: Callable[[], str]
+    ) -> None:
         super().__init__()
-        self._ledger, self._device, self._category = ledger, device.type, category
+        self._ledger, self._device = ledger, device.type
+        self._category, self._unseen = category, unseen
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._entered = False
 
@@ -51,7 +54,7 @@ class Follower(TorchDispatchMode):
         return out
 
     def _meet(self, tensor: torch.Tensor, operation: str, about_logits: bool) -> None:
-        self._log(tensor, self._category() if operation == _FRESH else UNATTRIBUTED, operation)
+        self._log(tensor, self._category() if operation == _FRESH else self._unseen(), operation)
         if about_logits and operation == "aten::_log_softmax":
             found = self.find(tensor)
             if found is not None and found.category == "activations":

@@ -96,7 +96,7 @@ def tier_rows(engine: Engine) -> dict[str, dict[str, int]]:
     rows: dict[str, Counter[str]] = {"dram": Counter(), "nvme": Counter()}
     for piece in pieces(engine):
         if piece.block.tier.name in rows:
-            rows[piece.block.tier.name][piece.category] += piece.block.reserved
+            rows[piece.block.tier.name][piece.category] += piece.block.nbytes
     for tier, taken in footprint(engine).items():
         rows[tier]["buffers"] += taken - sum(rows[tier].values())
     return {tier: dict(found) for tier, found in rows.items()}
@@ -125,7 +125,7 @@ def holders(engine: Engine, tier: str) -> list[tuple[str, str, int]]:
     names: Counter[tuple[str, str]] = Counter()
     for piece in pieces(engine):
         if piece.block.tier.name == tier:
-            names[piece.name, piece.category] += piece.block.reserved
+            names[piece.name, piece.category] += piece.block.nbytes
     return [(name, category, nbytes) for (name, category), nbytes in names.most_common(10)]
 
 

@@ -48,14 +48,14 @@ class Profiler(Observer):
         self._steps, self._told, self._follow = steps, told, follow
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.ledger = Ledger(GRANULARITY[self._device.type])
-        self._follower = Follower(self.ledger, self._device, self._category)
+        self._follower = Follower(self.ledger, self._device, self._category, self._unseen)
         self._done = 0
         self._ends: list[int] = []
         """Length of the ledger's log at the end of each step."""
-        self.boundaries: list[tuple[str, int, int]] = []
-        """(moment, bytes of the ledger, bytes of the device's allocator) at the ends of followed phases."""
+        self._boundaries: list[tuple[str, int, int | None]] = []
+        """(moment, place in the ledger's log, bytes of the device's allocator) at the ends of followed phases."""
         self._clock: Clock
-        self._seams: Seams
+        self._seams: Seams | None = None
         self._engine: Engine
         self._hooks: list[Any] = []
         self._rss_before = 0
@@ -92,7 +92,8 @@ class Profiler(Observer):
     def detach(self) -> None:
         """Leave the engine as it was."""
         self._follower.follow(False)
-        self._seams.close()
+        if self._seams is not None:
+            self._seams.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -107,13 +108,13 @@ class Profiler(Observer):
 
     def _category(self) -> str:
         """Return the category of what an operation makes now."""
-        if self._seams_in_loss():
+        if self._seams is not None and self._seams.in_loss:
             return "logits"
         return "activations" if self.ledger.moment[0] in ("forward", "backward") else "buffers"
 
-    def _seams_in_loss(self) -> bool:
-        seams = getattr(self, "_seams", None)
-        return seams is not None and seams.in_loss
+    def _unseen(self) -> str:
+        """Return the category of memory that turns up without having been made: gloo's own copies show in its calls."""
+        return "buffers" if self._seams is not None and self._seams.in_collective else UNATTRIBUTED
 
     def _entered(self, label: tuple[str, str]) -> None:
         before, self.ledger.moment = self.ledger.moment, label
@@ -140,6 +141,7 @@ class Profiler(Observer):
         return hook
 
     def _stepped(self) -> None:
+        assert self._seams is not None
         self._seams.refresh()
         self._name_places()
         self._done += 1
@@ -159,9 +161,17 @@ class Profiler(Observer):
 
     def _boundary(self, phase: str) -> None:
         if phase != clocks.BETWEEN[0]:
-            cuda = self._device.type == "cuda"
-            there = torch.cuda.memory_allocated(self._device) if cuda else self.ledger.total
-            self.boundaries.append((f"end of {phase}, step {self._done + 1}", self.ledger.total, there))
+            there = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
+            moment = phase if phase == "initialisation" else f"{phase}, step {self._done + 1}"
+            self._boundaries.append((f"end of {moment}", len(self.ledger.events) - 1, there))
+
+    def boundaries(self) -> list[dict[str, Any]]:
+        """Return what stood at the end of each followed phase, and what the allocator said (None: there is none)."""
+        found = []
+        for moment, index, there in self._boundaries:
+            held = self.ledger.held(index)
+            found.append({"moment": moment, "ledger": held.nbytes, "allocator": there, "rows": held.rows})
+        return found
 
     # -- closing the books -----------------------------------------------------------------------------------------
 
@@ -228,7 +238,7 @@ class Profiler(Observer):
             "overlap": sum(shares) / len(shares) if shares else None,
             "phases": dict(phases),
             "links": links([spans for _, _, spans in steps], config),
-            "boundaries": [{"moment": m, "ledger": n, "allocator": a} for m, n, a in self.boundaries],
+            "boundaries": self.boundaries(),
             "notes": self._notes(config),
         }
         return found | {"timeline": self._timeline(typical)}

@@ -45,6 +45,10 @@ class Seams:
         """Outputs of the unit that ended last: whose gradient is the next unit's to announce."""
         self.in_loss = False
         """Whether our loss is at work, so that what is made is logits."""
+        self.in_collective = False
+        """Whether a collective is being issued: what turns up then is its own memory."""
+        self._uncut = False
+        """Whether a step has ended that the clock has not been told of."""
         self._wrap_phases()
         self._wrap_waits()
         self._wrap_collectives()
@@ -53,7 +57,13 @@ class Seams:
         self.refresh()
 
     def close(self) -> None:
+        self._cut()
         self._undo.close()
+
+    def _cut(self) -> None:
+        if self._uncut:
+            self._uncut = False
+            self._clock.cut()
 
     def _replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put `make(the method)` in the place of a method of one object."""
@@ -83,6 +93,7 @@ class Seams:
         def run_unit(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(unit: Unit, body: Any, args: Any, kwargs: Any) -> Any:
                 if unit.index == 0:
+                    self._cut()
                     self._inputs((args, kwargs))
                 name, parent = unit_name(unit.name), self._clock.label[1]
                 phase = "backward" if engine.reducer.active else "forward"  # backward: a recomputation
@@ -115,7 +126,7 @@ class Seams:
         def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
             def step() -> Any:
                 result = original()
-                self._clock.cut()
+                self._uncut = True
                 self._stepped()
                 return result
 
@@ -176,7 +187,9 @@ class Seams:
         def control(original: Callable[..., Any]) -> Callable[..., Any]:
             def gather(tensor: torch.Tensor) -> torch.Tensor:
                 with waits.waiting("collectives"):
-                    return original(tensor)
+                    everyone = original(tensor)
+                self._cut()  # a step's metrics end where the ranks have told each other of it, and so does the step
+                return everyone
 
             return gather
 
@@ -211,7 +224,11 @@ class Seams:
             def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 def run(*tensors: torch.Tensor) -> Pending:
                     begin, name = self._clock.stamp(), self._subject
-                    pending: Pending = original(*tensors)
+                    self.in_collective = True
+                    try:
+                        pending: Pending = original(*tensors)
+                    finally:
+                        self.in_collective = False
                     if engine.collectives.world > 1:
                         nbytes = times * max(tensor.nbytes for tensor in tensors)
                         self._end_with(pending, lane, name, begin, nbytes)
