@@ -49,7 +49,9 @@ def command(
 def _check_writable(path: str, flag: str) -> None:
     folder = Path(path).absolute().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"{flag} {path}: no file can be written there", hint=f"{flag} with a file in a folder that exists")
+        raise UserError(
+            f"{flag} {path}: no file can be written there", hint=f"{flag} with a file in a folder that exists"
+        )
 
 
 def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
@@ -59,7 +61,6 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
     for path, document in zip(paths, found, strict=True):
         for note in document.pop("warnings", []):
             launch.say(f"{path}: {note}")
-    names = tuple(paths)
     if given["snapshot"]:
         raise UserError("--snapshot is of a live run: CUDA's allocator keeps none", hint="zerocli profile CONFIG")
     if given["trace_file"]:
@@ -74,7 +75,9 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
         document = shown[0] if len(shown) == 1 else {"schema": 1, "runs": dict(zip(paths, shown, strict=True))}
         click.echo(json.dumps(document))
     else:
-        click.echo(table.render(found[0]) if len(found) == 1 else table.compare(*found, (names[0], names[-1])))
+        click.echo(
+            table.render(found[0]) if len(found) == 1 else table.compare(found[0], found[1], (paths[0], paths[1]))
+        )
     return 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,8 +140,7 @@ class Clock:
         last = self.cuts[number - 1]
         points = [(self.seconds(stamp), label) for stamp, label in self._marks[first : last + 1]]
         segments = [
-            Segment(label, begin, max(begin, end))
-            for (begin, label), (end, _) in zip(points, points[1:], strict=False)
+            Segment(label, begin, max(begin, end)) for (begin, label), (end, _) in zip(points, points[1:], strict=False)
         ]
         begin, end = points[0][0], points[-1][0]
         spans = [Span(lane, name, self.seconds(b), self.seconds(e), n) for lane, name, b, e, n in self._spans]
@@ -150,7 +149,8 @@ class Clock:
 
 def split(segments: Iterable[Segment]) -> tuple[float, dict[str, float]]:
     """Return (seconds of compute, seconds of waits by cause)."""
-    compute, waits = 0.0, Counter[str]()
+    compute = 0.0
+    waits: dict[str, float] = defaultdict(float)
     for segment in segments:
         if segment.label[0] == WAIT:
             waits[segment.label[1]] += segment.seconds

@@ -22,7 +22,8 @@ class Follower(TorchDispatchMode):
     """While it is entered, logs the storages on `device` that operations make; ends are logged then and later.
 
     `category` says what is made at the moment, `unseen` what memory is that was not seen made: unattributed, as a
-    rule, under the operation that showed it, until somebody names it. What a kernel allocates and frees within itself nobody here can see.
+    rule, under the operation that showed it, until somebody names it. What a kernel allocates and frees within itself
+    nobody here can see.
     """
 
     def __init__(

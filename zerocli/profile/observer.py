@@ -17,7 +17,7 @@ from zerocli.launch import RunOptions
 from zerocli.metrics import Line, device_peak
 from zerocli.profile import places
 from zerocli.profile.document import assemble
-from zerocli.profile.ledger import CATEGORIES, UNATTRIBUTED
+from zerocli.profile.ledger import CATEGORIES
 
 FILE = "profile.json"
 
@@ -64,7 +64,7 @@ def away(engine: Engine, baseline: int | None) -> dict[str, dict[str, Any]]:
     (None: unknown); without one, where the host's memory plays the device's as well, it is what the tiers mapped.
     """
     rows, taken = places.tier_rows(engine), places.footprint(engine)
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for tier in ("dram", "nvme"):
         row = {name: nbytes for name, nbytes in rows[tier].items() if nbytes}
         found[tier] = {"rows": row, "measured": taken[tier], "holders": places.holders(engine, tier)}
@@ -96,7 +96,9 @@ def facts(engine: Engine) -> dict[str, Any]:
         "precision": engine.precision.name,
         "parameters": engine.numel,
         "ranks": engine.collectives.world * engine.tensor_parallel.world,
-        "ranks_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", engine.collectives.world * engine.tensor_parallel.world)),
+        "ranks_per_node": int(
+            os.environ.get("LOCAL_WORLD_SIZE", engine.collectives.world * engine.tensor_parallel.world)
+        ),
         "tp": engine.tensor_parallel.world,
         "update_on_cpu": engine.updater.on_cpu,
     }
@@ -117,6 +119,3 @@ def write(path: Path, document: dict[str, Any]) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_text(json.dumps(document))
     os.replace(part, path)
-
-
-__all__ = ["FILE", "UNATTRIBUTED", "Observer", "away", "facts", "gather", "system", "write"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload import HBM, Store
+from offload import Store
 from offload.mover import StagedStore
 from tiers.base import Block
 from zerocli.engine import Engine
@@ -57,9 +57,9 @@ def tensors(engine: Engine) -> Iterator[tuple[str, str, torch.Tensor]]:
     for name, memory in engine.model.named_buffers():
         yield "buffers", name, memory
     yield "buffers", "counters", engine.updates
-    for slot in engine.activations.stack._slots:
-        if slot.near:
-            yield "activations", "checkpoints of blocks", slot.tier.view(slot.block)
+    for place in engine.activations.stack._slots:
+        if place.near:
+            yield "activations", "checkpoints of blocks", place.tier.view(place.block)
 
 
 def pieces(engine: Engine) -> Iterator[Piece]:
@@ -143,6 +143,3 @@ def rss() -> tuple[int, int]:
 
         found["VmRSS"] = found["VmHWM"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found["VmRSS"], found["VmHWM"]
-
-
-__all__ = ["HBM", "Piece", "footprint", "holders", "host_pages", "pieces", "pinned_nbytes", "rss", "tensors"]

@@ -8,7 +8,7 @@ Neither changes a number: operations are the same, in the same order.
 from __future__ import annotations
 
 import socket
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,7 +220,8 @@ class Profiler(Observer):
     def facts(self, config: Config, engine: Engine) -> dict[str, Any]:
         """Return the seconds and the timeline of rank 0, and what the engine is."""
         steps = [(number, *self._clock.step(number)) for number in self.timed]
-        computes, overlaps, phases = [], [], Counter[str]()
+        computes, overlaps = [], []
+        phases: dict[str, float] = defaultdict(float)
         for number, segments, spans in steps:
             compute, _ = clocks.split(segments)
             between = sum(s.seconds for s in segments if s.label == clocks.BETWEEN)

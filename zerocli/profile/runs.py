@@ -23,7 +23,9 @@ def read(folder: str) -> dict[str, Any]:
         raise UserError(f"{folder} is empty: no run was ever here", hint="zerocli profile CONFIG --run-dir DIR")
     if not (run / "metrics.jsonl").is_file() or not (run / "config.json").is_file():
         missing = [name for name in ("config.json", "metrics.jsonl") if not (run / name).is_file()]
-        raise UserError(f"{folder} is no run folder: it has no {' and no '.join(missing)}", hint="zerocli profile runs/<name>")
+        raise UserError(
+            f"{folder} is no run folder: it has no {' and no '.join(missing)}", hint="zerocli profile runs/<name>"
+        )
     settings = _json(run / "config.json")
     lines, warnings = read_metrics(run / "metrics.jsonl")
     if not lines:
@@ -82,7 +84,7 @@ def _in_order(found: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _from_metrics(settings: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a run's metrics alone say: its peaks and seconds, for a run that ended before its books were closed."""
+    """Return what a run's metrics alone say, its peaks and seconds: it ended before its books were closed."""
     peak = {tier: int(max(line.get("peak", {}).get(tier, 0) for line in lines)) for tier in TIERS}
     from zerocli.config import from_dict
 

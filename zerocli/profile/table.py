@@ -70,7 +70,9 @@ def _peaks(document: Mapping[str, Any]) -> Iterator[str]:
         if not peak["measured"]:
             continue
         moment = f" in {peak['moment']}" if peak["moment"] else ""
-        rest = sum(row["measured"] for row in document["rows"] if (row["category"], row["tier"]) == (UNATTRIBUTED, tier))
+        rest = sum(
+            row["measured"] for row in document["rows"] if (row["category"], row["tier"]) == (UNATTRIBUTED, tier)
+        )
         share = f"; {rest / peak['measured']:.1%} unattributed" if peak["measured"] else ""
         yield f"peak of {tier}: {format_bytes(peak['measured'])}{moment}{share}"
         for holder in peak["holders"]:
@@ -117,8 +119,8 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, 
         for key in keys:
             lines.append(_change(f"  {key[1].replace('_', ' ')}", found[0].get(key, 0), found[1].get(key, 0)))
         lines.append(_change("  peak", *peaks))
-    for name, key in (("step seconds", "seconds"), ("  compute", "compute"), ("  wait", "wait")):
-        lines.append(_change(name, one["step"][key], other["step"][key], seconds=True))
+    for name, what in (("step seconds", "seconds"), ("  compute", "compute"), ("  wait", "wait")):
+        lines.append(_change(name, one["step"][what], other["step"][what], seconds=True))
     for which, document in zip(names, (one, other), strict=True):
         lines += [f"note: {which}: {note}" for note in document["notes"]]
     return "\n".join(lines)

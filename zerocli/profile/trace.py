@@ -13,7 +13,9 @@ from zerocli.errors import UserError
 def write(path: str, document: Mapping[str, Any]) -> None:
     """Write the document's timeline; UserError if it has none, or the file cannot be written."""
     if "timeline" not in document:
-        raise UserError("this run recorded no timeline: train keeps none", hint="zerocli profile CONFIG --trace-file ...")
+        raise UserError(
+            "this run recorded no timeline: train keeps none", hint="zerocli profile CONFIG --trace-file ..."
+        )
     try:
         Path(path).write_text(json.dumps({"traceEvents": list(events(document["timeline"]))}))
     except OSError as error:

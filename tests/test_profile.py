@@ -1,0 +1,277 @@
+"""Laws of the profile: the books balance on every tier, options move their own rows, no number changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from profiled import after_forward, profile, rows
+from ranks import run_ranks
+from toys import Uneven, split, uneven_batch
+
+import zerocli
+from zerocli.plan.inputs import shape_of
+from zerocli.profile import clock as clocks
+from zerocli.profile.clock import Segment, Span
+from zerocli.profile.ledger import CATEGORIES, UNATTRIBUTED, Ledger
+from zerocli.profile.rates import best_links, peak_tflops
+
+TOKENS, HIDDEN, LAYERS = 2 * 32, 32, 3
+STAGE_0, STAGE_3 = ("zero.stage=0",), ("zero.stage=3",)
+OFFLOAD = (*STAGE_3, "offload.placement=cpu")
+RECOMPUTE = (*STAGE_3, "activations.policy=recompute")
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """One profiled run of each way to train that the laws compare."""
+    folder = tmp_path_factory.mktemp("runs")
+    ways = {"stage 0": STAGE_0, "stage 3": STAGE_3, "offload": OFFLOAD, "recompute": RECOMPUTE}
+    nvme = (*STAGE_3, "offload.placement=nvme", f"offload.nvme_path={json.dumps([str(folder)])}")
+    return {name: profile(folder / name.replace(" ", "-"), *sets) for name, sets in (ways | {"nvme": nvme}).items()}
+
+
+@pytest.mark.parametrize("way", ["stage 0", "stage 3", "offload", "recompute", "nvme"])
+def test_rows_and_unattributed_add_up_to_the_peak_on_every_tier(documents, way):
+    document = documents[way]
+    for tier, peak in document["peak"].items():
+        found = rows(document, tier)
+        assert sum(found.values()) == peak["measured"]
+        assert set(found) <= {*CATEGORIES, UNATTRIBUTED}
+        assert abs(found.get(UNATTRIBUTED, 0)) <= 0.02 * peak["measured"]
+        if peak["measured"]:
+            assert UNATTRIBUTED in found  # shown even where it is nothing
+    used = {tier for tier, peak in document["peak"].items() if peak["measured"]}
+    assert used == {"hbm", *{"offload": ["dram"], "nvme": ["dram", "nvme"]}.get(way, [])}
+
+
+@pytest.mark.parametrize("way", ["stage 0", "stage 3", "offload", "recompute"])
+def test_predicted_is_beside_measured(documents, way):
+    document = documents[way]
+    for tier, peak in document["peak"].items():
+        assert peak["measured"] * 0.999 <= peak["predicted"] <= peak["measured"] * 1.05 + 8192, tier
+
+
+def test_the_peak_has_a_moment_and_names_its_holders(documents):
+    peak = documents["stage 0"]["peak"]["hbm"]
+    assert "blocks." in peak["moment"] or "rest" in peak["moment"]
+    assert len(peak["holders"]) == 10
+    assert any(holder["name"] == "blocks.0 activations" for holder in peak["holders"])
+    assert [holder["bytes"] for holder in peak["holders"]] == sorted(
+        (h["bytes"] for h in peak["holders"]), reverse=True
+    )
+
+
+# -- each option moves the rows it should, and no other ----------------------------------------------------------------
+
+
+def padded(document):
+    """Elements of the units with their padding: (of one block, of the rest)."""
+    model = document["settings"]["model"]
+    from zerocli.config import ModelConfig
+    from zerocli.plan.flats import plan_flats
+    from zerocli.plan.setup import Setup
+
+    shape = shape_of(ModelConfig(**model), 32)
+    totals = [flat.total for flat in plan_flats(shape, Setup(stage=3, ranks=2))]
+    return totals[1], totals[0]
+
+
+def test_stage_3_halves_the_states_of_stage_0_and_gathers_instead(documents):
+    zero, three = after_forward(documents["stage 0"]), after_forward(documents["stage 3"])
+    block, rest = padded(documents["stage 0"])
+    numel = LAYERS * block + rest
+    assert (zero["parameters"], zero["gradients"], zero["optimizer_states"]) == (4 * numel, 4 * numel, 8 * numel)
+    halves = (three["parameters"], three["gradients"], three["optimizer_states"])
+    assert halves == (4 * numel // 2, 4 * numel // 2, 8 * numel // 2)
+    assert (zero["gathered"], three["gathered"]) == (0, 4 * (2 * block + rest))  # two buffers a size, one of one unit
+    # Reduction buckets come with partitioned gradients: two, each of the largest unit.
+    assert abs(three["buffers"] - zero["buffers"] - 2 * 4 * max(block, rest)) < 512
+    for same in ("activations", "logits", "runtime"):
+        assert zero[same] == three[same]
+
+
+def test_offload_moves_states_to_the_host_and_nothing_else(documents):
+    here, away = after_forward(documents["stage 3"]), after_forward(documents["offload"])
+    host = rows(documents["offload"], "dram")
+    for states in ("parameters", "gradients", "optimizer_states"):
+        assert away[states] == 0
+        assert host[states] == 2 * here[states]  # dram is a node's: both ranks'
+    for same in ("gathered", "activations", "logits", "runtime"):
+        assert here[same] == away[same]
+    # In fp32 the parameters are the masters: they pass through the update's slots, at most one chunk each.
+    block, rest = padded(documents["offload"])
+    assert 0 < away["buffers"] - here["buffers"] <= 6 * 4 * max(block, rest) // 2 + 512
+    assert not rows(documents["stage 3"], "dram")
+
+
+def test_recomputing_keeps_the_inputs_of_blocks_and_nothing_else_changes(documents):
+    keep, again = after_forward(documents["stage 3"]), after_forward(documents["recompute"])
+    for same in ("parameters", "gradients", "optimizer_states", "gathered", "logits", "runtime"):
+        assert keep[same] == again[same]
+    checkpoints = LAYERS * TOKENS * HIDDEN * 4
+    # Beside them only the embedding's and the final norm's outputs, the batch and statistics are there.
+    assert checkpoints <= again["activations"] <= checkpoints + 4 * TOKENS * HIDDEN * 4
+    assert keep["activations"] > LAYERS * 14 * TOKENS * HIDDEN * 4
+    assert abs(keep["buffers"] - again["buffers"]) < 512
+    assert documents["recompute"]["losses"] == documents["stage 3"]["losses"]
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["stage 0", "stage 3", "offload"])
+def test_wait_and_compute_are_the_step(documents, way):
+    step = documents[way]["step"]
+    assert step["wait"] == pytest.approx(sum(step["waits"].values()))
+    assert step["wait"] + step["compute"] == pytest.approx(step["seconds"], rel=0.02)
+    assert step["utilisation"] is None  # of a CPU nobody knows the peak
+
+
+def test_the_timeline_has_phases_units_and_lanes(documents):
+    timeline = documents["offload"]["timeline"]
+    labels = {(phase, unit) for phase, unit, *_ in timeline["compute"]}
+    for unit in ("rest", *(f"blocks.{i}" for i in range(LAYERS))):
+        assert ("forward", unit) in labels and ("backward", unit) in labels
+    assert any(phase == "optimizer" or (phase, unit) == ("wait", "optimizer") for phase, unit in labels)
+    assert {"compute", "gather", "reduce", "host to device", "device to host", "update"} <= set(timeline["lanes"])
+    assert {"disk read", "disk write"} <= set(documents["nvme"]["timeline"]["lanes"])
+    begins = [span[2] for span in timeline["compute"]]
+    ends = [span[3] for span in timeline["compute"]]
+    assert begins[1:] == ends[:-1]  # no gap, no overlap
+    moved = sum(span[4] for span in timeline["spans"] if span[0] == "reduce")
+    block, rest = padded(documents["offload"])
+    assert moved == 4 * (LAYERS * block + rest)  # every gradient once
+    memory = timeline["memory"]
+    assert {"hbm", "dram"} == set(memory)
+    assert memory["hbm"]["times"] == sorted(memory["hbm"]["times"])
+    assert (
+        max(map(sum, zip(*memory["hbm"]["bytes"].values(), strict=True)))
+        <= documents["offload"]["peak"]["hbm"]["measured"]
+    )
+
+
+# -- and changes nothing -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sets", [STAGE_0, (*OFFLOAD, "activations.policy=recompute", "train.accumulate=2")])
+def test_losses_are_bit_identical_with_profiling_on_and_off(tmp_path, sets):
+    watched, plain = profile(tmp_path / "on", *sets), profile(tmp_path / "off", *sets, plain=True)
+    assert watched["losses"] == plain["losses"] and len(plain["losses"]) == 4
+
+    def norms(folder: str) -> list[float]:
+        text = (tmp_path / folder / "metrics.jsonl").read_text()
+        return [json.loads(line)["grad_norm"] for line in text.splitlines()]
+
+    assert norms("on") == norms("off")
+    states = ("parameters", "gradients", "optimizer_states", "gathered")
+    cheap = rows(plain, "hbm")  # what train records always is part of the same books
+    assert {name: cheap.get(name, 0) for name in states} == {name: after_forward(watched)[name] for name in states}
+    assert rows(plain, "dram") == rows(watched, "dram")
+
+
+def _attributes() -> list[list[str]]:
+    from zerocli.models import loss
+    from zerocli.profile.profiler import Profiler
+
+    torch.manual_seed(7)
+    engine = zerocli.shard(Uneven(), stage=3, offload="cpu")
+
+    def look() -> list[str]:
+        parts = [engine, engine.waits, engine.collectives, engine.gatherer, engine.reducer, engine.updater]
+        parts += list(engine.tiers._open.values())
+        return [f"{type(part).__name__}.{name}" for part in parts for name in vars(part)]
+
+    before, forward = look(), loss._LinearCrossEntropy.forward
+    profiler = Profiler(3)
+    profiler.attach(engine)
+    assert look() != before
+    for step in range(3):
+        engine.backward(engine(*uneven_batch(step, split(engine.collectives.rank, 2))))
+        engine.step()
+    peak = profiler.ledger.peak()
+    assert peak.rows[UNATTRIBUTED] <= 0.02 * peak.nbytes and peak.rows["activations"] > 0
+    profiler.detach()
+    assert loss._LinearCrossEntropy.forward is forward
+    return [before, look()]
+
+
+def test_an_engine_that_is_no_longer_profiled_is_as_it_was():
+    for before, after in run_ranks(2, _attributes):
+        assert [name for name in after if name not in before] == []
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_reads_its_peak_off_the_log():
+    ledger = Ledger(granularity=512, clock=iter(range(100)).__next__)
+    ledger.moment = ("forward", "a")
+    ledger.take(1, 1000, "activations", "x")
+    kept = ledger.take(2, 512, UNATTRIBUTED, "y")
+    ledger.give(1)
+    ledger.moment = ("backward", "a")
+    ledger.take(3, 100, "buffers", "z")
+    kept.category, kept.name = "gathered", "pool"  # named late, from its birth on
+    peak = ledger.peak()
+    assert (peak.nbytes, peak.moment) == (1536, "forward of a")
+    assert {name: n for name, n in peak.rows.items() if n} == {"activations": 1024, "gathered": 512}
+    assert peak.holders == [("x", "activations", 1024), ("pool", "gathered", 512)]
+    assert ledger.total == 1024
+    assert ledger.series(0, 4) == [
+        (0, {"activations": 1024}),
+        (1, {"activations": 1024, "gathered": 512}),
+        (2, {"gathered": 512}),
+        (3, {"gathered": 512, "buffers": 512}),
+    ]
+    assert max(sum(held.values()) for _, held in ledger.series(0, 4, num_points=2)) == 1536
+
+
+def test_overlap_is_the_share_of_moves_behind_compute():
+    segments = [
+        Segment(("forward", "a"), 0, 4),
+        Segment((clocks.WAIT, "collectives"), 4, 6),
+        Segment(("forward", "b"), 6, 8),
+    ]
+    spans = [Span("gather", "a", 2, 5), Span("reduce", "b", 3, 6), Span("update", "b", 0, 8)]
+    assert clocks.overlap(segments, spans) == 0.5  # moving from 2 to 6, computing until 4
+    assert clocks.overlap(segments, spans[2:]) is None
+    assert clocks.split(segments) == (6, {"collectives": 2})
+
+
+def test_an_unknown_gpu_has_no_peak_rate():
+    assert peak_tflops("NVIDIA H100 80GB HBM3", "bf16") == 989
+    assert peak_tflops("NVIDIA H100 PCIe", "bf16") == 756
+    assert peak_tflops("NVIDIA H200", "bf16") == 989
+    assert peak_tflops("NVIDIA A100-SXM4-80GB", "fp16") == 312
+    for name in (
+        "NVIDIA H1000",
+        "NVIDIA RTX 4090 Laptop GPU",
+        "NVIDIA A1000 Laptop GPU",
+        "Tesla K80",
+        "",
+        "A100 MIG 1g",
+    ):
+        assert peak_tflops(name, "bf16") is None
+    assert peak_tflops("NVIDIA H200", "fp32") is None
+    assert peak_tflops("Tesla V100-SXM2-32GB", "bf16") is None
+
+
+def test_best_rates_are_those_remembered():
+    found = best_links(
+        {"dram_hbm": {"result": {"up": 55, "down": 54.5}}, "/scratch": {"result": {"read": 3.9}}, "x": {}}
+    )
+    assert found == {"host to device": 55.0, "device to host": 54.5, "disk read": 3.9}
+
+
+def test_a_page_holds_what_it_needs(tmp_path, documents):
+    from zerocli.profile import page
+
+    document = documents["stage 3"] | {"config": "</script><script>alert(1)"}
+    target = tmp_path / "page.html"
+    page.write(str(target), [("a", document), ("b", documents["offload"])])
+    text = Path(target).read_text()
+    assert "http:" not in text and "https:" not in text and "src=" not in text
+    assert "</script><script>" not in text and "blocks.0 activations" in text
