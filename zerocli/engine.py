@@ -37,7 +37,7 @@ from zerocli.settings import Settings
 from zerocli.sizes import parse_bytes
 from zerocli.stage import stage as stage_of
 from zerocli.tensor_parallel import TensorParallel, open_axes
-from zerocli.unit import Flat, Unit, repeated_blocks
+from zerocli.unit import Flat, Unit, recomputed_units
 from zerocli.update import Updater, choose_update, stream_chunk
 
 
@@ -109,8 +109,7 @@ class Engine:
         away = any(flat.away for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
         self.updater = Updater(self.optimizer, self.groups, self.device, on_cpu, self._chunk)
-        recompute = settings.recompute or ACTIVATIONS in self.placement.shares
-        recomputed = repeated_blocks(self.units) if recompute else []
+        recomputed = recomputed_units(self.units, settings.recompute or ACTIVATIONS in self.placement.shares)
         shares = self.placement.of(ACTIVATIONS)
         stack = Stack(lambda name: self.tiers.open(name, ACTIVATIONS), shares, len(recomputed), self.tiers.traffic)
         # Tensor-parallel ranks have equal checkpoints: each keeps a part, unless told not to.
