@@ -55,7 +55,7 @@ class Case:
         return self.setup.get("ranks", 1)
 
     def name(self) -> str:
-        model, setup = self.model, self.setup
+        model = self.model
         heads = f"{model.heads}/{model.kv_heads or model.heads}"
         shape = f"{model.family} {model.layers}x{model.hidden}, {heads} heads, vocab {model.vocab}"
         tied = "tied" if model.tie else "untied"

@@ -59,14 +59,14 @@ class Verdict:
 
 def document(verdict: Verdict) -> dict[str, Any]:
     """Return the verdict as JSON-able values."""
-    shape = None if isinstance(verdict.model, int) else verdict.model
+    shape = verdict.model if isinstance(verdict.model, Shape) else None
     made: dict[str, Any] = {
         "schema": 1,
         "model": {
             "name": verdict.name,
             "parameters": verdict.numel,
             "active_parameters": shape.active_numel if shape else verdict.numel,
-            "whole": shape is not None,
+            "whole": not isinstance(verdict.model, int),
         },
         "hardware": dataclasses.asdict(verdict.hardware),
         "fits": verdict.fits,
@@ -153,6 +153,8 @@ def _title(verdict: Verdict) -> str:
     count = f"{verdict.numel:,} parameters"
     if isinstance(model, int):
         return f"{verdict.name}: {count}; model states alone"
+    if not isinstance(model, Shape):
+        return f"{verdict.name}: {count} in {len(model.parts)} units; traced"
     active = f", {format_count(model.active_numel)} of them active" if model.experts else ""
     return f"{verdict.name}: {count}{active} ({model.family}, {model.layers} x {model.hidden})"
 
@@ -177,7 +179,8 @@ def _table(verdict: Verdict, paint: Callable[..., str]) -> list[str]:
         timed = each.estimate
         sizes = [format_bytes(each.plan.needed(tier)) if each.plan.needed(tier) else "-" for tier in TIERS]
         over = ", ".join(f"{WORDS[tier]} over by {format_bytes(nbytes)}" for tier, nbytes in each.over.items())
-        words = "fastest" if each is verdict.best else "fits" if each.fits else over
+        best = "fastest" if timed is not None else "first"
+        words = best if each is verdict.best else "fits" if each.fits else over
         time = ["-", "-"] if timed is None else [f"~{_seconds(timed.seconds)}", timed.bound]
         rows.append([str(each.setup.stage), each.setup.offload or "-", *sizes, *time, words])
     widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
