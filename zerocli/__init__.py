@@ -15,8 +15,10 @@ _LAZY = {"shard": "zerocli.api", "Engine": "zerocli.engine"}
 
 def __getattr__(name: str) -> Any:
     # torch is imported only by those who use it: `zerocli --help` answers at once.
-    if name in _LAZY:
-        import importlib
+    import importlib
 
+    if name == "plan":  # a package that is also the function: see its end
+        return importlib.import_module("zerocli.plan")
+    if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'zerocli' has no attribute {name!r}")

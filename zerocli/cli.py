@@ -18,6 +18,7 @@ from zerocli.errors import UserError, closest
 
 # name -> (module:attribute, the line shown by --help); modules are imported only when their command runs.
 COMMANDS = {
+    "fit": ("zerocli.commands.fit:command", "Say whether a model fits, and the fastest way that does; needs no GPU."),
     "train": ("zerocli.commands.train:command", "Train a model under a ZeRO stage, on one machine or many."),
     "configs": ("zerocli.commands.configs:command", "List, show and copy the bundled configs."),
     "env": ("zerocli.commands.env:command", "Show this machine: cores, memory and its limits, GPUs, disks."),

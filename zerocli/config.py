@@ -13,7 +13,7 @@ from zerocli.errors import ConfigError, Problem, closest, quote
 from zerocli.shards import nearest_divisor
 from zerocli.sizes import parse_bytes
 
-__all__ = ["Config", "bundled", "from_dict", "load", "to_dict", "validate"]
+__all__ = ["Config", "assemble", "bundled", "from_dict", "load", "to_dict", "validate"]
 
 
 def setting(default: Any, **law: Any) -> Any:
@@ -245,10 +245,19 @@ def load(source: str, sets: Sequence[str] = (), flags: Mapping[str, object] | No
     `flags` maps dotted keys to typed values; None is a flag that was not given. Raises ConfigError with every
     problem found. Nothing is imported or executed, a factory neither.
     """
-    document = configfile.read(source)
+    return assemble(configfile.read(source), sets, flags, is_file=source.endswith((".toml", ".json")))
+
+
+def assemble(
+    document: configfile.Document,
+    sets: Sequence[str] = (),
+    flags: Mapping[str, object] | None = None,
+    is_file: bool = False,
+) -> Config:
+    """Return the config that a document says, with `sets` and `flags` laid over it; see `load`."""
     draft = _Draft(list(document.problems))
     draft.add_document(document)
-    if draft.values.get("model.factory") and source.endswith((".toml", ".json")):
+    if draft.values.get("model.factory") and is_file:
         fact = "a factory is code, and no code is run because a file says so: name it as CONFIG instead"
         draft.problems.append(Problem(draft.places["model.factory"], fact))
     for text in sets:

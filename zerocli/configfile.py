@@ -126,6 +126,14 @@ def read_toml(path: str, shown: str = "") -> Document:
 
 def read_json(path: str) -> Document:
     """Return the sections of a run's config.json, or a Hugging Face config.json as a model section."""
+    values, places, stem = read_values(path)
+    if "model_type" not in values and isinstance(values.get("model"), dict):
+        return Document(stem, values, places)
+    return _from_hugging_face(stem, values, places, path)
+
+
+def read_values(path: str) -> tuple[dict, dict[str, str], str]:
+    """Return the object that a JSON file holds, the places of its keys, and the name of its folder."""
     text = _read_text(path)
     try:
         values = json.loads(text)
@@ -136,10 +144,7 @@ def read_json(path: str) -> Document:
     if not isinstance(values, dict):
         raise ConfigError([Problem(path, "holds no JSON object")])
     places = _places(text, ":", path)
-    stem = os.path.basename(os.path.dirname(os.path.abspath(path)))
-    if "model_type" not in values and isinstance(values.get("model"), dict):
-        return Document(stem, values, places)
-    return _from_hugging_face(stem, values, places, path)
+    return values, places, os.path.basename(os.path.dirname(os.path.abspath(path)))
 
 
 def _reason(error: Exception) -> str:

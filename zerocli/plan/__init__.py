@@ -1,0 +1,72 @@
+"""The plan: every byte that a training run needs, on every tier, before anything is allocated. Needs no torch.
+
+    zerocli.plan("llama3-8b", stage=3, offload="cpu", ranks=8)
+
+returns a `Plan`: rows of (category, tier, bytes, formula), the device's peaks by phase and the moment of the highest.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerocli.plan.build import plan_model as plan_model
+    from zerocli.plan.rows import Plan as Plan
+    from zerocli.plan.rows import Row as Row
+    from zerocli.plan.setup import Setup as Setup
+    from zerocli.plan.shape import Shape as Shape
+
+_HOMES = {
+    "Plan": "zerocli.plan.rows",
+    "Row": "zerocli.plan.rows",
+    "Setup": "zerocli.plan.setup",
+    "Shape": "zerocli.plan.shape",
+    "plan_model": "zerocli.plan.build",
+}
+__all__ = ["plan", *sorted(_HOMES)]
+
+
+def plan(model: Any, **settings: Any) -> Plan:
+    """Return the plan of a model: a config's name or path, a count (`7.5B`), or a `Shape`.
+
+    `settings` are fields of `Setup` (stage, offload, ranks, tp, batch, seq, precision, policy, ...); what is not
+    given is the config's. Raises `zerocli.errors.UserError` for what cannot be.
+    """
+    from zerocli.plan.inputs import read_source
+    from zerocli.plan.search import plan_of
+    from zerocli.plan.setup import Setup, setup_of
+    from zerocli.plan.shape import Shape
+
+    if isinstance(model, Shape):
+        return plan_of(model, Setup(**settings))
+    source = read_source(str(model), (), {})
+    setup = setup_of(source.config, **settings)
+    shape = source.shape
+    if shape is None and source.factory:
+        from zerocli.plan.factory import count_factory
+
+        return plan_of(count_factory(source.factory), setup)
+    if shape is not None and shape.positions and source.config.model.family == shape.family == "gpt2":
+        shape = replace(shape, positions=max(shape.positions, setup.seq))
+    return plan_of(source.count if shape is None else shape, setup)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zerocli.plan' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+class _Callable(ModuleType):
+    """The package is its own function: importing it binds the name `zerocli.plan`, which is also the function's."""
+
+    def __call__(self, model: Any, **settings: Any) -> Plan:
+        return plan(model, **settings)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,0 +1,277 @@
+"""The plan function: from a model's shape and a setup to bytes on every tier. Pure; nothing is allocated."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from offload.placement import HBM
+from zerocli.errors import UserError
+from zerocli.memory import model_states
+from zerocli.plan import constants
+from zerocli.plan.flats import (
+    FlatPlan,
+    arenas,
+    buckets,
+    gather_pool,
+    lifts,
+    plan_flats,
+    slot_buffers,
+    swap,
+    update_buffers,
+)
+from zerocli.plan.ledger import Peak
+from zerocli.plan.rows import Plan, Row
+from zerocli.plan.runtime import SENTENCES, constant
+from zerocli.plan.setup import Setup
+from zerocli.plan.shape import Shape
+from zerocli.plan.step import Peaks, Replay, updates_on_cpu
+from zerocli.plan.traced import Traced, way
+from zerocli.sizes import format_bytes, format_count
+
+_GATHERED = "{} buffers for each size of unit, whole, {} B a parameter"
+WORDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer_states"}
+
+
+def check(setup: Setup, shape: Shape | None = None) -> None:
+    """Raise UserError for a setup that cannot be: numbers below 1, or that do not divide each other."""
+    for name in ("ranks", "tp", "ranks_per_node", "batch", "seq", "accumulate"):
+        if getattr(setup, name) < 1:
+            raise UserError(f"{name.replace('_', ' ')} {getattr(setup, name)} is below 1")
+    if setup.ranks % setup.tp:
+        raise UserError(
+            f"tp {setup.tp} does not divide ranks {setup.ranks}", hint=f"--ranks {_up(setup.ranks, setup.tp)}"
+        )
+    if setup.ranks > setup.ranks_per_node and setup.ranks % setup.ranks_per_node:
+        raise UserError(
+            f"{setup.ranks_per_node} ranks a node do not divide ranks {setup.ranks}",
+            hint=f"--ranks {_up(setup.ranks, setup.ranks_per_node)}",
+        )
+    if shape is None:
+        return
+    widths = {"heads": shape.heads, "kv_heads": shape.kv_heads or shape.heads, "the MLP's width": shape.mlp_hidden}
+    for name, number in widths.items():
+        if number % setup.tp:
+            raise UserError(f"tp {setup.tp} does not divide {name} {number}")
+    if shape.positions and setup.seq > shape.positions:
+        raise UserError(f"seq {setup.seq} is beyond the {shape.positions} positions the model was made for")
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def plan_model(shape: Shape, setup: Setup) -> Plan:
+    """Return what one step of this model needs, every byte of it, on every tier."""
+    check(setup, shape)
+    flats = plan_flats(shape, setup)
+    peaks = Replay(shape, setup, flats).run()
+    rows = [*_device_rows(shape, setup, peaks), *_host_rows(setup, flats, peaks), *_disk_rows(setup, flats, peaks)]
+    phases = {
+        "initialisation": peaks.initialisation.nbytes,
+        "first_step": peaks.first_step.nbytes,
+        "steady": peaks.steady.nbytes,
+    }
+    if setup.device == "cuda":
+        workspace = constant("workspace", setup.runtime)
+        phases = {name: nbytes + workspace * (name != "initialisation") for name, nbytes in phases.items()}
+    return Plan(setup, shape.numel, tuple(rows), phases, peaks.highest.moment)
+
+
+def plan_traced(traced: Traced, setup: Setup) -> Plan:
+    """Return the plan of a model that was run without memory: its states by arithmetic, the rest as it was seen."""
+    check(setup)
+    flats = plan_flats(traced, setup)
+    number, nbytes = buckets(flats, setup)
+    held = {
+        "parameters": sum(f.own if f.gathered(setup) else f.total for f in flats if f.tiers["parameters"] == HBM),
+        "gradients": sum(f.held if setup.zero.gradients else f.total for f in flats if f.tiers["gradients"] == HBM),
+        "optimizer_states": sum(f.held for f in flats if f.tiers["optimizer"] == HBM),
+    }
+    widths = (setup.width, setup.grad_width, 4 * setup.num_record_arrays)
+    rows = [
+        Row(category, "hbm", held[category] * width, _states_formula(category, traced.numel, setup, split))
+        for (kind, category), width in zip(WORDS.items(), widths, strict=True)
+        for split in (getattr(setup.zero, kind),)
+    ]
+    buffers = number * nbytes + lifts(flats, setup) + update_buffers(flats, setup, updates_on_cpu(setup))
+    rows += [
+        Row("gathered", "hbm", gather_pool(flats, setup), _GATHERED.format(setup.gather_buffers, setup.width)),
+        Row("activations", "hbm", traced.moving[way(setup)], "the most that came and went in a traced step"),
+        Row("buffers", "hbm", buffers + traced.buffers, "reduction buckets, update slots and scratch, the model's own"),
+    ]
+    allocated = sum(row.nbytes for row in rows)
+    peaks = Peaks(Peak(), Peak(), Peak(allocated, "a traced step", {row.category: row.nbytes for row in rows}), {})
+    rows += [*_runtime_rows(setup, peaks.steady), *_host_rows(setup, flats, peaks), *_disk_rows(setup, flats, peaks)]
+    return Plan(setup, traced.numel, tuple(rows), {"steady": allocated}, "a traced step")
+
+
+def plan_count(numel: int, setup: Setup) -> Plan:
+    """Return the model states of a bare parameter count, as the paper counts them; the rest needs a shape."""
+    check(setup)
+    each = -(-numel // setup.tp)
+    held = model_states(each, setup.stage, setup.dp, setup.width, setup.accumulate, setup.num_states)
+    placement = setup.placement()
+    rows = []
+    for kind, category in WORDS.items():
+        left, split = held[category], getattr(setup.zero, kind)
+        formula = _states_formula(category, each, setup, split)
+        for share in placement.of(kind):
+            part = left if share.budget is None else min(left, share.budget)
+            left -= part
+            times = 1 if share.tier == HBM else setup.local_ranks
+            if part or share.tier == HBM:
+                rows.append(Row(category, share.tier, part * times, formula + (f" x {times}" if times > 1 else "")))
+        if left:
+            raise UserError(f"{category}: {format_bytes(left)} have no place left in --offload {setup.offload!r}")
+    return Plan(setup, numel, tuple(rows), {}, "", whole=False)
+
+
+# -- the device --------------------------------------------------------------------------------------------------------
+
+
+def _states_formula(category: str, numel: int, setup: Setup, split: bool) -> str:
+    arrays = setup.num_record_arrays
+    width = {
+        "parameters": f"{setup.width} B",
+        "gradients": f"{setup.grad_width} B",
+        "optimizer_states": f"{4 * arrays} B",
+    }[category]
+    return f"{width} x {format_count(numel)} parameters" + (f" / {setup.dp} ranks" if split else "")
+
+
+def _device_rows(shape: Shape, setup: Setup, peaks: Peaks) -> list[Row]:
+    peak = peaks.highest
+    local = sum(math.prod(each.local(setup.tp)) * times for unit, times in shape.units() for each in unit.parameters)
+    formulas = {
+        category: _states_formula(category, local, setup, getattr(setup.zero, kind)) for kind, category in WORDS.items()
+    }
+    formulas |= {
+        "gathered": _GATHERED.format(setup.gather_buffers, setup.width),
+        "activations": _activation_formula(shape, setup),
+        "logits": _logits_formula(shape, setup),
+        "buffers": "reduction buckets, update slots and scratch, the gradients of the unit in backward, tables",
+    }
+    rows = [
+        Row(category, "hbm", nbytes, f"{formulas[category]} (at the peak: {peak.moment})")
+        if category in ("activations", "logits", "buffers")
+        else Row(category, "hbm", nbytes, formulas[category])
+        for category, nbytes in peak.held.items()
+        if category in formulas
+    ]
+    return rows + _runtime_rows(setup, peak)
+
+
+def _runtime_rows(setup: Setup, peak: Peak) -> list[Row]:
+    if setup.device != "cuda":
+        return []
+    given = setup.runtime
+    moving = sum(peak.held.get(category, 0) for category in ("activations", "logits", "buffers"))
+    runtime = {"context": constant("context", given), "workspace": constant("workspace", given)}
+    runtime["nccl"] = constant("nccl", given) if setup.ranks > 1 else 0
+    runtime["fragments"] = constant("fragments", given) or moving // 50
+    return [Row("runtime", "hbm", nbytes, SENTENCES[name]) for name, nbytes in runtime.items()]
+
+
+def _activation_formula(shape: Shape, setup: Setup) -> str:
+    tokens = f"{setup.batch} x {setup.seq} tokens"
+    if not setup.recomputes:
+        return f"what {shape.layers} blocks keep for backward of {tokens}, {setup.width} B an element"
+    part = f" / {setup.parts}" if setup.parts > 1 else ""
+    return f"{shape.layers} x {tokens} x {shape.hidden} x {setup.width} B{part}, and one block recomputed"
+
+
+def _logits_formula(shape: Shape, setup: Setup) -> str:
+    tokens = setup.batch * setup.seq
+    vocab = shape.local_vocab(setup.tp)
+    chunk = min(constants.chunk_tokens(vocab, setup.device), tokens)
+    return (
+        f"{chunk} x {constants.padded_vocab(vocab)} logits at a time, and the two gradients: "
+        f"{tokens} x {shape.hidden} x {setup.width} B, {vocab} x {shape.hidden} x 4 B"
+    )
+
+
+# -- the host and its disks --------------------------------------------------------------------------------------------
+
+
+def _pieces(setup: Setup, flats: list[FlatPlan], tier: str) -> tuple[dict[str, list[int]], list[int], list[int]]:
+    """Return the blocks on a tier by category, and in order of allocation: parameters', and everything else's."""
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for flat in flats:
+        if flat.tiers["parameters"] == tier:
+            sizes["parameters"].append(flat.own * setup.width)
+        if flat.tiers["optimizer"] == tier and setup.num_record_arrays:
+            sizes["optimizer_states"].append(flat.held * 4 * setup.num_record_arrays)
+    for flat in reversed(flats):
+        if flat.tiers["gradients"] == tier:
+            sizes["gradients"].append(flat.held * setup.grad_width)
+    return sizes, sizes["parameters"], sizes["optimizer_states"] + sizes["gradients"]
+
+
+def _host_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> list[Row]:
+    times = setup.local_ranks
+    sizes, parameters, others = _pieces(setup, flats, "dram")
+    pinned = arenas(parameters) + arenas(others)
+    rows = [
+        Row(category, "dram", sum(blocks) * times, f"{len(blocks)} pieces of a rank x {times}")
+        for category, blocks in sizes.items()
+        if blocks
+    ]
+    if pinned:
+        rest = pinned - sum(sum(blocks) for blocks in sizes.values())
+        rows.append(Row("buffers", "dram", rest * times, f"arenas beyond their pieces x {times}"))
+    kept = arenas([peaks.away.get("dram", 0)])
+    if kept:
+        rows.append(Row("activations", "dram", kept * times, f"the blocks' checkpoints of a rank x {times}"))
+    buffers = _host_buffers(setup, flats)
+    if buffers:
+        rows.append(Row("buffers", "dram", buffers * times, f"page-locked staging and update buffers x {times}"))
+    if setup.device == "cuda":
+        python = constant("python", setup.runtime)
+        rows.append(Row("runtime", "dram", python * times, f"{SENTENCES['python']} x {times}"))
+    return rows
+
+
+def _host_buffers(setup: Setup, flats: list[FlatPlan]) -> int:
+    """Return the page-locked memory of a rank beside its arenas."""
+    if setup.device != "cuda":
+        return 0
+    on_cpu = updates_on_cpu(setup)
+    total = 0
+    slots = slot_buffers(flats, setup, on_cpu)["host"]
+    if slots:
+        each = slots // constants.NUM_SLOTS
+        total += constants.NUM_SLOTS * _power_of_two(each)  # torch's own pinned memory
+    if on_cpu and setup.grad_width < 4:
+        total += _power_of_two(4 * constants.UPDATE_CHUNK["cpu"])
+    far = [flat.own * setup.width for flat in flats if flat.tiers["parameters"] == "nvme"]
+    total += min(setup.staging_nbytes, arenas(far))  # copies of parameters that are read ahead
+    objects = {flat.tiers["parameters"] == "nvme" for flat in flats} - {False}
+    others = any("nvme" in (flat.tiers["optimizer"], flat.tiers["gradients"]) for flat in flats)
+    staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
+    total += (len(objects) + others) * staging
+    if setup.update == "auto" and any(flat.away for flat in flats):
+        total += 2 * _power_of_two(96 << 20)  # the start-up measurement's, which torch keeps
+    return total
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
+def _disk_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> list[Row]:
+    times = setup.local_ranks
+    sizes, parameters, others = _pieces(setup, flats, "nvme")
+    rows = [
+        Row(category, "nvme", sum(blocks) * times, f"{len(blocks)} pieces of a rank x {times}")
+        for category, blocks in sizes.items()
+        if blocks
+    ]
+    grown = swap(parameters) + swap(others)
+    if grown:
+        rest = grown - sum(sum(blocks) for blocks in sizes.values())
+        rows.append(Row("buffers", "nvme", rest * times, f"swap files beyond their pieces x {times}"))
+    kept = peaks.away.get("nvme", 0)
+    if kept:
+        rows.append(Row("activations", "nvme", kept * times, f"the blocks' checkpoints of a rank x {times}"))
+    return rows

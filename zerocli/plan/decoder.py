@@ -1,0 +1,260 @@
+"""A decoder's forward pass as operations on a tape: the same calls, locals and lifetimes as in `zerocli.models`.
+
+What each operation saves and allocates differs between devices; both are facts of torch's kernels:
+
+- LayerNorm keeps its input and two numbers a token. RMSNorm does so on a GPU; on a CPU torch composes it of simple
+  operations, which keep the input and the normalised input in fp32.
+- Attention keeps queries, keys, values, output and one fp32 number a head and token (the flash kernels). With fewer
+  key heads than query heads, half-precision GPU kernels read them in place; otherwise keys and values are repeated.
+- On a CPU attention with dropout falls back to a kernel that keeps scores of seq x seq.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from zerocli.plan.shape import Parameter, Shape
+from zerocli.plan.tape import SHARED, Tape, Tensor
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one micro-step computes, on which kind of device, split over how many tensor-parallel ranks."""
+
+    batch: int
+    seq: int
+    width: int
+    """Bytes of an element in the compute dtype."""
+    cuda: bool = True
+    tp: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+
+class Decoder:
+    """The operations of one rank's model; unit 0 is embedding (and head, if tied), then the blocks, then the head."""
+
+    def __init__(self, shape: Shape, batch: Batch) -> None:
+        self.shape, self.batch = shape, batch
+        self.hidden = batch.tokens * shape.hidden * batch.width
+        """Bytes of the residual stream."""
+        self._queries = batch.tokens * (shape.width_q // batch.tp) * batch.width
+        self._keys = batch.tokens * (shape.width_kv // batch.tp) * batch.width
+        self._groups = shape.heads // (shape.kv_heads or shape.heads)
+        self._kinds = {shape.is_sparse(block): block for block, _ in shape.runs()}
+        """A block of each kind: sparse or not."""
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _sizes(self) -> dict[str, dict[str, list[int]]]:
+        """Bytes of the gradients of each parameter, by unit and name."""
+        shape = self.shape
+        units = {"embed": shape.embed_parameters(), "head": shape.head_parameters()}
+        units |= {f"block{block}": shape.block_parameters(block) for block, _ in shape.runs()}
+        return {unit: {each.name: self._nbytes(each) for each in parameters} for unit, parameters in units.items()}
+
+    def _nbytes(self, *parameters: Parameter) -> list[int]:
+        width, tp = self.batch.width, self.batch.tp
+        sizes = [width * _product(each.local(tp)) for each in parameters]
+        return [size for size in sizes if size]
+
+    def _params(self, unit: str, *names: str, block: int = 0) -> list[int]:
+        sizes = self._sizes[f"block{self._kinds[self.shape.is_sparse(block)]}" if unit == "block" else unit]
+        return [nbytes for name in names for nbytes in sizes.get(name, ())]
+
+    def norm(self, t: Tape, x: Tensor, params: list[int], unit: int) -> Tensor:
+        tokens, fp32 = self.batch.tokens, self.batch.tokens * self.shape.hidden * FP32
+        if self.shape.norm == "rms" and not self.batch.cuda:
+            half = self.batch.width < FP32
+            source = t.new(fp32) if half else x.storage
+            rstd, normal = t.new(tokens * FP32), t.new(fp32)
+            saved = [source, rstd, normal]
+            return t.op("norm", [x], self.hidden, saved, [self.hidden], fp32, 3 * fp32, params, unit)
+        stats = tokens * (FP32 if self.batch.cuda else self.batch.width) * (2 if self.shape.norm == "layer" else 1)
+        return t.op("norm", [x], self.hidden, [x.storage, t.new(stats)], [self.hidden], params=params, unit=unit)
+
+    def linear(self, t: Tape, label: str, x: Tensor, inputs: int, outputs: int, params: list[int], unit: int) -> Tensor:
+        tokens, width = self.batch.tokens, self.batch.width
+        grad = tokens * inputs * width
+        return t.op(label, [x], tokens * outputs * width, [x.storage], [grad], params=params, unit=unit)
+
+    def sum_out(self, t: Tape, y: Tensor, bias: list[int], unit: int) -> Tensor:
+        """Sum what tensor-parallel ranks have of an output, in place; its bias is added after, to another tensor."""
+        if self.batch.tp == 1 or not bias:
+            return y
+        return t.op("bias", [y], self.hidden, grads=[SHARED], params=bias, unit=unit)
+
+    def dropout(self, t: Tape, x: Tensor) -> Tensor:
+        """Drop elements: a GPU keeps a byte for each, a CPU the factor."""
+        if not self.shape.dropout:
+            return x
+        mask = t.new(self.batch.tokens * self.shape.hidden * (1 if self.batch.cuda else self.batch.width))
+        return t.op("dropout", [x], self.hidden, [mask], [self.hidden])
+
+    def add(self, t: Tape, x: Tensor, y: Tensor) -> Tensor:
+        return t.op("residual", [x, y], self.hidden, grads=[SHARED, SHARED])
+
+    # -- attention -------------------------------------------------------------------------------------------------
+
+    def attention(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
+        shape, tp = self.shape, self.batch.tp
+        wide = (shape.width_q + 2 * shape.width_kv) // tp
+        qkv = self.linear(t, "qkv", x, shape.hidden, wide, self._params("block", "qkv", "qkv_bias", block=block), unit)
+        parts = t.split(qkv, self._queries + 2 * self._keys)
+        q = k = v = parts
+        if shape.rotary or shape.qk_norm:
+            q = k = self._rotate(t, parts, block, unit)
+        out = self._attend(t, q, k, v)
+        weight, bias = (self._params("block", name, block=block) for name in ("out", "out_bias"))
+        params = weight if tp > 1 else weight + bias
+        y = self.linear(t, "out", out, shape.width_q // tp, shape.hidden, params, unit)
+        return self.dropout(t, self.sum_out(t, y, bias, unit))
+
+    def _rotate(self, t: Tape, parts: Tensor, block: int, unit: int) -> Tensor:
+        """Rotate (and norm) queries and keys: in fp32, rounded once; nothing of it is kept but the result."""
+        both = self._queries + self._keys
+        wide = both * FP32 // self.batch.width
+        params = self._params("block", "q_norm", "k_norm", block=block)
+        saved = [t.new(wide)] if self.shape.qk_norm else []
+        rotated = t.op(
+            *("rotary", [parts], both),
+            saved=saved,
+            grads=[both],
+            # The rolled copy, the product and the sum; backward has as many.
+            temporary=both + wide * (2 if self.batch.width < FP32 else 1),
+            backward_temporary=2 * wide,
+            params=params,
+            unit=unit,
+        )
+        return t.split(rotated, both)
+
+    def _attend(self, t: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, heads = self.batch, self.shape.heads // self.batch.tp
+        if self._groups > 1 and not (batch.cuda and batch.width < FP32):
+            k, v = self._repeat(t, k), self._repeat(t, v)
+        if self.shape.dropout and not batch.cuda:
+            return self._attend_whole(t, q, k, v)
+        keys = self._keys if k.storage is q.storage or k.storage is v.storage else k.storage.nbytes
+        one = batch.tokens * heads * FP32
+        if batch.cuda and batch.width == FP32:
+            one = batch.batch * heads * -(-batch.seq // 32) * 32 * FP32
+        extra = 0
+        if batch.cuda:
+            # The sum of dq in fp32, a number a row, and keys' gradients for each query head before they are added up.
+            extra = batch.tokens * (self.shape.width_q // batch.tp) * FP32 + one
+            extra += 2 * self._queries if self._groups > 1 and batch.width < FP32 else 0
+        out = t.new(self._queries)
+        saved = [q.storage, k.storage, v.storage, out, t.new(one)]
+        node = t.record("attention", [q, k, v], saved, [self._queries, keys, keys], backward_temporary=extra)
+        return Tensor(out, node)
+
+    def _repeat(self, t: Tape, x: Tensor) -> Tensor:
+        return t.op("repeat heads", [x], self._queries, grads=[self._keys])
+
+    def _attend_whole(self, t: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend through whole scores in fp32: the plain kernel."""
+        scores = self.batch.batch * (self.shape.heads // self.batch.tp) * self.batch.seq**2 * FP32
+        wide = self._queries * FP32 // self.batch.width
+        saved = [t.new(wide), t.new(wide), t.new(wide), t.new(scores), t.new(scores), t.new(scores)]
+        keys = [self._queries, self._keys, self._keys]
+        return t.op(
+            *("attention", [q, k, v], self._queries, saved, keys), temporary=scores, backward_temporary=2 * scores
+        )
+
+    # -- mlp -------------------------------------------------------------------------------------------------------
+
+    def mlp(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
+        if self.shape.is_sparse(block):
+            return self._experts(t, x, block, unit)
+        up = self._params("block", "up", "up_bias", block=block)
+        down, bias = (self._params("block", name, block=block) for name in ("down", "down_bias"))
+        whole = down if self.batch.tp > 1 else down + bias
+        y = self._feed(t, x, self.batch.tokens, self.shape.mlp_hidden, up, whole, unit)
+        return self.dropout(t, self.sum_out(t, y, bias, unit))
+
+    def _feed(
+        self, t: Tape, x: Tensor, tokens: int, mlp_hidden: int, up: list[int], down: list[int], unit: int
+    ) -> Tensor:
+        """Run `tokens` rows through one MLP."""
+        shape, width = self.shape, self.batch.width
+        inner = mlp_hidden // self.batch.tp
+        nbytes, hidden = tokens * inner * width, tokens * shape.hidden * width
+        double = 2 if shape.gated else 1
+        first = t.op("up", [x], double * nbytes, [x.storage], [hidden], params=up, unit=unit)
+        if shape.gated:
+            parts = t.split(first, 2 * nbytes)
+            gate = t.op("silu", [parts], nbytes, [first.storage], [nbytes])
+            act = t.op("gate", [gate, parts], nbytes, [gate.storage, first.storage], [nbytes, nbytes])
+            del gate
+        else:
+            act = t.op("gelu", [first], nbytes, [first.storage], [nbytes])
+            del first
+        return t.op("down", [act], hidden, [act.storage], [nbytes], params=down, unit=unit)
+
+    def _experts(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
+        """Route each token to its experts, evenly; an estimate: no built-in model is sparse."""
+        shape, batch = self.shape, self.batch
+        scores = batch.tokens * shape.experts * FP32
+        visits = batch.tokens * shape.experts_per_token
+        rows = visits * shape.hidden * batch.width
+        router = t.op("router", [x], 2 * scores, [x.storage], [self.hidden], unit=unit)
+        sent = t.op("dispatch", [x, router], rows, [router.storage], [self.hidden, scores])
+        names = self._sizes[f"block{self._kinds[True]}"]
+        up = self._params("block", *(n for n in names if n.startswith("expert") and ".up" in n), block=block)
+        down = self._params("block", *(n for n in names if n.startswith("expert") and ".down" in n), block=block)
+        out = self._feed(t, sent, visits, shape.expert_hidden, up, down, unit)
+        y = t.op("combine", [out], self.hidden, [out.storage], [rows])
+        if shape.shared_hidden:
+            up = self._params("block", "shared.up", "shared_gate", block=block)
+            down = self._params("block", "shared.down", block=block)
+            y = self.add(t, y, self._feed(t, x, batch.tokens, shape.shared_hidden, up, down, unit))
+        return y
+
+    # -- the whole -------------------------------------------------------------------------------------------------
+
+    def block(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
+        first = self._params("block", "norm1", "norm1_bias", block=block)
+        if self.shape.block_norms == 1:
+            y = self.norm(t, x, first, unit)
+            return self.add(t, self.add(t, x, self.attention(t, y, block, unit)), self.mlp(t, y, block, unit))
+        x = self._attend_block(t, x, first, block, unit)
+        y = self.norm(t, x, self._params("block", "norm2", "norm2_bias", block=block), unit)
+        return self.add(t, x, self.mlp(t, y, block, unit))
+
+    def _attend_block(self, t: Tape, x: Tensor, params: list[int], block: int, unit: int) -> Tensor:
+        y = self.norm(t, x, params, unit)
+        return self.add(t, x, self.attention(t, y, block, unit))
+
+    def embed(self, t: Tape) -> Tensor:
+        """Look the tokens up; the table's gradient is made whole."""
+        shape, batch = self.shape, self.batch
+        indices = t.new(8 * batch.tokens)
+        root = Tensor(indices)
+        # A GPU sorts the ids for the table's gradient: two copies and their order.
+        sort = 4 * 8 * batch.tokens if batch.cuda else 0
+        table = self._params("embed", "tokens", "project_in")
+        x = t.op(
+            *("embedding", [root], self.hidden, [indices], [SHARED]), backward_temporary=sort, params=table, unit=0
+        )
+        if shape.local_vocab(batch.tp) != shape.vocab:
+            # Other ranks' tokens count as zero; the sum over the ranks is in place.
+            mask = t.new(batch.tokens)
+            x = t.op("other ranks' tokens", [x], self.hidden, [mask], [self.hidden])
+        if shape.positions:
+            rows = [shape.positions * shape.hidden * batch.width]
+            sums = batch.seq * shape.hidden * batch.width
+            x = t.op("positions", [x], self.hidden, (), [SHARED], backward_temporary=sums, params=rows, unit=0)
+        return self.dropout(t, x)
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total

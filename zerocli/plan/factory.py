@@ -1,0 +1,42 @@
+"""Models that a function builds: counted on the meta device, where they take no memory."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from zerocli.errors import UserError
+
+
+def build_factory(factory: str) -> Any:
+    """Return the module that `package.module:callable` builds, on the meta device; UserError says why not.
+
+    The user names the function on the command line: nothing of a config file is ever run.
+    """
+    import torch
+    from torch import nn
+
+    module, _, name = factory.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        with torch.device("meta"):
+            model = found()  # type: ignore[operator]
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"cannot import {factory}: {error}", hint="the folder that holds it, as PYTHONPATH") from error
+    except Exception as error:
+        raise UserError(f"{factory} failed: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{factory} returned {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def count_factory(factory: str) -> int:
+    """Return the parameters of the model that a factory builds."""
+    return sum(parameter.numel() for parameter in build_factory(factory).parameters())

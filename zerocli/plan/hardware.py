@@ -1,0 +1,113 @@
+"""Machines: what a node of each kind has and delivers. Presets are data-sheet or measured figures, for estimates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zerocli.errors import UserError, closest
+
+GIB, TIB = 2**30, 2**40
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A node. Rates are GB/s (1e9 bytes) a GPU unless said otherwise."""
+
+    name: str
+    gpu_memory: int
+    """Bytes a program can use of one GPU's memory."""
+    tflops: float
+    """Dense half-precision matrix rate of the data sheet."""
+    hbm: float
+    """Memory bandwidth."""
+    links: float
+    """To the other GPUs of the node, in one direction."""
+    network: float = 25.0
+    """To other nodes."""
+    pcie: float = 22.0
+    """To host memory, in one direction."""
+    gpus: int = 8
+    host_memory: int = 1 * TIB
+    nvme_space: int = 14 * TIB
+    disk: float = 12.0
+    """Of the node's disks together, reading or writing."""
+    adam: float = 4.0
+    """Billions of parameters a second that the node's CPUs update."""
+    source: str = "preset"
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the data sheet's rate that a well-fed transformer reaches."""
+        return 0.45
+
+
+PRESETS: Mapping[str, Hardware] = {
+    each.name: each
+    for each in (
+        Hardware("a100-40", int(39.4 * GIB), 312, 1555, 300),
+        Hardware("a100-80", int(79.2 * GIB), 312, 2039, 300),
+        Hardware(
+            "h100", int(79.2 * GIB), 989, 3350, 450, network=50, pcie=50, host_memory=2 * TIB, nvme_space=28 * TIB
+        ),
+        Hardware("h200", int(139.7 * GIB), 989, 4800, 450, 50, 50, host_memory=2 * TIB, nvme_space=28 * TIB),
+        Hardware("b200", int(178.0 * GIB), 2250, 8000, 900, 50, 55, host_memory=2 * TIB, nvme_space=28 * TIB),
+        Hardware("rtx4090", int(23.5 * GIB), 165, 1008, 20, 3, 22, host_memory=256 * GIB, nvme_space=4 * TIB, disk=6),
+        Hardware("v100-32", int(31.7 * GIB), 125, 900, 150, 12, 12, host_memory=768 * GIB, nvme_space=7 * TIB, disk=6),
+    )
+}
+"""By name. Of each GPU's memory some is the driver's: what is here is what a process is offered."""
+
+_GPU_NAMES = {
+    "b200": "b200",
+    "h200": "h200",
+    "h100": "h100",
+    "a100-sxm4-80": "a100-80",
+    "a100 80": "a100-80",
+    "a100": "a100-40",
+    "4090": "rtx4090",
+    "v100": "v100-32",
+}
+
+
+def preset(name: str) -> Hardware:
+    """Return the preset of this name, or raise UserError that names those there are."""
+    if name not in PRESETS:
+        meant = closest(name, PRESETS)
+        question = f"; did you mean {meant}?" if meant else ""
+        raise UserError(f"--hardware {name}: there are {', '.join(PRESETS)}{question}")
+    return PRESETS[name]
+
+
+def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardware | None:
+    """Return this machine, if it has GPUs: its sizes, and its rates where `zerocli env --bench` measured them.
+
+    `facts` and `measured` are what `zerocli.commands.env` gathers and remembers.
+    """
+    gpus = facts["gpus"]
+    if not gpus:
+        return None
+    lowered = gpus[0]["name"].lower()
+    known = next((name for word, name in _GPU_NAMES.items() if word in lowered), "h100")
+    changes: dict[str, Any] = {
+        "name": gpus[0]["name"],
+        "gpus": len(gpus),
+        "gpu_memory": int(gpus[0]["memory"] * 0.985),
+        "host_memory": facts["memory"]["available"],
+        "nvme_space": max((disk["free"] for disk in facts["disks"].values()), default=0),
+        "source": f"this machine, rates of {known}",
+    }
+    for name, entry in measured.items():
+        result = entry.get("result", {}) if isinstance(entry, dict) else {}
+        if name == "dram_hbm" and _rate(result.get("up")):
+            changes["pcie"] = min(result["up"], result.get("down", result["up"]))
+            changes["source"] = f"this machine, measured; other rates of {known}"
+        elif _rate(result.get("read")) and _rate(result.get("write")):
+            changes["disk"] = min(result["read"], result["write"])
+    return dataclasses.replace(PRESETS[known], **changes)
+
+
+def _rate(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

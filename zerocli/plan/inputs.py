@@ -1,0 +1,112 @@
+"""MODEL, as `zerocli fit` takes it: a bundled config, a .toml, a config.json, a factory, or a bare parameter count."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zerocli import config as configs
+from zerocli import configfile
+from zerocli.config import Config, ModelConfig
+from zerocli.errors import ConfigError, Problem, UserError
+from zerocli.plan.families import read_shape
+from zerocli.plan.shape import Shape
+from zerocli.sizes import parse_count
+
+MAX_CONFIG_NBYTES = 8 << 20
+"""A config.json is a page of text; what is larger is something else."""
+DEFAULT_SEQ = 4096
+
+
+@dataclass(frozen=True)
+class Source:
+    """What MODEL names: its shape, or only a count; the config that goes with it; and what was assumed."""
+
+    name: str
+    config: Config
+    shape: Shape | None
+    count: int
+    factory: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def read_source(source: str, sets: Sequence[str], flags: Mapping[str, object]) -> Source:
+    """Return what MODEL names, with `--set` and flags laid over its config; errors are ConfigError or UserError."""
+    if count := _count(source):
+        config = configs.assemble(configfile.Document("unnamed", {}), sets, flags)
+        note = "a bare count gives model states alone: activations, logits and buffers need a shape"
+        return Source(source, config, None, count, notes=(note,))
+    if source.endswith(".json"):
+        return _read_json(source, sets, flags)
+    config = configs.load(source, sets, flags)
+    if config.model.factory:
+        return Source(source, config, None, 0, factory=config.model.factory)
+    return Source(config.name, config, shape_of(config.model, config.train.seq), 0)
+
+
+def _count(source: str) -> int:
+    """Return the parameters that a bare count names; 0 where it is none."""
+    if not source[:1].isdigit() and source[:1] not in ("-", "+", "."):
+        return 0
+    if source.endswith((".toml", ".json")) or os.path.exists(source):
+        return 0
+    try:
+        return parse_count(source)
+    except ValueError as error:
+        raise UserError(str(error), hint="zerocli fit 7.5B") from error
+
+
+def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> Source:
+    if os.path.isfile(path) and os.path.getsize(path) > MAX_CONFIG_NBYTES:
+        fact = f"is {os.path.getsize(path)} bytes: a config.json has some thousands"
+        raise ConfigError([Problem(path, fact)])
+    values, places, stem = configfile.read_values(path)
+    if "model_type" not in values and isinstance(values.get("model"), dict):
+        config = configs.load(path, sets, flags)
+        return Source(config.name, config, shape_of(config.model, config.train.seq), 0)
+    shape = read_shape(values, places, path)
+    config = configs.assemble(configfile.Document(stem or shape.family, {}), sets, flags)
+    notes = []
+    train = config.train
+    if not _given("train.seq", sets, flags):
+        seq = min(shape.max_positions or DEFAULT_SEQ, DEFAULT_SEQ)
+        train = configs.dataclasses.replace(train, seq=seq)
+        notes.append(f"seq {seq} (the file does not say how it is trained; --seq does)")
+    if not _given("train.batch", sets, flags):
+        train = configs.dataclasses.replace(train, batch=1)
+        notes.append("batch 1 (the same; --batch)")
+    if shape.family not in ("gpt2", "llama"):
+        notes.append(f"{shape.family} is planned as zerocli would build it; train it by a factory")
+    config = configs.dataclasses.replace(config, train=train)
+    return Source(stem or shape.family, config, shape, 0, notes=tuple(notes))
+
+
+def _given(key: str, sets: Sequence[str], flags: Mapping[str, object]) -> bool:
+    return flags.get(key) is not None or any(text.partition("=")[0].strip() == key for text in sets)
+
+
+def shape_of(model: ModelConfig, seq: int) -> Shape:
+    """Return the shape of a built-in model: what `zerocli.models` would build."""
+    gpt2 = model.family == "gpt2"
+    wide = model.mlp_hidden or (4 * model.hidden if gpt2 else -(-8 * model.hidden // (3 * 256)) * 256)
+    bias = gpt2 and model.bias
+    return Shape(
+        model.family,
+        model.layers,
+        model.hidden,
+        model.heads,
+        model.vocab,
+        wide,
+        kv_heads=0 if model.kv_heads == model.heads else model.kv_heads,
+        tie=model.tie,
+        gated=not gpt2,
+        norm="layer" if gpt2 else "rms",
+        norm_bias=model.bias,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        positions=seq if gpt2 else 0,
+        rotary=not gpt2,
+        dropout=model.dropout if gpt2 else 0.0,
+    )

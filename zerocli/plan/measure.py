@@ -1,0 +1,65 @@
+"""What is really alive: the bytes of tensor storages that operations make, followed until the last one is freed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):
+    """While it is active, counts the storages on `device` that operations allocate, and remembers the most at once.
+
+    Memory that no operation made (a tier's own pages, tensors from before) does not count, nor what a kernel
+    allocates and frees within itself.
+    """
+
+    def __init__(self, device: str = "cpu", granularity: int = 1) -> None:
+        super().__init__()
+        self._device, self._granularity = device, granularity
+        self._known: dict[int, int] = {}
+        """Live storages by identity, with their bytes; 0 for those that are not ours."""
+        self.nbytes = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors((args, kwargs or {})):
+            self._see(tensor, ours=False)
+        out = function(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            self._see(tensor, ours=True)
+        return out
+
+    def _see(self, tensor: torch.Tensor, ours: bool) -> None:
+        if tensor.device.type != self._device:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = -(-storage.nbytes() // self._granularity) * self._granularity if ours else 0
+        self._known[key] = size
+        self.nbytes += size
+        self.peak = max(self.peak, self.nbytes)
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.nbytes -= self._known.pop(key, 0)
+
+    def reset_peak(self) -> None:
+        self.peak = self.nbytes
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an operation's arguments or results: lists and dicts are all the nesting there is."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)

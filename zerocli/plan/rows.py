@@ -1,0 +1,49 @@
+"""`Plan`: what a run needs on every tier, row by row; a ledger that measures has the same rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerocli.plan.setup import Setup
+
+TIERS = ("hbm", "dram", "nvme")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of one category on one tier (hbm: of a GPU; dram and nvme: of a node), and how they come about."""
+
+    category: str
+    tier: str
+    nbytes: int
+    formula: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"category": self.category, "tier": self.tier, "bytes": self.nbytes, "formula": self.formula}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of one setup, the device's peaks by phase, and the moment of the highest."""
+
+    setup: Setup
+    numel: int
+    rows: tuple[Row, ...]
+    peaks: dict[str, int] = field(default_factory=dict)
+    """Bytes on the device that torch allocates: at initialisation, in the first step, in later ones."""
+    moment: str = ""
+    whole: bool = True
+    """False for a bare parameter count: model states alone."""
+
+    def needed(self, tier: str) -> int:
+        """Return the bytes needed on a tier."""
+        return sum(row.nbytes for row in self.rows if row.tier == tier)
+
+    def of(self, category: str, tier: str = "hbm") -> int:
+        return sum(row.nbytes for row in self.rows if row.tier == tier and row.category == category)
+
+    @property
+    def allocated(self) -> int:
+        """Return the device bytes that torch's allocator would report as its peak."""
+        return max(self.peaks.values(), default=0)

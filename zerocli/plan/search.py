@@ -1,0 +1,230 @@
+"""Candidates: which stages and placements fit a machine, which is fastest, what else would fit, and how large."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.plan.build import plan_count, plan_model, plan_traced
+from zerocli.plan.hardware import Hardware
+from zerocli.plan.rows import TIERS, Plan
+from zerocli.plan.seconds import Estimate, estimate
+from zerocli.plan.setup import Setup, split_offload
+from zerocli.plan.shape import Shape
+from zerocli.plan.traced import Traced
+
+Model = Shape | Traced | int
+"""A shape, a model that was run without memory, or a bare parameter count."""
+
+PLACEMENTS = {
+    0: ("",),
+    1: ("", "optimizer=cpu"),
+    2: ("", "optimizer=cpu", "cpu"),
+    3: ("", "optimizer=cpu", "cpu", "params=cpu,grads=cpu,optimizer=nvme", "nvme"),
+}
+"""The sensible placements of each stage, nearest first."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train: its plan, whether it fits, and how fast it might be."""
+
+    plan: Plan
+    available: dict[str, int | None]
+    estimate: Estimate | None
+
+    @property
+    def setup(self) -> Setup:
+        return self.plan.setup
+
+    @property
+    def over(self) -> dict[str, int]:
+        """Return by how many bytes each tier is too small."""
+        found = {}
+        for tier, there in self.available.items():
+            needed = self.plan.needed(tier)
+            if there is not None and needed > there:
+                found[tier] = needed - there
+        return found
+
+    @property
+    def fits(self) -> bool:
+        return not self.over
+
+
+def plan_of(model: Model, setup: Setup) -> Plan:
+    if isinstance(model, int):
+        return plan_count(model, setup)
+    return plan_model(model, setup) if isinstance(model, Shape) else plan_traced(model, setup)
+
+
+def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
+    """Return the candidate that a setup is on this machine."""
+    plan = plan_of(model, setup)
+    available = {"hbm": hardware.gpu_memory, "dram": hardware.host_memory, "nvme": hardware.nvme_space}
+    timed = estimate(plan, model, hardware) if isinstance(model, Shape) else None
+    return Candidate(plan, {tier: available[tier] for tier in TIERS}, timed)
+
+
+def setups(setup: Setup, stages: Sequence[int], offload: str | None) -> Iterator[Setup]:
+    """Yield the setups to weigh: of each stage all sensible placements, or the one that is asked for."""
+    _, activations = split_offload(offload if offload is not None else setup.offload)
+    extra = f"activations={activations}" if activations else ""
+    for stage in stages:
+        for text in PLACEMENTS[stage] if offload is None else (offload,):
+            joined = (
+                text if offload is not None else ",".join(part for part in (_long(text, stage, extra), extra) if part)
+            )
+            yield replace(setup, stage=stage, offload=joined)
+
+
+def _long(text: str, stage: int, extra: str) -> str:
+    """Return a policy in its long form where activations are placed beside it: the grammar has them not together."""
+    if not extra or text not in ("cpu", "nvme"):
+        return text
+    kinds = ["optimizer", *(["grads"] if stage >= 2 else []), *(["params"] if stage == 3 else [])]
+    return ",".join(f"{kind}={'cpu' if kind == 'grads' else text}" for kind in kinds)
+
+
+def weigh_all(
+    model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: str | None
+) -> list[Candidate]:
+    """Return all candidates; one that the asked-for placement cannot be is left out where others remain."""
+    found: list[Candidate] = []
+    refused: list[UserError] = []
+    for each in setups(setup, stages, offload):
+        try:
+            found.append(weigh(model, each, hardware))
+        except UserError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return found
+
+
+def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the fastest that fits; of bare counts, which have no times, the first: it moves least."""
+    fitting = [each for each in candidates if each.fits]
+    if not fitting:
+        return None
+    return min(fitting, key=lambda each: each.estimate.seconds if each.estimate else 0.0)
+
+
+def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str, Candidate] | None:
+    """Return the smallest change of the setup that fits, as words of a command line, and its candidate."""
+    for words, changed in _changes(model, setup, hardware):
+        try:
+            candidate = weigh(model, changed, hardware)
+        except UserError:
+            continue
+        if candidate.fits:
+            return words, candidate
+    return None
+
+
+def _changes(model: Model, setup: Setup, hardware: Hardware) -> Iterator[tuple[str, Setup]]:
+    """Yield (words, setup) from small changes to large: what costs time before what changes the run."""
+    lighter = [("", setup)]
+    if isinstance(model, Shape):
+        if not setup.recomputes:
+            lighter.append((" --set activations.policy=recompute", replace(setup, policy="recompute")))
+        smaller = [(f"--batch {n} ", replace(lighter[-1][1], batch=n)) for n in _halves(setup.batch)]
+    else:
+        smaller = []
+    tail, last = lighter[-1]
+    for words, each in lighter:
+        if words:
+            yield words.strip(), each
+        yield from _placements(each, setup.stage, "", words)
+    if isinstance(model, Shape):
+        yield from _placements(last, 3, "", tail, "activations=cpu")
+    for words, each in smaller:
+        yield f"{words.strip()}{tail}", each
+        yield from _placements(each, setup.stage, words, tail)
+    ranks = setup.ranks
+    while ranks < 65536:
+        ranks *= 2
+        yield from _placements(replace(last, ranks=ranks), 3, f"--ranks {ranks} ", tail)
+    if isinstance(model, Shape):
+        for seq in _halves(setup.seq, least=256):
+            yield from _placements(replace(last, batch=1, seq=seq), 3, f"--batch 1 --seq {seq} ", tail)
+
+
+def _placements(setup: Setup, stage: int, before: str, after: str, extra: str = "") -> Iterator[tuple[str, Setup]]:
+    """Yield the setup at this stage and the later ones, with each of their placements."""
+    for number in range(max(1, stage), 4):
+        for text in PLACEMENTS[number]:
+            offload = ",".join(part for part in (_long(text, number, extra), extra) if part)
+            words = f"{before}--stage {number}{f' --offload {offload}' if offload else ''}{after}"
+            yield words, replace(setup, stage=number, offload=offload)
+
+
+def _halves(number: int, least: int = 1) -> Iterator[int]:
+    while number // 2 >= least:
+        number //= 2
+        yield number
+
+
+# -- the largest model -------------------------------------------------------------------------------------------------
+
+
+def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offload: str | None) -> int:
+    """Return the most parameters whose model states alone fit: the paper's analysis."""
+
+    def fits(count: int) -> bool:
+        return _any_fits(count, setup, hardware, stages, offload)
+
+    return _largest(fits, 1, 1 << 50)
+
+
+def largest_shape(
+    shape: Shape, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: str | None
+) -> Shape | None:
+    """Return the largest model of the family's proportions that fits: as wide as it can be, then as deep."""
+    aspect = shape.hidden / shape.layers
+    step = shape.head_size * (shape.heads // (shape.kv_heads or shape.heads)) * setup.tp
+    step = max(step, 64)
+
+    def sized(layers: int, hidden: int | None = None) -> Shape:
+        width = hidden if hidden is not None else max(step, round(aspect * layers / step) * step)
+        grown = shape.scaled(layers, width)
+        return dataclasses.replace(grown, positions=max(shape.positions, setup.seq) if shape.positions else 0)
+
+    def fits(each: Shape) -> bool:
+        return _any_fits(each, setup, hardware, stages, offload)
+
+    layers = _largest(lambda n: fits(sized(n)), 1, 4096)
+    if not layers:
+        return None
+    wide = sized(layers)
+    deeper = _largest(lambda n: fits(sized(n, wide.hidden)), layers, 2 * layers + 2)
+    return sized(deeper, wide.hidden)
+
+
+def _any_fits(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: str | None) -> bool:
+    numel = model if isinstance(model, int) else model.numel
+    for each in setups(setup, sorted(stages, reverse=True), offload):
+        try:
+            # Model states alone are quick to count, and often too much already.
+            if weigh(numel, each, hardware).fits and (numel is model or weigh(model, each, hardware).fits):
+                return True
+        except UserError as error:
+            if error.exit_code != DOES_NOT_FIT and offload is not None and len(stages) == 1:
+                raise
+    return False
+
+
+def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
+    """Return the largest number that fits, 0 if `least` does not; what fits, fits smaller too."""
+    if not fits(least):
+        return 0
+    high = least
+    while high < most and fits(min(2 * high, most)):
+        high = min(2 * high, most)
+    low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return high if low + 1 == high and fits(high) else low

@@ -1,0 +1,172 @@
+"""`Setup`: everything beside the model that decides what a step needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from offload.placement import HBM, Placement, Share, parse_placement, per_rank
+from zerocli.config import Config
+from zerocli.errors import UserError
+from zerocli.sizes import parse_bytes
+from zerocli.stage import Stage
+from zerocli.stage import stage as stage_of
+
+WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
+TIERS = ("hbm", "dram", "nvme", "null")
+NUM_STATES = {
+    "adamw": 2,
+    "adam": 2,
+    "nadam": 2,
+    "radam": 2,
+    "adamax": 2,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "rprop": 2,
+    "adadelta": 2,
+    "asgd": 1,
+}
+"""fp32 arrays that an optimizer keeps beside the parameters."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is sharded and trained, on `ranks` processes of which each `tp` share a replica."""
+
+    stage: int = 2
+    offload: str = ""
+    """Placement, as `--offload` has it; `activations=...` places the blocks' checkpoints."""
+    ranks: int = 1
+    tp: int = 1
+    ranks_per_node: int = 8
+    batch: int = 1
+    seq: int = 1024
+    precision: str = "bf16"
+    policy: str = "keep"
+    """`keep` or `recompute`; a placement of activations means recompute."""
+    partition: bool = True
+    """Whether tensor-parallel ranks, whose checkpoints are equal, each keep a part of them."""
+    accumulate: int = 1
+    num_states: int = 2
+    """fp32 arrays of the optimizer, the master not among them."""
+    bucket_nbytes: int = 32 << 20
+    gather_buffers: int = 2
+    reduce: str = "compute"
+    update: str = "auto"
+    staging_nbytes: int = 512 << 20
+    device: str = "cuda"
+    """`cuda`, or `cpu`, whose memory then plays hbm."""
+    runtime: Mapping[str, int] = field(default_factory=dict)
+    """Overrides of `zerocli.plan.runtime.RUNTIME`, by name."""
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // self.tp
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return WIDTHS[self.precision]
+
+    @property
+    def grad_width(self) -> int:
+        return self.width if self.accumulate == 1 and self.reduce == "compute" else 4
+
+    @property
+    def wire_width(self) -> int:
+        return 4 if self.reduce == "fp32" else self.width
+
+    @property
+    def zero(self) -> Stage:
+        return stage_of(self.stage)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks keep their input alone."""
+        return self.policy == "recompute" or bool(split_offload(self.offload)[1])
+
+    @property
+    def parts(self) -> int:
+        """Ranks over which a checkpoint is divided."""
+        return self.tp if self.partition else 1
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks on one node."""
+        return min(self.ranks, self.ranks_per_node)
+
+    @property
+    def num_record_arrays(self) -> int:
+        """fp32 arrays beside the parameters, the master among them where parameters are narrower."""
+        return self.num_states + (self.width < 4)
+
+    def placement(self) -> Placement:
+        """Return one rank's placement of model states; UserError says what is wrong with it."""
+        states, activations = split_offload(self.offload)
+        if activations and states and "=" not in states:
+            raise UserError(
+                f"--offload {self.offload!r}: {states!r} places all states; beside activations name each kind",
+                hint=f"--offload optimizer={states},activations={activations}",
+            )
+        kinds = [kind for kind in ("parameters", "gradients", "optimizer") if getattr(self.zero, kind)]
+        try:
+            return per_rank(parse_placement(states, kinds, TIERS, parse_bytes), self.local_ranks)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def checkpoint_shares(self) -> tuple[Share, ...]:
+        """Return the tiers of the blocks' checkpoints, in order, with one rank's budgets."""
+        _, activations = split_offload(self.offload)
+        if not activations:
+            return (Share(HBM),)
+        try:
+            # The grammar of a kind's tiers is one for all kinds.
+            parsed = parse_placement(f"optimizer={activations}", ["optimizer"], TIERS, parse_bytes)
+        except ValueError as error:
+            raise UserError(str(error).replace("optimizer=", "activations=", 1)) from error
+        return per_rank(parsed, self.local_ranks).of("optimizer")
+
+
+def split_offload(text: str) -> tuple[str, str]:
+    """Return (the placement of model states, the tiers of activations) of an `--offload` text."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    activations = [part.partition("=")[2] for part in parts if part.partition("=")[0].strip() == "activations"]
+    states = [part for part in parts if part.partition("=")[0].strip() != "activations"]
+    return ",".join(states), activations[-1] if activations else ""
+
+
+def num_states(config: Config) -> int:
+    """Return the fp32 arrays that the config's optimizer keeps."""
+    name = config.optimizer.name.lower()
+    if name == "sgd":
+        return 1 if config.optimizer.momentum else 0
+    if name not in NUM_STATES:
+        raise UserError(
+            f"optimizer {config.optimizer.name} is not one whose states are known here: {', '.join(NUM_STATES)}, sgd",
+            hint="--set optimizer.name=adamw",
+        )
+    return NUM_STATES[name]
+
+
+def setup_of(config: Config, **changes: object) -> Setup:
+    """Return the setup that a training config asks for; `changes` are fields laid over it."""
+    train, zero, offload = config.train, config.zero, config.offload
+    given: dict[str, object] = {
+        "stage": zero.stage,
+        "offload": offload.placement,
+        "ranks": max(1, config.parallel.ranks),
+        "tp": config.parallel.tp,
+        "batch": train.batch,
+        "seq": train.seq,
+        "precision": "bf16" if train.precision == "auto" else train.precision,
+        "policy": config.activations.policy,
+        "partition": getattr(config.activations, "partition", True),
+        "accumulate": train.accumulate,
+        "num_states": num_states(config),
+        "bucket_nbytes": zero.bucket,
+        "gather_buffers": zero.buffers,
+        "reduce": zero.reduce,
+        "update": offload.update,
+        "staging_nbytes": offload.staging,
+    }
+    return Setup(**(given | changes))  # type: ignore[arg-type]

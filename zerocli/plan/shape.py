@@ -1,0 +1,234 @@
+"""`Shape`: the sizes of a decoder, of any family, and the parameters they give, unit by unit. Pure integers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: its whole shape, and the dimension that tensor parallelism cuts (None: every rank has all).
+
+    What the degree does not divide stays whole: the engine splits a vocabulary only where it can.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cut: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def local(self, tp: int) -> tuple[int, ...]:
+        """Return the shape of the part that one of `tp` ranks holds."""
+        if self.cut is None or self.shape[self.cut] % tp:
+            return self.shape
+        return tuple(size // tp if at == self.cut else size for at, size in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder: embedding, `layers` blocks of attention and MLP, final norm, head."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    mlp_hidden: int
+    kv_heads: int = 0
+    """0: as many as `heads`."""
+    head_dim: int = 0
+    """0: hidden / heads."""
+    tie: bool = False
+    """The head is the embedding's own weight."""
+    gated: bool = False
+    """The MLP has a gate beside its up projection."""
+    norm: str = "layer"
+    """`layer` (weight and bias) or `rms` (weight)."""
+    norm_bias: bool = True
+    block_norms: int = 2
+    """Norms over the hidden size in a block: one where attention and MLP share theirs."""
+    final_norm: bool = True
+    qk_norm: int = 0
+    """Weights of the norm on queries, and of the one on keys; 0: none."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    positions: int = 0
+    """Rows of a table of learned positions."""
+    rotary: bool = False
+    embed_dim: int = 0
+    """Width of the embedding where projections lead from and to it; 0: hidden."""
+    dropout: float = 0.0
+    experts: int = 0
+    """Experts in each sparse block; 0: dense."""
+    experts_per_token: int = 0
+    expert_hidden: int = 0
+    shared_hidden: int = 0
+    """Width of the expert that every token visits, with its gate; 0: none."""
+    sparse_every: int = 1
+    """Every how many blocks one is sparse, counted as `(index + 1) % sparse_every == 0`."""
+    dense_blocks: tuple[int, ...] = ()
+    """Blocks that stay dense although their turn has come."""
+    max_positions: int = 0
+    """The longest sequence the model was made for; 0: not said."""
+
+    @property
+    def width_q(self) -> int:
+        """Elements of all queries of a token."""
+        return self.heads * self.head_size
+
+    @property
+    def width_kv(self) -> int:
+        """Elements of all keys of a token; as many again are values."""
+        return (self.kv_heads or self.heads) * self.head_size
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+    def local_vocab(self, tp: int) -> int:
+        """Return the tokens whose rows one of `tp` ranks holds."""
+        return self.vocab if self.vocab % tp else self.vocab // tp
+
+    def is_sparse(self, block: int) -> bool:
+        """Whether this block's MLP is a mixture of experts."""
+        return bool(self.experts) and (block + 1) % self.sparse_every == 0 and block not in self.dense_blocks
+
+    @property
+    def numel(self) -> int:
+        """Return the parameters of the whole model."""
+        return sum(each.numel * times for unit, times in self.units() for each in unit.parameters)
+
+    @property
+    def active_numel(self) -> int:
+        """Return the parameters that one token meets: of the experts, those it visits."""
+        idle = sum(
+            (self.experts - self.experts_per_token) * 3 * self.hidden * self.expert_hidden
+            for block in range(self.layers)
+            if self.is_sparse(block)
+        )
+        return self.numel - idle
+
+    def units(self) -> Iterator[tuple[Unit, int]]:
+        """Yield the units in order of use, as the engine makes them, each with how many times in a row it comes.
+
+        A tied weight is wanted at both ends: embedding and head are then one unit, the rest, which comes first.
+        """
+        if self.tie:
+            yield Unit("rest", (*self.embed_parameters(), *self.head_parameters())), 1
+        else:
+            yield Unit("embed", self.embed_parameters()), 1
+        for block, times in self.runs():
+            yield Unit("block", self.block_parameters(block), sparse=self.is_sparse(block)), times
+        if not self.tie:
+            yield Unit("head", self.head_parameters()), 1
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Yield (first block, number) of each run of blocks of one kind."""
+        start = 0
+        for block in range(1, self.layers + 1):
+            if block == self.layers or self.is_sparse(block) != self.is_sparse(start):
+                yield start, block - start
+                start = block
+
+    # -- parameters ------------------------------------------------------------------------------------------------
+
+    def embed_parameters(self) -> tuple[Parameter, ...]:
+        width = self.embed_dim or self.hidden
+        found = [Parameter("tokens", (self.vocab, width), 0)]
+        if self.positions:
+            found.append(Parameter("positions", (self.positions, self.hidden)))
+        if width != self.hidden:
+            found.append(Parameter("project_in", (self.hidden, width)))
+        return tuple(found)
+
+    def head_parameters(self) -> tuple[Parameter, ...]:
+        width = self.embed_dim or self.hidden
+        found = list(self._norm("norm", self.hidden)) if self.final_norm else []
+        if width != self.hidden:
+            found.append(Parameter("project_out", (width, self.hidden)))
+        if not self.tie:
+            found.append(Parameter("head", (self.vocab, width), 0))
+        if self.head_bias:
+            found.append(Parameter("head_bias", (self.vocab,)))
+        return tuple(found)
+
+    def block_parameters(self, block: int = 0) -> tuple[Parameter, ...]:
+        """Return a block's parameters: one matrix makes queries, keys and values, and one gate and up."""
+        found: list[Parameter] = []
+        for index in range(self.block_norms):
+            found += self._norm(f"norm{index + 1}", self.hidden)
+        found += self._linear("qkv", self.hidden, self.width_q + 2 * self.width_kv, self.qkv_bias, cut=0)
+        if self.qk_norm:
+            found += [Parameter("q_norm", (self.qk_norm,)), Parameter("k_norm", (self.qk_norm,))]
+        found += self._linear("out", self.width_q, self.hidden, self.out_bias, cut=1)
+        found += self._experts() if self.is_sparse(block) else self._mlp("", self.mlp_hidden)
+        return tuple(found)
+
+    def _mlp(self, name: str, width: int) -> list[Parameter]:
+        up = 2 * width if self.gated else width
+        return [
+            *self._linear(f"{name}up", self.hidden, up, self.mlp_bias, cut=0),
+            *self._linear(f"{name}down", width, self.hidden, self.mlp_bias, cut=1),
+        ]
+
+    def _experts(self) -> list[Parameter]:
+        found = [Parameter("router", (self.experts, self.hidden))]
+        for index in range(self.experts):
+            found += self._mlp(f"expert{index}.", self.expert_hidden)
+        if self.shared_hidden:
+            found += [*self._mlp("shared.", self.shared_hidden), Parameter("shared_gate", (1, self.hidden))]
+        return found
+
+    def _linear(self, name: str, inputs: int, outputs: int, bias: bool, cut: int) -> list[Parameter]:
+        weight = [Parameter(name, (outputs, inputs), cut)]
+        # What is cut by rows gives each rank a partial sum: its bias is added once, after them.
+        return weight + ([Parameter(f"{name}_bias", (outputs,), 0 if cut == 0 else None)] if bias else [])
+
+    def _norm(self, name: str, width: int) -> list[Parameter]:
+        bias = self.norm == "layer" and self.norm_bias
+        return [Parameter(name, (width,)), *([Parameter(f"{name}_bias", (width,))] if bias else [])]
+
+    def scaled(self, layers: int, hidden: int) -> Shape:
+        """Return the family's shape at another size: the same head size, sharing of heads and width of the MLP."""
+        head = self.head_size
+        heads = max(1, round(hidden * self.heads / self.hidden))
+        share = self.heads // (self.kv_heads or self.heads)
+        heads = max(1, heads // share) * share
+        ratio = hidden / self.hidden
+        changes: dict[str, Any] = {
+            "layers": layers,
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": heads // share if self.kv_heads else 0,
+            "head_dim": head if self.head_dim else 0,
+            "mlp_hidden": _near(self.mlp_hidden * ratio),
+            "expert_hidden": _near(self.expert_hidden * ratio),
+            "shared_hidden": _near(self.shared_hidden * ratio),
+        }
+        if not self.head_dim and hidden % heads:
+            changes["head_dim"] = head
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The parameters that are gathered, computed with and released together."""
+
+    kind: str
+    """`rest`, `embed`, `block` or `head`."""
+    parameters: tuple[Parameter, ...]
+    sparse: bool = False
+
+
+def _near(width: float) -> int:
+    """Return the multiple of 64 nearest to a width that was scaled; 0 stays 0."""
+    return max(64, round(width / 64) * 64) if width else 0

@@ -1,0 +1,284 @@
+"""Initialisation and training steps, replayed on a ledger in the engine's order of events."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from offload.placement import HBM
+from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.plan import constants
+from zerocli.plan.decoder import FP32, Batch, Decoder
+from zerocli.plan.flats import FlatPlan, buckets, gather_pool, lifts, update_buffers
+from zerocli.plan.ledger import Ledger, Peak, Storage
+from zerocli.plan.setup import Setup
+from zerocli.plan.shape import Shape
+from zerocli.plan.tape import Tape, Tensor
+
+GRANULARITY = {"cuda": 512, "cpu": 1}
+"""Bytes to which the device's allocator rounds."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The device's peaks of one rank, and what the blocks' checkpoints take on other tiers."""
+
+    initialisation: Peak
+    first_step: Peak
+    steady: Peak
+    away: dict[str, int]
+
+    @property
+    def highest(self) -> Peak:
+        return max((self.steady, self.first_step, self.initialisation), key=lambda peak: peak.nbytes)
+
+
+class Replay:
+    """One rank's device memory through initialisation and a step."""
+
+    def __init__(self, shape: Shape, setup: Setup, flats: list[FlatPlan]) -> None:
+        self._shape, self._setup, self._flats = shape, setup, flats
+        self._ledger = Ledger(GRANULARITY[setup.device])
+        self._kept: list[Storage] = []
+        """What lives as long as the engine."""
+        self._grads: dict[int, list[Storage]] = defaultdict(list)
+        """Gradients of units in backward, until they are reduced."""
+        self._tied: list[Storage] = []
+        """The head's part of a tied weight's gradient: autograd keeps it until the embedding's part comes."""
+        self._slots: list[str] = []
+        """The tier of each block's checkpoint; filled when the first is kept."""
+        self._in_flight: dict[int, Storage] = {}
+        """Checkpoints that are still being written to their tier, by block: two at most."""
+        self._ahead: dict[int, Storage] = {}
+        """Those brought back ahead of their block's backward."""
+        self.away: dict[str, int] = {}
+        self._has_buckets = False
+
+    def run(self) -> Peaks:
+        """Replay initialisation, a first step and one like all later ones."""
+        ledger = self._ledger
+        ledger.begin("initialisation")
+        self._initialise()
+        initialisation = ledger.peak
+        ledger.begin("first step")
+        self._keep("gathered", gather_pool(self._flats, self._setup))
+        self._step()
+        first = ledger.peak
+        ledger.begin("steady state")
+        self._keep("buffers", update_buffers(self._flats, self._setup, updates_on_cpu(self._setup)))
+        self._step()
+        ledger.moment = "optimizer step"
+        return Peaks(initialisation, first, ledger.peak, dict(self.away))
+
+    def _keep(self, category: str, *sizes: int) -> None:
+        self._kept += [Storage(self._ledger, size, category) for size in sizes if size]
+
+    # -- initialisation --------------------------------------------------------------------------------------------
+
+    def _initialise(self) -> None:
+        """Fill unit by unit: its values whole in fp32, cut, and freed before the next; then gradients."""
+        setup, ledger = self._setup, self._ledger
+        # Scalars: loss scale, counters, norms, and what released parameters show.
+        self._keep("buffers", *self._tables(), 4096 + 128 * len(self._flats))
+        for flat in self._flats:
+            ledger.moment = f"initialising {flat.kind}"
+            wide = FP32 * flat.total
+            # The check for values that nobody set looks at one parameter at a time, a byte an element.
+            largest = max(entry.numel for entry in flat.layout.entries)
+            Storage(ledger, largest, "buffers")
+            if setup.tp > 1:  # a part is cut from its whole, which is initialised as without tensor parallelism
+                Storage(ledger, FP32 * largest * (setup.tp + 1) + wide, "buffers")
+            resident = not flat.gathered(setup)
+            if setup.width == FP32 and resident:
+                self._keep("parameters", wide)
+                whole = None
+            else:
+                whole = Storage(ledger, wide, "buffers")
+                self._place_parameters(flat, resident)
+            self._place_states(flat)
+            del whole
+        grads = [flat.held if setup.zero.gradients else flat.total for flat in self._flats]
+        at_home = [n * setup.grad_width for n, f in zip(grads, self._flats, strict=True) if f.tiers["gradients"] == HBM]
+        if setup.zero.gradients:
+            self._keep("gradients", *at_home)
+        else:
+            self._keep("gradients", sum(at_home))
+        Storage(ledger, 8 * sum(self._tables()), "buffers")  # the tables' angles, in fp64, with copies
+
+    def _place_parameters(self, flat: FlatPlan, resident: bool) -> None:
+        nbytes = (flat.total if resident else flat.own) * self._setup.width
+        if flat.tiers["parameters"] == HBM:
+            self._keep("parameters", nbytes)
+        elif self._setup.width < FP32:
+            Storage(self._ledger, nbytes, "buffers")  # the slice, on its way to its tier
+
+    def _place_states(self, flat: FlatPlan) -> None:
+        setup = self._setup
+        if flat.tiers["optimizer"] == HBM:
+            self._keep("optimizer_states", *[FP32 * flat.held] * setup.num_record_arrays)
+            return
+        chunk = constants.stream_chunk(setup.staging_nbytes, setup.num_states)
+        Storage(self._ledger, FP32 * setup.num_record_arrays * min(flat.held, chunk), "buffers")
+
+    def _tables(self) -> list[int]:
+        """Return the model's own buffers: cosines and sines of rotary positions."""
+        if not self._shape.rotary:
+            return []
+        table = self._setup.seq * self._shape.head_size * FP32
+        return [table, table]
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Run forward and backward of one micro-step; all micro-steps are alike."""
+        setup, shape, ledger = self._setup, self._shape, self._ledger
+        batch = Batch(setup.batch, setup.seq, setup.width, setup.device == "cuda", setup.tp)
+        decoder = Decoder(shape, batch)
+        tape = Tape(ledger, self._on_grad)
+        inputs = Storage(ledger, 2 * 8 * batch.tokens)  # token ids and targets
+        ledger.moment = "embedding"
+        x = decoder.embed(tape)
+        for block in range(shape.layers):
+            ledger.moment = f"forward of block {block + 1}"
+            x = self._block(tape, decoder, x, block)
+        ledger.moment = "head and loss"
+        loss = self._head(tape, decoder, x)
+        del x
+        if setup.zero.gradients and not self._has_buckets:
+            number, nbytes = buckets(self._flats, setup)
+            self._keep("buffers", *[nbytes] * number, lifts(self._flats, setup))
+            self._has_buckets = True
+        ledger.moment = "backward of the head"
+        root = loss.node
+        assert root is not None
+        del loss
+        tape.backward(root, [Storage(ledger, 4)])
+        self._grads.clear()
+        del inputs
+
+    def _block(self, tape: Tape, decoder: Decoder, x: Tensor, block: int) -> Tensor:
+        unit = block + 1
+
+        def run(t: Tape, y: Tensor) -> Tensor:
+            return decoder.block(t, y, block, unit)
+
+        self._mark(tape, x, f"end of backward of block {unit}", done=unit)
+        if self._setup.recomputes:
+            size = x.storage.nbytes
+            self._keep_checkpoint(x, block)
+            out = tape.checkpoint(run, x, lambda: self._bring_back(block, size))
+        else:
+            out = run(tape, x)
+        self._mark(tape, out, f"backward of block {unit}")
+        return out
+
+    # -- checkpoints: the rules of offload/stack.py and activations.py -------------------------------------------------
+
+    def _keep_checkpoint(self, x: Tensor, block: int) -> None:
+        """Copy a rank's part of a block's input into its slot; one for another tier is there until it is written."""
+        part = -(-x.storage.nbytes // self._setup.parts)
+        if not self._slots:
+            self._open_slots(part)
+        if self._slots[block] == HBM:
+            return
+        while len(self._in_flight) >= 2:
+            self._in_flight.pop(min(self._in_flight))
+        self._in_flight[block] = x.storage if self._setup.parts == 1 else Storage(self._ledger, part)
+
+    def _open_slots(self, part: int) -> None:
+        """Divide the blocks among the tiers, and take the device's arena, which stays."""
+        layers = self._shape.layers
+        for share in self._setup.checkpoint_shares():
+            align = {HBM: 512 if self._setup.device == "cuda" else 64}.get(share.tier, constants.PAGE_NBYTES)
+            each = -(-part // align) * align
+            left = layers - len(self._slots)
+            count = left if share.budget is None else min(left, share.budget // each)
+            self._slots += [share.tier] * count
+            if share.tier == HBM:
+                self._keep("activations", count * each)
+            elif count:
+                self.away[share.tier] = self.away.get(share.tier, 0) + count * each
+        if self._setup.parts > 1:  # a gather that is not over yet holds on to its buffer
+            self._keep("activations", part * self._setup.parts)
+        if len(self._slots) < layers:
+            fact = (
+                f"activations: {layers - len(self._slots)} of {layers} checkpoints have no place left in their budgets"
+            )
+            raise UserError(fact, hint="name another tier after them: activations=cpu+nvme", exit_code=DOES_NOT_FIT)
+
+    def _bring_back(self, block: int, size: int) -> Storage:
+        """Return a block's input, and start bringing back that of the block before it."""
+        if self._setup.parts == 1 and self._slots[block] == HBM:
+            return Storage(self._ledger, 0)  # it is read where it rests
+        source = self._in_flight.pop(block, None) if self._setup.parts == 1 else None
+        source = source or self._ahead.pop(block, None) or Storage(self._ledger, size)
+        before = block - 1
+        resting = self._setup.parts == 1 and (before in self._in_flight or self._slots[before] == HBM)
+        if before >= 0 and not resting:
+            self._ahead[before] = Storage(self._ledger, size)
+        if self._setup.parts > 1:
+            self._in_flight.pop(block, None)
+        return source
+
+    def _mark(self, tape: Tape, x: Tensor, moment: str, done: int = 0) -> None:
+        """Name the moment in backward when the gradient of `x` is there; `done` units are then reduced and freed."""
+        node = tape.record(moment, [x])
+
+        def reached(gradient: list[Storage]) -> list[Storage]:
+            self._ledger.moment = moment
+            if done:
+                self._grads.pop(done, None)
+            return [gradient.pop()]
+
+        node.backward = reached
+        x.node = node
+
+    def _head(self, tape: Tape, decoder: Decoder, x: Tensor) -> Tensor:
+        """Replay the final norm and the chunked loss, whose two gradients are computed in the forward pass."""
+        shape, setup, ledger = self._shape, self._setup, self._ledger
+        unit = 0 if shape.tie else shape.layers + 1
+        if shape.final_norm:
+            self._mark(tape, x, "end of backward of the head", done=unit)
+            norm = [each for each in shape.head_parameters() if each.name.startswith("norm")]
+            x = decoder.norm(tape, x, [each.numel * setup.width for each in norm], unit)
+        tokens, width, vocab = decoder.batch.tokens, setup.width, shape.local_vocab(setup.tp)
+        chunk = min(constants.chunk_tokens(vocab, setup.device), tokens)
+        rows = chunk * constants.padded_vocab(vocab)
+        grad_x = Storage(ledger, tokens * shape.hidden * width, "logits")
+        grad_weight = Storage(ledger, vocab * shape.hidden * FP32, "logits")
+        small = Storage(ledger, (25 if setup.tp == 1 else 50) * tokens, "logits")  # losses, targets and masks
+        buffer = Storage(ledger, rows * width, "logits")
+        if width < FP32:
+            Storage(ledger, rows * FP32 + 3 * chunk * FP32, "logits")
+            if setup.device == "cpu":
+                Storage(ledger, chunk * (vocab + shape.hidden) * FP32, "logits")
+        del buffer, small
+        kept = [grad_weight, grad_x]
+        del grad_weight, grad_x
+        node = tape.record("loss", [x])
+        node.backward = lambda incoming: self._loss_backward(incoming, kept, unit)
+        return Tensor(Storage(ledger, 4), node)
+
+    def _loss_backward(self, incoming: list[Storage], kept: list[Storage], unit: int) -> list[Storage]:
+        incoming.clear()
+        grad_x = kept.pop()
+        weight = kept.pop()
+        if self._setup.width < FP32:
+            weight = Storage(self._ledger, weight.nbytes // FP32 * self._setup.width, "buffers")
+        if self._shape.tie:
+            self._tied.append(weight)
+        else:
+            self._on_grad(unit, weight)
+        return [grad_x]
+
+    def _on_grad(self, unit: int, grad: Storage) -> None:
+        """Take a parameter's gradient: kept until its unit is reduced, or moved at once into the whole gradient."""
+        if unit == 0 and self._tied and grad.nbytes == self._tied[0].nbytes:
+            self._tied.clear()
+        if self._setup.zero.gradients:
+            self._grads[unit].append(grad)
+
+
+def updates_on_cpu(setup: Setup) -> bool:
+    """Whether states off the device are updated by the CPU; a GPU that may choose is taken to stream them."""
+    return setup.update == "cpu" or (setup.update == "auto" and setup.device == "cpu")

@@ -1,0 +1,184 @@
+"""The tape: what autograd keeps of a forward pass and what its backward allocates, replayed on a ledger.
+
+Each operation is four facts: the bytes of its output, the storages it saves, the bytes of each input's gradient, and
+what it allocates for itself only while it runs. The rules between them are autograd's own: nodes run in the reverse of
+the order they were recorded in; what a node saved is released once it has run; a gradient that arrives where one is
+waiting already is added in place when nobody else holds that one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from zerocli.plan.ledger import Ledger, Storage
+
+SHARED = -1
+"""Bytes of a gradient that is the incoming one itself, passed on."""
+
+
+class Tensor:
+    """A view of a storage, and the node that made it (None: nobody wants its gradient)."""
+
+    __slots__ = ("node", "storage")
+
+    def __init__(self, storage: Storage, node: Node | None = None) -> None:
+        self.storage, self.node = storage, node
+
+
+class Node:
+    """One recorded operation."""
+
+    __slots__ = ("backward", "collects", "edges", "grads", "incoming", "label", "params", "saved", "temporary", "unit")
+
+    def __init__(self) -> None:
+        self.label = ""
+        self.saved: list[Storage] = []
+        self.edges: list[Node | None] = []
+        self.grads: Sequence[int] = ()
+        self.temporary = 0
+        self.params: Sequence[int] = ()
+        self.unit = 0
+        self.collects = False
+        """Whether each incoming gradient is one of several outputs' (a split), rather than to be added to the last."""
+        self.incoming: list[Storage] = []
+        self.backward: Callable[[list[Storage]], list[Storage]] | None = None
+        """Runs instead of the four facts: takes the output's gradient from the list, returns the input's."""
+
+
+class Tape:
+    """Records operations on a ledger; `keep` is false where a checkpoint will run them again."""
+
+    def __init__(self, ledger: Ledger, on_grad: Callable[[int, Storage], None], keep: bool = True) -> None:
+        self.ledger = ledger
+        self.keep = keep
+        self.num_saved = 0
+        self.last_save: int | None = None
+        """Recomputation stops here, as torch's does: what follows the last save allocates nothing."""
+        self._on_grad = on_grad
+        self._nodes: list[Node] = []
+
+    @property
+    def ghost(self) -> bool:
+        return self.last_save is not None and self.num_saved >= self.last_save
+
+    def new(self, nbytes: int, category: str = "activations") -> Storage:
+        """Return bytes that live until the last reference to them goes."""
+        return Storage(self.ledger, 0 if self.ghost else nbytes, category)
+
+    def op(
+        self,
+        label: str,
+        inputs: Sequence[Tensor],
+        nbytes: int,
+        saved: Sequence[Storage] = (),
+        grads: Sequence[int] = (),
+        temporary: int = 0,
+        backward_temporary: int = 0,
+        params: Sequence[int] = (),
+        unit: int = 0,
+        category: str = "activations",
+    ) -> Tensor:
+        """Run one operation: temporaries, output, saves. `grads` default to one gradient of each input's size."""
+        # Autograd saves inputs before it computes: a recomputation that stops at its last save never makes the output.
+        node = self.record(label, inputs, saved, grads, backward_temporary, params, unit)
+        scratch = self.new(temporary) if temporary else None
+        out = self.new(nbytes, category)
+        del scratch
+        return Tensor(out, node)
+
+    def record(
+        self,
+        label: str,
+        inputs: Sequence[Tensor],
+        saved: Sequence[Storage] = (),
+        grads: Sequence[int] = (),
+        backward_temporary: int = 0,
+        params: Sequence[int] = (),
+        unit: int = 0,
+    ) -> Node:
+        """Record a node without an output of its own."""
+        node = Node()
+        node.label, node.temporary, node.params, node.unit = label, backward_temporary, params, unit
+        node.edges = [each.node for each in inputs]
+        node.grads = grads or [each.storage.nbytes for each in inputs]
+        if saved:
+            self.num_saved += len(saved)
+            if self.keep:
+                node.saved = list(saved)
+        self._nodes.append(node)
+        return node
+
+    def split(self, source: Tensor, nbytes: int) -> Tensor:
+        """Return a view whose parts' gradients are joined into one of `nbytes`."""
+        node = self.record("join gradients", [source], grads=[nbytes])
+        node.collects = True
+        return Tensor(source.storage, node)
+
+    def backward(self, root: Node, gradient: list[Storage]) -> list[Storage]:
+        """Run backward from `root` with the gradient in the list, which is taken from it: nobody else may hold it.
+
+        Returns the gradient that reaches the tape's own input, if any does.
+        """
+        root.incoming.append(gradient.pop())
+        reached: list[Storage] = []
+        while self._nodes:
+            node = self._nodes.pop()
+            if node.incoming:
+                self._run(node, reached)
+        return reached
+
+    def checkpoint(self, run: Callable[[Tape, Tensor], Tensor], x: Tensor, bring_back: Callable[[], Storage]) -> Tensor:
+        """Run a block that keeps nothing, and that backward runs again on the input it is brought back."""
+        first = Tape(self.ledger, self._on_grad, keep=False)
+        out = Tensor(run(first, Tensor(x.storage, INPUT)).storage, self.record("recompute", [x]))
+        assert out.node is not None
+
+        def backward(gradient: list[Storage]) -> list[Storage]:
+            again = Tape(self.ledger, self._on_grad)
+            again.last_save = first.num_saved
+            source = bring_back()
+            root = run(again, Tensor(source, INPUT)).node
+            assert root is not None
+            return again.backward(root, gradient)
+
+        out.node.backward = backward
+        return out
+
+    def _run(self, node: Node, reached: list[Storage]) -> None:
+        ledger = self.ledger
+        if node.backward is not None:
+            made = node.backward(node.incoming)
+            node.backward = None  # and with it what it refers to
+        else:
+            scratch = Storage(ledger, node.temporary) if node.temporary else None
+            made = [
+                node.incoming[0] if size == SHARED else Storage(ledger, size)
+                for size, edge in zip(node.grads, node.edges, strict=True)
+                if edge is not None
+            ]
+            own = [Storage(ledger, nbytes, "buffers") for nbytes in node.params]
+            del scratch
+            node.incoming.clear()
+            node.saved.clear()
+            while own:
+                self._on_grad(node.unit, own.pop())
+        node.saved.clear()
+        targets = [edge for edge in node.edges if edge is not None]
+        node.edges = []
+        for target in reversed(targets):
+            self._deliver(target, made.pop(), reached)
+
+    def _deliver(self, target: Node, gradient: Storage, reached: list[Storage]) -> None:
+        waiting = reached if target is INPUT else target.incoming
+        if not waiting or target.collects:
+            waiting.append(gradient)
+            return
+        # Added in place when only the list (and the argument of getrefcount) refers to it.
+        if sys.getrefcount(waiting[0]) > 2:
+            total = Storage(self.ledger, waiting[0].nbytes)
+            waiting[0] = total
+
+
+INPUT = Node()
+"""Stands for whatever made a tape's own input."""

@@ -1,0 +1,150 @@
+"""The real engine on tensors without memory: for models that no formula knows, as rank 0 of any number of ranks.
+
+Two steps run under torch's fake tensors, with a process group that moves nothing. Fake tensors have no addresses and no
+values; what the engine asks of either is answered here (`_without_memory`): addresses from a counter, and of values
+only those that a first, sound step would show. The operations are those of a CPU, with the chunk sizes of a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from zerocli.engine import Engine
+from zerocli.errors import UserError
+from zerocli.plan import constants
+from zerocli.plan.measure import LiveBytes
+from zerocli.plan.setup import Setup
+from zerocli.plan.shape import Parameter, Unit
+from zerocli.plan.traced import Traced, way
+from zerocli.settings import Settings
+from zerocli.unit import claim_parameters, find_units
+
+MAX_RANKS = 4096
+HELD = ("parameters", "gradients", "optimizer_states", "gathered", "buffers")
+"""What an engine holds between steps; an arena of checkpoints, where there is one, counts as activations."""
+
+
+def trace(name: str, make: Any, setups: list[Setup]) -> Traced:
+    """Run the model that `make()` builds on the meta device once for each way of training that differs in a step."""
+    moving: dict[tuple[bool, bool], int] = {}
+    parts, buffers = units_of(make())
+    for setup in setups:
+        if way(setup) not in moving:
+            moving[way(setup)] = run(make(), setup)
+    return Traced(name, parts, buffers, moving)
+
+
+def units_of(model: nn.Module) -> tuple[tuple[Unit, ...], int]:
+    """Return the units that the engine would make of a model, and the bytes of its buffers."""
+    found = []
+    for unit, named in claim_parameters(model, find_units(model, _choice(model))):
+        if named:
+            parameters = tuple(Parameter(name, tuple(p.shape)) for name, p in named)
+            found.append(Unit(unit.name or "rest", parameters))
+    return tuple(found), sum(b.numel() * b.element_size() for b in model.buffers())
+
+
+def run(model: nn.Module, setup: Setup) -> int:
+    """Return the most bytes of a step of the real engine beyond what it holds between steps; two steps are taken."""
+    if setup.tp > 1:
+        raise UserError("--trace runs one rank's whole layers: it takes no --tp", hint="--tp 1")
+    if setup.ranks > MAX_RANKS:
+        raise UserError(f"--trace is rank 0 of at most {MAX_RANKS} ranks, not {setup.ranks}")
+    settings = Settings(
+        stage=setup.stage,
+        precision=setup.precision,
+        accumulate=1,
+        clip=1.0,
+        units=_choice(model),
+        recompute=setup.recomputes,
+        bucket_nbytes=setup.bucket_nbytes,
+        gather_buffers=setup.gather_buffers,
+        reduce=setup.reduce,
+        device="cpu",
+    )
+    live = LiveBytes(granularity=512)
+    with _group(setup.ranks), _without_memory(), live:
+        try:
+            engine = Engine(model, settings)
+            reducer = engine.reducer
+            reducer._adopt_order = lambda: _adopt(reducer)  # type: ignore[method-assign]
+            for _ in range(2):
+                tokens = torch.zeros((2, setup.batch, setup.seq), dtype=torch.int64)
+                engine.backward(engine(tokens[0], tokens[1]))
+                engine.step()
+            held = engine.memory()
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            raise UserError(
+                f"the model did not run on (tokens, targets) of {setup.batch} x {setup.seq}: {error}",
+                hint="forward(tokens, targets) gives the loss, and asks no tensor for its value",
+            ) from error
+    return live.peak - sum(held[category] for category in HELD)
+
+
+def _choice(model: nn.Module) -> Any:
+    """Return the units that a model names itself, or None for the repeated blocks."""
+    named = getattr(model, "unit_modules", None)
+    return named() if callable(named) else None
+
+
+def _adopt(reducer: Any) -> None:
+    """Adopt the order in which backward completed the units; there are no other ranks to agree with."""
+    reducer._order, reducer._ordered_by_use = list(reducer._completed), True
+
+
+@contextlib.contextmanager
+def _group(ranks: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise UserError("--trace needs a process without ranks of its own")
+    if ranks > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _without_memory() -> Iterator[None]:
+    """While the body runs, new tensors have no memory, and answer as the first step's would."""
+    from zerocli import update
+    from zerocli.models import loss
+
+    addresses: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+    fresh = itertools.count(1 << 40, 1 << 44)
+    real = torch.Tensor.data_ptr
+
+    def of_storage(storage: torch.UntypedStorage) -> int:
+        if storage not in addresses:
+            addresses[storage] = next(fresh)
+        return addresses[storage]
+
+    def of_tensor(tensor: torch.Tensor) -> int:
+        if not isinstance(tensor, FakeTensor):
+            return real(tensor)
+        return of_storage(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
+
+    with contextlib.ExitStack() as stack:
+        for change in (
+            mock.patch.object(torch.Tensor, "data_ptr", of_tensor),
+            mock.patch.object(torch.UntypedStorage, "data_ptr", of_storage),
+            mock.patch.object(FakeTensor, "__bool__", lambda tensor: False, create=True),
+            mock.patch.dict(loss.MAX_CHUNK_NUMEL, cpu=constants.MAX_CHUNK_NUMEL["cuda"]),
+            mock.patch.dict(update.UPDATE_CHUNK, cpu=constants.UPDATE_CHUNK["cuda"]),
+            FakeTensorMode(allow_non_fake_inputs=True),
+        ):
+            stack.enter_context(change)  # type: ignore[arg-type]
+        yield
