@@ -58,7 +58,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings
-        self.device = torch.device(settings.device) if settings.device is not None else _default_device(model)
+        self.device = _indexed(settings.device) if settings.device is not None else _default_device(model)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.stage = stage_of(settings.stage)
@@ -412,6 +412,14 @@ class Engine:
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what `optimizer_state_dict` gave, at any stage, placement and world size."""
         states.load_optimizer_state(self, saved)
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """Return the device; a bare `cuda` is this process's own GPU."""
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
 
 
 def _default_device(model: nn.Module) -> torch.device:
