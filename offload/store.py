@@ -35,6 +35,11 @@ class Store:
         self._traffic[f"{self.kind} read"] += target.nbytes
         return self._track(self.tier.read(self._block, target, start * self.dtype.itemsize))
 
+    def peek(self, start: int, target: torch.Tensor) -> Transfer:
+        """Start filling `target` as `fetch` does, from any thread; it is no part of training's traffic."""
+        assert target.dtype == self.dtype
+        return self.tier.read(self._block, target, start * self.dtype.itemsize)
+
     def local(self) -> torch.Tensor | None:
         """Return the array itself where the host can address it, with no transfer of it under way; else None."""
         if not self.tier.addressable:

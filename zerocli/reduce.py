@@ -246,6 +246,17 @@ class Reducer:
         self._order = [self._flats[i] for i in order.tolist()]
         self._ordered_by_use = True
 
+    def order(self) -> list[int] | None:
+        """Return the launch order as places among the flats, None before the first backward has shown it."""
+        place = {id(flat): i for i, flat in enumerate(self._flats)}
+        return [place[id(flat)] for flat in self._order] if self._ordered_by_use else None
+
+    def adopt(self, order: list[int] | None) -> None:
+        """Launch in an order that another run has shown: sums of three ranks and more depend on it."""
+        if order is not None and sorted(order) == list(range(len(self._flats))):
+            self._order = [self._flats[i] for i in order]
+            self._ordered_by_use = True
+
     # -- launching one unit ----------------------------------------------------------------------------------------
 
     def _launch(self, flat: Flat) -> None:
