@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STEP = re.compile(r"step-(\d{8,})")
-MANIFEST = "manifest.json"
+MANIFEST, UNFINISHED = "manifest.json", "manifest.json.part"
+"""A checkpoint's list of contents, and its name until it is committed."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,10 @@ class Folder:
 
     def sweep(self) -> list[Path]:
         """Remove what killed runs left half written, and return it."""
-        left = [path for path in self.path.glob("step-*.tmp")] if self.path.is_dir() else []
+        left = list(self.path.glob("step-*.tmp")) if self.path.is_dir() else []
+        # Between its two renames a save has its final name, and its manifest not yet.
+        left += [each.path for each in self._found() if not os.path.lexists(each.path / MANIFEST)
+                 and (each.path / UNFINISHED).exists()]  # fmt: skip
         for path in left:
             shutil.rmtree(path, ignore_errors=True)
         return left

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-NAME = "manifest.json"
-UNFINISHED = "manifest.json.part"
+from zerocli.checkpoint.folder import MANIFEST, UNFINISHED
+
 VERSION = 1
 FILE = re.compile(r"rank-\d{5,}\.bin")
 MAX_NBYTES = 1 << 30
@@ -180,9 +180,9 @@ def read(folder: Path) -> Manifest:
     """Return a checkpoint's manifest, its files looked at but not read; raise Damaged, or Unfinished."""
     if folder.is_symlink():
         raise Damaged("it is a link")
-    if not (folder / NAME).exists() and not (folder / NAME).is_symlink() and (folder / UNFINISHED).exists():
+    if not (folder / MANIFEST).exists() and not (folder / MANIFEST).is_symlink() and (folder / UNFINISHED).exists():
         raise Unfinished("it was not finished")
-    fd = open_file(folder, NAME)
+    fd = open_file(folder, MANIFEST)
     with os.fdopen(fd, "rb") as file:
         nbytes = os.fstat(fd).st_size
         if nbytes > MAX_NBYTES:

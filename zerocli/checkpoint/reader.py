@@ -74,7 +74,9 @@ class Reader(StorageReader):
                 break
             done += got
         if done < nbytes or hashlib.sha256(view).hexdigest() != piece.sha256:
-            raise Damaged(f"{piece.file} is damaged within bytes {piece.position} to {piece.position + nbytes} ({name})")
+            raise Damaged(
+                f"{piece.file} is damaged within bytes {piece.position} to {piece.position + nbytes} ({name})"
+            )
         return memory.view(tensor.dtype).view(piece.sizes)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -164,5 +166,3 @@ def _entry(tensor: Tensor) -> TensorStorageMetadata:
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
-
-

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zerocli.checkpoint import state
-from zerocli.checkpoint.folder import Folder
+from zerocli.checkpoint.folder import MANIFEST, Folder
 from zerocli.checkpoint.parts import SavePlanner
 from zerocli.checkpoint.snapshot import Slots, Snapshot
 from zerocli.checkpoint.writer import Writer
@@ -63,6 +63,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self.failure: str | None = None
         """What went wrong with the last save; None if it was written."""
+        self.asked: int | None = None
+        """The last step that was to be saved."""
         self.saved: int | None = None
         """The last step that was saved."""
         self.longest_seconds = 0.0
@@ -82,7 +84,7 @@ class Saver:
         writer = Writer(
             self.folder.of(step), self._rank, snapshot, self._slots, own | (values or {}), step, self._probe
         )
-        self.failure = None
+        self.asked, self.failure = step, None
         if not self._asynchronous:
             self._write(writer, snapshot, step, began)
             return
@@ -113,7 +115,7 @@ class Saver:
     def _fail(self, writer: Writer, step: int, error: BaseException) -> None:
         self.failure = f"the checkpoint of step {step} was not written: {describe(error)}"
         if self._rank == 0:
-            if not (writer.folder / "manifest.json").exists():
+            if not (writer.folder / MANIFEST).exists():
                 shutil.rmtree(writer.aside, ignore_errors=True)  # on a full disk its space is wanted
             before = [found.step for found in self.folder.committed()]
             stays = f"that of step {before[0]} stays" if before else "there is none before it"

@@ -164,7 +164,7 @@ def compare(parts: dict[str, Part], manifest: Manifest) -> None:
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(sorted(names)[:4])
+    shown = ", ".join(sorted(names, key=lambda name: (not name.startswith("parameters/"), name))[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 

@@ -28,6 +28,7 @@ from torch.futures import Future
 from tiers.base import PAGE_NBYTES, round_up
 from tiers.pages import memory_of
 from zerocli.checkpoint import manifest as manifests
+from zerocli.checkpoint.folder import MANIFEST, UNFINISHED
 from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
 from zerocli.checkpoint.parts import SavePlanner
 from zerocli.checkpoint.snapshot import ALIGN, Slot, Slots, Snapshot
@@ -116,6 +117,7 @@ class Writer(StorageWriter):
                     if future.done():
                         future.result()
                 slot, boxes = self._slots.take(), []
+            self._probe("checkpoint read")
             memory = slot.take(nbytes)
             slot.waits.append(self._snapshot.read(part, box.start, memory.view(part.dtype)))
             boxes.append((item, slot.used - nbytes, nbytes))
@@ -124,7 +126,9 @@ class Writer(StorageWriter):
         else:
             self._slots.give(slot)
 
-    def _flush(self, file: ShardFile, at: int, slot: Slot, boxes: list[tuple[WriteItem, int, int]]) -> list[WriteResult]:
+    def _flush(
+        self, file: ShardFile, at: int, slot: Slot, boxes: list[tuple[WriteItem, int, int]]
+    ) -> list[WriteResult]:
         """Hash a slot's pieces and write it, whole pages; the slot is free afterwards."""
         try:
             slot.settle()
@@ -160,7 +164,7 @@ class Writer(StorageWriter):
         files = {name: (self.aside / name).stat().st_size for name in os.listdir(self.aside)}
         data = manifests.encode(Manifest(self._step, tensors, files, self._values))
         self._probe("checkpoint manifest")
-        fd = os.open(self.aside / manifests.UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fd = os.open(self.aside / UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             pwrite_all(fd, memoryview(data), 0)
             os.fsync(fd)
@@ -175,7 +179,7 @@ class Writer(StorageWriter):
         self._probe("checkpoint rename")
         self.aside.rename(self.folder)
         self._probe("checkpoint commit")
-        (self.folder / manifests.UNFINISHED).rename(self.folder / manifests.NAME)
+        (self.folder / UNFINISHED).rename(self.folder / MANIFEST)
         sync_folder(self.folder)
         sync_folder(self.folder.parent)
 
@@ -230,5 +234,3 @@ def sync_folder(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
