@@ -1,4 +1,4 @@
-"""Checkpoints: saved at any stage, placement and world size, loaded at any other, bit for bit, while training goes on."""
+"""Checkpoints: saved at any stage, placement and world size, loaded at any other, bit for bit, beside training."""
 
 from __future__ import annotations
 
@@ -277,10 +277,10 @@ BESIDE = [
 
 def each_beside(folder: str):
     results = []
-    for number, settings in enumerate(BESIDE):
-        settings = settings | {"nvme_path": (folder,)}
-        plain = trained_with_saves(f"{folder}/{number}", settings, False)[0]
-        results.append((plain, *trained_with_saves(f"{folder}/{number}", settings, True)))
+    for number, case in enumerate(BESIDE):
+        case = case | {"nvme_path": (folder,)}
+        plain = trained_with_saves(f"{folder}/{number}", case, False)[0]
+        results.append((plain, *trained_with_saves(f"{folder}/{number}", case, True)))
     return results
 
 
@@ -303,7 +303,7 @@ def _loaded(folder: str, step: int):
 
 
 def test_an_update_waits_until_its_states_have_been_read(tmp_path):
-    """The writer reads nothing until the next step's update asks for its turn: without a hold it would come too late."""
+    """The writer reads nothing until the next step's update asks for its turn: without a hold it comes too late."""
     model, engine = engine_of({"stage": 2})
     train(engine, model, range(1, 3))
     expected = everything(engine)

@@ -19,6 +19,7 @@ from zerocli.errors import UserError, closest
 # name -> (module:attribute, the line shown by --help); modules are imported only when their command runs.
 COMMANDS = {
     "train": ("zerocli.commands.train:command", "Train a model under a ZeRO stage, on one machine or many."),
+    "export": ("zerocli.commands.export:command", "Write a checkpoint's weights as safetensors, for other programs."),
     "configs": ("zerocli.commands.configs:command", "List, show and copy the bundled configs."),
     "env": ("zerocli.commands.env:command", "Show this machine: cores, memory and its limits, GPUs, disks."),
 }

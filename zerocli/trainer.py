@@ -38,6 +38,7 @@ from zerocli.precision import precision
 from zerocli.preempt import Preemption
 from zerocli.schedule import make_schedule
 from zerocli.settings import Settings
+from zerocli.weights import load_weights
 
 
 def work(config: Config, options: RunOptions) -> int:
@@ -212,6 +213,9 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
             batches.begun = (found.step, int(found.values["samples"]))
         else:
             tell(f"nothing to resume: no checkpoint in {options.run_dir}; starting at step 1")
+    if config.train.init_from and not found.step:
+        names = load_weights(engine, config.train.init_from, config.model)
+        tell(f"weights from {config.train.init_from}, {names}")
     if rank == 0:
         Folder(folder).sweep()
     return found.step + 1

@@ -58,7 +58,7 @@ def whole(shape: tuple[int, ...]) -> Extent:
 
 
 def boxes(shape: tuple[int, ...], run: Span, limit: int = PIECE_NUMEL) -> Iterator[Box]:
-    """Yield boxes of at most `limit` elements that tile the run of a row-major tensor; `start` counts from the run's."""
+    """Yield boxes of at most `limit` elements that tile a run of a row-major tensor; `start` counts from the run's."""
     for box in _boxes(shape, run.start, run.stop, limit):
         yield Box(box.offsets, box.sizes, box.start - run.start)
 

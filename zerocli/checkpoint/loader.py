@@ -65,7 +65,8 @@ def _load(engine: Engine, path: Path, group: dist.ProcessGroup | None) -> dict[s
 
 def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     """Return what `act` gives; raise the first rank's Damaged or Mismatch on all of them."""
-    result, problem = None, None
+    result: Any = None
+    problem: Exception | None = None
     try:
         result = act()
     except (Damaged, state.Mismatch, OSError) as error:
@@ -80,7 +81,7 @@ def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
 
 
 def resume(engine: Engine, folder: str | Path, say: Callable[[str], None] = lambda text: None) -> Resumed:
-    """Fill the engine from the newest whole checkpoint of a folder, and say which were passed over, and why. Collective.
+    """Fill the engine from a folder's newest whole checkpoint, and say which were passed over, and why. Collective.
 
     Returns step 0 where nothing was ever saved; raises Damaged where something was and none of it is whole.
     """

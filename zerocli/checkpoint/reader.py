@@ -39,13 +39,13 @@ class Reader(StorageReader):
         self.manifest = read(folder) if manifest is None else manifest
         self._fds: dict[str, int] = {}
         # What one box takes a part of, the next may too.
-        self._piece = functools.lru_cache(maxsize=AHEAD)(self._read_piece)
+        self._cached = functools.lru_cache(maxsize=AHEAD)(self.piece)
 
     def close(self) -> None:
         for fd in self._fds.values():
             os.close(fd)
         self._fds = {}
-        self._piece.cache_clear()
+        self._cached.cache_clear()
 
     def open(self) -> Reader:
         """Open every file; what is not a regular file of the folder is refused."""
@@ -61,7 +61,8 @@ class Reader(StorageReader):
 
     # -- pieces and tensors ----------------------------------------------------------------------------------------
 
-    def _read_piece(self, name: str, index: int) -> torch.Tensor:
+    def piece(self, name: str, index: int) -> torch.Tensor:
+        """Return one piece of a tensor, in its own shape."""
         tensor = self.manifest.tensors[name]
         piece = tensor.pieces[index]
         nbytes = piece.numel * tensor.dtype.itemsize
@@ -83,7 +84,7 @@ class Reader(StorageReader):
         """Return a whole tensor."""
         tensor = self.manifest.tensors[name]
         if len(tensor.pieces) == 1:
-            return self._read_piece(name, 0)
+            return self.piece(name, 0)
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         with ThreadPoolExecutor(NUM_THREADS) as threads:
             for _ in threads.map(lambda i: self._place(whole, name, i), range(len(tensor.pieces))):
@@ -92,7 +93,7 @@ class Reader(StorageReader):
 
     def _place(self, whole: torch.Tensor, name: str, index: int) -> None:
         piece = self.manifest.tensors[name].pieces[index]
-        values = self._read_piece(name, index)
+        values = self.piece(name, index)
         whole[tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))] = values
 
     # -- what DCP calls --------------------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ class Reader(StorageReader):
         box = torch.empty(sizes, dtype=part.dtype)
         for item in items:
             assert item.storage_index.index is not None
-            piece = self._piece(item.storage_index.fqn, item.storage_index.index)
+            piece = self._cached(item.storage_index.fqn, item.storage_index.index)
             _cut(box, item.dest_offsets, item.lengths).copy_(_cut(piece, item.storage_offsets, item.lengths))
         return box.view(-1)
 

@@ -106,7 +106,8 @@ class Writer(StorageWriter):
 
     def _fill(self, items: list[WriteItem], planner: SavePlanner, results: list[HostFuture[Any]]) -> Any:
         """Yield slots as they are full, each with its (item, start, bytes); reads may still be on their way."""
-        slot, boxes = self._slots.take(), []
+        slot = self._slots.take()
+        boxes: list[tuple[WriteItem, int, int]] = []
         for item in items:
             part = planner.part(item)
             box = part.box(item.index)
