@@ -18,6 +18,8 @@ class Store:
         self._traffic = traffic
         self._block = tier.allocate(numel * dtype.itemsize)
         self._open: list[Transfer] = []
+        self.what = kind
+        """What it holds, for people."""
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +56,7 @@ class Store:
         self._open.clear()
 
     def _track(self, transfer: Transfer) -> Transfer:
+        transfer.what = self.what
         self._open = [t for t in self._open if not t.done or t.error is not None]
         self._open.append(transfer)
         return transfer

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing.connection
 import os
 import random
 import resource
 import signal
 import sys
+import threading
+import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +33,9 @@ TINY = [
 ]
 
 
+STUCK = -999
+
+
 @dataclass
 class Death:
     """Ends a rank by SIGKILL at the `at`-th event of a seeded choice of kinds."""
@@ -39,6 +45,7 @@ class Death:
     only: str = ""
     """Count only events whose name starts with this."""
     signal: int = signal.SIGKILL
+    """0 is no signal: the rank's main thread stands still for good."""
 
 
 @dataclass
@@ -65,7 +72,7 @@ def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given:
         nonlocal count
         count += name.startswith(death.only)
         if rank in death.ranks and count == death.at and name.startswith(death.only):
-            os.kill(os.getpid(), death.signal)
+            os.kill(os.getpid(), death.signal) if death.signal else threading.Event().wait()
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.said{rank}", "w", buffering=1) as said, contextlib.redirect_stderr(said):
@@ -86,9 +93,18 @@ def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given:
 
 
 def train(
-    folder: Path, *sets: str, world: int = 2, death: Death | None = None, seconds: float = 60, **given: Any
+    folder: Path,
+    *sets: str,
+    world: int = 2,
+    death: Death | None = None,
+    seconds: float = 90,
+    grace: float = 30,
+    **given: Any,
 ) -> Ended:
-    """Run the trainer on `world` ranks to its end, however it ends; no process is left."""
+    """Run the trainer on `world` ranks to its end, however it ends; no process is left.
+
+    One that lives on `grace` seconds after another has failed is ended, and its code is STUCK.
+    """
     port = free_port()
     death = death or Death((), 0)
     processes = [
@@ -97,15 +113,17 @@ def train(
     ]
     for process in processes:
         process.start()
+    deadline = time.monotonic() + seconds
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()], deadline - time.monotonic())
+        if any(process.exitcode for process in processes):
+            deadline = min(deadline, time.monotonic() + grace)
     codes = []
     for process in processes:
-        process.join(seconds)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            codes.append(-999)
-        else:
-            codes.append(process.exitcode or 0)
+        stuck = process.is_alive()
+        process.kill()
+        process.join()
+        codes.append(STUCK if stuck else process.exitcode or 0)
     return Ended(codes, [Path(f"{folder}.said{rank}").read_text() for rank in range(world)])
 
 
@@ -118,8 +136,8 @@ def losses(folder: Path) -> dict[int, float]:
 def deaths(seed: int, number: int, world: int) -> list[Death]:
     """Seeded deaths: of one rank or of all, anywhere in a run or at a stage of its saves."""
     draw = random.Random(seed)
-    kinds = ["", "", "checkpoint", "checkpoint read", "checkpoint write", "checkpoint manifest", "checkpoint rename"]
-    kinds += ["checkpoint commit", "checkpoint sync"]
+    stages = ["write", "rename", "read", "commit", "manifest", "sync"]
+    kinds = ["", *(f"checkpoint {stage}" for stage in stages), "", "checkpoint"]
     found = []
     for index in range(number):
         only = kinds[index % len(kinds)]

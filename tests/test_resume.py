@@ -15,7 +15,7 @@ from runs import Death, deaths, losses, train
 
 from zerocli.checkpoint.folder import Folder
 
-NUM_DEATHS = int(os.environ.get("ZEROCLI_TEST_DEATHS", "8"))
+NUM_DEATHS = int(os.environ.get("ZEROCLI_TEST_DEATHS", "6"))
 """50 in a long run: ZEROCLI_TEST_DEATHS=50 pytest tests/test_resume.py"""
 
 

@@ -41,6 +41,8 @@ TAIL_LINES = 60
 PORT_ATTEMPTS = 3
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_DOES_NOT_FIT, EXIT_PREEMPTED, EXIT_INTERRUPTED = 0, 1, 2, 3, 75, 130
 PR_SET_PDEATHSIG = 1
+JOB_FILE = "job"
+"""In the run folder: the name of the elastic job that wrote its checkpoints."""
 SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """A run that has checkpoints saves one when it gets one of these."""
 
@@ -106,6 +108,12 @@ def _slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
         # Below 30000: above it lie the ports that kernels lend to outgoing connections.
         "MASTER_PORT": environ.get("MASTER_PORT") or str(10000 + job % 20000),
     }
+
+
+def job_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the elastic job that this process is a rank of; empty if of none that has one."""
+    name = environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if name == "none" else name
 
 
 def first_host(nodes: str) -> str:

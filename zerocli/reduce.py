@@ -271,7 +271,7 @@ class Reducer:
         if self._stage.optimizer:
             with self._lane.run():
                 self._probe("reduce")
-                self._unfinished.append(self._collectives.reduce_scatter(flat.grad, flat.grad_full).wait)
+                self._unfinished.append(self._collectives.reduce_scatter(flat.grad, flat.grad_full, _what(flat)).wait)
             return
         if self._run and not _adjoin(self._run[-1], flat.grad_full):
             self._reduce_run()
@@ -289,7 +289,7 @@ class Reducer:
         with self._lane.run():
             self._probe("reduce")
             for piece in Span(0, numel).pieces(self._bucket_limit):
-                self._unfinished.append(self._collectives.all_reduce(whole[piece.start : piece.stop]).wait)
+                self._unfinished.append(self._collectives.all_reduce(whole[piece.start : piece.stop], "gradients").wait)
 
     def _reduce_buckets(self, flat: Flat) -> None:
         """Carry the unit's gradients to their owners, bucket by bucket, and free them."""
@@ -343,11 +343,11 @@ class Reducer:
         """Reduce one bucket into the columns of the gradient shard; the result ends what is left to do."""
         target = flat.grad[plan.columns.start : plan.columns.stop] if flat.grad is not None else None
         if target is not None and self._first and target.dtype == memory.dtype:
-            return self._collectives.reduce_scatter(target, memory).wait
+            return self._collectives.reduce_scatter(target, memory, _what(flat)).wait
         # The bucket's own slice may take the sum: nobody reads the bucket after it.
         rank = self._collectives.rank
         part = memory[rank * plan.columns.numel : (rank + 1) * plan.columns.numel]
-        pending = self._collectives.reduce_scatter(part, memory)
+        pending = self._collectives.reduce_scatter(part, memory, _what(flat))
 
         def merge() -> Callable[[], None]:
             if target is None:
@@ -425,3 +425,7 @@ def _once(action: Callable[[], None]) -> Callable[[], None]:
             left.pop()()
 
     return run
+
+
+def _what(flat: Flat) -> str:
+    return f"gradients of {flat.unit.title}"

@@ -30,7 +30,7 @@ from zerocli.config import Config, to_dict
 from zerocli.data import Batches, Prefetcher, open_source
 from zerocli.engine import Engine
 from zerocli.errors import FAILURE, UserError
-from zerocli.launch import EXIT_PREEMPTED, RunOptions, say
+from zerocli.launch import EXIT_PREEMPTED, JOB_FILE, RunOptions, job_name, say
 from zerocli.metrics import Line, MetricsFile, Recorder
 from zerocli.models import Decoder, build
 from zerocli.optim import arguments_of
@@ -38,6 +38,7 @@ from zerocli.precision import precision
 from zerocli.preempt import Preemption
 from zerocli.schedule import make_schedule
 from zerocli.settings import Settings
+from zerocli.watchdog import Watchdog
 from zerocli.weights import load_weights
 
 
@@ -68,9 +69,11 @@ def _train(config: Config, options: RunOptions) -> int:
     first = begin(config, options, engine, batches, rank)
     if rank == 0:
         (run_dir / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        (run_dir / JOB_FILE).write_text(job_name())
     # The reference starts from the very same values: take them before the first update.
     start = engine.state_dict() if options.check else None
-    lines, stopped = run_steps(config, options, engine, batches, rank, world, first)
+    with Watchdog(engine, config.train.watchdog):
+        lines, stopped = run_steps(config, options, engine, batches, rank, world, first)
     if stopped or not lines:
         engine.close()
         if rank == 0:

@@ -170,9 +170,14 @@ def newest_run(name: str) -> str:
 
 
 def was_restarted(run_dir: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Say whether torchrun or SLURM started this run anew and there is a checkpoint to go on from."""
+    """Say whether torchrun or SLURM started this run anew and there is a checkpoint to go on from.
+
+    torchrun counts a restart after a failure, but none when a node joins: then it is known by the job's own name.
+    """
     restarts = [environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    return restarts != ["0", "0"] and has_checkpoint(run_dir)
+    job, before = launch.job_name(environ), Path(run_dir, launch.JOB_FILE)
+    same = bool(job) and before.is_file() and before.read_text() == job
+    return (same or restarts != ["0", "0"]) and has_checkpoint(run_dir)
 
 
 def has_checkpoint(run_dir: str | os.PathLike[str]) -> bool:
