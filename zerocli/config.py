@@ -163,11 +163,6 @@ class CheckpointConfig:
     time_limit: float = setting(0.0, least=0)
     """Seconds the run may take; shortly before, it is saved and ends with exit code 75. 0 = no limit."""
 
-    @property
-    def active(self) -> bool:
-        """Whether the run is saved at all: then SIGTERM and SIGUSR1 save it too."""
-        return self.every > 0 or self.time_limit > 0
-
 
 @dataclass(frozen=True)
 class DataConfig:

@@ -185,7 +185,7 @@ def launch(
     say(f"run folder: {run_dir}")
     command = list(worker or [sys.executable, "-m", "zerocli", *arguments])
     for _ in range(PORT_ATTEMPTS):
-        job = Job(command, num_ranks, run_dir, saves=saves_on_signal(config))
+        job = Job(command, num_ranks, run_dir, saves=saves(config))
         code = job.run()
         if not job.port_was_taken():
             break
@@ -193,9 +193,10 @@ def launch(
     return code
 
 
-def saves_on_signal(config: Any) -> bool:
-    """Say whether the ranks save when they are told to stop, so that they need time for it."""
-    return bool(getattr(getattr(config, "checkpoint", None), "active", False))
+def saves(config: Any) -> bool:
+    """Say whether a run is saved at all; then it also saves when it is told to stop, and needs time for it."""
+    checkpoint = getattr(config, "checkpoint", None)
+    return checkpoint is not None and (checkpoint.every > 0 or checkpoint.time_limit > 0)
 
 
 def choose_ranks(asked: int, tp: int, num_gpus: int) -> tuple[int, str]:

@@ -30,7 +30,7 @@ from zerocli.config import Config, to_dict
 from zerocli.data import Batches, Prefetcher, open_source
 from zerocli.engine import Engine
 from zerocli.errors import FAILURE, UserError
-from zerocli.launch import EXIT_PREEMPTED, JOB_FILE, RunOptions, job_name, say
+from zerocli.launch import EXIT_PREEMPTED, JOB_FILE, RunOptions, job_name, saves, say
 from zerocli.metrics import Line, MetricsFile, Recorder
 from zerocli.models import Decoder, build
 from zerocli.optim import arguments_of
@@ -78,6 +78,9 @@ def _train(config: Config, options: RunOptions) -> int:
         engine.close()
         if rank == 0:
             say(stopped or f"nothing is left to train: step {first - 1} of {config.train.steps} was saved")
+            if options.json:
+                about = {"schema": 1, "run_dir": options.run_dir, "steps": len(lines), "stopped": stopped}
+                print(json.dumps(about), flush=True)
         return EXIT_PREEMPTED if stopped else 0
     checked = compare(config, options.check, start, lines, batches, rank, world) if start else None
     held = report.gather_memory(engine)
@@ -209,6 +212,11 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
             raise UserError(str(error), hint="another --run-dir starts anew", exit_code=FAILURE) from error
         except Mismatch as error:
             raise UserError(f"the checkpoint is of another run: {error}", hint="the run's own CONFIG") from error
+        if found.step and options.check:
+            raise UserError(
+                f"--check compares with training from the start, and step {found.step} is resumed from",
+                hint="--check without --resume, in another --run-dir",
+            )
         if found.step:
             tell(f"resuming after step {found.step}: {found.path}")
             for line in changes(config, found.values.get("config", {})):
@@ -250,7 +258,7 @@ def run_steps(
     stopped = ""
     with contextlib.ExitStack() as stack:
         metrics = MetricsFile(Path(options.run_dir) / "metrics.jsonl") if rank == 0 else None
-        saver = make_saver(config, options, engine, rank) if checkpoint.active else None
+        saver = make_saver(config, options, engine, rank) if saves(config) else None
         loader = stack.enter_context(Prefetcher(batches, first, rank, world, engine.device, steps))
         progress = stack.enter_context(report.Progress(steps, train.log_every, active=rank == 0))
         preemption = Preemption(checkpoint.time_limit, lambda: saver.longest_seconds if saver else 0.0)
