@@ -139,7 +139,7 @@ def load_at(folder: str, settings: dict, steps: int):
 
 CASES = [
     (stage, offload, precision)
-    for precision, offloads in {"fp32": ("", "cpu", "nvme"), "bf16": ("", "cpu", "nvme"), "fp16": ("",)}.items()
+    for precision, offloads in dict.fromkeys(("fp32", "bf16", "fp16"), ("", "cpu", "nvme")).items()
     for stage in (0, 1, 2, 3)
     for offload in offloads
     if stage or not offload

@@ -17,9 +17,10 @@ from zerocli.checkpoint import state
 from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.manifest import Damaged, Unfinished
 from zerocli.checkpoint.manifest import read as read_manifest
+from zerocli.checkpoint.members import control_group
 from zerocli.checkpoint.parts import LoadPlanner
 from zerocli.checkpoint.reader import Reader
-from zerocli.checkpoint.saver import control_group, describe
+from zerocli.checkpoint.saver import describe
 from zerocli.engine import Engine
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zerocli.checkpoint import state
 from zerocli.checkpoint.folder import MANIFEST, Folder
+from zerocli.checkpoint.members import control_group, members_of
 from zerocli.checkpoint.parts import SavePlanner
 from zerocli.checkpoint.snapshot import Slots, Snapshot
 from zerocli.checkpoint.writer import Writer
@@ -57,7 +57,7 @@ class Saver:
         self._engine, self.folder = engine, Folder(folder)
         self._asynchronous, self._keep, self._keep_every = asynchronous, keep, keep_every
         self._say, self._probe = say, probe
-        self._rank = engine.collectives.rank
+        self._rank = members_of(engine).rank
         self._group = control_group(engine)
         self._slots = Slots(buffer_nbytes, engine.device)
         self._thread: threading.Thread | None = None
@@ -133,14 +133,6 @@ class Saver:
         """Finish what is under way and give the buffer back."""
         self.wait()
         self._slots.close()
-
-
-def control_group(engine: Engine) -> dist.ProcessGroup | None:
-    """Return a gloo group of the engine's ranks, for plans and results; None for a lone process. Collective."""
-    if not dist.is_initialized() or engine.collectives.world == 1:
-        return dist.new_group([dist.get_rank()], backend="gloo") if dist.is_initialized() else None
-    ranks = dist.get_process_group_ranks(engine.settings.group or dist.group.WORLD)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=engine.settings.group is not None)
 
 
 def describe(error: BaseException) -> str:

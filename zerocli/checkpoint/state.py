@@ -15,6 +15,7 @@ from torch import nn
 
 from zerocli.checkpoint.boxes import Extent, boxes_of, whole
 from zerocli.checkpoint.manifest import Damaged, Manifest
+from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
 from zerocli.checkpoint.sources import parameters_of, source_of
 from zerocli.unit import MASTER, Flat
@@ -60,7 +61,7 @@ def _parts(flat: Flat, array: str, prefix: str) -> Iterator[Part]:
 def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
     """Return this rank's parts and the values of a step; nothing large is copied. Collective."""
     engine.settle()
-    rank = engine.collectives.rank
+    rank = members_of(engine).rank
     parts = list(state_parts(engine))
     buffers = dict(persistent_buffers(engine.model))
     differs = _differs_from_first(engine, buffers)  # every rank asks, rank 0 too
@@ -68,7 +69,7 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
         parts += [tensor_part(f"buffers/{rank}/{name}", b.clone()) for name, b in buffers.items() if b.numel()]
     parts += [tensor_part(f"random/{rank}/{where}", state) for where, state in _random_states(engine).items()]
     values = {
-        "world": engine.collectives.world,
+        "world": members_of(engine).world,
         "precision": engine.precision.name,
         "steps": engine.steps,
         "updates": engine.updates.item(),
@@ -128,7 +129,8 @@ def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Ca
         parts[name] = tensor_part(name, landed)
         afterwards.append(lambda: take(landed))
 
-    mine = f"buffers/{engine.collectives.rank}/"
+    members = members_of(engine)
+    mine = f"buffers/{members.rank}/"
     # A rank that is new, or whose buffers were rank 0's, starts from those.
     prefix = mine if any(name.startswith(mine) for name in manifest.tensors) else "buffers/0/"
     for name, buffer in persistent_buffers(engine.model):
@@ -136,9 +138,9 @@ def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Ca
             land(prefix + name, tuple(buffer.shape), buffer.dtype, buffer.copy_)
     compare(parts, manifest)
     for where, take in _random_takers(engine).items():
-        name = f"random/{engine.collectives.rank}/{where}"
+        name = f"random/{members.rank}/{where}"
         # Among other ranks a saved random state means nothing.
-        if name in manifest.tensors and manifest.values.get("world") == engine.collectives.world:
+        if name in manifest.tensors and manifest.values.get("world") == members.world:
             land(name, manifest.tensors[name].shape, torch.uint8, take)
     return parts, afterwards
 
