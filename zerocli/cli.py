@@ -20,6 +20,7 @@ from zerocli.errors import UserError, closest
 COMMANDS = {
     "fit": ("zerocli.commands.fit:command", "Say whether a model fits, and the fastest way that does; needs no GPU."),
     "train": ("zerocli.commands.train:command", "Train a model under a ZeRO stage, on one machine or many."),
+    "export": ("zerocli.commands.export:command", "Write a checkpoint's weights as safetensors, for other programs."),
     "configs": ("zerocli.commands.configs:command", "List, show and copy the bundled configs."),
     "env": ("zerocli.commands.env:command", "Show this machine: cores, memory and its limits, GPUs, disks."),
 }

@@ -8,6 +8,7 @@ one and parameters that stay resident are the same code with trivial values.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -387,6 +389,14 @@ class Engine:
         """Parameters of the whole model, padding left out."""
         entries = [entry for flat in self.flats() for entry in flat.layout.entries]
         return sum(math.prod(self.tensor_parallel.whole_shape(e.name, e.shape)) for e in entries)
+
+    @functools.cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of both axes that train this model, in torch.distributed's numbers. The first use is collective."""
+        if self.collectives.world * self.tensor_parallel.world == 1:
+            return (dist.get_rank() if dist.is_initialized() else 0,)
+        mine = torch.tensor([dist.get_rank()], device=self.device)
+        return tuple(sorted(int(rank) for rank in self.gather_control(mine).flatten().tolist()))
 
     def gather_control(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return every rank's copy of a small tensor, stacked, over both axes of ranks. Collective."""

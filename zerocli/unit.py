@@ -120,6 +120,11 @@ class Unit:
     def trainable(self) -> Flat | None:
         return next((flat for flat in self.flats if flat.trainable), None)
 
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return self.name or "the rest"
+
     def __repr__(self) -> str:
         return f"Unit({self.name or 'rest'})"
 
