@@ -24,7 +24,7 @@ from zerocli.comm import Collectives, Issued
 from zerocli.engine import Engine
 from zerocli.launch import EXIT_FAILURE, record_failure
 
-PATIENCE_SECONDS = 5.0
+PATIENCE_SECONDS = 2.0
 """How long the store may take to answer when a rank asks for the others."""
 
 
@@ -45,7 +45,9 @@ class Watchdog(threading.Thread):
         super().__init__(name="zerocli-watchdog", daemon=True)
         self._collectives = engine.collectives
         self._limit, self._end = limit, end or end_process
-        self._interval = min(1.0, limit / 10)
+        self._interval = min(1.0, limit / 20)
+        # Asking around takes this long at most; it begins before the limit so that the answer is there in time.
+        self._lead = 2 * PATIENCE_SECONDS + 3 * self._interval
         self._closed = threading.Event()
         self._store = _store(engine.collectives) if engine.collectives.world > 1 else None
         name_pieces(engine)
@@ -83,10 +85,11 @@ class Watchdog(threading.Thread):
 
     def _stuck_collective(self) -> str:
         entry = oldest_open(self._collectives)
-        if entry is None or time.monotonic() - entry.since <= self._limit:
+        if entry is None or time.monotonic() - entry.since <= max(self._limit / 4, self._limit - self._lead):
             return ""
         absent = self._absent(entry)
-        if oldest_open(self._collectives) is not entry:
+        self._closed.wait(max(0.0, entry.since + self._limit - time.monotonic()))
+        if entry.over or self._closed.is_set():
             return ""  # it came while we asked around
         seconds = time.monotonic() - entry.since
         return f"{entry} has been stuck for {seconds:.0f} s (collective {entry.number} of this run): {absent}"

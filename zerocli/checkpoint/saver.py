@@ -67,8 +67,8 @@ class Saver:
         """The last step that was to be saved."""
         self.saved: int | None = None
         """The last step that was saved."""
-        self.longest_seconds = 0.0
-        """The longest save so far, from snapshot to commit."""
+        self.last_seconds = self.longest_seconds = 0.0
+        """The last save and the longest, from snapshot to commit."""
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +105,7 @@ class Saver:
         finally:
             snapshot.let_go()
         seconds = time.monotonic() - began
-        self.longest_seconds = max(self.longest_seconds, seconds)
+        self.last_seconds, self.longest_seconds = seconds, max(self.longest_seconds, seconds)
         self.saved = step
         if self._rank == 0:
             self._say(f"checkpoint of step {step} saved in {seconds:.1f} s: {writer.folder}")
