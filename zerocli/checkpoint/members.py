@@ -1,8 +1,4 @@
-"""The ranks that save and load one model together, and the group over which they plan.
-
-Today these are the engine's data-parallel ranks. With tensor parallelism they will be all ranks of the model: then
-`members_of` is the one place to say so (and a split parameter says by its `extent` which block of it a rank has).
-"""
+"""The ranks that save and load one model together, data-parallel and tensor-parallel, and the group they plan over."""
 
 from __future__ import annotations
 
@@ -29,10 +25,17 @@ class Members:
 
 def members_of(engine: Engine) -> Members:
     """Return the ranks that hold a part of the engine's model."""
-    if not dist.is_initialized() or engine.collectives.world == 1:
-        return Members((dist.get_rank() if dist.is_initialized() else 0,), 0)
-    ranks = dist.get_process_group_ranks(engine.settings.group or dist.group.WORLD)
-    return Members(tuple(ranks), ranks.index(dist.get_rank()))
+    here = dist.get_rank() if dist.is_initialized() else 0
+    axis = getattr(engine, "tensor_parallel", None)
+    split = axis.world if axis is not None else 1
+    if engine.collectives.world * split == 1:
+        return Members((here,), 0)
+    if split > 1:
+        if engine.collectives.world * split != dist.get_world_size():
+            raise ValueError("a checkpoint of a model split by tp needs all ranks to be the model's")
+        return Members(tuple(range(dist.get_world_size())), here)
+    ranks = dist.get_process_group_ranks(engine.collectives.group or dist.group.WORLD)
+    return Members(tuple(ranks), ranks.index(here))
 
 
 def control_group(engine: Engine) -> dist.ProcessGroup | None:

@@ -7,17 +7,19 @@ between ranks `buffers/RANK/NAME` and `random/RANK/WHERE`. None depends on world
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zerocli.checkpoint.boxes import Extent, boxes_of, whole
+from zerocli.checkpoint.boxes import Block, Extent, boxes_of, whole
 from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
 from zerocli.checkpoint.sources import parameters_of, source_of
+from zerocli.shards import Span
 from zerocli.unit import MASTER, Flat
 
 if TYPE_CHECKING:
@@ -28,9 +30,21 @@ class Mismatch(Exception):
     """A checkpoint of another model, or of another optimizer, than the one it is to be loaded into."""
 
 
-def extent_of(parameter: nn.Parameter, shape: tuple[int, ...]) -> Extent:
-    """Return what this rank's parameter is of the global one; tensor parallelism sets the attribute `extent`."""
-    return getattr(parameter, "extent", None) or whole(shape)
+def extent_of(engine: Engine, name: str, shape: tuple[int, ...]) -> Extent:
+    """Return what this rank's parameter is of the global one, where tensor parallelism has cut it."""
+    axis = getattr(engine, "tensor_parallel", None)
+    cut = axis.cuts.get(name) if axis is not None else None
+    if axis is None or cut is None:
+        return whole(shape)
+    runs = cut.runs(axis.rank, axis.world)
+    if cut.dim:  # columns of a matrix: one run, or its rows would lie in pieces
+        assert len(runs) == 1, name
+        offsets = tuple(runs[0][0] if dim == cut.dim else 0 for dim in range(len(shape)))
+        return Extent(cut.shape, (Block(Span(0, shape[0]), offsets),))
+    ends = list(itertools.accumulate((length for _, length in runs), initial=0))
+    rest = (0,) * (len(shape) - 1)
+    blocks = [Block(Span(*rows), (run[0], *rest)) for rows, run in zip(itertools.pairwise(ends), runs, strict=True)]
+    return Extent(cut.shape, tuple(blocks))
 
 
 def state_parts(engine: Engine) -> Iterator[Part]:
@@ -38,16 +52,16 @@ def state_parts(engine: Engine) -> Iterator[Part]:
     for flat in (flat for unit in engine.gatherer.forward_order() for flat in unit.flats):
         names = [(MASTER, "parameters"), *((n, f"optimizer/{n}") for n in engine.optimizer.state_names)]
         for array, prefix in names if flat.trainable else names[:1]:
-            yield from _parts(flat, array, prefix)
+            yield from _parts(engine, flat, array, prefix)
 
 
-def _parts(flat: Flat, array: str, prefix: str) -> Iterator[Part]:
+def _parts(engine: Engine, flat: Flat, array: str, prefix: str) -> Iterator[Part]:
     source, covered = source_of(flat, array)
-    for entry, parameter in zip(flat.layout.entries, flat.parameters, strict=True):
+    for entry in flat.layout.entries:
         mine = entry.span.intersect(flat.own)
         if not entry.numel:
             continue
-        extent = extent_of(parameter, entry.shape)
+        extent = extent_of(engine, entry.name, entry.shape)
         found = list(boxes_of(extent, entry.shape, mine.shifted(-entry.offset))) if mine.numel else []
         at = mine.start - covered.start
         shifted = [type(box)(box.offsets, box.sizes, box.start + at) for box in found]
