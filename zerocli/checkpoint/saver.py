@@ -97,7 +97,6 @@ class Saver:
         if self._engine.device.type == "cuda":
             torch.cuda.set_device(self._engine.device)
         try:
-            # Not `process_group`: a lone process has none, and DCP then plans by itself.
             dcp.save(snapshot.parts, storage_writer=writer, planner=SavePlanner(), process_group=self._group)
         except BaseException as error:  # CheckpointException is not an Exception
             self._fail(writer, step, error)
