@@ -24,7 +24,7 @@ from zerocli.comm import Collectives, Issued
 from zerocli.engine import Engine
 from zerocli.launch import EXIT_FAILURE, record_failure
 
-PATIENCE_SECONDS = 5.0
+PATIENCE_SECONDS = 2.0
 """How long the store may take to answer when a rank asks for the others."""
 
 
@@ -38,16 +38,68 @@ class Beat:
     doing: str
 
 
+class Axis:
+    """One axis of ranks: its collectives, and what its ranks tell each other of them."""
+
+    def __init__(self, collectives: Collectives, store: Any) -> None:
+        self.collectives = collectives
+        self.members = dist.get_process_group_ranks(collectives.group or dist.group.WORLD)
+        self._store = dist.PrefixStore("zerocli-beats/" + "-".join(map(str, self.members)), store)
+
+    def publish(self) -> None:
+        """Tell the others how far this rank has come."""
+        entry, issued = oldest_open(self.collectives), self.collectives.issued
+        waiting = next((f"waiting for a transfer of {t.what}" for t, _ in list(WAITED_FOR.values())), "")
+        doing = waiting or (f"in {entry}" if entry is not None else f"after collective {issued}")
+        self._store.set(f"{self.collectives.rank}", f"{time.monotonic()} {issued} {doing}")
+
+    def beats(self) -> dict[int, Beat] | None:
+        """Return what each rank last said, None if the store does not answer."""
+        found: dict[int, Beat] = {}
+        answered = threading.Event()
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):
+                for rank in range(self.collectives.world):
+                    if self._store.check([f"{rank}"]):
+                        when, issued, doing = self._store.get(f"{rank}").decode().split(" ", 2)
+                        found[rank] = Beat(float(when), int(issued), doing)
+                answered.set()
+
+        threading.Thread(target=ask, daemon=True).start()
+        return dict(found) if answered.wait(PATIENCE_SECONDS) else None
+
+    def absent(self, entry: Issued, pause: Callable[[], object]) -> str:
+        """Say who has not come to a collective that is stuck."""
+        before = self.beats()
+        pause()
+        now = self.beats()
+        if before is None or now is None:
+            return "the other ranks cannot be asked: rank 0, which keeps the store, does not answer"
+        lines = []
+        for rank, member in enumerate(self.members):
+            beat, last = now.get(rank), before.get(rank)
+            if rank == self.collectives.rank:
+                continue
+            if beat is None or (last is not None and beat.time == last.time):
+                lines.append(f"rank {member} does not answer")
+            elif beat.issued < entry.number:
+                lines.append(f"rank {member} had not arrived ({beat.doing})")
+        return "; ".join(lines) or "all ranks had arrived: the link between them is stuck"
+
+
 class Watchdog(threading.Thread):
     """Looks at an engine's collectives and transfers until it is closed; `limit` in seconds, 0 is never."""
 
     def __init__(self, engine: Engine, limit: float, end: Callable[[str], None] | None = None) -> None:
         super().__init__(name="zerocli-watchdog", daemon=True)
-        self._collectives = engine.collectives
         self._limit, self._end = limit, end or end_process
-        self._interval = min(1.0, limit / 10)
+        self._interval = min(1.0, limit / 20)
+        # Asking around takes this long at most; it begins before the limit so that the answer is there in time.
+        self._lead = 2 * PATIENCE_SECONDS + 3 * self._interval
         self._closed = threading.Event()
-        self._store = _store(engine.collectives) if engine.collectives.world > 1 else None
+        axes = (engine.collectives, engine.tensor_parallel)
+        self._axes = [Axis(axis, _store()) for axis in axes if axis.world > 1]
         name_pieces(engine)
 
     def __enter__(self) -> Watchdog:
@@ -64,13 +116,17 @@ class Watchdog(threading.Thread):
         publisher = threading.Thread(target=self._publish, name="zerocli-heartbeat", daemon=True)
         publisher.start()
         while not self._closed.wait(self._interval):
-            text = self._stuck_transfer() or self._stuck_collective()
+            text = self._stuck_transfer() or next(filter(None, map(self._stuck_collective, self._axes)), "")
             if text and not self._closed.is_set():
                 self._end(text)
                 return
         publisher.join(self._interval + PATIENCE_SECONDS)
 
-    # -- what is stuck ---------------------------------------------------------------------------------------------
+    def _publish(self) -> None:
+        with contextlib.suppress(Exception):  # the store is gone: others see that we no longer answer
+            while not self._closed.wait(self._interval):
+                for axis in self._axes:
+                    axis.publish()
 
     def _stuck_transfer(self) -> str:
         for transfer, since in list(WAITED_FOR.values()):
@@ -81,63 +137,17 @@ class Watchdog(threading.Thread):
                 return f"a transfer of {what} ({size}) has been stuck for {seconds:.0f} s"
         return ""
 
-    def _stuck_collective(self) -> str:
-        entry = oldest_open(self._collectives)
-        if entry is None or time.monotonic() - entry.since <= self._limit:
+    def _stuck_collective(self, axis: Axis) -> str:
+        entry = oldest_open(axis.collectives)
+        since = entry.since if entry is not None else math.inf
+        if entry is None or time.monotonic() - since <= max(self._limit / 4, self._limit - self._lead):
             return ""
-        absent = self._absent(entry)
-        if oldest_open(self._collectives) is not entry:
-            return ""  # it came while we asked around
-        seconds = time.monotonic() - entry.since
+        absent = axis.absent(entry, lambda: self._closed.wait(3 * self._interval))
+        self._closed.wait(max(0.0, since + self._limit - time.monotonic()))
+        if entry.over or entry.since > since or self._closed.is_set():
+            return ""  # it came, or its host left it, while we asked around
+        seconds = time.monotonic() - since
         return f"{entry} has been stuck for {seconds:.0f} s (collective {entry.number} of this run): {absent}"
-
-    def _absent(self, entry: Issued) -> str:
-        """Say who has not come to a collective that is stuck."""
-        before = self._beats()
-        self._closed.wait(3 * self._interval)
-        now = self._beats()
-        if before is None or now is None:
-            return "the other ranks cannot be asked: rank 0, which keeps the store, does not answer"
-        lines = []
-        for rank in range(self._collectives.world):
-            beat, last = now.get(rank), before.get(rank)
-            if rank == self._collectives.rank:
-                continue
-            if beat is None or (last is not None and beat.time == last.time):
-                lines.append(f"rank {rank} does not answer")
-            elif beat.issued < entry.number:
-                lines.append(f"rank {rank} had not arrived ({beat.doing})")
-        return "; ".join(lines) or "all ranks had arrived: the link between them is stuck"
-
-    # -- what ranks tell each other --------------------------------------------------------------------------------
-
-    def _publish(self) -> None:
-        while self._store is not None and not self._closed.wait(self._interval):
-            entry = oldest_open(self._collectives)
-            waiting = next((f"waiting for a transfer of {t.what}" for t, _ in list(WAITED_FOR.values())), "")
-            doing = waiting or (f"in {entry}" if entry is not None else f"after collective {self._collectives.issued}")
-            text = f"{time.monotonic()} {self._collectives.issued} {doing}"
-            try:
-                self._store.set(f"beat/{self._collectives.rank}", text)
-            except Exception:  # the store is gone: others see that we no longer answer
-                return
-
-    def _beats(self) -> dict[int, Beat] | None:
-        """Return what each rank last said, None if the store does not answer."""
-        found: dict[int, Beat] = {}
-        answered = threading.Event()
-
-        def ask() -> None:
-            assert self._store is not None
-            with contextlib.suppress(Exception):
-                for rank in range(self._collectives.world):
-                    if self._store.check([f"beat/{rank}"]):
-                        when, issued, doing = self._store.get(f"beat/{rank}").decode().split(" ", 2)
-                        found[rank] = Beat(float(when), int(issued), doing)
-                answered.set()
-
-        threading.Thread(target=ask, daemon=True).start()
-        return dict(found) if answered.wait(PATIENCE_SECONDS) else None
 
 
 def oldest_open(collectives: Collectives) -> Issued | None:
@@ -160,14 +170,13 @@ def name_pieces(engine: Engine) -> None:
                 store.what = f"the {words} of {flat.unit.title}"
 
 
-def _store(collectives: Collectives) -> Any:
-    """Return the process group's store, under names of this run's own."""
+def _store() -> Any:
+    """Return the process group's store."""
     # torch has no public way to the store that it was given.
     store: Any = dist.distributed_c10d._get_default_store()
     with contextlib.suppress(Exception):
-        store = store.clone()  # a connection of its own: a blocked one elsewhere must not block us
-    members = dist.get_process_group_ranks(collectives.group or dist.group.WORLD)
-    return dist.PrefixStore(f"zerocli/{members[0]}-{members[-1]}", store)
+        return store.clone()  # a connection of its own: a blocked one elsewhere must not block us
+    return store
 
 
 def end_process(text: str) -> None:

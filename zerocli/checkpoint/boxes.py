@@ -43,8 +43,8 @@ class Block:
 class Extent:
     """What a rank's parameter is of the global one: its shape, and the blocks of rows that make up the rank's own.
 
-    Without tensor parallelism there is one block, all of it. A parameter that is split over tensor-parallel ranks has
-    one for a matrix that is cut along either dimension, three for queries, keys and values fused into one.
+    Without tensor parallelism there is one block, all of it. Of a parameter that is split over tensor-parallel ranks
+    there is one for a matrix that is cut along either dimension, three for queries, keys and values fused into one.
     """
 
     shape: tuple[int, ...]

@@ -67,8 +67,8 @@ class Saver:
         """The last step that was to be saved."""
         self.saved: int | None = None
         """The last step that was saved."""
-        self.longest_seconds = 0.0
-        """The longest save so far, from snapshot to commit."""
+        self.last_seconds = self.longest_seconds = 0.0
+        """The last save and the longest, from snapshot to commit."""
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,6 @@ class Saver:
         if self._engine.device.type == "cuda":
             torch.cuda.set_device(self._engine.device)
         try:
-            # Not `process_group`: a lone process has none, and DCP then plans by itself.
             dcp.save(snapshot.parts, storage_writer=writer, planner=SavePlanner(), process_group=self._group)
         except BaseException as error:  # CheckpointException is not an Exception
             self._fail(writer, step, error)
@@ -105,7 +104,7 @@ class Saver:
         finally:
             snapshot.let_go()
         seconds = time.monotonic() - began
-        self.longest_seconds = max(self.longest_seconds, seconds)
+        self.last_seconds, self.longest_seconds = seconds, max(self.longest_seconds, seconds)
         self.saved = step
         if self._rank == 0:
             self._say(f"checkpoint of step {step} saved in {seconds:.1f} s: {writer.folder}")

@@ -19,7 +19,7 @@ from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
 from zerocli.checkpoint.sources import parameters_of, source_of
-from zerocli.shards import Entry, Span
+from zerocli.shards import Span
 from zerocli.unit import MASTER, Flat
 
 if TYPE_CHECKING:
@@ -30,20 +30,20 @@ class Mismatch(Exception):
     """A checkpoint of another model, or of another optimizer, than the one it is to be loaded into."""
 
 
-def extent_of(engine: Engine, entry: Entry) -> Extent:
+def extent_of(engine: Engine, name: str, shape: tuple[int, ...]) -> Extent:
     """Return what this rank's parameter is of the whole one: all of it, or its part under tensor parallelism."""
     tp = engine.tensor_parallel
-    cut = tp.cuts.get(entry.name)
+    cut = tp.cuts.get(name)
     if cut is None:
-        return whole(entry.shape)
+        return whole(shape)
     runs = cut.runs(tp.rank, tp.world)
     if cut.dim > 0:
         assert len(runs) == 1, "only rows are cut in sections"
-        offsets = tuple(runs[0][0] if dim == cut.dim else 0 for dim in range(len(entry.shape)))
-        return Extent(cut.shape, (Block(Span(0, entry.shape[0]), offsets),))
+        offsets = tuple(runs[0][0] if dim == cut.dim else 0 for dim in range(len(shape)))
+        return Extent(cut.shape, (Block(Span(0, shape[0]), offsets),))
     blocks, at = [], 0
     for start, length in runs:
-        blocks.append(Block(Span(at, at + length), (start, *(0,) * (len(entry.shape) - 1))))
+        blocks.append(Block(Span(at, at + length), (start, *(0,) * (len(shape) - 1))))
         at += length
     return Extent(cut.shape, tuple(blocks))
 
@@ -62,7 +62,7 @@ def _parts(engine: Engine, flat: Flat, array: str, prefix: str) -> Iterator[Part
         mine = entry.span.intersect(flat.own)
         if not entry.numel:
             continue
-        extent = extent_of(engine, entry)
+        extent = extent_of(engine, entry.name, entry.shape)
         found = list(boxes_of(extent, entry.shape, mine.shifted(-entry.offset))) if mine.numel else []
         at = mine.start - covered.start
         shifted = [type(box)(box.offsets, box.sizes, box.start + at) for box in found]
