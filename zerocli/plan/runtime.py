@@ -14,7 +14,7 @@ RUNTIME: Mapping[str, int] = {
     "python": 1664 * MIB,
 }
 """On a GPU: CUDA context and loaded kernels, NCCL's buffers, cuBLAS's workspaces (one for each thread that computes),
-bytes lost between blocks (0: one in a hundred of all that torch allocates); on the host: Python with torch, a process."""
+and what is lost between blocks (0: one in a hundred of all that torch allocates). On the host: Python with torch."""
 
 SENTENCES = {
     "context": "CUDA context and kernels, a process",
