@@ -34,6 +34,7 @@ from zerocli.launch import EXIT_PREEMPTED, JOB_FILE, RunOptions, job_name, saves
 from zerocli.metrics import Line, MetricsFile, Recorder
 from zerocli.models import Decoder, build
 from zerocli.optim import arguments_of
+from zerocli.plan.inputs import plan_config
 from zerocli.precision import precision
 from zerocli.preempt import Preemption
 from zerocli.schedule import make_schedule
@@ -415,9 +416,14 @@ def dry_run(config: Config, options: RunOptions) -> int:
     except ValueError as error:
         raise UserError(str(error)) from error
     document = {"schema": 1, "config": to_dict(config), "parameters": numel, "memory": held}
+    planned = plan_config(config, "cuda" if torch.cuda.is_available() else "cpu")
+    if planned is not None:
+        document["plan"] = planned.as_dict()
     if options.json:
         print(json.dumps(document), flush=True)
     else:
         print(report.dry(config, numel, held))
+        if planned is not None:
+            print("\n".join(["", "the whole plan of a rank's device, and of its node:", *planned.lines()]))
     say(f"nothing was trained ({time.perf_counter() - began:.1f} s)")
     return 0

@@ -59,6 +59,8 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     hardware, notes = choose_hardware(given)
     setup, more = choose_setup(source, given, hardware, runtime)
     notes = [*source.notes, *notes, *more]
+    if not model:
+        notes.append("proportions, batch and seq of zero-7.5b (no MODEL was named)")
     stages = STAGES if given["stage"] is None else (given["stage"],)
     planned = _model(source, trace, setup, stages, notes)
     if largest:

@@ -166,10 +166,9 @@ def _runtime_rows(setup: Setup, peak: Peak) -> list[Row]:
     if setup.device != "cuda":
         return []
     given = setup.runtime
-    moving = sum(peak.held.get(category, 0) for category in ("activations", "logits", "buffers"))
     runtime = {"context": constant("context", given), "workspace": constant("workspace", given)}
     runtime["nccl"] = constant("nccl", given) if setup.ranks > 1 else 0
-    runtime["fragments"] = constant("fragments", given) or moving // 50
+    runtime["fragments"] = constant("fragments", given) or peak.nbytes // 100
     return [Row("runtime", "hbm", nbytes, SENTENCES[name]) for name, nbytes in runtime.items()]
 
 

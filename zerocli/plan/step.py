@@ -67,7 +67,6 @@ class Replay:
         ledger.begin("steady state")
         self._keep("buffers", update_buffers(self._flats, self._setup, updates_on_cpu(self._setup)))
         self._step()
-        ledger.moment = "optimizer step"
         return Peaks(initialisation, first, ledger.peak, dict(self.away))
 
     def _keep(self, category: str, *sizes: int) -> None:
@@ -135,7 +134,9 @@ class Replay:
         batch = Batch(setup.batch, setup.seq, setup.width, setup.device == "cuda", setup.tp)
         decoder = Decoder(shape, batch)
         tape = Tape(ledger, self._on_grad)
-        inputs = Storage(ledger, 2 * 8 * batch.tokens)  # token ids and targets
+        inputs = [Storage(ledger, 2 * 8 * batch.tokens)]  # token ids and targets
+        if setup.tp > 1:  # a sum over the ranks that is not over yet holds on to what it sums
+            inputs.append(Storage(ledger, decoder.hidden))
         ledger.moment = "embedding"
         x = decoder.embed(tape)
         for block in range(shape.layers):
@@ -198,8 +199,6 @@ class Replay:
                 self._keep("activations", count * each)
             elif count:
                 self.away[share.tier] = self.away.get(share.tier, 0) + count * each
-        if self._setup.parts > 1:  # a gather that is not over yet holds on to its buffer
-            self._keep("activations", part * self._setup.parts)
         if len(self._slots) < layers:
             fact = (
                 f"activations: {layers - len(self._slots)} of {layers} checkpoints have no place left in their budgets"

@@ -10,12 +10,10 @@ from typing import Any
 import click
 
 from zerocli.plan.hardware import Hardware
-from zerocli.plan.rows import TIERS
+from zerocli.plan.rows import TIERS, WORDS
 from zerocli.plan.search import Candidate, Model
 from zerocli.plan.shape import Shape
 from zerocli.sizes import format_bytes, format_count
-
-WORDS = {"hbm": "GPU", "dram": "host", "nvme": "nvme"}
 
 
 @dataclass(frozen=True)
@@ -210,16 +208,7 @@ def _explain(candidate: Candidate) -> list[str]:
     plan, setup = candidate.plan, candidate.setup
     offload = f" --offload {setup.offload}" if setup.offload else ""
     lines = [f"--stage {setup.stage}{offload}: every row (GPU: of one; host and nvme: of a node)"]
-    for tier in TIERS:
-        rows = [row for row in plan.rows if row.tier == tier and row.nbytes]
-        for row in rows:
-            category = row.category.replace("_", " ")
-            lines.append(f"  {WORDS[tier]:<5}{category:<18}{format_bytes(row.nbytes):>11}  {row.formula}")
-        if rows:
-            lines.append(f"  {WORDS[tier]:<5}{'in all':<18}{format_bytes(plan.needed(tier)):>11}")
-    if plan.peaks:
-        phases = ", ".join(f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in plan.peaks.items())
-        lines.append(f"  what torch allocates on the GPU at most, by phase: {phases}; the peak: {plan.moment}")
+    lines += plan.lines()
     if candidate.estimate is not None:
         parts = ", ".join(f"{name} {_seconds(s)}" for name, s in candidate.estimate.parts.items() if s)
         lines.append(f"  a step, estimated: {_seconds(candidate.estimate.seconds)}; alone each would take: {parts}")
