@@ -107,27 +107,31 @@ def cost(shape: str, batch: int, seq: int, rounds: int, steps: int) -> None:
 @main.command()
 @click.option("--shape", type=click.Choice([*SHAPES]), default="1.41b", show_default=True)
 @click.option("--gpu-memory", default="40GiB", show_default=True, help="Cap on what the allocator may take.")
-@click.option("--probe", default=8192, show_default=True, help="Sequence from which, with its double, to extrapolate.")
-def longest(shape: str, gpu_memory: str, probe: int) -> None:
-    """Find the longest sequence at batch 1: extrapolate from two short ones, then prove both sides of the edge."""
+@click.option("--probe", default=32768, show_default=True, help="Sequence from which, with its double, to extrapolate.")
+@click.option("--tries", default=3, show_default=True, help="Attempts to narrow the edge down on the device.")
+def longest(shape: str, gpu_memory: str, probe: int, tries: int) -> None:
+    """Find the longest sequence at batch 1 that runs: on the device by bisection, then on the host twice as long.
+
+    Attention takes time in the square of the sequence: beyond twice the device's longest only the estimate is given.
+    """
     cap = parse_bytes(gpu_memory)
     torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(0).total_memory)
     found: dict[str, Any] = {}
     for way in ("device", "cpu"):
         short, long = (attempt(shape, seq, way) for seq in (probe, 2 * probe))
-        assert short and long
+        assert short and long, f"{2 * probe} tokens do not fit already"
         slope = (long - short) / probe
-        estimate = int((cap - short) / slope) + probe
-        ran, failed = 0, 0
-        for seq in (round_to(estimate * share) for share in (0.96, 0.99, 1.03)):
+        estimate = probe + int((cap - short) / slope)
+        ran, failed = 2 * probe, round_to(estimate * 1.06)
+        for _ in range(tries if way == "device" else 1):
+            seq = round_to(
+                (ran + 2 * failed) / 3 if way == "device" else min(2 * found["device"]["ran"], 0.95 * estimate)
+            )
             used = attempt(shape, seq, way)
-            print(way, seq, used and f"{used / 2**30:.2f} GiB", file=sys.stderr)
-            if used is None:
-                failed = seq
-                break
-            ran = seq
-        found[way] = {"bytes_per_token": slope, "estimate": estimate, "longest_run": ran, "shortest_failure": failed}
-    found["ratio"] = found["cpu"]["longest_run"] / max(found["device"]["longest_run"], 1)
+            print(way, seq, f"{used / 2**30:.2f} GiB" if used else "out of memory", file=sys.stderr)
+            ran, failed = (seq, failed) if used else (ran, seq)
+        found[way] = {"bytes_per_token": slope, "estimate": estimate, "ran": ran, "failed_or_untried": failed}
+    found["ratio"] = found["cpu"]["ran"] / found["device"]["ran"]
     print(json.dumps({"schema": 1, "shape": shape, "cap": cap, **found}))
 
 
@@ -136,7 +140,7 @@ def round_to(seq: float, multiple: int = 256) -> int:
 
 
 def attempt(shape: str, seq: int, way: str) -> int | None:
-    """Train one step at batch 1; return the peak reserved bytes, or None if memory ran out."""
+    """Train one step at batch 1; return the peak allocated bytes, or None if memory ran out."""
     clean()
     engine = None
     try:

@@ -6,7 +6,7 @@ All arrays of a chunk lie side by side, so that a chunk comes and goes in one tr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -39,6 +39,14 @@ class Record:
     def put(self, start: int, stop: int, memory: torch.Tensor) -> Transfer:
         """Start writing the chunk back."""
         return self.store.put(start * len(self.arrays), memory[: self.width(start, stop)])
+
+    def places(self, name: str, start: int, stop: int) -> Iterator[tuple[int, range]]:
+        """Yield (element of the store, range of the array) of the runs in which [start, stop) of an array lies."""
+        index = self.arrays.index(name)
+        for first, last in zip(self._cuts, self._cuts[1:], strict=False):
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                yield first * len(self.arrays) + index * (last - first) + low - first, range(low, high)
 
     def local(self, start: int, stop: int) -> torch.Tensor | None:
         """Return the chunk's own memory where the host can address it."""

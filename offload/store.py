@@ -18,6 +18,8 @@ class Store:
         self._traffic = traffic
         self._block = tier.allocate(numel * dtype.itemsize)
         self._open: list[Transfer] = []
+        self.what = kind
+        """What it holds, for people."""
 
     @property
     def nbytes(self) -> int:
@@ -35,6 +37,11 @@ class Store:
         self._traffic[f"{self.kind} read"] += target.nbytes
         return self._track(self.tier.read(self._block, target, start * self.dtype.itemsize))
 
+    def peek(self, start: int, target: torch.Tensor) -> Transfer:
+        """Start filling `target` as `fetch` does, from any thread; it is no part of training's traffic."""
+        assert target.dtype == self.dtype
+        return self.tier.read(self._block, target, start * self.dtype.itemsize)
+
     def local(self) -> torch.Tensor | None:
         """Return the array itself where the host can address it, with no transfer of it under way; else None."""
         if not self.tier.addressable:
@@ -49,6 +56,7 @@ class Store:
         self._open.clear()
 
     def _track(self, transfer: Transfer) -> Transfer:
+        transfer.what = self.what
         self._open = [t for t in self._open if not t.done or t.error is not None]
         self._open.append(transfer)
         return transfer

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "pytest", "zerocli.api", "zerocli.models", "zerocli.models.parallel"])
+_context.set_forkserver_preload(
+    ["torch", "pytest", "zerocli.api", "zerocli.models", "zerocli.models.parallel", "zerocli.trainer"]
+)
 
 
 def _worker(rank: int, world: int, store: str, connection: Any, function: Callable[..., Any], packed: bytes) -> None:

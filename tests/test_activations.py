@@ -246,6 +246,26 @@ def test_any_module_can_be_checkpointed(stage, boxed):
     assert results[0] == results[1] == results[2]
 
 
+def test_units_can_be_chosen():
+    kept = train(make(dropout=0.0))
+    first = make(dropout=0.0, offload="activations=hbm", recompute=FirstOnly())
+    assert train(first) == kept
+    assert first.memory()["activations"] == CHECKPOINT
+    with pytest.raises(ValueError, match="no unit of the model matches recompute="):
+        make(recompute=nn.Conv2d)
+
+
+class FirstOnly:
+    """Chooses the first module it is asked about."""
+
+    def __init__(self) -> None:
+        self.first: nn.Module | None = None
+
+    def __call__(self, module: nn.Module) -> bool:
+        self.first = self.first or module
+        return module is self.first
+
+
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ def failing(monkeypatch, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["train", "--help"], ["configs", "ls"], ["env", "--help"]]
+    "words", [["--help"], ["--version"], ["train", "--help"], ["configs", "ls"], ["env", "--help"], ["fit", "--help"]]
 )
 def test_start_up_does_not_import_torch(words):
     code = "import sys; from zerocli import cli; c = cli.run(sys.argv[1:]); sys.exit(c or 'torch' in sys.modules)"
@@ -74,7 +74,7 @@ def test_the_flags_of_train_are_these():
     options = [name for param in train.command.params if isinstance(param, click.Option) for name in param.opts]
     assert sorted(options) == sorted(
         "--stage --offload --nvme-path --ranks --tp --steps --batch --seq --precision --data --seed --run-dir --resume "
-        "--check --dry-run --json --set".split()
+        "--check --dry-run --json --set --init-from".split()
     )
 
 
@@ -174,7 +174,11 @@ def test_under_torchrun_train_is_the_rank(config_file, monkeypatch, trainer, tmp
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     cli.run(["train", config_file])
     assert not trainer.calls[-1][2].resume
-    Path(options.run_dir, "checkpoints", "step-1").mkdir(parents=True)
+    saved = Path(options.run_dir, "checkpoints", "step-00000001")
+    saved.mkdir(parents=True)
+    cli.run(["train", config_file])
+    assert not trainer.calls[-1][2].resume  # it was not finished
+    (saved / "manifest.json").touch()
     cli.run(["train", config_file])
     assert trainer.calls[-1][2].resume
 
@@ -191,7 +195,8 @@ def test_a_dry_run_writes_nothing(config_file, monkeypatch, trainer, tmp_path, c
 def test_resume_finds_the_newest_run_of_its_config(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for age, name in enumerate(["gpt2-xl-20250103-000000", "gpt2-20250102-000000", "gpt2-20250101-000000"]):
-        Path("runs", name, "checkpoints", "step-1").mkdir(parents=True)
+        Path("runs", name, "checkpoints", "step-00000001").mkdir(parents=True)
+        Path("runs", name, "checkpoints", "step-00000001", "manifest.json").touch()
         os.utime(Path("runs", name), (1000 - age, 1000 - age))
     Path("runs/gpt2-20250104-000000").mkdir()  # newer, with nothing to go on from
     assert train.newest_run("gpt2") == "runs/gpt2-20250102-000000"

@@ -120,6 +120,11 @@ def run_without_waiting(**settings) -> None:
         engine.close()
 
 
+def test_a_bare_cuda_is_the_current_gpu():
+    engine = zerocli.shard(Stack(1), device="cuda")
+    assert engine.device == torch.device("cuda", torch.cuda.current_device())
+
+
 def test_steady_state_never_waits_for_the_device():
     run_without_waiting()
 

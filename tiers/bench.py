@@ -18,6 +18,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from tiers.base import PAGE_NBYTES, round_up
 from tiers.dram import DramTier
 from tiers.nvme import UNIT_NBYTES, NvmeTier
 from tiers.pages import Pages, Registrar
@@ -30,7 +31,7 @@ Job = Callable[[], None]
 
 
 def bench_nvme(paths: Sequence[str | os.PathLike], nbytes: int = 1 << 30, seconds: float = 20.0) -> dict:
-    """Measure writing and reading `nbytes` through the tier and by raw pwritev/preadv threads; GB/s and their ratio."""
+    """Measure writing, reading, and half of each at once, by the tier and by raw threads: GB/s in all, and ratios."""
     pages = Pages(nbytes)
     pages.bytes.random_(0, 256)
     with (
@@ -38,16 +39,25 @@ def bench_nvme(paths: Sequence[str | os.PathLike], nbytes: int = 1 << 30, second
         _RawLoop([Path(path) for path in paths], pages, tier.direct) as raw,
     ):
         block = tier.allocate(pages.nbytes)
+        half = round_up(pages.nbytes // 2, PAGE_NBYTES)
+
+        def both() -> None:
+            transfers = tier.write(block, pages.bytes[:half]), tier.read(block, pages.bytes[half:], half)
+            for transfer in transfers:
+                transfer.synchronize()
+
         jobs: dict[str, Job] = {
             "raw_write": raw.write,
             "write": lambda: tier.write(block, pages.bytes).synchronize(),
             "raw_read": raw.read,
             "read": lambda: tier.read(block, pages.bytes).synchronize(),
+            "raw_both": raw.both,
+            "both": both,
         }
         rates = _alternate(jobs, pages.nbytes, seconds)
         result: dict = {"paths": [str(path) for path in paths], "nbytes": pages.nbytes, "direct": tier.direct}
     pages.release(Registrar())
-    return result | rates | _ratios(rates, ("write", "read"))
+    return result | rates | _ratios(rates, ("write", "read", "both"))
 
 
 def bench_dram_hbm(nbytes: int = 1 << 30, seconds: float = 10.0) -> dict:
@@ -155,15 +165,20 @@ class _RawLoop:
                 raise disk_error(error, directory, "reserve", pages.nbytes) from error
 
     def write(self) -> None:
-        self._each(os.pwritev)
+        self._each(os.pwritev, os.pwritev)
 
     def read(self) -> None:
-        self._each(os.preadv)
+        self._each(os.preadv, os.preadv)
 
-    def _each(self, call: Callable) -> None:
+    def both(self) -> None:
+        """Write one half of the units and read the other, at once."""
+        self._each(os.pwritev, os.preadv)
+
+    def _each(self, even: Callable, odd: Callable) -> None:
         memory = self._pages.memory
 
         def work(thread: int) -> None:
+            call = odd if thread % 2 else even
             for start in range(thread * UNIT_NBYTES, len(memory), NUM_RAW_THREADS * UNIT_NBYTES):
                 fd = self._files[start // UNIT_NBYTES % len(self._files)]
                 part = memory[start : start + UNIT_NBYTES]

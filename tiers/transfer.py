@@ -7,6 +7,8 @@ whichever clock that is; `synchronize()` always stops the host.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 
@@ -14,6 +16,9 @@ import torch
 from torch import Tensor
 
 from tiers.errors import TierError
+
+WAITED_FOR: dict[int, tuple[Transfer, float]] = {}
+"""By thread: the transfer that it stands still for, and since when (time.monotonic); a watchdog looks here."""
 
 
 class Transfer:
@@ -34,6 +39,8 @@ class Transfer:
         tier: str = "tier",
     ) -> None:
         self.nbytes = nbytes
+        self.what = ""
+        """What the bytes are, for people, where their owner has said it."""
         self.event = event
         self._tier = tier
         self._future = future
@@ -75,10 +82,19 @@ class Transfer:
     def settle(self) -> None:
         """Stop the host until its own part is over (a CUDA copy may still run); raise the error if it failed."""
         if self._future is not None:
+            if not self._future.done():
+                WAITED_FOR[threading.get_ident()] = (self, time.monotonic())
             try:
                 self._future.result()
             except CancelledError:
                 raise self._cancelled() from None
+            finally:
+                WAITED_FOR.pop(threading.get_ident(), None)
+
+    @property
+    def tier(self) -> str:
+        """The name of the tier at its other end."""
+        return self._tier
 
     @property
     def done(self) -> bool:

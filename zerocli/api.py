@@ -47,4 +47,18 @@ def open_process_group(device: torch.device | str | None = None) -> None:
         shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
         torch.cuda.set_device(index % torch.cuda.device_count())
         backend = "gloo" if shared else "nccl"  # NCCL refuses two ranks on one GPU
-    dist.init_process_group(backend)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend)
+        return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=_agent_store(world), rank=rank, world_size=world)
+
+
+def _agent_store(world: int) -> dist.Store:
+    """Return torchrun's store under names of this attempt's own.
+
+    The store outlives a restart. Process groups made under the names of the attempt before find its dead addresses.
+    """
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"zerocli/attempt-{attempt}-of-{world}", store)

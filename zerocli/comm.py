@@ -6,7 +6,12 @@ none, and that gloo gives futures where NCCL gives streams.
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,6 +28,8 @@ class Pending:
 
     def __init__(self, work: dist.Work | None, mark: Mark | None) -> None:
         self._work, self._mark = work, mark
+        self.since: float | None = None
+        """When the host began to stand still for it (time.monotonic); None if it does not."""
 
     @property
     def done(self) -> bool:
@@ -30,10 +37,39 @@ class Pending:
 
     def wait(self) -> None:
         if self._work is not None:
+            self.since = time.monotonic()
             self._work.wait()
             self._work = None
         if self._mark is not None:
             self._mark.wait()
+
+
+@dataclass(eq=False)
+class Issued:
+    """A collective that this rank has begun: the how-manieth of its group, and what it carries."""
+
+    number: int
+    kind: str
+    what: str
+    begun: float = field(default_factory=time.monotonic)
+    pending: Pending | None = None
+    """What ends it; None while the host is still within the call."""
+    on_host: bool = False
+    """Whether it goes on only while the host waits for it (gloo): unwaited for, it is open but holds up nobody."""
+
+    @property
+    def since(self) -> float:
+        """When it began to hold somebody up; infinitely far ahead if it does not yet."""
+        if self.pending is None or not self.on_host:
+            return self.begun
+        return self.pending.since if self.pending.since is not None else math.inf
+
+    @property
+    def over(self) -> bool:
+        return self.pending is not None and self.pending.done
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.what or 'control values'}"
 
 
 class Collectives:
@@ -51,6 +87,22 @@ class Collectives:
         # Only a CPU needs the future: on a GPU the collective is ordered by the lane it is issued on.
         self._async = device.type == "cpu"
         self.nbytes: Counter[str] = Counter()
+        self.issued = 0
+        """Collectives begun; all ranks begin the same ones in one order, so it tells who has not arrived."""
+        self.open: deque[Issued] = deque()
+        """Those that may not be over, oldest first; a watchdog looks at them."""
+
+    @contextlib.contextmanager
+    def _noted(self, kind: str, what: str) -> Iterator[Issued]:
+        """Keep a collective among the open ones from before the host enters it."""
+        while self.open and self.open[0].over:
+            self.open.popleft()
+        self.issued += 1
+        entry = Issued(self.issued, kind, what, on_host=self._async)
+        self.open.append(entry)
+        yield entry
+        if entry.pending is None:  # the host has waited for it, or the stream will
+            entry.pending = self._pending(None)
 
     @classmethod
     def alone(cls, device: torch.device) -> Collectives:
@@ -70,36 +122,43 @@ class Collectives:
         """Return what ends when the work issued on the current lane so far does."""
         return self._pending(None)
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
         """Fill `full` with every rank's shard in rank order; `shard` may be this rank's slice of `full`."""
         if self.world == 1:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return self._pending(None)
         self.nbytes["all_gather"] += full.nbytes
-        return self._pending(_all_gather(full, shard, group=self.group, async_op=self._async))
+        with self._noted("all_gather", what) as entry:
+            entry.pending = self._pending(_all_gather(full, shard, group=self.group, async_op=self._async))
+        return entry.pending
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str = "") -> Pending:
         """Sum `full` over the ranks into each rank's `shard` of it; `shard` may be this rank's slice of `full`."""
         if self.world == 1:
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
             return self._pending(None)
         self.nbytes["reduce_scatter"] += full.nbytes
-        return self._pending(_reduce_scatter(shard, full, group=self.group, async_op=self._async))
+        with self._noted("reduce_scatter", what) as entry:
+            entry.pending = self._pending(_reduce_scatter(shard, full, group=self.group, async_op=self._async))
+        return entry.pending
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, what: str = "") -> Pending:
         """Sum `tensor` over the ranks in place."""
         if self.world == 1:
             return self._pending(None)
         self.nbytes["all_reduce"] += 2 * tensor.nbytes
-        return self._pending(dist.all_reduce(tensor, group=self.group, async_op=self._async))
+        with self._noted("all_reduce", what) as entry:
+            entry.pending = self._pending(dist.all_reduce(tensor, group=self.group, async_op=self._async))
+        return entry.pending
 
     def sum_control(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over the ranks in place, on the current stream; not part of the model's traffic."""
         if self.world > 1:
             self.nbytes["control"] += tensor.nbytes
-            dist.all_reduce(tensor, group=self.group)
+            with self._noted("all_reduce", ""):
+                dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def gather_control(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -108,14 +167,16 @@ class Collectives:
         if self.world == 1:
             return everyone.copy_(tensor)
         self.nbytes["control"] += everyone.nbytes
-        _all_gather(everyone.view(-1), tensor.reshape(-1), group=self.group)
+        with self._noted("all_gather", ""):
+            _all_gather(everyone.view(-1), tensor.reshape(-1), group=self.group)
         return everyone
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite `tensor` with rank `source`'s, outside training steps."""
         if self.world > 1:
             self.nbytes["control"] += tensor.nbytes
-            dist.broadcast(tensor, group=self.group, group_src=source)
+            with self._noted("broadcast", ""):
+                dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
     def take_nbytes(self) -> dict[str, int]:

@@ -79,6 +79,10 @@ class TrainConfig:
     """What a loss that is not finite does to the run."""
     gpu_memory: int = setting(0, least=0, size=True)
     """Bytes of each GPU that the run may take, to try a smaller one; 0 = all."""
+    init_from: str = setting("")
+    """Folder with safetensors whose weights the run starts from; empty = new ones."""
+    watchdog: float = setting(600.0, least=0)
+    """Seconds after which a collective or transfer that is stuck ends the run; 0 = never."""
     log_every: int = setting(10, least=1)
     """Steps between two lines of progress where there is no terminal."""
 
@@ -158,6 +162,12 @@ class CheckpointConfig:
     """Whether training goes on while a checkpoint is written (`async` in files)."""
     keep: int = setting(2, least=1)
     """How many of the newest are kept."""
+    keep_every: int = setting(0, least=0)
+    """Beside those, each whose step is a multiple of this is kept; 0 = none."""
+    buffer: int = setting(2**30, least=1, size=True)
+    """Bytes of host memory, a rank, that a checkpoint passes through on its way to disk."""
+    time_limit: float = setting(0.0, least=0)
+    """Seconds the run may take; shortly before, it is saved and ends with exit code 75. 0 = no limit."""
 
 
 @dataclass(frozen=True)

@@ -63,12 +63,22 @@ def permute(index: int, size: int, seed: int, epoch: int) -> int:
 class Batches:
     """The micro-batches of a run, each a pure function of its seed, step and place; see [Note: sample order]."""
 
-    def __init__(self, source: TokenSource, batch: int, seq: int, accumulate: int = 1, seed: int = 0):
+    def __init__(
+        self,
+        source: TokenSource,
+        batch: int,
+        seq: int,
+        accumulate: int = 1,
+        seed: int = 0,
+        begun: tuple[int, int] = (0, 0),
+    ):
         self.source = source
         self.sequences = batch
         self.seq = seq
         self.accumulate = accumulate
         self.seed = seed
+        self.begun = begun
+        """(step, samples seen until its end): a resumed run goes on there, with a global batch of any size."""
         self.num_windows = (len(source) - 1) // seq
         assert self.num_windows > 0, f"{len(source)} tokens hold no window of {seq} + 1"
 
@@ -76,12 +86,18 @@ class Batches:
         """Return (tokens, the tokens that follow them), int64 of shape (batch, seq). Steps count from 1."""
         import torch
 
-        assert step >= 1 and 0 <= micro < self.accumulate and 0 <= rank < world
+        assert step > self.begun[0] and 0 <= micro < self.accumulate and 0 <= rank < world
         micro_batch = self.sequences * world
-        first = ((step - 1) * self.accumulate + micro) * micro_batch + rank * self.sequences
+        steps, seen = self.begun
+        first = seen + ((step - 1 - steps) * self.accumulate + micro) * micro_batch + rank * self.sequences
         starts = [self.window_start(first + i) for i in range(self.sequences)]
         windows = np.stack([self.source.slice(start, self.seq + 1) for start in starts])
         return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+
+    def seen(self, step: int, world: int) -> int:
+        """Return the samples that all ranks have seen at the end of a step."""
+        steps, seen = self.begun
+        return seen + (step - steps) * self.accumulate * self.sequences * world
 
     def window_start(self, index: int) -> int:
         """Return the first token of the sample with global `index`."""

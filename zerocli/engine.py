@@ -8,6 +8,7 @@ one and parameters that stay resident are the same code with trivial values.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +39,7 @@ from zerocli.settings import Settings
 from zerocli.sizes import parse_bytes
 from zerocli.stage import stage as stage_of
 from zerocli.tensor_parallel import TensorParallel, open_axes
-from zerocli.unit import Flat, Unit, repeated_blocks
+from zerocli.unit import Flat, Unit, recomputed_units
 from zerocli.update import Updater, choose_update, stream_chunk
 
 
@@ -58,7 +60,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings
-        self.device = torch.device(settings.device) if settings.device is not None else _default_device(model)
+        self.device = _indexed(settings.device) if settings.device is not None else _default_device(model)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.stage = stage_of(settings.stage)
@@ -109,8 +111,7 @@ class Engine:
         away = any(flat.away for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
         self.updater = Updater(self.optimizer, self.groups, self.device, on_cpu, self._chunk)
-        recompute = settings.recompute or ACTIVATIONS in self.placement.shares
-        recomputed = repeated_blocks(self.units) if recompute else []
+        recomputed = recomputed_units(self.units, settings.recompute or ACTIVATIONS in self.placement.shares)
         shares = self.placement.of(ACTIVATIONS)
         stack = Stack(lambda name: self.tiers.open(name, ACTIVATIONS), shares, len(recomputed), self.tiers.traffic)
         # Tensor-parallel ranks have equal checkpoints: each keeps a part, unless told not to.
@@ -389,6 +390,14 @@ class Engine:
         entries = [entry for flat in self.flats() for entry in flat.layout.entries]
         return sum(math.prod(self.tensor_parallel.whole_shape(e.name, e.shape)) for e in entries)
 
+    @functools.cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of both axes that train this model, in torch.distributed's numbers. The first use is collective."""
+        if self.collectives.world * self.tensor_parallel.world == 1:
+            return (dist.get_rank() if dist.is_initialized() else 0,)
+        mine = torch.tensor([dist.get_rank()], device=self.device)
+        return tuple(sorted(int(rank) for rank in self.gather_control(mine).flatten().tolist()))
+
     def gather_control(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return every rank's copy of a small tensor, stacked, over both axes of ranks. Collective."""
         return self.tensor_parallel.gather_control(self.collectives.gather_control(tensor)).flatten(0, 1)
@@ -413,6 +422,14 @@ class Engine:
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what `optimizer_state_dict` gave, at any stage, placement and world size."""
         states.load_optimizer_state(self, saved)
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """Return the device; a bare `cuda` is this process's own GPU."""
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
 
 
 def _default_device(model: nn.Module) -> torch.device:

@@ -156,7 +156,9 @@ class Gatherer:
             self._probe("gather")
             if flat.param_store is None:
                 assert flat.shard is not None
-                flat.pending = self._collectives.all_gather(buffer.tensor, flat.shard)
+                flat.pending = self._collectives.all_gather(
+                    buffer.tensor, flat.shard, f"parameters of {flat.unit.title}"
+                )
                 return
             # First this rank's slice, then everyone's. Streams wait here, and the host only for a disk that is behind:
             # the gather is issued now and not when the slice happens to come, so that all ranks keep one order.
@@ -171,7 +173,9 @@ class Gatherer:
             if flat.trainable and flat.resident is not None and flat.shard is not None and flat.held == flat.own:
                 with self._lane.run(after=flat.written):
                     self._probe("gather")
-                    flat.pending = self._collectives.all_gather(flat.resident, flat.shard)
+                    flat.pending = self._collectives.all_gather(
+                        flat.resident, flat.shard, f"parameters of {unit.title}"
+                    )
 
     def holds(self, unit: Unit) -> bool:
         """Whether the unit's parameters are whole, or on their way."""

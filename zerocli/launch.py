@@ -28,7 +28,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -41,6 +41,10 @@ TAIL_LINES = 60
 PORT_ATTEMPTS = 3
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_DOES_NOT_FIT, EXIT_PREEMPTED, EXIT_INTERRUPTED = 0, 1, 2, 3, 75, 130
 PR_SET_PDEATHSIG = 1
+JOB_FILE = "job"
+"""In the run folder: the name of the elastic job that wrote its checkpoints."""
+SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""A run that has checkpoints saves one when it gets one of these."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class RunOptions:
     """Rank 0 prints one JSON document on stdout."""
     source: str = "tiny"
     """CONFIG as it was given, for the command to try next."""
+    probe: Callable[[str], None] = lambda name: None
+    """Called at each gather, reduce, update and stage of a save; tests end processes here."""
 
 
 # --- worker side
@@ -102,6 +108,12 @@ def _slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
         # Below 30000: above it lie the ports that kernels lend to outgoing connections.
         "MASTER_PORT": environ.get("MASTER_PORT") or str(10000 + job % 20000),
     }
+
+
+def job_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the elastic job that this process is a rank of; empty if of none that has one."""
+    name = environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if name == "none" else name
 
 
 def first_host(nodes: str) -> str:
@@ -173,12 +185,18 @@ def launch(
     say(f"run folder: {run_dir}")
     command = list(worker or [sys.executable, "-m", "zerocli", *arguments])
     for _ in range(PORT_ATTEMPTS):
-        job = Job(command, num_ranks, run_dir)
+        job = Job(command, num_ranks, run_dir, saves=saves(config))
         code = job.run()
         if not job.port_was_taken():
             break
     job.tell()
     return code
+
+
+def saves(config: Any) -> bool:
+    """Say whether a run is saved at all; then it also saves when it is told to stop, and needs time for it."""
+    checkpoint = getattr(config, "checkpoint", None)
+    return checkpoint is not None and (checkpoint.every > 0 or checkpoint.time_limit > 0)
 
 
 def choose_ranks(asked: int, tp: int, num_gpus: int) -> tuple[int, str]:
@@ -340,8 +358,9 @@ class Tee(threading.Thread):
 class Job:
     """The ranks of one run on this machine, from start to the last one's end."""
 
-    def __init__(self, command: list[str], num_ranks: int, run_dir: Path):
+    def __init__(self, command: list[str], num_ranks: int, run_dir: Path, saves: bool = False):
         self.command = command
+        self.saves = saves
         self.num_ranks = num_ranks
         self.run_dir = run_dir
         self.grace_seconds = float(os.environ.get("ZEROCLI_GRACE_SECONDS", "5"))
@@ -408,14 +427,20 @@ class Job:
     def _end(self) -> None:
         """End every rank that still runs: SIGTERM, the grace, SIGKILL; a second Ctrl-C cuts the grace short."""
         running = [rank for rank in self.ranks if not rank.poll()]
+        stop = self.signals[0] if self.saves and self.signals else signal.SIGTERM
         for rank in running:
-            rank.signal(signal.SIGTERM)
+            rank.signal(stop)
         deadline = time.monotonic() + self.grace_seconds
         num_signals = len(self.signals) or 1
+        if stop in SAVING_SIGNALS and self.saves and self.signals and running:
+            say(f"{signal.Signals(stop).name}: saving, then ending; a second signal ends at once")
+            deadline = math.inf
         while not all([rank.poll() for rank in running]):
             if time.monotonic() > deadline or len(self.signals) > num_signals:
                 break
             time.sleep(POLL_SECONDS / 10)
+        if self.saves and self.signals:  # whoever failed while it was saving
+            self.failed = [rank for rank in self.ranks if (rank.code or 0) > 0 and rank.code != EXIT_PREEMPTED]
         for rank in self.ranks:
             rank.signal(signal.SIGKILL)  # the rank's own children too
         while not all([rank.poll() for rank in self.ranks]):
@@ -428,7 +453,8 @@ class Job:
     @contextlib.contextmanager
     def _catching_signals(self) -> Iterator[None]:
         previous = {}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        caught = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *([signal.SIGUSR1] if self.saves else [])]
+        for number in caught:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup
                 previous[number] = signal.signal(number, lambda number, frame: self.signals.append(number))
         try:

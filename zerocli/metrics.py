@@ -68,8 +68,17 @@ _Issued = tuple[StepResult, Readback, tuple[dict[str, int], dict[str, int]], Wai
 class Recorder:
     """Collects each step's values without holding up the device; a step's line comes once the next is issued."""
 
-    def __init__(self, engine: Engine, tokens_per_step: int, waited_for_data: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokens_per_step: int,
+        waited_for_data: Callable[[], float],
+        asks_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._engine, self._tokens = engine, tokens_per_step
+        self._asks_to_stop = asks_to_stop
+        self.stopping = False
+        """Whether any rank has asked to stop; it turns true at the same step on all of them."""
         self._waited_for_data = waited_for_data
         self._pending: _Issued | None = None
         self._since = time.perf_counter()
@@ -79,8 +88,9 @@ class Recorder:
         engine = self._engine
         facts = [*device_peak(engine).values(), fragmentation(engine)]
         peak = torch.tensor([float(value) for value in facts], dtype=torch.float64)
+        asked = torch.full_like(loss, float(self._asks_to_stop()), dtype=torch.float64)
         mine = torch.cat(
-            [torch.stack([loss.double(), result.grad_norm.double(), result.skipped.double()]), peak.to(loss)]
+            [torch.stack([loss.double(), result.grad_norm.double(), result.skipped.double(), asked]), peak.to(loss)]
         )
         everyone = engine.gather_control(mine)
         engine.waits.add("data", self._waited_for_data())
@@ -98,7 +108,8 @@ class Recorder:
         result, readback, (comm, comm_tp), waits = issued
         values = readback.values()
         seconds, self._since = readback.reached - self._since, readback.reached
-        *peaks, unused = [int(value) for value in values[:, 3:].amax(0).tolist()]
+        self.stopping = self.stopping or bool(values[:, 3].any())
+        *peaks, unused = [int(value) for value in values[:, 4:].amax(0).tolist()]
         return Line(
             step=result.step,
             loss=values[:, 0].mean().item(),
@@ -144,6 +155,10 @@ class MetricsFile:
 
     def write(self, line: Line) -> None:
         os.write(self._fd, (json.dumps(line.as_dict()) + "\n").encode())
+
+    def sync(self) -> None:
+        """Have what was written on the disk: no checkpoint is ahead of its run's lines."""
+        os.fsync(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -65,6 +65,13 @@ class FlatOptimizer(ABC):
     ) -> None:
         """Update `master` and `states` in place; `grad` (fp32, to be divided by `scale`) may be overwritten."""
 
+    def scalars(self) -> dict[str, float]:
+        """Return what it keeps beside its arrays and the count of updates, for a checkpoint."""
+        return {}
+
+    def load_scalars(self, count: int, scalars: Mapping[str, float]) -> None:  # noqa: B027 (optional)
+        """Take up what `scalars` gave after `count` updates."""
+
 
 class FusedAdam(FlatOptimizer):
     """Adam and AdamW in torch's fused kernel."""
@@ -185,6 +192,13 @@ class TorchOptimizer(FlatOptimizer):
         # Scalars (such as `step`) are the same for every chunk of a step: keep those of this step and the last.
         self._scalars = {k: v for k, v in self._scalars.items() if k == count - 1}
         self._scalars[count] = {k: v for k, v in state.items() if k not in states}
+
+    def scalars(self) -> dict[str, float]:
+        newest = self._scalars[max(self._scalars)] if self._scalars else {}
+        return {name: value.item() for name, value in newest.items()}
+
+    def load_scalars(self, count: int, scalars: Mapping[str, float]) -> None:
+        self._scalars = {count: {name: torch.tensor(float(value)) for name, value in scalars.items()}} if count else {}
 
 
 def arguments_of(config: OptimizerConfig) -> dict[str, Any]:

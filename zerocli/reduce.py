@@ -272,6 +272,17 @@ class Reducer:
         self._order = [self._flats[i] for i in order.tolist()]
         self._ordered_by_use = True
 
+    def order(self) -> list[int] | None:
+        """Return the launch order as places among the flats, None before the first backward has shown it."""
+        place = {id(flat): i for i, flat in enumerate(self._flats)}
+        return [place[id(flat)] for flat in self._order] if self._ordered_by_use else None
+
+    def adopt(self, order: list[int] | None) -> None:
+        """Launch in an order that another run has shown: sums of three ranks and more depend on it."""
+        if order is not None and sorted(order) == list(range(len(self._flats))):
+            self._order = [self._flats[i] for i in order]
+            self._ordered_by_use = True
+
     # -- launching one unit ----------------------------------------------------------------------------------------
 
     def _launch(self, flat: Flat) -> None:
@@ -286,7 +297,7 @@ class Reducer:
         if self._stage.optimizer:
             with self._lane.run():
                 self._probe("reduce")
-                self._unfinished.append(self._collectives.reduce_scatter(flat.grad, flat.grad_full).wait)
+                self._unfinished.append(self._collectives.reduce_scatter(flat.grad, flat.grad_full, _what(flat)).wait)
             return
         if self._run and not _adjoin(self._run[-1], flat.grad_full):
             self._reduce_run()
@@ -304,7 +315,7 @@ class Reducer:
         with self._lane.run():
             self._probe("reduce")
             for piece in Span(0, numel).pieces(self._bucket_limit):
-                self._unfinished.append(self._collectives.all_reduce(whole[piece.start : piece.stop]).wait)
+                self._unfinished.append(self._collectives.all_reduce(whole[piece.start : piece.stop], "gradients").wait)
 
     def _reduce_buckets(self, flat: Flat) -> None:
         """Carry the unit's gradients to their owners, bucket by bucket, and free them."""
@@ -358,11 +369,11 @@ class Reducer:
         """Reduce one bucket into the columns of the gradient shard; the result ends what is left to do."""
         target = flat.grad[plan.columns.start : plan.columns.stop] if flat.grad is not None else None
         if target is not None and self._first and target.dtype == memory.dtype:
-            return self._collectives.reduce_scatter(target, memory).wait
+            return self._collectives.reduce_scatter(target, memory, _what(flat)).wait
         # The bucket's own slice may take the sum: nobody reads the bucket after it.
         rank = self._collectives.rank
         part = memory[rank * plan.columns.numel : (rank + 1) * plan.columns.numel]
-        pending = self._collectives.reduce_scatter(part, memory)
+        pending = self._collectives.reduce_scatter(part, memory, _what(flat))
 
         def merge() -> Callable[[], None]:
             if target is None:
@@ -450,3 +461,7 @@ def _once(action: Callable[[], None]) -> Callable[[], None]:
             left.pop()()
 
     return run
+
+
+def _what(flat: Flat) -> str:
+    return f"gradients of {flat.unit.title}"

@@ -31,9 +31,9 @@ class Settings:
     clip: float | None = None
     """Largest global gradient norm."""
     units: UnitChoice = None
-    recompute: bool = False
-    """Keep only each repeated block's input for backward, and run its forward again there; so does a placement of
-    `activations` in `offload`, which says where the inputs rest."""
+    recompute: bool | UnitChoice = False
+    """Keep only the input of each repeated block for backward, and run its forward again there; or of the units that
+    a class, a predicate or a list chooses. So does a placement of `activations`, which says where inputs rest."""
     partition_activations: bool = True
     """Whether tensor-parallel ranks, which have equal inputs, each keep a part of them."""
     compile: bool = False

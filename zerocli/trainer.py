@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -20,24 +21,32 @@ from tiers.errors import TierError
 from zerocli import report
 from zerocli.api import open_process_group
 from zerocli.build import DoesNotFit
+from zerocli.checkpoint.folder import Folder
+from zerocli.checkpoint.loader import Resumed, resume
+from zerocli.checkpoint.manifest import Damaged
+from zerocli.checkpoint.saver import Saver
+from zerocli.checkpoint.state import Mismatch
 from zerocli.config import Config, to_dict
 from zerocli.data import Batches, Prefetcher, open_source
 from zerocli.engine import Engine
-from zerocli.errors import UserError
-from zerocli.launch import RunOptions, say
+from zerocli.errors import FAILURE, UserError
+from zerocli.launch import EXIT_PREEMPTED, JOB_FILE, RunOptions, job_name, saves, say
 from zerocli.metrics import Line, MetricsFile, Recorder
 from zerocli.models import Decoder, build
 from zerocli.optim import arguments_of
+from zerocli.plan.inputs import plan_config
 from zerocli.precision import precision
+from zerocli.preempt import Preemption
 from zerocli.profile.observer import Observer
 from zerocli.schedule import make_schedule
 from zerocli.settings import Settings
 from zerocli.tensor_parallel import local_numel
+from zerocli.watchdog import Watchdog
+from zerocli.weights import load_weights
 
 
 def work(config: Config, options: RunOptions, observer: Observer | None = None) -> int:
     """Be one rank of a run, watched by `observer`; return the exit code."""
-    refuse_unbuilt(config)
     refuse_check_of_masks(config, options)
     open_process_group()
     try:
@@ -56,16 +65,27 @@ def _train(config: Config, options: RunOptions, observer: Observer) -> int:
     batches = open_batches(config, check=rank == 0)
     run_dir = Path(options.run_dir)
     cap_device(config)
-    engine = observer.build(lambda: make_engine(config))
+    refuse_overwriting(options)
+    engine = observer.build(lambda: make_engine(config, probe=options.probe))
     if rank == 0:
-        (run_dir / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         say(report.opening(config, engine))
-        if options.resume:
-            say(f"nothing to resume: no checkpoint in {run_dir}; starting at step 1")
+    first = begin(config, options, engine, batches, rank)
+    if rank == 0:
+        (run_dir / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        (run_dir / JOB_FILE).write_text(job_name())
     # The reference starts from the very same values: take them before the first update.
     start = engine.state_dict() if options.check else None
-    lines = run_steps(config, options, engine, batches, rank)
+    with Watchdog(engine, config.train.watchdog):
+        lines, stopped = run_steps(config, options, engine, batches, rank, first)
+    if stopped or not lines:
+        engine.close()
+        if rank == 0:
+            say(stopped or f"nothing is left to train: step {first - 1} of {config.train.steps} was saved")
+            if options.json:
+                about = {"schema": 1, "run_dir": options.run_dir, "steps": len(lines), "stopped": stopped}
+                print(json.dumps(about), flush=True)
+        return EXIT_PREEMPTED if stopped else 0
     checked = compare(config, start, lines, batches, rank, engine.collectives.world) if start else None
     observer.report(config, options, engine, lines)
     held = report.gather_memory(engine)
@@ -100,14 +120,6 @@ def resolve(config: Config, world: int) -> Config:
         train = dataclasses.replace(train, accumulate=train.global_batch // each)
     parallel = dataclasses.replace(config.parallel, ranks=world)
     return dataclasses.replace(config, train=train, parallel=parallel)
-
-
-def refuse_unbuilt(config: Config) -> None:
-    """Say what this version cannot do yet, rather than ignore it."""
-    unbuilt = {"checkpoint.every": config.checkpoint.every > 0}
-    asked = [name for name, given in unbuilt.items() if given]
-    if asked:
-        raise UserError(f"not in this version yet: {', '.join(asked)}", hint="the same command without it")
 
 
 def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
@@ -190,16 +202,91 @@ def micro_step(engine: Engine, tokens: torch.Tensor, targets: torch.Tensor, seed
     return loss.detach()
 
 
-def run_steps(config: Config, options: RunOptions, engine: Engine, batches: Batches, rank: int) -> list[Line]:
-    """Train; return a line a step. Ranks that split a layer between them see the same data and random numbers."""
-    train, replica, replicas = config.train, engine.collectives.rank, engine.collectives.world
+def refuse_overwriting(options: RunOptions) -> None:
+    """Keep a new run out of a folder that holds another's checkpoints."""
+    saved = Folder(Path(options.run_dir) / "checkpoints").committed()
+    if saved and not options.resume:
+        raise UserError(
+            f"{options.run_dir} holds the checkpoint of step {saved[0].step}: a new run there would replace it",
+            hint="--resume goes on from it; or another --run-dir",
+        )
+
+
+def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches, rank: int) -> int:
+    """Fill the engine with what the run starts from; return its first step. Collective."""
+    folder = Path(options.run_dir) / "checkpoints"
+
+    def tell(text: str) -> None:
+        if rank == 0:
+            say(text)
+
+    found = Resumed()
+    if options.resume:
+        try:
+            found = resume(engine, folder, tell)
+        except Damaged as error:
+            raise UserError(str(error), hint="another --run-dir starts anew", exit_code=FAILURE) from error
+        except Mismatch as error:
+            raise UserError(f"the checkpoint is of another run: {error}", hint="the run's own CONFIG") from error
+        if found.step and options.check:
+            raise UserError(
+                f"--check compares with training from the start, and step {found.step} is resumed from",
+                hint="--check without --resume, in another --run-dir",
+            )
+        if found.step:
+            tell(f"resuming after step {found.step}: {found.path}")
+            for line in changes(config, found.values.get("config", {})):
+                tell(line)
+            batches.begun = (found.step, int(found.values["samples"]))
+        else:
+            tell(f"nothing to resume: no checkpoint in {options.run_dir}; starting at step 1")
+    if config.train.init_from and not found.step:
+        names = load_weights(engine, config.train.init_from, config.model)
+        tell(f"weights from {config.train.init_from}, {names}")
+    if rank == 0:
+        Folder(folder).sweep()
+    return found.step + 1
+
+
+def changes(config: Config, saved: dict[str, Any]) -> list[str]:
+    """Return a line for each key that decides the numbers and is not what it was when the checkpoint was saved."""
+    now = to_dict(config)
+    return [
+        f"note: {section}.{key} was {saved[section][key]!r} and is {value!r} now"
+        for section in ("train", "optimizer", "data", "model")
+        for key, value in now[section].items()
+        if isinstance(saved.get(section), dict)
+        and saved[section].get(key, value) != value
+        and (section, key) not in NO_NUMBERS
+    ]
+
+
+NO_NUMBERS = {("train", "accumulate"), ("train", "batch"), ("train", "log_every"), ("train", "watchdog")}
+
+
+def run_steps(
+    config: Config, options: RunOptions, engine: Engine, batches: Batches, rank: int, first: int = 1
+) -> tuple[list[Line], str]:
+    """Train from step `first` on; return a line a step, and why the run was stopped before its end, if it was.
+
+    Ranks that split a layer between them see the same data and random numbers.
+    """
+    train, checkpoint = config.train, config.checkpoint
+    replica, replicas = engine.collectives.rank, engine.collectives.world
     steps = min(train.steps, options.check) if options.check else train.steps
     lines: list[Line] = []
-    metrics = MetricsFile(Path(options.run_dir) / "metrics.jsonl") if rank == 0 else None
-    progress = report.Progress(steps, train.log_every, active=rank == 0)
-    with Prefetcher(batches, 1, replica, replicas, engine.device, steps) as loader, progress:
+    stopped = ""
+    with contextlib.ExitStack() as stack:
+        metrics = MetricsFile(Path(options.run_dir) / "metrics.jsonl") if rank == 0 else None
+        saver = make_saver(config, options, engine, rank) if saves(config) else None
+        loader = stack.enter_context(Prefetcher(batches, first, replica, replicas, engine.device, steps))
+        progress = stack.enter_context(report.Progress(steps, train.log_every, active=rank == 0))
+        preemption = Preemption(checkpoint.time_limit, lambda: saver.longest_seconds if saver else 0.0)
+        if saver is not None:
+            stack.enter_context(preemption)
         tokens_per_step = train.batch * train.accumulate * replicas * train.seq
-        recorder = Recorder(engine, tokens_per_step, lambda: loader.waited_seconds)
+        asks = preemption.wants_stop if saver is not None else (lambda: False)
+        recorder = Recorder(engine, tokens_per_step, lambda: loader.waited_seconds, asks)
 
         def keep(line: Line | None) -> None:
             if line is not None:
@@ -207,30 +294,73 @@ def run_steps(config: Config, options: RunOptions, engine: Engine, batches: Batc
                 if metrics is not None:
                     metrics.write(line)
                 progress.show(line)
-                stop_if_broken(config, line)
+                stop_if_broken(config, line, saver)
 
-        for step in range(1, steps + 1):
+        def save(step: int) -> None:
+            assert saver is not None
+            if saver.asked == step:
+                return
+            keep(recorder.flush())
+            if metrics is not None:
+                metrics.sync()
+            saver.save(step, {"config": to_dict(config), "samples": batches.seen(step, replicas)})
+
+        for step in range(first, steps + 1):
             total = torch.zeros((), device=engine.device)
             for micro in range(train.accumulate):
                 tokens, targets = next(loader)
                 total += micro_step(engine, tokens, targets, (train.seed, step, micro, replica))
             keep(recorder.record(engine.step(), total / train.accumulate))
-            if step == 1 and rank == 0:
+            if step == first and rank == 0:
                 for note in engine.activations.notes:
                     say(note)
+            if saver is not None and (step == steps or (checkpoint.every and step % checkpoint.every == 0)):
+                save(step)
+            if saver is not None and recorder.stopping and step < steps:
+                save(step)
+                stopped = f"stopped after step {step} ({preemption.reason}), which is saved"
+                break
         keep(recorder.flush())
-    if metrics is not None:
-        metrics.close()
-    return lines
+        if saver is not None:
+            finish_saving(saver, options)
+        if metrics is not None:
+            metrics.close()
+    return lines, stopped
 
 
-def stop_if_broken(config: Config, line: Line) -> None:
+def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int) -> Saver:
+    """Return what saves the run. Collective."""
+    checkpoint = config.checkpoint
+    return Saver(
+        engine,
+        Path(options.run_dir) / "checkpoints",
+        asynchronous=checkpoint.async_,
+        buffer_nbytes=checkpoint.buffer,
+        keep=checkpoint.keep,
+        keep_every=checkpoint.keep_every,
+        say=say if rank == 0 else (lambda text: None),
+        probe=options.probe,
+    )
+
+
+def finish_saving(saver: Saver, options: RunOptions) -> None:
+    """Wait for the last save; raise UserError if it failed, for nobody may think that it is there."""
+    saver.close()
+    if saver.failure is not None:
+        hint = f"room on the disk, then --resume --run-dir {options.run_dir}"
+        raise UserError(saver.failure, hint=hint, exit_code=FAILURE)
+
+
+def stop_if_broken(config: Config, line: Line, saver: Saver | None = None) -> None:
     """End the run at a loss that is not a number; fp16 merely skips such a step and lowers its scale."""
     broken = not math.isfinite(line.loss) or (line.skipped and config.train.precision != "fp16")
     if broken and config.train.on_nan == "stop":
         what = f"loss is {line.loss}" if not math.isfinite(line.loss) else "the gradients are not finite"
+        if saver is not None:
+            saver.wait()
+        saved = f"step {saver.saved} is saved" if saver is not None and saver.saved else "no checkpoint was written"
         raise UserError(
-            f"{what} at step {line.step} (lr {line.lr:.3g}); the step was not applied; no checkpoint was written",
+            f"{what} at step {line.step} (lr {line.lr:.3g}); the step was not applied; {saved}",
             hint="a lower --set optimizer.lr=..., or --set train.on_nan=continue",
             exit_code=1,
         )
@@ -279,7 +409,6 @@ def compare(
 def dry_run(config: Config, options: RunOptions) -> int:
     """Print the resolved config and what each rank would hold; train nothing."""
     began = time.perf_counter()
-    refuse_unbuilt(config)
     config = resolve(config, max(1, config.parallel.ranks))
     open_batches(config)
     model = make_model(config)
@@ -289,9 +418,14 @@ def dry_run(config: Config, options: RunOptions) -> int:
     except ValueError as error:
         raise UserError(str(error)) from error
     document = {"schema": 1, "config": to_dict(config), "parameters": numel, "memory": held}
+    planned = plan_config(config, "cuda" if torch.cuda.is_available() else "cpu")
+    if planned is not None:
+        document["plan"] = planned.as_dict()
     if options.json:
         print(json.dumps(document), flush=True)
     else:
         print(report.dry(config, numel, held))
+        if planned is not None:
+            print("\n".join(["", "the whole plan of a rank's device, and of its node:", *planned.lines()]))
     say(f"nothing was trained ({time.perf_counter() - began:.1f} s)")
     return 0

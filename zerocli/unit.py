@@ -120,22 +120,43 @@ class Unit:
     def trainable(self) -> Flat | None:
         return next((flat for flat in self.flats if flat.trainable), None)
 
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return self.name or "the rest"
+
     def __repr__(self) -> str:
         return f"Unit({self.name or 'rest'})"
 
 
-def repeated_blocks(units: Sequence[Unit]) -> list[Unit]:
-    """Return the units whose class several share, or all but the rest where none does.
+UnitChoice = Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.Module] | None
 
-    These are worth recomputing. An embedding has next to nothing to keep, and what follows the last block is wanted
-    again as soon as backward begins: recomputing it would only double its cost.
+
+def chooses(choice: Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.Module]) -> Callable[[nn.Module], bool]:
+    """Return whether a module is chosen by a class, a predicate, or the modules themselves."""
+    if isinstance(choice, type):
+        return lambda module: isinstance(module, choice)
+    if callable(choice):
+        return choice
+    ids = {id(module) for module in choice}
+    return lambda module: id(module) in ids
+
+
+def recomputed_units(units: Sequence[Unit], choice: bool | UnitChoice) -> list[Unit]:
+    """Return the units that are recomputed: those chosen, or by default the repeated blocks.
+
+    Repeated blocks are units whose class several share, or all but the rest where none does. An embedding has next to
+    nothing to keep, and what follows the last block is wanted again as soon as backward begins: recomputing it would
+    only double its cost.
     """
     inner = [unit for unit in units if unit.index > 0]
-    classes = [type(unit.module) for unit in inner]
-    return [unit for unit in inner if classes.count(type(unit.module)) > 1] or inner
-
-
-UnitChoice = Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.Module] | None
+    if choice is None or isinstance(choice, bool):
+        classes = [type(unit.module) for unit in inner]
+        return ([unit for unit in inner if classes.count(type(unit.module)) > 1] or inner) if choice else []
+    chosen = [unit for unit in inner if chooses(choice)(unit.module)]
+    if not chosen:
+        raise ValueError(f"no unit of the model matches recompute={choice!r}")
+    return chosen
 
 
 def find_units(model: nn.Module, choice: UnitChoice = None) -> list[tuple[str, nn.Module]]:
@@ -148,13 +169,7 @@ def find_units(model: nn.Module, choice: UnitChoice = None) -> list[tuple[str, n
     if choice is None:
         _walk_blocks(model, "", chosen)
         return chosen
-    if isinstance(choice, type):
-        wanted = lambda module: isinstance(module, choice)  # noqa: E731
-    elif callable(choice):
-        wanted = choice
-    else:
-        ids = {id(module) for module in choice}
-        wanted = lambda module: id(module) in ids  # noqa: E731
+    wanted = chooses(choice)
     for name, module in model.named_modules():
         if module is not model and wanted(module) and any(True for _ in module.parameters()):
             chosen.append((name, module))

@@ -65,6 +65,8 @@ class Updater:
     ) -> None:
         self._optimizer, self._groups, self._device = optimizer, groups, device
         self.on_cpu = on_cpu
+        self.before_update: Callable[[Flat], None] = lambda flat: None
+        """Called before a flat's states change, on the lane of the change: a checkpoint may still be reading them."""
         self._chunk = chunk
         self._fetching, self._updating = Lane(device), Lane(device)
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
@@ -187,6 +189,7 @@ class Updater:
     def _update(self, job: Job, slot: Slot) -> None:
         """Update a chunk whose parts have arrived, and start sending them back."""
         flat, span, place = job.flat, job.span, self._place(job.flat)
+        self.before_update(flat)
         for transfer in slot.arriving:
             transfer.wait() if place == self._device else transfer.synchronize()
         arrays = self._arrays(job, slot)

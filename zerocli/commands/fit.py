@@ -59,10 +59,10 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     hardware, notes = choose_hardware(given)
     setup, more = choose_setup(source, given, hardware, runtime)
     notes = [*source.notes, *notes, *more]
+    if not model:
+        notes.append("proportions, batch and seq of zero-7.5b (no MODEL was named)")
     stages = STAGES if given["stage"] is None else (given["stage"],)
-    planned = _model(source, trace, setup)
-    if isinstance(planned, int) and source.factory:
-        notes.append("a factory's model is counted: model states alone; --trace runs it and counts the rest")
+    planned = _model(source, trace, setup, stages, notes)
     if largest:
         verdict = _largest(planned, setup, hardware, stages, given["offload"])
     else:
@@ -158,19 +158,39 @@ def choose_setup(
     return setup, notes
 
 
-def _model(source: Source, trace: bool, setup: Setup) -> search.Model:
-    if trace:
-        raise UserError(
-            "--trace is not in this version yet",
-            hint="the same command without it: formulas for the known families, model states for a factory",
-        )
+def _model(source: Source, traced: bool, setup: Setup, stages: tuple[int, ...], notes: list[str]) -> search.Model:
+    if traced:
+        notes.append("traced: the real engine on tensors without memory, with a CPU's operations and a GPU's chunks")
+        return _trace(source, setup, stages)
     if source.shape is not None:
         return source.shape
     if source.factory:
         from zerocli.plan.factory import count_factory
 
+        notes.append("a factory's model is counted: model states alone; --trace runs it and counts the rest")
         return count_factory(source.factory)
     return source.count
+
+
+def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Model:
+    """Run the model once for each way of training that the stages differ in."""
+    runnable = source.factory or (source.shape is not None and source.shape.family in ("gpt2", "llama"))
+    if not runnable:
+        raise UserError(
+            f"--trace runs a model, and {source.name} names none that is built in",
+            hint="zerocli fit package.module:factory --trace, with a function that builds the model",
+        )
+    from zerocli.plan.factory import build_factory
+    from zerocli.plan.trace import trace
+
+    def make() -> Any:
+        if source.factory:
+            return build_factory(source.factory)
+        from zerocli.models import build
+
+        return build(source.config.model, setup.seq, "meta")
+
+    return trace(source.name, make, [dataclasses.replace(setup, stage=stage, offload="") for stage in stages])
 
 
 def _largest(

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from zerocli import config as configs
 from zerocli import launch, machine
+from zerocli.checkpoint.folder import Folder
 from zerocli.errors import UserError
 from zerocli.launch import RunOptions
 
@@ -32,6 +33,7 @@ KEYS = {
     "precision": "train.precision",
     "data": "data.path",
     "seed": "train.seed",
+    "init_from": "train.init_from",
 }
 
 
@@ -62,6 +64,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.command()
 @config_options
 @click.option("--run-dir", metavar="DIR", help="Folder of this run; by default runs/<config>-<time>.")
+@click.option("--init-from", metavar="DIR", help="Start from the weights in DIR (safetensors), such as an export.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of --run-dir, or of the newest run.")
 @click.option(
     "--check", type=click.IntRange(0), default=0, metavar="N", help="Compare N steps with unsharded training."
@@ -79,6 +82,9 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
     if worker:
         launch.die_with_parent()
         flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
+    if given["resume"] and run_dir and ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
+        source = own_config(run_dir, source)
+        ctx.params["source"] = source  # the ranks are told of it, not of the default
     config = configs.load(source, sets=sets, flags=flags)
 
     fresh = run_dir is None and not given["resume"]
@@ -146,6 +152,12 @@ def default_run_dir(name: str, environ: Mapping[str, str] = os.environ) -> str:
     return f"{RUNS}/{name}-{mark}"
 
 
+def own_config(run_dir: str, default: str) -> str:
+    """Return the config that the run in a folder was started with, for a `--resume` that names none."""
+    path = Path(run_dir, "config.json")
+    return str(path.absolute()) if path.is_file() else default
+
+
 def newest_run(name: str) -> str:
     """Return the folder of the newest run of `name` with a checkpoint, for a `--resume` that names no folder."""
     pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6}(-\d+)?|job\w+|run\w+)")
@@ -159,11 +171,16 @@ def newest_run(name: str) -> str:
 
 
 def was_restarted(run_dir: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Say whether torchrun or SLURM started this run anew and there is a checkpoint to go on from."""
+    """Say whether torchrun or SLURM started this run anew and there is a checkpoint to go on from.
+
+    torchrun counts a restart after a failure, but none when a node joins: then it is known by the job's own name.
+    """
     restarts = [environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    return restarts != ["0", "0"] and has_checkpoint(run_dir)
+    job, before = launch.job_name(environ), Path(run_dir, launch.JOB_FILE)
+    same = bool(job) and before.is_file() and before.read_text() == job
+    return (same or restarts != ["0", "0"]) and has_checkpoint(run_dir)
 
 
 def has_checkpoint(run_dir: str | os.PathLike[str]) -> bool:
     """Say whether anything was saved in `run_dir`; whether it is whole is for the reader of checkpoints to say."""
-    return any(Path(run_dir, "checkpoints").glob("*"))
+    return bool(Folder(Path(run_dir, "checkpoints")).committed())

@@ -8,7 +8,6 @@ returns a `Plan`: rows of (category, tier, bytes, formula), the device's peaks b
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -42,16 +41,15 @@ def plan(model: Any, **settings: Any) -> Plan:
 
     if isinstance(model, Shape):
         return plan_of(model, Setup(**settings))
-    source = read_source(str(model), (), {})
+    source = read_source(
+        str(model), (), {f"train.{name}": settings.get(name) for name in ("batch", "seq", "precision")}
+    )
     setup = setup_of(source.config, **settings)
-    shape = source.shape
-    if shape is None and source.factory:
+    if source.factory:
         from zerocli.plan.factory import count_factory
 
         return plan_of(count_factory(source.factory), setup)
-    if shape is not None and shape.positions and source.config.model.family == shape.family == "gpt2":
-        shape = replace(shape, positions=max(shape.positions, setup.seq))
-    return plan_of(source.count if shape is None else shape, setup)
+    return plan_of(source.count if source.shape is None else source.shape, setup)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,14 +9,27 @@ from offload.placement import HBM
 from zerocli.errors import UserError
 from zerocli.memory import model_states
 from zerocli.plan import constants
-from zerocli.plan.flats import FlatPlan, arenas, plan_flats, slot_buffers, swap
+from zerocli.plan.flats import (
+    FlatPlan,
+    arenas,
+    buckets,
+    gather_pool,
+    lifts,
+    plan_flats,
+    slot_buffers,
+    swap,
+    update_buffers,
+)
+from zerocli.plan.ledger import Peak
 from zerocli.plan.rows import Plan, Row
 from zerocli.plan.runtime import SENTENCES, constant
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.step import Peaks, Replay, updates_on_cpu
+from zerocli.plan.traced import Traced, way
 from zerocli.sizes import format_bytes, format_count
 
+_GATHERED = "{} buffers for each size of unit, whole, {} B a parameter"
 WORDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer_states"}
 
 
@@ -65,6 +78,34 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
     return Plan(setup, shape.numel, tuple(rows), phases, peaks.highest.moment)
 
 
+def plan_traced(traced: Traced, setup: Setup) -> Plan:
+    """Return the plan of a model that was run without memory: its states by arithmetic, the rest as it was seen."""
+    check(setup)
+    flats = plan_flats(traced, setup)
+    number, nbytes = buckets(flats, setup)
+    held = {
+        "parameters": sum(f.own if f.gathered(setup) else f.total for f in flats if f.tiers["parameters"] == HBM),
+        "gradients": sum(f.held if setup.zero.gradients else f.total for f in flats if f.tiers["gradients"] == HBM),
+        "optimizer_states": sum(f.held for f in flats if f.tiers["optimizer"] == HBM),
+    }
+    widths = (setup.width, setup.grad_width, 4 * setup.num_record_arrays)
+    rows = [
+        Row(category, "hbm", held[category] * width, _states_formula(category, traced.numel, setup, split))
+        for (kind, category), width in zip(WORDS.items(), widths, strict=True)
+        for split in (getattr(setup.zero, kind),)
+    ]
+    buffers = number * nbytes + lifts(flats, setup) + update_buffers(flats, setup, updates_on_cpu(setup))
+    rows += [
+        Row("gathered", "hbm", gather_pool(flats, setup), _GATHERED.format(setup.gather_buffers, setup.width)),
+        Row("activations", "hbm", traced.moving[way(setup)], "the most that came and went in a traced step"),
+        Row("buffers", "hbm", buffers + traced.buffers, "reduction buckets, update slots and scratch, the model's own"),
+    ]
+    allocated = sum(row.nbytes for row in rows)
+    peaks = Peaks(Peak(), Peak(), Peak(allocated, "a traced step", {row.category: row.nbytes for row in rows}), {})
+    rows += [*_runtime_rows(setup, peaks.steady), *_host_rows(setup, flats, peaks), *_disk_rows(setup, flats, peaks)]
+    return Plan(setup, traced.numel, tuple(rows), {"steady": allocated}, "a traced step")
+
+
 def plan_count(numel: int, setup: Setup) -> Plan:
     """Return the model states of a bare parameter count, as the paper counts them; the rest needs a shape."""
     check(setup)
@@ -106,7 +147,7 @@ def _device_rows(shape: Shape, setup: Setup, peaks: Peaks) -> list[Row]:
         category: _states_formula(category, local, setup, getattr(setup.zero, kind)) for kind, category in WORDS.items()
     }
     formulas |= {
-        "gathered": f"{setup.gather_buffers} buffers for each size of unit, whole, {setup.width} B a parameter",
+        "gathered": _GATHERED.format(setup.gather_buffers, setup.width),
         "activations": _activation_formula(shape, setup),
         "logits": _logits_formula(shape, setup),
         "buffers": "reduction buckets, update slots and scratch, the gradients of the unit in backward, tables",
@@ -118,14 +159,17 @@ def _device_rows(shape: Shape, setup: Setup, peaks: Peaks) -> list[Row]:
         for category, nbytes in peak.held.items()
         if category in formulas
     ]
+    return rows + _runtime_rows(setup, peak)
+
+
+def _runtime_rows(setup: Setup, peak: Peak) -> list[Row]:
     if setup.device != "cuda":
-        return rows
+        return []
     given = setup.runtime
-    moving = sum(peak.held[c] for c in ("activations", "logits", "buffers"))
     runtime = {"context": constant("context", given), "workspace": constant("workspace", given)}
     runtime["nccl"] = constant("nccl", given) if setup.ranks > 1 else 0
-    runtime["fragments"] = constant("fragments", given) or moving // 50
-    return rows + [Row("runtime", "hbm", nbytes, SENTENCES[name]) for name, nbytes in runtime.items()]
+    runtime["fragments"] = constant("fragments", given) or peak.nbytes // 100
+    return [Row("runtime", "hbm", nbytes, SENTENCES[name]) for name, nbytes in runtime.items()]
 
 
 def _activation_formula(shape: Shape, setup: Setup) -> str:

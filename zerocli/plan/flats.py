@@ -11,6 +11,7 @@ from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan import constants
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Shape
+from zerocli.plan.traced import Traced
 from zerocli.shards import Layout, Span, lay_out
 
 
@@ -41,7 +42,7 @@ class FlatPlan:
         return self.tiers["parameters"] != HBM or (setup.zero.parameters and setup.dp > 1)
 
 
-def plan_flats(shape: Shape, setup: Setup) -> list[FlatPlan]:
+def plan_flats(shape: Shape | Traced, setup: Setup) -> list[FlatPlan]:
     """Return the flats of all units in the engine's order; raise UserError where no budget is left for a piece."""
     spills = {kind: Spill(kind, setup.placement().of(kind)) for kind in ("parameters", "gradients", "optimizer")}
     flats: list[FlatPlan] = []
@@ -135,6 +136,16 @@ def lifts(flats: list[FlatPlan], setup: Setup) -> int:
         return 0
     number, nbytes = buckets(flats, setup)
     return number * (nbytes // setup.wire_width // setup.dp) * setup.grad_width
+
+
+def update_buffers(flats: list[FlatPlan], setup: Setup, on_cpu: bool) -> int:
+    """Return the bytes of the updater's slots and scratch on the device."""
+    slots = slot_buffers(flats, setup, on_cpu)
+    there = slots["device"] + (slots["host"] if setup.device == "cpu" else 0)
+    here = any(not (on_cpu and flat.tiers["optimizer"] != HBM) for flat in flats)
+    if setup.grad_width < 4 and (here or setup.device == "cpu"):
+        there += 4 * constants.UPDATE_CHUNK[setup.device]
+    return there
 
 
 def gather_pool(flats: list[FlatPlan], setup: Setup) -> int:

@@ -10,7 +10,10 @@ from zerocli import config as configs
 from zerocli import configfile
 from zerocli.config import Config, ModelConfig
 from zerocli.errors import ConfigError, Problem, UserError
+from zerocli.plan.build import plan_model
 from zerocli.plan.families import read_shape
+from zerocli.plan.rows import Plan
+from zerocli.plan.setup import setup_of
 from zerocli.plan.shape import Shape
 from zerocli.sizes import parse_count
 
@@ -84,6 +87,18 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
 
 def _given(key: str, sets: Sequence[str], flags: Mapping[str, object]) -> bool:
     return flags.get(key) is not None or any(text.partition("=")[0].strip() == key for text in sets)
+
+
+def plan_config(config: Config, device: str) -> Plan | None:
+    """Return the plan of a training config on one node of such devices; None for a factory, whose shape is code."""
+    if config.model.factory:
+        return None
+    precision = config.train.precision
+    if precision == "auto":
+        precision = "bf16" if device == "cuda" else "fp32"
+    ranks = max(1, config.parallel.ranks)
+    setup = setup_of(config, device=device, precision=precision, ranks=ranks, ranks_per_node=ranks)
+    return plan_model(shape_of(config.model, config.train.seq), setup)
 
 
 def shape_of(model: ModelConfig, seq: int) -> Shape:

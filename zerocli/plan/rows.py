@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerocli.plan.setup import Setup
+from zerocli.sizes import format_bytes
 
 TIERS = ("hbm", "dram", "nvme")
+WORDS = {"hbm": "GPU", "dram": "host", "nvme": "nvme"}
 
 
 @dataclass(frozen=True)
@@ -47,3 +49,25 @@ class Plan:
     def allocated(self) -> int:
         """Return the device bytes that torch's allocator would report as its peak."""
         return max(self.peaks.values(), default=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON-able values."""
+        tiers = {tier: self.needed(tier) for tier in TIERS}
+        rows = [row.as_dict() for row in self.rows]
+        return {"needed": tiers, "peaks": self.peaks, "moment": self.moment, "rows": rows}
+
+    def lines(self) -> list[str]:
+        """Return every row with its formula, and the peaks, as a person reads them."""
+        found = []
+        for tier in TIERS:
+            rows = [row for row in self.rows if row.tier == tier and row.nbytes]
+            word = WORDS[tier] if self.setup.device == "cuda" or tier != "hbm" else "CPU"
+            for row in rows:
+                category = row.category.replace("_", " ")
+                found.append(f"  {word:<5}{category:<18}{format_bytes(row.nbytes):>11}  {row.formula}")
+            if rows:
+                found.append(f"  {word:<5}{'in all':<18}{format_bytes(self.needed(tier)):>11}")
+        if self.peaks:
+            phases = ", ".join(f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in self.peaks.items())
+            found.append(f"  what torch allocates there at most, by phase: {phases}; the peak: {self.moment}")
+        return found

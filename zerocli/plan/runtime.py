@@ -9,18 +9,18 @@ MIB = 2**20
 RUNTIME: Mapping[str, int] = {
     "context": 560 * MIB,
     "nccl": 400 * MIB,
-    "workspace": 66 * MIB,
+    "workspace": 76 * MIB,
     "fragments": 0,
-    "python": 2560 * MIB,
+    "python": 1664 * MIB,
 }
 """On a GPU: CUDA context and loaded kernels, NCCL's buffers, cuBLAS's workspaces (one for each thread that computes),
-bytes lost between blocks (0: two in a hundred of what comes and goes); on the host: Python with torch, a process."""
+and what is lost between blocks (0: one in a hundred of all that torch allocates). On the host: Python with torch."""
 
 SENTENCES = {
     "context": "CUDA context and kernels, a process",
     "nccl": "NCCL's own buffers",
     "workspace": "cuBLAS workspaces of the two threads that compute",
-    "fragments": "lost between blocks of the allocator: 2 % of what comes and goes",
+    "fragments": "lost between blocks of the allocator: 1 % of what torch allocates",
     "python": "Python and torch, a process",
 }
 

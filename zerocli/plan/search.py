@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zerocli.errors import DOES_NOT_FIT, UserError
-from zerocli.plan.build import plan_count, plan_model
+from zerocli.plan.build import plan_count, plan_model, plan_traced
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.rows import TIERS, Plan
 from zerocli.plan.seconds import Estimate, estimate
 from zerocli.plan.setup import Setup, split_offload
 from zerocli.plan.shape import Shape
+from zerocli.plan.traced import Traced
 
-Model = Shape | int
-"""A shape, or a bare parameter count."""
+Model = Shape | Traced | int
+"""A shape, a model that was run without memory, or a bare parameter count."""
 
 PLACEMENTS = {
     0: ("",),
@@ -54,14 +55,16 @@ class Candidate:
 
 
 def plan_of(model: Model, setup: Setup) -> Plan:
-    return plan_count(model, setup) if isinstance(model, int) else plan_model(model, setup)
+    if isinstance(model, int):
+        return plan_count(model, setup)
+    return plan_model(model, setup) if isinstance(model, Shape) else plan_traced(model, setup)
 
 
 def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
     """Return the candidate that a setup is on this machine."""
     plan = plan_of(model, setup)
     available = {"hbm": hardware.gpu_memory, "dram": hardware.host_memory, "nvme": hardware.nvme_space}
-    timed = None if isinstance(model, int) else estimate(plan, model, hardware)
+    timed = estimate(plan, model, hardware) if isinstance(model, Shape) else None
     return Candidate(plan, {tier: available[tier] for tier in TIERS}, timed)
 
 
@@ -124,7 +127,7 @@ def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str
 def _changes(model: Model, setup: Setup, hardware: Hardware) -> Iterator[tuple[str, Setup]]:
     """Yield (words, setup) from small changes to large: what costs time before what changes the run."""
     lighter = [("", setup)]
-    if not isinstance(model, int):
+    if isinstance(model, Shape):
         if not setup.recomputes:
             lighter.append((" --set activations.policy=recompute", replace(setup, policy="recompute")))
         smaller = [(f"--batch {n} ", replace(lighter[-1][1], batch=n)) for n in _halves(setup.batch)]
@@ -135,7 +138,7 @@ def _changes(model: Model, setup: Setup, hardware: Hardware) -> Iterator[tuple[s
         if words:
             yield words.strip(), each
         yield from _placements(each, setup.stage, "", words)
-    if not isinstance(model, int):
+    if isinstance(model, Shape):
         yield from _placements(last, 3, "", tail, "activations=cpu")
     for words, each in smaller:
         yield f"{words.strip()}{tail}", each
@@ -144,7 +147,7 @@ def _changes(model: Model, setup: Setup, hardware: Hardware) -> Iterator[tuple[s
     while ranks < 65536:
         ranks *= 2
         yield from _placements(replace(last, ranks=ranks), 3, f"--ranks {ranks} ", tail)
-    if not isinstance(model, int):
+    if isinstance(model, Shape):
         for seq in _halves(setup.seq, least=256):
             yield from _placements(replace(last, batch=1, seq=seq), 3, f"--batch 1 --seq {seq} ", tail)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from offload.placement import HBM, Placement, Share, parse_placement, per_rank
 from zerocli.config import Config
@@ -169,4 +169,8 @@ def setup_of(config: Config, **changes: object) -> Setup:
         "update": offload.update,
         "staging_nbytes": offload.staging,
     }
-    return Setup(**(given | changes))  # type: ignore[arg-type]
+    setup = Setup(**(given | changes))  # type: ignore[arg-type]
+    if train.global_batch and "accumulate" not in changes:
+        each = max(1, setup.batch * setup.ranks // max(1, setup.tp))
+        setup = replace(setup, accumulate=max(1, train.global_batch // each))
+    return setup

@@ -9,7 +9,7 @@ from offload.placement import HBM
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan import constants
 from zerocli.plan.decoder import FP32, Batch, Decoder
-from zerocli.plan.flats import FlatPlan, buckets, gather_pool, lifts, slot_buffers
+from zerocli.plan.flats import FlatPlan, buckets, gather_pool, lifts, update_buffers
 from zerocli.plan.ledger import Ledger, Peak, Storage
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
@@ -65,9 +65,8 @@ class Replay:
         self._step()
         first = ledger.peak
         ledger.begin("steady state")
-        self._keep("buffers", self._update_nbytes())
+        self._keep("buffers", update_buffers(self._flats, self._setup, updates_on_cpu(self._setup)))
         self._step()
-        ledger.moment = "optimizer step"
         return Peaks(initialisation, first, ledger.peak, dict(self.away))
 
     def _keep(self, category: str, *sizes: int) -> None:
@@ -127,19 +126,6 @@ class Replay:
         table = self._setup.seq * self._shape.head_size * FP32
         return [table, table]
 
-    # -- buffers of a step -----------------------------------------------------------------------------------------
-
-    def _update_nbytes(self) -> int:
-        """Return the updater's slots and scratch on the device."""
-        setup = self._setup
-        on_cpu = updates_on_cpu(setup)
-        slots = slot_buffers(self._flats, setup, on_cpu)
-        there = slots["device"] + (slots["host"] if setup.device == "cpu" else 0)
-        here = any(not (on_cpu and flat.tiers["optimizer"] != HBM) for flat in self._flats)
-        if setup.grad_width < FP32 and (here or setup.device == "cpu"):
-            there += FP32 * constants.UPDATE_CHUNK[setup.device]
-        return there
-
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
@@ -148,7 +134,9 @@ class Replay:
         batch = Batch(setup.batch, setup.seq, setup.width, setup.device == "cuda", setup.tp)
         decoder = Decoder(shape, batch)
         tape = Tape(ledger, self._on_grad)
-        inputs = Storage(ledger, 2 * 8 * batch.tokens)  # token ids and targets
+        inputs = [Storage(ledger, 2 * 8 * batch.tokens)]  # token ids and targets
+        if setup.tp > 1:  # a sum over the ranks that is not over yet holds on to what it sums
+            inputs.append(Storage(ledger, decoder.hidden))
         ledger.moment = "embedding"
         x = decoder.embed(tape)
         for block in range(shape.layers):
@@ -211,8 +199,6 @@ class Replay:
                 self._keep("activations", count * each)
             elif count:
                 self.away[share.tier] = self.away.get(share.tier, 0) + count * each
-        if self._setup.parts > 1:  # a gather that is not over yet holds on to its buffer
-            self._keep("activations", part * self._setup.parts)
         if len(self._slots) < layers:
             fact = (
                 f"activations: {layers - len(self._slots)} of {layers} checkpoints have no place left in their budgets"

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -26,30 +25,13 @@ from zerocli.plan import constants
 from zerocli.plan.measure import LiveBytes
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Unit
+from zerocli.plan.traced import Traced, way
 from zerocli.settings import Settings
 from zerocli.unit import claim_parameters, find_units
 
 MAX_RANKS = 4096
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A model that was run: its units, and the most bytes that come and go within a step."""
-
-    name: str
-    parts: tuple[Unit, ...]
-    buffers: int
-    """Bytes of the model's own buffers."""
-    moving: dict[tuple[bool, bool], int]
-    """By (gradients are partitioned, blocks are recomputed)."""
-
-    def units(self) -> Iterator[tuple[Unit, int]]:
-        for unit in self.parts:
-            yield unit, 1
-
-    @property
-    def numel(self) -> int:
-        return sum(each.numel for unit in self.parts for each in unit.parameters)
+HELD = ("parameters", "gradients", "optimizer_states", "gathered", "buffers")
+"""What an engine holds between steps; an arena of checkpoints, where there is one, counts as activations."""
 
 
 def trace(name: str, make: Any, setups: list[Setup]) -> Traced:
@@ -57,9 +39,8 @@ def trace(name: str, make: Any, setups: list[Setup]) -> Traced:
     moving: dict[tuple[bool, bool], int] = {}
     parts, buffers = units_of(make())
     for setup in setups:
-        key = (setup.zero.gradients, setup.recomputes)
-        if key not in moving:
-            moving[key] = run(make(), setup)
+        if way(setup) not in moving:
+            moving[way(setup)] = run(make(), setup)
     return Traced(name, parts, buffers, moving)
 
 
@@ -74,7 +55,7 @@ def units_of(model: nn.Module) -> tuple[tuple[Unit, ...], int]:
 
 
 def run(model: nn.Module, setup: Setup) -> int:
-    """Return the most bytes that come and go within the second of two steps of the real engine."""
+    """Return the most bytes of a step of the real engine beyond what it holds between steps; two steps are taken."""
     if setup.tp > 1:
         raise UserError("--trace runs one rank's whole layers: it takes no --tp", hint="--tp 1")
     if setup.ranks > MAX_RANKS:
@@ -98,18 +79,16 @@ def run(model: nn.Module, setup: Setup) -> int:
             reducer = engine.reducer
             reducer._adopt_order = lambda: _adopt(reducer)  # type: ignore[method-assign]
             for _ in range(2):
-                live.reset_peak()
-                rest = live.nbytes
                 tokens = torch.zeros((2, setup.batch, setup.seq), dtype=torch.int64)
                 engine.backward(engine(tokens[0], tokens[1]))
-                moving = live.peak - rest
                 engine.step()
+            held = engine.memory()
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             raise UserError(
                 f"the model did not run on (tokens, targets) of {setup.batch} x {setup.seq}: {error}",
                 hint="forward(tokens, targets) gives the loss, and asks no tensor for its value",
             ) from error
-    return moving
+    return live.peak - sum(held[category] for category in HELD)
 
 
 def _choice(model: nn.Module) -> Any:
@@ -156,7 +135,7 @@ def _without_memory() -> Iterator[None]:
     def of_tensor(tensor: torch.Tensor) -> int:
         if not isinstance(tensor, FakeTensor):
             return real(tensor)
-        return of_storage(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
+        return of_storage(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
     with contextlib.ExitStack() as stack:
         for change in (

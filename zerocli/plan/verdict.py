@@ -10,12 +10,10 @@ from typing import Any
 import click
 
 from zerocli.plan.hardware import Hardware
-from zerocli.plan.rows import TIERS
+from zerocli.plan.rows import TIERS, WORDS
 from zerocli.plan.search import Candidate, Model
 from zerocli.plan.shape import Shape
 from zerocli.sizes import format_bytes, format_count
-
-WORDS = {"hbm": "GPU", "dram": "host", "nvme": "nvme"}
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,14 @@ class Verdict:
 
 def document(verdict: Verdict) -> dict[str, Any]:
     """Return the verdict as JSON-able values."""
-    shape = None if isinstance(verdict.model, int) else verdict.model
+    shape = verdict.model if isinstance(verdict.model, Shape) else None
     made: dict[str, Any] = {
         "schema": 1,
         "model": {
             "name": verdict.name,
             "parameters": verdict.numel,
             "active_parameters": shape.active_numel if shape else verdict.numel,
-            "whole": shape is not None,
+            "whole": not isinstance(verdict.model, int),
         },
         "hardware": dataclasses.asdict(verdict.hardware),
         "fits": verdict.fits,
@@ -153,6 +151,8 @@ def _title(verdict: Verdict) -> str:
     count = f"{verdict.numel:,} parameters"
     if isinstance(model, int):
         return f"{verdict.name}: {count}; model states alone"
+    if not isinstance(model, Shape):
+        return f"{verdict.name}: {count} in {len(model.parts)} units; traced"
     active = f", {format_count(model.active_numel)} of them active" if model.experts else ""
     return f"{verdict.name}: {count}{active} ({model.family}, {model.layers} x {model.hidden})"
 
@@ -177,7 +177,8 @@ def _table(verdict: Verdict, paint: Callable[..., str]) -> list[str]:
         timed = each.estimate
         sizes = [format_bytes(each.plan.needed(tier)) if each.plan.needed(tier) else "-" for tier in TIERS]
         over = ", ".join(f"{WORDS[tier]} over by {format_bytes(nbytes)}" for tier, nbytes in each.over.items())
-        words = "fastest" if each is verdict.best else "fits" if each.fits else over
+        best = "fastest" if timed is not None else "first"
+        words = best if each is verdict.best else "fits" if each.fits else over
         time = ["-", "-"] if timed is None else [f"~{_seconds(timed.seconds)}", timed.bound]
         rows.append([str(each.setup.stage), each.setup.offload or "-", *sizes, *time, words])
     widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
@@ -207,16 +208,7 @@ def _explain(candidate: Candidate) -> list[str]:
     plan, setup = candidate.plan, candidate.setup
     offload = f" --offload {setup.offload}" if setup.offload else ""
     lines = [f"--stage {setup.stage}{offload}: every row (GPU: of one; host and nvme: of a node)"]
-    for tier in TIERS:
-        rows = [row for row in plan.rows if row.tier == tier and row.nbytes]
-        for row in rows:
-            category = row.category.replace("_", " ")
-            lines.append(f"  {WORDS[tier]:<5}{category:<18}{format_bytes(row.nbytes):>11}  {row.formula}")
-        if rows:
-            lines.append(f"  {WORDS[tier]:<5}{'in all':<18}{format_bytes(plan.needed(tier)):>11}")
-    if plan.peaks:
-        phases = ", ".join(f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in plan.peaks.items())
-        lines.append(f"  what torch allocates on the GPU at most, by phase: {phases}; the peak: {plan.moment}")
+    lines += plan.lines()
     if candidate.estimate is not None:
         parts = ", ".join(f"{name} {_seconds(s)}" for name, s in candidate.estimate.parts.items() if s)
         lines.append(f"  a step, estimated: {_seconds(candidate.estimate.seconds)}; alone each would take: {parts}")

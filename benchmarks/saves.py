@@ -1,0 +1,126 @@
+"""How much an asynchronous save costs training, how fast it and an export write, beside what the disk can do.
+
+    python benchmarks/saves.py --dir /mnt/nvme --set model.layers=24 --set model.hidden=2048 --set model.heads=16 \
+        --set train.seq=1024 --set train.batch=16 --set train.precision=bf16 --set checkpoint.buffer=20GiB
+
+trains a GPT-2 without saving, then with a save under way, and prints one JSON document. The stall is the time from the
+call of `save` to the end of the step in which the checkpoint is committed, less that of as many steps without a save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from tiers.pages import Pages
+from zerocli import config as configs
+from zerocli import export, trainer
+from zerocli.api import open_process_group
+from zerocli.checkpoint.folder import Folder
+from zerocli.checkpoint.manifest import read as read_manifest
+from zerocli.checkpoint.saver import Saver
+from zerocli.checkpoint.writer import ShardFile
+from zerocli.config import to_dict
+
+CHUNK_NBYTES = 32 << 20
+
+
+def raw_write_rate(folder: Path, nbytes: int) -> float:
+    """Return the bytes a second at which four threads write around the page cache, synced."""
+    path = folder / "raw"
+    path.touch()
+    pages = Pages(CHUNK_NBYTES)
+    pages.bytes.random_()
+    began = time.perf_counter()
+    with ShardFile(path) as file, ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda at: file.write(pages.memory, at), range(0, nbytes, CHUNK_NBYTES)))
+        file.sync()
+    seconds = time.perf_counter() - began
+    path.unlink()
+    return -(-nbytes // CHUNK_NBYTES) * CHUNK_NBYTES / seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", default=".", help="folder on the disk to write to")
+    parser.add_argument("--steps", type=int, default=12, help="steps without a save")
+    parser.add_argument("--set", action="append", default=[], dest="sets", metavar="SECTION.KEY=VALUE")
+    given = parser.parse_args()
+    config = configs.load("tiny", given.sets)
+    open_process_group()
+    folder = Path(tempfile.mkdtemp(prefix="zerocli-saves-", dir=given.dir))
+    try:
+        document = measure(config, folder, given.steps)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps(document, indent=2))
+    return 0
+
+
+def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, object]:
+    engine = trainer.make_engine(config)
+    rank = engine.collectives.rank
+    shape = (config.train.batch, config.train.seq)
+    tokens = torch.randint(0, config.model.vocab, shape, device=engine.device)
+
+    def step() -> float:
+        began = time.perf_counter()
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    for _ in range(3):
+        step()
+    plain = statistics.median(step() for _ in range(steps))
+    saver = Saver(engine, folder / "checkpoints", buffer_nbytes=config.checkpoint.buffer, keep=1)
+    stalls, durations = [], []
+    for number in range(1, 4):  # the first also makes and pins the buffer
+        began = time.perf_counter()
+        saver.save(number, {"config": to_dict(config)})
+        num_steps = 0
+        while saver.saved != number and saver.failure is None:
+            step()
+            num_steps += 1
+        stalls.append(time.perf_counter() - began - num_steps * plain)
+        durations.append(saver.last_seconds)
+    saver.close()
+    if saver.failure:
+        sys.exit(saver.failure)
+    manifest = read_manifest(Folder(folder / "checkpoints").of(3))
+    raw = raw_write_rate(folder, min(manifest.nbytes, 8 << 30))
+    duration = min(durations[1:])
+    rates = {"raw": raw, "save": manifest.nbytes / duration}
+    if rank == 0:
+        began = time.perf_counter()
+        done = export.export(Folder(folder / "checkpoints").of(3), manifest, folder / "out", "fp32", 5 * 10**9)
+        rates["export"] = done.nbytes / (time.perf_counter() - began)
+    return {
+        "parameters": engine.numel,
+        "ranks": engine.collectives.world,
+        "device": str(engine.device),
+        "cores": os.cpu_count(),
+        "step_seconds": plain,
+        "save_bytes": manifest.nbytes,
+        "save_seconds": duration,
+        "first_save_seconds": durations[0],
+        "stall_seconds": stalls,
+        "stall_share_of_save": min(stall / d for stall, d in zip(stalls[1:], durations[1:], strict=True)),
+        "gb_per_second": {name: rate / 1e9 for name, rate in rates.items()},
+        "of_raw": {name: rate / raw for name, rate in rates.items() if name != "raw"},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

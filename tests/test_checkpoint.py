@@ -1,0 +1,372 @@
+"""Checkpoints: saved at any stage, placement and world size, loaded at any other, bit for bit, beside training."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import nn
+from toys import Uneven, split, uneven_batch
+
+import zerocli
+from zerocli.checkpoint import Folder, Mismatch, Saver, load, resume
+from zerocli.checkpoint.boxes import Block, Extent, boxes, boxes_of, whole
+from zerocli.shards import Span
+
+TIERS = {
+    "tier_options": {
+        "nvme": {"lanes": 2, "grow_nbytes": 1 << 20, "staging_nbytes": 1 << 20, "unit_nbytes": 1 << 18},
+    },
+    "staging_nbytes": 48000,  # several chunks a unit
+}
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 6), max_size=4), st.data())
+@settings(max_examples=200, deadline=None)
+def test_boxes_tile_a_run_in_memory_order(shape, data):
+    shape = tuple(shape)
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    limit = data.draw(st.integers(1, 20))
+    tensor = torch.arange(numel).view(shape)
+    seen = []
+    at = 0
+    for box in boxes(shape, Span(start, stop), limit):
+        assert box.numel <= max(1, limit) and box.start == at
+        view = tensor[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+        seen += view.reshape(-1).tolist()
+        at += box.numel
+    assert seen == list(range(start, stop))
+
+
+def test_a_block_of_a_split_parameter_is_described_in_global_coordinates():
+    """What tensor parallelism will need: rank 1 of 2 holds columns 3..6 of (4, 6), or rows of three fused matrices."""
+    full = torch.arange(24).view(4, 6)
+    columns = Extent((4, 6), (Block(Span(0, 4), (0, 3)),))
+    rows = Extent((4, 6), (Block(Span(0, 1), (1, 0)), Block(Span(1, 2), (3, 0))))
+    for extent, local in ((columns, full[:, 3:]), (rows, full[[1, 3]])):
+        for run in (Span(0, local.numel()), Span(2, local.numel() - 1)):
+            got = {}
+            for box in boxes_of(extent, tuple(local.shape), run):
+                cut = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+                got[box.start] = full[cut].reshape(-1).tolist()
+            assert [v for k in sorted(got) for v in got[k]] == local.reshape(-1)[run.start : run.stop].tolist()
+    assert whole(()).blocks == (Block(Span(0, 1), ()),)
+
+
+# -- saved anywhere, loaded anywhere -------------------------------------------------------------------------------
+
+
+class Stateful(Uneven):
+    """With a frozen parameter, a scalar one, and buffers that differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(5, 3), requires_grad=False)
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, x, y):
+        self.seen += (x[:, :3] > 0).sum(0)
+        return super().forward(x, y) * (1 + self.scalar**2) + self.frozen.sum() * 0 + torch.rand(()) * 1e-3
+
+
+def engine_of(settings: dict, seed: int = 7):
+    torch.manual_seed(seed)
+    model = Stateful()
+    common = {"lr": 1e-2, "clip": 0.5, "weight_decay": 0.1, "bucket_nbytes": 4096, **TIERS}
+    return model, zerocli.shard(model, **(common | settings))
+
+
+def train(engine, model, steps: range) -> list[float]:
+    rank, world = engine.collectives.rank, engine.collectives.world
+    losses = []
+    for step in steps:
+        loss = model(*uneven_batch(step, split(rank, world)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def everything(engine) -> dict:
+    """Every parameter, state and counter, whole, as bytes that can be compared."""
+    state = engine.state_dict()
+    optimizer = engine.optimizer_state_dict()
+    flat = {name: value.tolist() for name, value in state.items() if name != "seen"}
+    flat |= {f"{n}.{k}": v.tolist() for n, states in optimizer.pop("state").items() for k, v in states.items()}
+    return flat | optimizer
+
+
+def save_at(folder: str, settings: dict, steps: int, asynchronous: bool = False):
+    """Train some steps, save, go on; return what was there at the save and the losses that followed."""
+    model, engine = engine_of(settings)
+    train(engine, model, range(1, steps + 1))
+    saver = Saver(engine, folder, asynchronous=asynchronous)
+    before = everything(engine)
+    saver.save(steps)
+    after = train(engine, model, range(steps + 1, steps + 4))
+    saver.close()
+    assert saver.failure is None, saver.failure
+    final = everything(engine), model.seen.tolist()
+    engine.close()
+    return before, after, final
+
+
+def load_at(folder: str, settings: dict, steps: int):
+    model, engine = engine_of(settings, seed=99)
+    resumed = resume(engine, folder)
+    assert resumed.step == steps
+    loaded = everything(engine)
+    after = train(engine, model, range(steps + 1, steps + 4))
+    final = everything(engine), model.seen.tolist()
+    engine.close()
+    return loaded, after, final
+
+
+CASES = [
+    (stage, offload, precision)
+    for precision, offloads in dict.fromkeys(("fp32", "bf16", "fp16"), ("", "cpu", "nvme")).items()
+    for stage in (0, 1, 2, 3)
+    for offload in offloads
+    if stage or not offload
+]
+
+
+def each_case(act, folder: str) -> list:
+    """Do `act` for every case, in one set of ranks: starting them costs more than the cases do."""
+    results = []
+    for stage, offload, precision in CASES:
+        settings = {"stage": stage, "offload": offload, "precision": precision, "nvme_path": (folder,)}
+        saves = {"asynchronous": stage % 2 == 0} if act is save_at else {}
+        results.append(act(f"{folder}/{stage}{offload}{precision}", settings, 3, **saves))
+    return results
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
+    saved = run_ranks(2, each_case, save_at, str(tmp_path))
+    resumed = run_ranks(2, each_case, load_at, str(tmp_path))
+    for rank in range(2):
+        for case, before, after in zip(CASES, saved[rank], resumed[rank], strict=True):
+            # Parameters, states and counters when saved; the losses that follow; and where they lead.
+            assert before == after, case
+
+
+def test_a_checkpoint_loads_bitwise_at_every_stage_placement_and_world(tmp_path):
+    """Chain 1 -> 2 -> 4 -> 3 ranks, each at another stage and placement, loading what the one before saved."""
+    nvme = {"nvme_path": (str(tmp_path),)}
+    chain = [
+        (1, {"stage": 2}),
+        (2, {"stage": 3, "offload": "cpu"}),
+        (4, {"stage": 0}),
+        (3, {"stage": 3, "offload": "nvme", **nvme}),
+        (2, {"stage": 1, "offload": "optimizer=cpu", "update": "stream"}),
+        (1, {"stage": 3, "offload": "nvme", **nvme}),
+    ]
+    world, settings = chain[0]
+    run_ranks(world, save_at, str(tmp_path / "0"), settings, 3)
+    first = None
+    for number, (world, settings) in enumerate(chain[1:], 1):
+        results = run_ranks(world, pass_on, str(tmp_path / str(number - 1)), str(tmp_path / str(number)), settings)
+        first = first or results[0]
+        assert all(result == first for result in results), (world, settings)
+
+
+def pass_on(source: str, target: str, settings: dict):
+    _, engine = engine_of(settings, seed=11)
+    load(engine, Folder(source).of(3))
+    saver = Saver(engine, target)
+    saver.save(3)
+    saver.close()
+    assert saver.failure is None, saver.failure
+    found = everything(engine)
+    engine.close()
+    return found
+
+
+def continued(source: str, settings: dict, precision: str):
+    model, engine = engine_of(settings | {"precision": precision}, seed=11)
+    load(engine, Folder(source).of(3))
+    rank, world = engine.collectives.rank, engine.collectives.world
+    losses = []
+    for step in range(4, 8):
+        torch.manual_seed(step)  # one draw of noise for all worlds
+        loss = model(*uneven_batch(step, split(rank, world)))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().double()
+        if world > 1:
+            torch.distributed.all_reduce(mean)
+        losses.append(mean.item() / world)
+    return losses
+
+
+def test_losses_agree_to_rounding_when_the_world_changes(tmp_path):
+    run_ranks(1, save_at, str(tmp_path), {"stage": 1}, 3)
+    reference = run_ranks(1, continued, str(tmp_path), {"stage": 0}, "fp32")[0]
+    for world, stage in ((2, 3), (4, 2), (3, 1)):
+        losses = run_ranks(world, continued, str(tmp_path), {"stage": stage}, "fp32")[0]
+        assert losses == pytest.approx(reference, rel=1e-5), world
+
+
+OPTIMIZERS = [("sgd", {"momentum": 0.9}), ("nadam", {}), ("adagrad", {})]
+
+
+def each_optimizer(act, folder: str) -> list:
+    return [act(f"{folder}/{name}", {"stage": 3, "optimizer": name, **options}, 3) for name, options in OPTIMIZERS]
+
+
+def test_other_optimizers_resume_too(tmp_path):
+    saved = run_ranks(2, each_optimizer, save_at, str(tmp_path))
+    assert run_ranks(2, each_optimizer, load_at, str(tmp_path)) == saved
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
+    model, engine = engine_of({"stage": 2})
+    saver = Saver(engine, tmp_path)
+    saver.save(1)
+    saver.close()
+    other = zerocli.shard(nn.Sequential(nn.Linear(15, 7), nn.Linear(7, 3)))
+    with pytest.raises(Mismatch, match="no parameters/0.bias.*only the checkpoint has parameters/blocks"):
+        load(other, Folder(tmp_path).of(1))
+    _, sgd = engine_of({"stage": 2, "optimizer": "sgd", "momentum": 0.9})
+    with pytest.raises(Mismatch, match="momentum_buffer"):
+        load(sgd, Folder(tmp_path).of(1))
+
+
+# -- saving beside training ----------------------------------------------------------------------------------------
+
+
+def trained_with_saves(folder: str, settings: dict, every: bool):
+    model, engine = engine_of(settings)
+    saver = Saver(engine, folder, keep=3) if every else None
+    losses, states = [], {}
+    for step in range(1, 9):
+        losses += train(engine, model, range(step, step + 1))
+        if saver is not None:
+            states[step] = everything(engine)
+            saver.save(step)
+    if saver is not None:
+        saver.close()
+        assert saver.failure is None, saver.failure
+    engine.close()
+    return losses, states
+
+
+BESIDE = [
+    {"stage": 0, "precision": "bf16"},
+    {"stage": 2},
+    {"stage": 3, "offload": "cpu", "update": "cpu", "precision": "bf16"},
+    {"stage": 3, "offload": "cpu", "update": "stream"},
+    {"stage": 3, "offload": "nvme"},
+]
+
+
+def each_beside(folder: str):
+    results = []
+    for number, case in enumerate(BESIDE):
+        case = case | {"nvme_path": (folder,)}
+        plain = trained_with_saves(f"{folder}/{number}", case, False)[0]
+        results.append((plain, *trained_with_saves(f"{folder}/{number}", case, True)))
+    return results
+
+
+def test_asynchronous_saves_every_step_change_nothing_and_hold_their_own_step(tmp_path):
+    for rank, results in enumerate(run_ranks(2, each_beside, str(tmp_path))):
+        for number, (plain, losses, states) in enumerate(results):
+            assert losses == plain, BESIDE[number]
+            folder = tmp_path / str(number)
+            assert [found.step for found in Folder(folder).newest_first()] == [8, 7, 6]
+            for step in (8, 7, 6) if rank == 0 else ():
+                assert _loaded(str(folder), step) == states[step], (BESIDE[number], step)
+
+
+def _loaded(folder: str, step: int):
+    _, engine = engine_of({"stage": 2}, seed=5)
+    load(engine, Folder(folder).of(step))
+    found = everything(engine)
+    engine.close()
+    return found
+
+
+def test_an_update_waits_until_its_states_have_been_read(tmp_path):
+    """The writer reads nothing until the next step's update asks for its turn: without a hold it comes too late."""
+    model, engine = engine_of({"stage": 2})
+    train(engine, model, range(1, 3))
+    expected = everything(engine)
+    asked = threading.Event()
+    saver = Saver(engine, tmp_path, probe=lambda name: name == "checkpoint read" and asked.wait(5))
+    saver.save(2)
+    hold = engine.updater.before_update
+
+    def watch(flat):
+        asked.set()
+        hold(flat)
+
+    engine.updater.before_update = watch
+    train(engine, model, range(3, 6))
+    assert asked.is_set()
+    saver.close()
+    assert _loaded(str(tmp_path), 2) == expected != everything(engine)
+
+
+def test_the_buffer_bounds_memory_and_a_hundred_saves_leak_nothing(tmp_path):
+    model, engine = engine_of({"stage": 3})
+    saver = Saver(engine, tmp_path, keep=1)
+
+    def resources() -> tuple[int, int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), saver.nbytes
+
+    counts = set()
+    for step in range(1, 101):
+        train(engine, model, range(step, step + 1))
+        saver.save(step)
+        saver.wait()
+        if step > 2:
+            counts.add(resources())
+    assert len(counts) == 1 and saver.nbytes <= 2 * (32 << 20)
+    assert os.listdir(tmp_path) == ["step-00000100"]
+    saver.close()
+    assert saver.nbytes == 0
+
+
+# -- keeping -------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_are_kept_and_those_at_multiples(tmp_path):
+    _, engine = engine_of({"stage": 2})
+    saver = Saver(engine, tmp_path, keep=2, keep_every=4, asynchronous=False)
+    for step in range(1, 11):
+        saver.save(step)
+    saver.close()
+    assert [found.step for found in Folder(tmp_path).newest_first()] == [10, 9, 8, 4]
+
+
+def test_nothing_is_resumed_from_an_empty_folder(tmp_path):
+    _, engine = engine_of({"stage": 2})
+    assert resume(engine, tmp_path / "nowhere").step == 0
+
+
+def test_a_manifest_is_json_that_names_every_tensor(tmp_path):
+    _, engine = engine_of({"stage": 2})
+    saver = Saver(engine, tmp_path)
+    saver.save(1, {"note": "mine"})
+    saver.close()
+    document = json.loads((Folder(tmp_path).of(1) / "manifest.json").read_text())
+    names = {name.removeprefix("parameters/") for name in document["manifest"]["tensors"] if name.startswith("para")}
+    assert names == {name for name, _ in Stateful().named_parameters()}
+    assert document["manifest"]["values"]["note"] == "mine"
+    assert Path(tmp_path / "step-00000001").is_dir()

@@ -1,0 +1,114 @@
+"""Under torchrun a lost rank brings the job back from its last checkpoint, on the ranks that remain."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import TINY, losses, train
+
+from zerocli.checkpoint.folder import Folder
+
+SETS = ["train.steps=60", "checkpoint.every=5", "train.log_every=1000", "train.global_batch=4", "train.watchdog=60"]
+
+
+def torchrun(folder: Path, *options: str, log: str) -> subprocess.Popen:
+    sets = [word for each in [*TINY, *SETS] for word in ("--set", each)]
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", "1"]
+    if "--standalone" in options:
+        command[-1] = "2"
+    with (folder / log).open("w") as file:
+        return subprocess.Popen(
+            [*command, "-m", "zerocli", "train", "tiny", *sets, "--run-dir", str(folder / "run")],
+            cwd=folder,
+            env=environ,
+            stderr=file,
+            stdout=file,
+            start_new_session=True,
+        )
+
+
+def workers(agent: subprocess.Popen) -> list[int]:
+    """The ranks that an agent has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"PPid:\t{agent.pid}\n" in (entry / "status").read_text():
+                    if b"zerocli" in (entry / "cmdline").read_bytes():
+                        found.append(int(entry.name))
+            except OSError:
+                continue
+    return sorted(found)
+
+
+def wait_for_a_checkpoint(folder: Path, agents: list[subprocess.Popen], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not Folder(folder / "run/checkpoints").committed():
+        assert time.monotonic() < deadline and all(agent.poll() is None for agent in agents)
+        time.sleep(0.02)
+
+
+def kill_all(agents: list[subprocess.Popen]) -> None:
+    for agent in agents:
+        for pid in [*workers(agent), agent.pid]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        agent.wait()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert train(folder, *SETS).codes == [0, 0]
+    return losses(folder)
+
+
+def test_a_killed_rank_brings_the_job_back_from_its_checkpoint(tmp_path, whole):
+    agent = torchrun(tmp_path, "--standalone", "--max-restarts", "1", log="log")
+    try:
+        wait_for_a_checkpoint(tmp_path, [agent])
+        os.kill(workers(agent)[-1], signal.SIGKILL)
+        assert agent.wait(180) == 0, (tmp_path / "log").read_text()
+    finally:
+        kill_all([agent])
+    log = (tmp_path / "log").read_text()
+    assert re.search(r"resuming after step \d+:", log), log
+    assert losses(tmp_path / "run") == whole
+
+
+@pytest.mark.skipif("ZEROCLI_TEST_LONG" not in os.environ, reason="waits for torchrun's timeouts: ZEROCLI_TEST_LONG=1")
+def test_a_killed_node_leaves_the_job_to_those_that_remain(tmp_path, whole):
+    """Two agents stand for two nodes; the global batch stays, so one rank goes on to the same losses, to rounding."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    timeouts = "join_timeout=120,last_call_timeout=3,heartbeat_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    options = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--max-restarts", "2"]
+    options += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", timeouts]
+    first = torchrun(tmp_path, *options, log="first")
+    agents = [first]
+    try:
+        while socket.socket().connect_ex(("127.0.0.1", port)):  # it is to hold the rendezvous
+            assert first.poll() is None
+            time.sleep(0.05)
+        agents.append(torchrun(tmp_path, *options, log="second"))
+        wait_for_a_checkpoint(tmp_path, agents)
+        kill_all(agents[1:])
+        assert first.wait(240) == 0, (tmp_path / "first").read_text()
+    finally:
+        kill_all(agents)
+    log = (tmp_path / "first").read_text()
+    assert re.search(r"resuming after step \d+:", log), log
+    assert "1 rank on cpu" in log
+    assert losses(tmp_path / "run") == pytest.approx(whole, rel=1e-4)

@@ -1,0 +1,103 @@
+"""Boxes: the parts of a parameter's own, global shape that a rank's flat slice covers. Pure integers, no tensors.
+
+A rank owns a run of consecutive elements of a parameter. As boxes of the parameter's shape such a run means the same
+to every world size, stage and placement, and to a tensor-parallel rank too, whose parameter is itself a block of the
+global one (`Extent`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zerocli.shards import Span
+
+PIECE_NUMEL = 4 << 20
+"""Largest box, in elements: what is checked by one checksum, and read whole where any of it is wanted."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a global tensor whose elements, in row-major order, lie one after another in a rank's memory."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    """Where its first element lies in the rank's array."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows [rows.start, rows.stop) of a rank's own parameter, and where its first element lies in the global one."""
+
+    rows: Span
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What a rank's parameter is of the global one: its shape, and the blocks of rows that make up the rank's own.
+
+    Without tensor parallelism there is one block, all of it. Of a parameter that is split over tensor-parallel ranks
+    there is one for a matrix that is cut along either dimension, three for queries, keys and values fused into one.
+    """
+
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+
+def whole(shape: tuple[int, ...]) -> Extent:
+    """Return the extent of a parameter that is not split."""
+    return Extent(shape, (Block(Span(0, shape[0] if shape else 1), (0,) * len(shape)),))
+
+
+def boxes(shape: tuple[int, ...], run: Span, limit: int = PIECE_NUMEL) -> Iterator[Box]:
+    """Yield boxes of at most `limit` elements that tile a run of a row-major tensor; `start` counts from the run's."""
+    for box in _boxes(shape, run.start, run.stop, limit):
+        yield Box(box.offsets, box.sizes, box.start - run.start)
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int, limit: int) -> Iterator[Box]:
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), (), 0)
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # whole rows
+    if first > last:  # within one row
+        yield from _row(shape, last, start, stop, limit)
+        return
+    yield from _row(shape, first - 1, start, first * inner, limit)
+    each = limit // inner
+    for row in range(first, last, max(1, each)):
+        if each:
+            rows = min(each, last - row)
+            yield Box((row, *(0,) * (len(shape) - 1)), (rows, *shape[1:]), row * inner)
+        else:
+            yield from _row(shape, row, row * inner, (row + 1) * inner, limit)
+    yield from _row(shape, last, last * inner, stop, limit)
+
+
+def _row(shape: tuple[int, ...], row: int, start: int, stop: int, limit: int) -> Iterator[Box]:
+    base = row * math.prod(shape[1:])
+    for box in _boxes(shape[1:], start - base, stop - base, limit):
+        yield Box((row, *box.offsets), (1, *box.sizes), base + box.start)
+
+
+def boxes_of(extent: Extent, shape: tuple[int, ...], run: Span, limit: int = PIECE_NUMEL) -> Iterator[Box]:
+    """Yield, in global coordinates, boxes that tile the run of a rank's own parameter of `shape`."""
+    inner = math.prod(shape[1:])
+    for block in extent.blocks:
+        part = Span(block.rows.start * inner, block.rows.stop * inner).intersect(run)
+        if not part.numel:
+            continue
+        for box in boxes(shape, part, limit):
+            inside = (box.offsets[0] - block.rows.start, *box.offsets[1:]) if shape else ()
+            offsets = tuple(a + b for a, b in zip(inside, block.offsets, strict=True))
+            yield Box(offsets, box.sizes, box.start + part.start - run.start)

@@ -1,0 +1,107 @@
+"""The loader: fills an engine from a checkpoint, or from the newest of a folder's that is whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from zerocli.checkpoint import state
+from zerocli.checkpoint.folder import Folder
+from zerocli.checkpoint.manifest import Damaged, Unfinished
+from zerocli.checkpoint.manifest import read as read_manifest
+from zerocli.checkpoint.members import control_group
+from zerocli.checkpoint.parts import LoadPlanner
+from zerocli.checkpoint.reader import Reader
+from zerocli.checkpoint.saver import describe
+from zerocli.engine import Engine
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+@dataclass
+class Resumed:
+    """What a run goes on from; step 0 is the beginning."""
+
+    step: int = 0
+    path: Path | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def load(engine: Engine, path: str | Path) -> dict[str, Any]:
+    """Fill the engine from one checkpoint, saved at any stage, placement and world size; return its values. Collective.
+
+    Raises Damaged where a byte of it is not what was written, on every rank, whichever met it; the engine is then of no
+    use until a load succeeds. Raises state.Mismatch, with the engine as it was, where it is of another model.
+    """
+    return _load(engine, Path(path), control_group(engine))
+
+
+@torch.no_grad()
+def _load(engine: Engine, path: Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    engine.settle()
+    manifest = _agreed(lambda: read_manifest(path), group)
+    parts, afterwards = _agreed(lambda: state.wanted(engine, manifest), group)
+    reader = Reader(path, manifest)
+    try:
+        _agreed(reader.open, group)
+        dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), process_group=group)
+    except CheckpointException as error:
+        raise Damaged(describe(error)) from None
+    finally:
+        reader.close()
+    state.spread(engine)
+    state.restore_values(engine, manifest.values)
+    for act in afterwards:
+        act()
+    return manifest.values
+
+
+def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Return what `act` gives; raise the first rank's Damaged or Mismatch on all of them."""
+    result: Any = None
+    problem: Exception | None = None
+    try:
+        result = act()
+    except (Damaged, state.Mismatch, OSError) as error:
+        problem = error if not isinstance(error, OSError) else Damaged(str(error))
+    if group is not None:
+        everyone: list[Exception | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, problem, group=group)
+        problem = next((each for each in everyone if each is not None), None)
+    if problem is not None:
+        raise problem
+    return result
+
+
+def resume(engine: Engine, folder: str | Path, say: Callable[[str], None] = lambda text: None) -> Resumed:
+    """Fill the engine from a folder's newest whole checkpoint, and say which were passed over, and why. Collective.
+
+    Returns step 0 where nothing was ever saved; raises Damaged where something was and none of it is whole.
+    """
+    group = control_group(engine)
+    found = [[(each.step, str(each.path)) for each in Folder(folder).newest_first()]]
+    if group is not None:
+        # Rank 0's view counts: all must try the same ones.
+        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+    damaged = []
+    for step, path in found[0]:
+        try:
+            values = _load(engine, Path(path), group)
+        except Unfinished as error:
+            say(f"checkpoint of step {step} passed over: {error} ({path})")
+        except Damaged as error:
+            damaged.append(step)
+            say(f"checkpoint of step {step} passed over: {error} ({path})")
+        else:
+            return Resumed(step, Path(path), values)
+    if damaged:
+        raise Damaged(f"none of the {len(damaged)} checkpoints in {folder} is whole")
+    return Resumed()

@@ -1,0 +1,197 @@
+"""The manifest: one JSON file that says what a checkpoint holds, where each piece lies and what its bytes hash to.
+
+A folder is a checkpoint if and only if it has a manifest that hashes to what it says. Nothing in it is trusted before
+that, and after that it is still judged: no name that leads out of the folder, no link, no piece outside its file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocli.checkpoint.folder import MANIFEST, UNFINISHED
+
+VERSION = 1
+FILE = re.compile(r"rank-\d{5,}\.bin")
+MAX_NBYTES = 1 << 30
+"""A longer manifest is no manifest."""
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+_HEAD, _MIDDLE, _TAIL = b'{"sha256":"', b'",\n"manifest":', b"}\n"
+
+
+class Damaged(Exception):
+    """A checkpoint, or what should be one, that must not be loaded; the message says what is wrong, and where."""
+
+
+class Unfinished(Damaged):
+    """A checkpoint that was still being written when its run ended: nothing was lost that was reported saved."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, and the bytes of a file that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    position: int
+    sha256: str
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass
+class Tensor:
+    """One saved tensor; its pieces tile it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: list[Piece] = field(default_factory=list)
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint holds."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    files: dict[str, int]
+    """Bytes of each file."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Everything that is not a tensor: counters, loss scale, the run's config."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the manifest's file."""
+    files = sorted(manifest.files)
+    place = {name: i for i, name in enumerate(files)}
+    body = {
+        "format": "zerocli checkpoint",
+        "version": VERSION,
+        "step": manifest.step,
+        "values": manifest.values,
+        "files": [[name, manifest.files[name]] for name in files],
+        "tensors": {
+            name: {
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": tensor.shape,
+                "pieces": [[p.offsets, p.sizes, place[p.file], p.position, p.sha256] for p in tensor.pieces],
+            }
+            for name, tensor in manifest.tensors.items()
+        },
+    }
+    text = json.dumps(body, separators=(",", ":")).encode()
+    return _HEAD + hashlib.sha256(text).hexdigest().encode() + _MIDDLE + text + _TAIL
+
+
+def decode(data: bytes) -> Manifest:
+    """Return what a manifest's file says; raise Damaged where it is not one."""
+    start = len(_HEAD) + 64
+    end = start + len(_MIDDLE)
+    if not data:
+        raise Damaged("its manifest is empty")
+    if not (data.startswith(_HEAD) and data[start:end] == _MIDDLE and data.endswith(_TAIL)):
+        raise Damaged("its manifest is not one (or was cut short)")
+    text = data[end : -len(_TAIL)]
+    if hashlib.sha256(text).hexdigest().encode() != data[len(_HEAD) : start]:
+        raise Damaged("its manifest does not match its own checksum")
+    try:
+        body = json.loads(text)
+        if body["format"] != "zerocli checkpoint":
+            raise Damaged(f"its format is {str(body['format'])[:40]!r}")
+        if body["version"] != VERSION:
+            raise Damaged(f"it has format version {body['version']}; this zerocli reads version {VERSION}")
+        return _judge(body)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        raise Damaged(f"its manifest is malformed ({type(error).__name__}: {error})") from None
+
+
+def _judge(body: dict[str, Any]) -> Manifest:
+    files = {str(name): _natural(nbytes) for name, nbytes in body["files"]}
+    for name in files:
+        if not FILE.fullmatch(name):
+            raise Damaged(f"its manifest names a file {name[:80]!r}, which is none of a checkpoint's")
+    names = list(files)
+    tensors: dict[str, Tensor] = {}
+    for name, entry in body["tensors"].items():
+        shape = tuple(_natural(n) for n in entry["shape"])
+        tensor = Tensor(DTYPES[entry["dtype"]], shape)
+        for offsets, sizes, file, position, digest in entry["pieces"]:
+            piece = Piece(
+                tuple(_natural(n) for n in offsets),
+                tuple(_natural(n) for n in sizes),
+                names[_natural(file)],
+                _natural(position),
+                str(digest),
+            )
+            if not all(a + b <= c for a, b, c in zip(piece.offsets, piece.sizes, shape, strict=True)):
+                raise Damaged(f"a piece of {name} lies outside of it")
+            if piece.position + piece.numel * tensor.dtype.itemsize > files[piece.file]:
+                raise Damaged(f"a piece of {name} lies outside of {piece.file}")
+            tensor.pieces.append(piece)
+        if sum(piece.numel for piece in tensor.pieces) != math.prod(shape):
+            raise Damaged(f"the pieces of {name} do not make it up")
+        tensors[name] = tensor
+    if not isinstance(body["values"], dict):
+        raise Damaged("its manifest has no values")
+    return Manifest(_natural(body["step"]), tensors, files, body["values"])
+
+
+def _natural(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"{str(value)[:40]!r} is not a natural number")
+    return value
+
+
+def open_file(folder: Path, name: str) -> int:
+    """Return a descriptor of a regular file of the folder; a link, or anything else by that name, is refused."""
+    try:
+        fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise Damaged(f"{name} is missing") from None
+    except OSError as error:
+        link = os.path.islink(folder / name)
+        raise Damaged(f"{name} is a link" if link else f"{name} cannot be opened ({error.strerror})") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise Damaged(f"{name} is not a regular file")
+    return fd
+
+
+def read(folder: Path) -> Manifest:
+    """Return a checkpoint's manifest, its files looked at but not read; raise Damaged, or Unfinished."""
+    if folder.is_symlink():
+        raise Damaged("it is a link")
+    if not (folder / MANIFEST).exists() and not (folder / MANIFEST).is_symlink() and (folder / UNFINISHED).exists():
+        raise Unfinished("it was not finished")
+    fd = open_file(folder, MANIFEST)
+    with os.fdopen(fd, "rb") as file:
+        nbytes = os.fstat(fd).st_size
+        if nbytes > MAX_NBYTES:
+            raise Damaged(f"its manifest of {nbytes} bytes is none")
+        manifest = decode(file.read(nbytes))
+    for name, expected in manifest.files.items():
+        fd = open_file(folder, name)
+        nbytes = os.fstat(fd).st_size
+        os.close(fd)
+        if nbytes != expected:
+            raise Damaged(f"{name} has {nbytes} bytes, not {expected}")
+    return manifest

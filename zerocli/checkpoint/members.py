@@ -1,0 +1,37 @@
+"""The ranks that save and load one model together, of both axes, and the group over which they plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from zerocli.engine import Engine
+
+
+@dataclass(frozen=True)
+class Members:
+    """Global ranks, and this one's place among them."""
+
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def world(self) -> int:
+        return len(self.ranks)
+
+
+def members_of(engine: Engine) -> Members:
+    """Return the ranks that hold a part of the engine's model. The first call is collective."""
+    return Members(engine.ranks, engine.ranks.index(dist.get_rank() if dist.is_initialized() else 0))
+
+
+def control_group(engine: Engine) -> dist.ProcessGroup | None:
+    """Return a gloo group of the members, for plans and results; None for a process without others. Collective."""
+    if not dist.is_initialized():
+        return None
+    ranks = list(members_of(engine).ranks)
+    some = len(ranks) < dist.get_world_size()  # the others do not come here
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=some)

@@ -1,0 +1,153 @@
+"""The saver: takes a step's snapshot, has it written beside training, and keeps the folder in order.
+
+One save is under way at a time, in a thread of its own, over a process group of its own: DCP's plans and results never
+meet training's collectives. A save that fails (a full disk) is said and leaves the checkpoints before it as they are;
+the next one tries again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from zerocli.checkpoint import state
+from zerocli.checkpoint.folder import MANIFEST, Folder
+from zerocli.checkpoint.members import control_group, members_of
+from zerocli.checkpoint.parts import SavePlanner
+from zerocli.checkpoint.snapshot import Slots, Snapshot
+from zerocli.checkpoint.writer import Writer
+from zerocli.engine import Engine
+from zerocli.sizes import format_bytes
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+BUFFER_NBYTES = 1 << 30
+
+
+class SaveFailed(Exception):
+    """A checkpoint that was not written; what was saved before is still there."""
+
+
+class Saver:
+    """Saves an engine's steps into a folder; every rank makes one, and all calls are collective."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        folder: str | Path,
+        *,
+        asynchronous: bool = True,
+        buffer_nbytes: int = BUFFER_NBYTES,
+        keep: int = 2,
+        keep_every: int = 0,
+        say: Callable[[str], None] = lambda text: None,
+        probe: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._engine, self.folder = engine, Folder(folder)
+        self._asynchronous, self._keep, self._keep_every = asynchronous, keep, keep_every
+        self._say, self._probe = say, probe
+        self._rank = members_of(engine).rank
+        self._group = control_group(engine)
+        self._slots = Slots(buffer_nbytes, engine.device)
+        self._thread: threading.Thread | None = None
+        self.failure: str | None = None
+        """What went wrong with the last save; None if it was written."""
+        self.asked: int | None = None
+        """The last step that was to be saved."""
+        self.saved: int | None = None
+        """The last step that was saved."""
+        self.last_seconds = self.longest_seconds = 0.0
+        """The last save and the longest, from snapshot to commit."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that snapshots pass through; never more than the buffer."""
+        return self._slots.nbytes
+
+    def save(self, step: int, values: dict[str, Any] | None = None) -> None:
+        """Take a snapshot of the step and start to write it; return when training may go on. Collective."""
+        self.wait()
+        began = time.monotonic()
+        parts, own = state.capture(self._engine)
+        snapshot = Snapshot(parts, self._engine.device)
+        writer = Writer(
+            self.folder.of(step), self._rank, snapshot, self._slots, own | (values or {}), step, self._probe
+        )
+        self.asked, self.failure = step, None
+        if not self._asynchronous:
+            self._write(writer, snapshot, step, began)
+            return
+        self._engine.updater.before_update = snapshot.hold_update
+        run = (writer, snapshot, step, began)
+        self._thread = threading.Thread(target=self._write, args=run, name="zerocli-saver", daemon=True)
+        self._thread.start()
+
+    def _write(self, writer: Writer, snapshot: Snapshot, step: int, began: float) -> None:
+        if self._engine.device.type == "cuda":
+            torch.cuda.set_device(self._engine.device)
+        try:
+            dcp.save(snapshot.parts, storage_writer=writer, planner=SavePlanner(), process_group=self._group)
+        except BaseException as error:  # CheckpointException is not an Exception
+            self._fail(writer, step, error)
+            return
+        finally:
+            snapshot.let_go()
+        seconds = time.monotonic() - began
+        self.last_seconds, self.longest_seconds = seconds, max(self.longest_seconds, seconds)
+        self.saved = step
+        if self._rank == 0:
+            self._say(f"checkpoint of step {step} saved in {seconds:.1f} s: {writer.folder}")
+            with contextlib.suppress(OSError):  # what cannot be removed now can be the next time
+                self.folder.prune(self._keep, self._keep_every)
+
+    def _fail(self, writer: Writer, step: int, error: BaseException) -> None:
+        self.failure = f"the checkpoint of step {step} was not written: {describe(error)}"
+        if self._rank == 0:
+            if not (writer.folder / MANIFEST).exists():
+                shutil.rmtree(writer.aside, ignore_errors=True)  # on a full disk its space is wanted
+            before = [found.step for found in self.folder.committed()]
+            stays = f"that of step {before[0]} stays" if before else "there is none before it"
+            free = shutil.disk_usage(self.folder.path).free if self.folder.path.is_dir() else 0
+            self._say(f"error: {self.failure}; {stays} ({format_bytes(free)} free in {self.folder.path})")
+
+    def wait(self) -> None:
+        """Stop until no save is under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._engine.updater.before_update = lambda flat: None
+
+    def close(self) -> None:
+        """Finish what is under way and give the buffer back."""
+        self.wait()
+        self._slots.close()
+
+
+def describe(error: BaseException) -> str:
+    """Return what went wrong, in a line, and on which ranks."""
+    if not isinstance(error, CheckpointException):
+        return _words(error)
+    causes = {rank: _words(failure[0]) for rank, failure in error.failures.items()}
+    alike = len(set(causes.values())) == 1 and len(causes) > 1
+    if alike:
+        return f"{next(iter(causes.values()))} (ranks {', '.join(map(str, causes))})"
+    return "; ".join(f"{words} (rank {rank})" for rank, words in causes.items())
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno:
+        where = f": {error.filename}" if error.filename else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return f"{'the disk is full' if full else error.strerror}{where}"
+    return f"{type(error).__name__}: {error}" if not str(error) or isinstance(error, KeyError) else str(error)

@@ -1,0 +1,117 @@
+"""Sources: arrays of training state wherever they lie, read into host memory and written from it, span by span.
+
+Reads are asked for by the thread that writes a checkpoint while training goes on; what keeps an update from
+overtaking them is `snapshot.Snapshot`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from offload import Record, Store
+from tiers.transfer import Transfer
+from zerocli.shards import Span
+from zerocli.unit import MASTER, Flat
+
+Wait = Callable[[], None]
+"""Stops the host until the bytes of a read are there."""
+
+
+class Source(ABC):
+    """One array of one dtype; positions count elements."""
+
+    dtype: torch.dtype
+
+    @abstractmethod
+    def read(self, start: int, target: torch.Tensor) -> Wait:
+        """Start filling host memory from element `start` on, on the current stream."""
+
+    @abstractmethod
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Overwrite the array from element `start` on with host memory; it is the caller's again on return."""
+
+
+class Memory(Source):
+    """An array that torch can address: on the device, or on the host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.dtype = tensor, tensor.dtype
+
+    def read(self, start: int, target: torch.Tensor) -> Wait:
+        target.copy_(self.tensor[start : start + target.numel()], non_blocking=True)
+        if not self.tensor.is_cuda:
+            return _nothing
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        self.tensor[start : start + values.numel()].copy_(values)
+
+
+class Stored(Source):
+    """An array that a tier holds."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self.dtype = store, store.dtype
+
+    def read(self, start: int, target: torch.Tensor) -> Wait:
+        return self._store.peek(start, target).synchronize
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        self._store.put(start, values).synchronize()
+
+
+class Recorded(Source):
+    """One array of a record, which lies in it chunk by chunk beside the others."""
+
+    dtype = torch.float32
+
+    def __init__(self, record: Record, name: str) -> None:
+        self._record, self._name = record, name
+
+    def read(self, start: int, target: torch.Tensor) -> Wait:
+        transfers = [
+            self._record.store.peek(at, target[part.start - start : part.stop - start])
+            for at, part in self._record.places(self._name, start, start + target.numel())
+        ]
+        return lambda: _finish(transfers)
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        _finish(
+            [
+                self._record.store.put(at, values[part.start - start : part.stop - start])
+                for at, part in self._record.places(self._name, start, start + values.numel())
+            ]
+        )
+
+
+def _nothing() -> None:
+    return None
+
+
+def _finish(transfers: list[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.synchronize()
+
+
+def source_of(flat: Flat, name: str) -> tuple[Source, Span]:
+    """Return where an array of the flat is (`MASTER`, an optimizer state), and the span of the flat that it covers."""
+    if flat.record is not None and name in flat.record.arrays:
+        return Recorded(flat.record, name), flat.held
+    if name != MASTER:
+        return Memory(flat.states[name]), flat.held
+    if flat.trainable and flat.master is not None:
+        return Memory(flat.master), flat.held
+    return parameters_of(flat), flat.own
+
+
+def parameters_of(flat: Flat) -> Source:
+    """Return where this rank's slice of the parameters is, in the compute dtype."""
+    if flat.shard is not None:
+        return Memory(flat.shard)
+    assert flat.param_store is not None
+    return Stored(flat.param_store)

@@ -1,0 +1,236 @@
+"""What a checkpoint holds of an engine: parts under the model's own names, and values; captured, and restored.
+
+Names: `parameters/NAME` (the fp32 master, or a frozen parameter as it is), `optimizer/STATE/NAME`, and for what differs
+between ranks `buffers/RANK/NAME` and `random/RANK/WHERE`. None depends on world size, stage, placement or the degree of
+tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerocli.checkpoint.boxes import Block, Extent, boxes_of, whole
+from zerocli.checkpoint.manifest import Damaged, Manifest
+from zerocli.checkpoint.members import members_of
+from zerocli.checkpoint.parts import Part, tensor_part
+from zerocli.checkpoint.sources import parameters_of, source_of
+from zerocli.shards import Span
+from zerocli.unit import MASTER, Flat
+
+if TYPE_CHECKING:
+    from zerocli.engine import Engine
+
+
+class Mismatch(Exception):
+    """A checkpoint of another model, or of another optimizer, than the one it is to be loaded into."""
+
+
+def extent_of(engine: Engine, name: str, shape: tuple[int, ...]) -> Extent:
+    """Return what this rank's parameter is of the whole one: all of it, or its part under tensor parallelism."""
+    tp = engine.tensor_parallel
+    cut = tp.cuts.get(name)
+    if cut is None:
+        return whole(shape)
+    runs = cut.runs(tp.rank, tp.world)
+    if cut.dim > 0:
+        assert len(runs) == 1, "only rows are cut in sections"
+        offsets = tuple(runs[0][0] if dim == cut.dim else 0 for dim in range(len(shape)))
+        return Extent(cut.shape, (Block(Span(0, shape[0]), offsets),))
+    blocks, at = [], 0
+    for start, length in runs:
+        blocks.append(Block(Span(at, at + length), (start, *(0,) * (len(shape) - 1))))
+        at += length
+    return Extent(cut.shape, tuple(blocks))
+
+
+def state_parts(engine: Engine) -> Iterator[Part]:
+    """Yield the parts of parameters and optimizer states that this rank owns, in the order of the next update."""
+    for flat in (flat for unit in engine.gatherer.forward_order() for flat in unit.flats):
+        names = [(MASTER, "parameters"), *((n, f"optimizer/{n}") for n in engine.optimizer.state_names)]
+        for array, prefix in names if flat.trainable else names[:1]:
+            yield from _parts(engine, flat, array, prefix)
+
+
+def _parts(engine: Engine, flat: Flat, array: str, prefix: str) -> Iterator[Part]:
+    source, covered = source_of(flat, array)
+    for entry in flat.layout.entries:
+        mine = entry.span.intersect(flat.own)
+        if not entry.numel:
+            continue
+        extent = extent_of(engine, entry.name, entry.shape)
+        found = list(boxes_of(extent, entry.shape, mine.shifted(-entry.offset))) if mine.numel else []
+        at = mine.start - covered.start
+        shifted = [type(box)(box.offsets, box.sizes, box.start + at) for box in found]
+        yield Part(f"{prefix}/{entry.name}", extent.shape, source, shifted, flat if flat.trainable else None)
+
+
+# -- capturing -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
+    """Return this rank's parts and the values of a step; nothing large is copied. Collective."""
+    engine.settle()
+    rank = members_of(engine).rank
+    parts = list(state_parts(engine))
+    buffers = dict(persistent_buffers(engine.model))
+    differs = _differs_from_first(engine, buffers)  # every rank asks, rank 0 too
+    if rank == 0 or differs:
+        parts += [tensor_part(f"buffers/{rank}/{name}", b.clone()) for name, b in buffers.items() if b.numel()]
+    parts += [tensor_part(f"random/{rank}/{where}", state) for where, state in _random_states(engine).items()]
+    values = {
+        "world": members_of(engine).world,
+        "precision": engine.precision.name,
+        "steps": engine.steps,
+        "updates": engine.updates.item(),
+        "loss_scale": engine.loss_scale.state(),
+        "optimizer": {"states": list(engine.optimizer.state_names), "scalars": engine.optimizer.scalars()},
+        "reduce_order": engine.reducer.order(),
+    }
+    return parts, values
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that the model counts as state."""
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, nn.Parameter):
+            yield name, value
+
+
+def _differs_from_first(engine: Engine, buffers: dict[str, torch.Tensor]) -> bool:
+    """Say whether this rank's buffers (such as running statistics) are not rank 0's. Collective where there are any."""
+    if not buffers:
+        return False
+    digest = hashlib.sha256()
+    for name, buffer in buffers.items():
+        digest.update(name.encode() + buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    mine = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=engine.device)
+    everyone = engine.gather_control(mine)
+    return not torch.equal(everyone[0], mine)
+
+
+def _random_takers(engine: Engine) -> dict[str, Callable[[torch.Tensor], None]]:
+    takers: dict[str, Callable[[torch.Tensor], None]] = {"cpu": torch.set_rng_state}
+    if engine.device.type == "cuda":
+        takers["cuda"] = lambda state: torch.cuda.set_rng_state(state, engine.device)
+    return takers
+
+
+def _random_states(engine: Engine) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if engine.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(engine.device)
+    return states
+
+
+# -- restoring -----------------------------------------------------------------------------------------------------
+
+
+def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Callable[[], None]]]:
+    """Return the parts to fill from a checkpoint, and what is to be done once they are.
+
+    Raises Mismatch, with every difference, where the checkpoint is of another model or optimizer.
+    """
+    parts = {part.name: part for part in state_parts(engine)}
+    afterwards: list[Callable[[], None]] = []
+
+    def land(name: str, shape: tuple[int, ...], dtype: torch.dtype, take: Callable[[torch.Tensor], Any]) -> None:
+        landed = torch.zeros(shape, dtype=dtype)
+        parts[name] = tensor_part(name, landed)
+        afterwards.append(lambda: take(landed))
+
+    members = members_of(engine)
+    mine = f"buffers/{members.rank}/"
+    # A rank that is new, or whose buffers were rank 0's, starts from those.
+    prefix = mine if any(name.startswith(mine) for name in manifest.tensors) else "buffers/0/"
+    for name, buffer in persistent_buffers(engine.model):
+        if buffer.numel():
+            land(prefix + name, tuple(buffer.shape), buffer.dtype, buffer.copy_)
+    compare(parts, manifest)
+    for where, take in _random_takers(engine).items():
+        name = f"random/{members.rank}/{where}"
+        # Among other ranks a saved random state means nothing.
+        if name in manifest.tensors and manifest.values.get("world") == members.world:
+            land(name, manifest.tensors[name].shape, torch.uint8, take)
+    return parts, afterwards
+
+
+def compare(parts: dict[str, Part], manifest: Manifest) -> None:
+    """Raise Mismatch unless the checkpoint holds exactly these tensors, with these shapes."""
+    saved = manifest.tensors
+    wrong = [
+        f"{name} has shape {list(saved[name].shape)} in the checkpoint, {list(part.shape)} here"
+        for name, part in parts.items()
+        if name in saved and saved[name].shape != part.shape
+    ]
+    missing = [name for name in parts if name not in saved]
+    kinds = ("parameters/", "optimizer/")
+    unknown = [name for name in saved if name.startswith(kinds) and name not in parts]
+    lines = [
+        *wrong[:5],
+        *([f"the checkpoint has no {_listed(missing)}"] if missing else []),
+        *([f"only the checkpoint has {_listed(unknown)}"] if unknown else []),
+    ]
+    if lines:
+        raise Mismatch("; ".join(lines))
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(sorted(names, key=lambda name: (not name.startswith("parameters/"), name))[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
+def restore_values(engine: Engine, values: dict[str, Any]) -> None:
+    """Set the counters of a checkpoint."""
+    try:
+        engine.steps = int(values["steps"])
+        # A new tensor: an update may still be reading the old one.
+        engine.updates = torch.full_like(engine.updates, float(values["updates"]))
+        if engine.precision.name == values["precision"]:  # a run in another precision starts with its own scale
+            engine.loss_scale.load(values["loss_scale"])
+        engine.optimizer.load_scalars(int(values["updates"]), values["optimizer"]["scalars"])
+        engine.reducer.adopt(values["reduce_order"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Damaged(f"its values are malformed ({type(error).__name__}: {error})") from None
+
+
+@torch.no_grad()
+def spread(engine: Engine) -> None:
+    """After every rank has filled the slices it owns: fill what follows from them, wherever it lies. Collective."""
+    for flat in engine.flats():
+        if flat.trainable:
+            _spread_held(engine, flat)
+            _spread_parameters(flat)
+        if flat.resident is not None and flat.shard is not None:
+            engine.collectives.all_gather(flat.resident, flat.shard).wait()
+    engine.collectives.take_nbytes()
+
+
+def _spread_held(engine: Engine, flat: Flat) -> None:
+    """Where every rank keeps all optimizer states, get the other ranks' slices of them."""
+    if flat.held == flat.own:
+        return
+    for array in (flat.master, *flat.states.values()):
+        if array is not None:
+            engine.collectives.all_gather(array, array[flat.own.start : flat.own.stop]).wait()
+
+
+def _spread_parameters(flat: Flat) -> None:
+    """Round the master to the parameters, chunk by chunk, where they are not the same memory."""
+    if flat.dtype == torch.float32:
+        return
+    master, covered = source_of(flat, MASTER)
+    target = parameters_of(flat)
+    for piece in flat.own.pieces(CHUNK_NUMEL):
+        values = torch.empty(piece.numel, dtype=torch.float32)
+        master.read(piece.start - covered.start, values)()
+        target.write(piece.start - flat.own.start, values.to(flat.dtype))
+
+
+CHUNK_NUMEL = 4 << 20
+"""Elements of the master that pass through host memory at a time."""

@@ -1,0 +1,237 @@
+"""The writer: DCP's storage for saving. Every rank streams its own boxes into one file; rank 0 commits the manifest.
+
+Order of a save, which is what makes it whole or absent: each rank writes and syncs its file in `step-N.tmp`; when all
+have, rank 0 writes and syncs `manifest.json.part` beside them, renames the folder to `step-N`, and last of all renames
+the manifest, which commits it. Whatever happens before that leaves a folder that no reader takes for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future as HostFuture
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import StorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from tiers.base import PAGE_NBYTES, round_up
+from tiers.pages import memory_of
+from zerocli.checkpoint import manifest as manifests
+from zerocli.checkpoint.folder import MANIFEST, UNFINISHED
+from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
+from zerocli.checkpoint.parts import SavePlanner
+from zerocli.checkpoint.snapshot import ALIGN, Slot, Slots, Snapshot
+
+NUM_THREADS = 4
+"""Slots that are hashed and written at once."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a box went."""
+
+    file: str
+    position: int
+    sha256: str
+
+
+class Writer(StorageWriter):
+    """Writes one checkpoint into `folder`, by way of `folder`.tmp."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        snapshot: Snapshot,
+        slots: Slots,
+        values: dict[str, Any],
+        step: int,
+        probe: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.folder, self.aside = folder, folder.with_name(folder.name + ".tmp")
+        self._snapshot, self._slots = snapshot, slots
+        self._values, self._step, self._probe = values, step, probe
+        self._name = f"rank-{rank:05d}.bin"
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator and self.aside.exists():
+            shutil.rmtree(self.aside)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # The coordinator alone comes here, once every rank has planned and before any writes.
+        self.aside.mkdir(parents=True)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        """Write the plan's boxes, in the order of the next update; return once they are on the disk."""
+        self._snapshot.expect(item.index.fqn for item in plan.items)
+        order = {name: i for i, name in enumerate(self._snapshot.parts)}
+        items = sorted(plan.items, key=lambda item: order[item.index.fqn])
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(items, planner))
+        return done
+
+    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        os.close(os.open(self.aside / self._name, flags, 0o644))
+        results: list[HostFuture[list[WriteResult]]] = []
+        with ShardFile(self.aside / self._name) as file:
+            with ThreadPoolExecutor(NUM_THREADS, "zerocli-checkpoint") as threads:
+                at = 0
+                for slot, boxes in self._fill(items, planner, results):
+                    results.append(threads.submit(self._flush, file, at, slot, boxes))
+                    at += round_up(slot.used, PAGE_NBYTES)
+            written = [result for future in results for result in future.result()]
+            self._probe("checkpoint sync")
+            file.sync()
+        sync_folder(self.aside)
+        return written
+
+    def _fill(self, items: list[WriteItem], planner: SavePlanner, results: list[HostFuture[Any]]) -> Any:
+        """Yield slots as they are full, each with its (item, start, bytes); reads may still be on their way."""
+        slot = self._slots.take()
+        boxes: list[tuple[WriteItem, int, int]] = []
+        for item in items:
+            part = planner.part(item)
+            box = part.box(item.index)
+            nbytes = box.numel * part.dtype.itemsize
+            if boxes and round_up(slot.used, ALIGN) + nbytes > slot.pages.nbytes:
+                yield slot, boxes
+                for future in results:  # a full disk ends it now, not after every slot has failed
+                    if future.done():
+                        future.result()
+                slot, boxes = self._slots.take(), []
+            self._probe("checkpoint read")
+            memory = slot.take(nbytes)
+            slot.waits.append(self._snapshot.read(part, box.start, memory.view(part.dtype)))
+            boxes.append((item, slot.used - nbytes, nbytes))
+        if boxes:
+            yield slot, boxes
+        else:
+            self._slots.give(slot)
+
+    def _flush(
+        self, file: ShardFile, at: int, slot: Slot, boxes: list[tuple[WriteItem, int, int]]
+    ) -> list[WriteResult]:
+        """Hash a slot's pieces and write it, whole pages; the slot is free afterwards."""
+        try:
+            slot.settle()
+            memory = memory_of(slot.pages.bytes)
+            written = [
+                WriteResult(
+                    index=item.index,
+                    size_in_bytes=nbytes,
+                    storage_data=Placed(
+                        self._name, at + start, hashlib.sha256(memory[start : start + nbytes]).hexdigest()
+                    ),
+                )
+                for item, start, nbytes in boxes
+            ]
+            self._probe("checkpoint write")
+            file.write(memory[: round_up(slot.used, PAGE_NBYTES)], at)
+            return written
+        finally:
+            self._slots.give(slot)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit: every rank's bytes are on the disk by now."""
+        tensors: dict[str, Tensor] = {}
+        chunks = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            tensors[name] = Tensor(entry.properties.dtype, tuple(entry.size))
+            chunks[name] = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+        for result in (result for rank in results for result in rank):
+            name, offsets, placed = result.index.fqn, tuple(result.index.offset or ()), result.storage_data
+            piece = Piece(offsets, chunks[name][offsets], placed.file, placed.position, placed.sha256)
+            tensors[name].pieces.append(piece)
+        files = {name: (self.aside / name).stat().st_size for name in os.listdir(self.aside)}
+        data = manifests.encode(Manifest(self._step, tensors, files, self._values))
+        self._probe("checkpoint manifest")
+        fd = os.open(self.aside / UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            pwrite_all(fd, memoryview(data), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        sync_folder(self.aside)
+        if self.folder.exists():  # a damaged one of the same step, or it would have been resumed from
+            replaced = self.folder.with_name(self.folder.name + ".old.tmp")
+            shutil.rmtree(replaced, ignore_errors=True)
+            self.folder.rename(replaced)
+            shutil.rmtree(replaced, ignore_errors=True)
+        self._probe("checkpoint rename")
+        self.aside.rename(self.folder)
+        self._probe("checkpoint commit")
+        (self.folder / UNFINISHED).rename(self.folder / MANIFEST)
+        sync_folder(self.folder)
+        sync_folder(self.folder.parent)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class ShardFile:
+    """A rank's file, written around the page cache where the file system can: buffered bytes would evict our own."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._direct: int | None = None
+        with contextlib.suppress(OSError, AttributeError):
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+    def write(self, memory: memoryview, at: int) -> None:
+        """Write whole pages of page-aligned memory; safe from several threads."""
+        if self._direct is not None:
+            try:
+                pwrite_all(self._direct, memory, at)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # this is how some file systems say that they cannot
+                    raise
+        pwrite_all(self._fd, memory, at)
+
+    def sync(self) -> None:
+        os.fsync(self._fd)
+
+    def __enter__(self) -> ShardFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+        if self._direct is not None:
+            os.close(self._direct)
+
+
+def pwrite_all(fd: int, memory: memoryview, at: int) -> None:
+    """Write all of the memory at a place of the file."""
+    done = 0
+    while done < len(memory):
+        done += os.pwrite(fd, memory[done:], at + done)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the folder's names on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,209 @@
+"""Export: a checkpoint's weights as consolidated safetensors, streamed piece by piece, under Hugging Face names.
+
+A piece goes from the checkpoint, verified, straight to its place in the new file, a few at a time: memory does not grow
+with the model. Only what must be turned over (GPT-2's matrices, which Hugging Face keeps transposed) is held whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocli import safetensors
+from zerocli.checkpoint.folder import Folder
+from zerocli.checkpoint.manifest import Damaged, Manifest
+from zerocli.checkpoint.manifest import read as read_manifest
+from zerocli.checkpoint.reader import Reader
+from zerocli.config import Config, from_dict
+from zerocli.errors import FAILURE, UserError
+from zerocli.models import hugging
+from zerocli.models.hugging import Mapping
+from zerocli.safetensors import Entry
+
+NUM_THREADS = 4
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    step: int
+    files: list[str]
+    parameters: int
+    nbytes: int
+    note: str
+
+
+def find(run: str, step: int | None, say: Callable[[str], None]) -> tuple[Path, Manifest]:
+    """Return the newest whole checkpoint of a run (or the one of `step`), or the one whose own folder `run` is."""
+    path = Path(run)
+    if (path / "manifest.json").exists():
+        return path, _opened(path)
+    folder = Folder(path / "checkpoints")
+    found = [each for each in folder.committed() if step in (None, each.step)]
+    for each in found:
+        try:
+            return each.path, read_manifest(each.path)
+        except Damaged as error:
+            say(f"checkpoint of step {each.step} passed over: {error}")
+    others = ", ".join(str(each.step) for each in folder.committed()[:9])
+    raise UserError(
+        f"{run}: no whole checkpoint{'' if step is None else f' of step {step}'}"
+        + (f"; there are {others}" if others else ""),
+        hint="zerocli train --run-dir RUN --set checkpoint.every=100",
+    )
+
+
+def _opened(path: Path) -> Manifest:
+    try:
+        return read_manifest(path)
+    except Damaged as error:
+        raise UserError(f"{path}: {error}", exit_code=FAILURE) from None
+
+
+def export(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: int) -> Exported:
+    """Write the checkpoint's parameters to `out`; it is there whole or not at all."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists already and is not an empty folder", hint="another OUT")
+    config = _config(manifest)
+    reason = hugging.known(config.model) if config else "the checkpoint does not say which model it is of"
+    names = [name.removeprefix("parameters/") for name in manifest.tensors if name.startswith("parameters/")]
+    mapped = list(hugging.mappings(config.model)) if config and not reason else [Mapping(n, (n,)) for n in names]
+    zeros = list(hugging.absent(config.model)) if config and not reason else []
+    aside = out.with_name(out.name + ".tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        files = _write(path, manifest, mapped, zeros, aside, DTYPES[dtype], file_nbytes)
+        about: dict[str, Any] = {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
+        if config and not reason:
+            about = hugging.config_json(config.model, config.train.seq, about["torch_dtype"])
+        elif config:
+            about = manifest.values["config"]
+        (aside / "config.json").write_text(json.dumps(about, indent=2) + "\n")
+        if out.exists():
+            out.rmdir()
+        aside.rename(out)
+    except Damaged as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(f"{path}: {error}", hint="--step with an older checkpoint", exit_code=FAILURE) from None
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(f"{out}: cannot be written ({error.strerror})", exit_code=FAILURE) from None
+    numel = sum(math.prod(manifest.tensors[f"parameters/{name}"].shape) for name in names)
+    nbytes = sum((out / file).stat().st_size for file in files)
+    note = f"own names: {reason}" if reason else f"Hugging Face names ({config.model.family})" if config else ""
+    return Exported(manifest.step, files, numel, nbytes, note)
+
+
+def _config(manifest: Manifest) -> Config | None:
+    saved = manifest.values.get("config")
+    return from_dict(saved, "the checkpoint's config") if isinstance(saved, dict) else None
+
+
+# -- laying out ----------------------------------------------------------------------------------------------------
+
+
+def _entries(manifest: Manifest, mapped: list[Mapping], dtype: torch.dtype) -> Iterator[tuple[Mapping, list[Entry]]]:
+    """Yield each of our parameters with the tensors that it becomes."""
+    for mapping in mapped:
+        tensor = manifest.tensors.get(f"parameters/{mapping.ours}")
+        if tensor is None:
+            raise Damaged(f"it has no parameter {mapping.ours}")
+        kind = dtype if tensor.dtype.is_floating_point else tensor.dtype
+        rows = mapping.rows or tensor.shape[:1]
+        if sum(rows) != sum(tensor.shape[:1]):
+            raise Damaged(f"{mapping.ours} has {tensor.shape[0]} rows, not {sum(rows)}")
+        shapes = [(n, *tensor.shape[1:]) for n in rows] or [()]
+        if mapping.transposed:
+            shapes = [tuple(reversed(shape)) for shape in shapes]
+        yield mapping, [Entry(name, kind, shape) for name, shape in zip(mapping.theirs, shapes, strict=True)]
+
+
+def _write(
+    path: Path,
+    manifest: Manifest,
+    mapped: list[Mapping],
+    zeros: list[tuple[str, int]],
+    aside: Path,
+    dtype: torch.dtype,
+    file_nbytes: int,
+) -> list[str]:
+    groups: list[list[tuple[Mapping | None, list[Entry]]]] = [[]]
+    total = 0
+    extra = [(None, [Entry(name, dtype, (numel,))]) for name, numel in zeros]
+    for mapping, entries in [*_entries(manifest, mapped, dtype), *extra]:
+        nbytes = sum(entry.nbytes for entry in entries)
+        if groups[-1] and sum(e.nbytes for _, es in groups[-1] for e in es) + nbytes > file_nbytes:
+            groups.append([])
+        groups[-1].append((mapping, entries))
+        total += nbytes
+    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    names = names if len(groups) > 1 else [safetensors.SINGLE]
+    with Reader(path, manifest) as reader, ThreadPoolExecutor(NUM_THREADS) as threads:
+        for name, group in zip(names, groups, strict=True):
+            writer = safetensors.Writer(aside / name, [entry for _, entries in group for entry in entries])
+            try:
+                for mapping, entries in group:
+                    if mapping is not None:
+                        _copy(reader, writer, threads, mapping, entries)
+            finally:
+                writer.close()
+    weight_map = {e.name: name for name, group in zip(names, groups, strict=True) for _, es in group for e in es}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (aside / safetensors.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return names
+
+
+def _copy(
+    reader: Reader, writer: safetensors.Writer, threads: ThreadPoolExecutor, mapping: Mapping, entries: list[Entry]
+) -> None:
+    """Bring one of our parameters into the tensors that it becomes."""
+    name = f"parameters/{mapping.ours}"
+    tensor = reader.manifest.tensors[name]
+    starts = [flat_start(tensor.shape, piece.offsets, piece.sizes) for piece in tensor.pieces]
+    if mapping.transposed or None in starts:
+        whole = reader.tensor(name)
+        whole = whole.t() if mapping.transposed else whole
+        at = 0
+        for entry in entries:
+            # Never both: what is transposed is one tensor.
+            part = whole if len(entries) == 1 else whole[at : at + entry.shape[0]]
+            writer.write(entry.name, 0, part)
+            at += entry.shape[0] if len(entries) > 1 else 0
+        return
+
+    def move(index: int) -> None:
+        values = reader.piece(name, index).reshape(-1)
+        begin = starts[index]
+        assert begin is not None
+        at = 0
+        for entry in entries:
+            low, high = max(begin, at), min(begin + values.numel(), at + entry.numel)
+            if low < high:
+                writer.write(entry.name, low - at, values[low - begin : high - begin])
+            at += entry.numel
+
+    for _ in threads.map(move, range(len(tensor.pieces))):
+        pass
+
+
+def flat_start(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int | None:
+    """Return where a box begins in a row-major tensor, None where its elements do not lie one after another there."""
+    inner, start, cut = 1, 0, False
+    for length, offset, size in reversed(list(zip(shape, offsets, sizes, strict=True))):
+        if cut and size > 1:
+            return None
+        cut = cut or size < length
+        start += offset * inner
+        inner *= length
+    return start
