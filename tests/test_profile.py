@@ -185,7 +185,7 @@ def _attributes() -> list[list[str]]:
         return [f"{type(part).__name__}.{name}" for part in parts for name in vars(part)]
 
     before, forward = look(), loss._LinearCrossEntropy.forward
-    profiler = Profiler(3)
+    profiler = Profiler()
     profiler.attach(engine)
     assert look() != before
     for step in range(3):

@@ -9,21 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from zerocli import config as configs
 from zerocli import launch, machine
-from zerocli.commands.train import KEYS, arguments, config_options, default_run_dir
+from zerocli.commands.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config
 from zerocli.errors import UserError
 from zerocli.launch import RunOptions
 
 STEPS = 6
-"""Steps of a profile that is not told how many: two are followed, the others timed."""
+"""Steps of a profile that is not told how many: in two memory is followed, the others are timed."""
 
 
 @click.command()
 @config_options
 @click.argument("other", metavar="[RUN]", required=False)
 @click.option("--run-dir", metavar="DIR", help="Folder of this run; by default runs/<config>-<time>.")
+@click.option("--init-from", metavar="DIR", help="Start from the weights in DIR (safetensors), such as an export.")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of --run-dir, or of the newest run.")
 @click.option("--check", type=click.IntRange(0), default=0, metavar="N", help="As in train; profiles those N steps.")
 @click.option("--dry-run", is_flag=True, help="Show what is predicted; run nothing.")
 @click.option("--html", metavar="FILE", help="Write one page to look at in a browser; needs no network.")
@@ -84,17 +87,22 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
 def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: str | None, given: dict[str, Any]) -> int:
     worker = launch.worker_environment()
     flags = {key: given[name] for name, key in KEYS.items()}
-    if flags["train.steps"] is None and not any(text.partition("=")[0].strip() == "train.steps" for text in sets):
+    resume = given["resume"]
+    said = any(text.partition("=")[0].strip() == "train.steps" for text in sets)
+    if flags["train.steps"] is None and not said and not resume:
         flags["train.steps"] = STEPS
     if worker:
         launch.die_with_parent()
         flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
+    if resume and run_dir and ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
+        source = own_config(run_dir, source)
+        ctx.params["source"] = source  # the ranks are told of it, not of the default
     config = configs.load(source, sets=sets, flags=flags)
-    fresh = run_dir is None
+    fresh = run_dir is None and not resume
     if worker and "ZEROCLI_PARENT" in os.environ:
         run_dir = os.environ["ZEROCLI_RUN_DIR"]
-    run_dir = run_dir or default_run_dir(config.name)
-    options = RunOptions(run_dir, False, given["check"], given["dry_run"], given["json"], source)
+    run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
+    options = RunOptions(run_dir, resume, given["check"], given["dry_run"], given["json"], source)
     if options.dry_run:
         return _dry_run(config, worker is not None, given["json"])
     if not worker:
@@ -105,29 +113,24 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
     from zerocli.profile.profiler import Profiler
     from zerocli.profile.tell import Teller, recording
 
-    steps = min(config.train.steps, options.check) if options.check else config.train.steps
     teller = Teller(given["html"] or "", given["trace_file"] or "", source)
     with recording(given["snapshot"] or ""):
-        return trainer.work(config, options, Profiler(steps, teller, follow=not config.model.compile))
+        return trainer.work(config, options, Profiler(teller, follow=not config.model.compile))
 
 
 def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
     """Show what the plan says; needs no torch."""
-    from zerocli.plan.inputs import shape_of
-    from zerocli.plan.search import plan_of
-    from zerocli.plan.setup import setup_of
+    from zerocli.plan.inputs import plan_config
     from zerocli.profile import table
 
     if worker and os.environ.get("RANK", "0") != "0":
         return 0
-    if config.model.factory:
-        raise UserError("a factory's model has no plan before it is built", hint="zerocli profile without --dry-run")
     num_gpus = len(machine.gpus())
     ranks, _ = launch.choose_ranks(config.parallel.ranks, config.parallel.tp, num_gpus)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=ranks))
-    device = "cuda" if num_gpus else "cpu"
-    precision = config.train.precision if config.train.precision != "auto" else "bf16" if num_gpus else "fp32"
-    plan = plan_of(shape_of(config.model, config.train.seq), setup_of(config, device=device, precision=precision))
+    plan = plan_config(config, "cuda" if num_gpus else "cpu")
+    if plan is None:
+        raise UserError("a factory's model has no plan before it is built", hint="zerocli profile without --dry-run")
     document = {
         "schema": 1,
         "rows": table.planned(plan),

@@ -1,7 +1,8 @@
 """The profiler: an observer that follows memory in some steps of a run and times the others.
 
-Following every operation takes longer than many of them do, so steps are divided: in the first and the last memory is
-followed (and the engine's building before them), in those between only the clock runs, which costs next to nothing.
+Following every operation takes longer than many of them do, so steps are divided: in the first two memory is followed
+(and the engine's building before them; a second step is like all later ones), and in the others only the clock runs,
+which costs next to nothing.
 Neither changes a number: operations are the same, in the same order.
 """
 
@@ -30,22 +31,23 @@ from zerocli.profile.observer import FILE, Observer, away, facts, system, write
 from zerocli.profile.seams import Seams
 from zerocli.profile.timeline import make_timeline
 
+NUM_FOLLOWED = 2
+"""Steps in which memory is followed."""
 GRANULARITY = {"cuda": 512, "cpu": 1}
 """Bytes to which the device's allocator rounds."""
 
 
 class Profiler(Observer):
-    """Profiles a run of `steps` steps; `told` gets rank 0's document when it is over."""
+    """Profiles a run; `told` gets rank 0's document when it is over, `follow` says whether memory can be followed."""
 
     tells = True
 
     def __init__(
         self,
-        steps: int,
         told: Callable[[Config, RunOptions, dict[str, Any]], None] = lambda *_: None,
         follow: bool = True,
     ) -> None:
-        self._steps, self._told, self._follow = steps, told, follow
+        self._told, self._follow = told, follow
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.ledger = Ledger(GRANULARITY[self._device.type])
         self._follower = Follower(self.ledger, self._device, self._category, self._unseen)
@@ -98,7 +100,7 @@ class Profiler(Observer):
             hook.remove()
 
     def _follows(self, step: int) -> bool:
-        return self._follow and step in (1, self._steps)
+        return self._follow and step <= NUM_FOLLOWED
 
     @property
     def timed(self) -> list[int]:
@@ -222,10 +224,11 @@ class Profiler(Observer):
         steps = [(number, *self._clock.step(number)) for number in self.timed]
         computes, overlaps = [], []
         phases: dict[str, float] = defaultdict(float)
+        before = self._lines[0].step - 1 if self._lines else 0  # steps of the run that was resumed
         for number, segments, spans in steps:
             compute, _ = clocks.split(segments)
             between = sum(s.seconds for s in segments if s.label == clocks.BETWEEN)
-            line = next((line for line in self._lines if line.step == number), None)
+            line = next((line for line in self._lines if line.step == number + before), None)
             computes.append(compute - min(line.wait.get("data", 0.0) if line else 0.0, between))
             overlaps.append(clocks.overlap(segments, spans))
             for segment in segments:
@@ -234,7 +237,7 @@ class Profiler(Observer):
         typical = sorted(steps, key=lambda step: step[1][-1].end - step[1][0].begin)[len(steps) // 2]
         found = facts(engine) | {
             "followed": self._follow,
-            "timed": [number for number, _, _ in steps],
+            "timed": [number + before for number, _, _ in steps],
             "compute": sum(computes) / len(computes),
             "overlap": sum(shares) / len(shares) if shares else None,
             "phases": dict(phases),
@@ -249,13 +252,13 @@ class Profiler(Observer):
         if not self._follow:
             notes.append("compiled blocks cannot be followed: activations are in `unattributed`")
         if self._follows(self.timed[0]):
-            notes.append("every step was followed, so seconds are too many: give --steps 4 or more")
+            notes.append("every step was followed, so seconds are too many: give --steps 3 or more")
         return notes
 
     def _timeline(self, typical: tuple[int, list[Segment], list[Span]]) -> dict[str, Any]:
         """Return rank 0's typical step, with the memory of the last step that was followed laid over it."""
         number, segments, spans = typical
-        followed = self._done if self._follows(self._done) else 1
+        followed = min(self._done, NUM_FOLLOWED)
         window = (self._ends[followed - 2] if followed > 1 else 0, self._ends[followed - 1])
         other = self._clock.step(followed)[0]
         rows = places.tier_rows(self._engine)

@@ -222,15 +222,15 @@ class Seams:
 
         def timed(lane: str, times: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-                def run(*tensors: torch.Tensor) -> Pending:
+                def run(*args: Any) -> Pending:
                     begin, name = self._clock.stamp(), self._subject
                     self.in_collective = True
                     try:
-                        pending: Pending = original(*tensors)
+                        pending: Pending = original(*args)
                     finally:
                         self.in_collective = False
                     if engine.collectives.world > 1:
-                        nbytes = times * max(tensor.nbytes for tensor in tensors)
+                        nbytes = times * max(each.nbytes for each in args if isinstance(each, torch.Tensor))
                         self._end_with(pending, lane, name, begin, nbytes)
                     return pending
 
