@@ -219,9 +219,10 @@ def _host_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> list[Row]:
     if pinned:
         rest = pinned - sum(sum(blocks) for blocks in sizes.values())
         rows.append(Row("buffers", "dram", rest * times, f"arenas beyond their pieces x {times}"))
-    kept = arenas([peaks.away.get("dram", 0)])
+    kept = peaks.away.get("dram", 0)
     if kept:
         rows.append(Row("activations", "dram", kept * times, f"the blocks' checkpoints of a rank x {times}"))
+        rows.append(Row("buffers", "dram", (arenas([kept]) - kept) * times, f"the rest of their arena x {times}"))
     buffers = _host_buffers(setup, flats)
     if buffers:
         rows.append(Row("buffers", "dram", buffers * times, f"page-locked staging and update buffers x {times}"))

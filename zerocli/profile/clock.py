@@ -71,6 +71,7 @@ class Clock:
         self._marks: list[tuple[Stamp, tuple[str, str]]] = []
         """When each segment began, and its label."""
         self._spans: list[tuple[str, str, Stamp, Stamp, int]] = []
+        self._read: list[Span] = []
         self.cuts: list[int] = []
         """Marks at which a step ended."""
         self._base = self._base_event()
@@ -143,8 +144,13 @@ class Clock:
             Segment(label, begin, max(begin, end)) for (begin, label), (end, _) in zip(points, points[1:], strict=False)
         ]
         begin, end = points[0][0], points[-1][0]
-        spans = [Span(lane, name, self.seconds(b), self.seconds(e), n) for lane, name, b, e, n in self._spans]
-        return segments, [span for span in spans if span.end > begin and span.begin < end]
+        return segments, [span for span in self._read_spans() if span.end > begin and span.begin < end]
+
+    def _read_spans(self) -> list[Span]:
+        if len(self._read) < len(self._spans):
+            new = self._spans[len(self._read) :]
+            self._read += [Span(lane, name, self.seconds(b), self.seconds(e), n) for lane, name, b, e, n in new]
+        return self._read
 
 
 def split(segments: Iterable[Segment]) -> tuple[float, dict[str, float]]:

@@ -145,7 +145,8 @@ class Profiler(Observer):
     def _stepped(self) -> None:
         assert self._seams is not None
         self._seams.refresh()
-        self._name_places()
+        if self._follows(self._done + 1):
+            self._name_places()
         self._done += 1
         self._ends.append(len(self.ledger.events))
         self._follower.follow(False)
@@ -163,7 +164,7 @@ class Profiler(Observer):
 
     def _boundary(self, phase: str) -> None:
         if phase != clocks.BETWEEN[0]:
-            there = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
+            there = _allocated(self._device)[0] if self._device.type == "cuda" else None
             moment = phase if phase == "initialisation" else f"{phase}, step {self._done + 1}"
             self._boundaries.append((f"end of {moment}", len(self.ledger.events) - 1, there))
 
@@ -213,9 +214,7 @@ class Profiler(Observer):
         free, total = torch.cuda.mem_get_info(self._device)
         sharers = max(1, facts(self._engine)["ranks_per_node"] // torch.cuda.device_count())
         outside = max(0, (total - free) // sharers - torch.cuda.memory_reserved(self._device))
-        before = torch.cuda.memory_allocated(self._device)
-        torch._C._cuda_clearCublasWorkspaces()
-        workspace = max(0, before - torch.cuda.memory_allocated(self._device))
+        _, workspace = _allocated(self._device)
         rows = held | {"runtime": outside + reserved - allocated + workspace}
         return {"rows": rows, "measured": reserved + outside, "allocated": allocated}
 
@@ -250,7 +249,8 @@ class Profiler(Observer):
     def _notes(self, config: Config) -> list[str]:
         notes = []
         if not self._follow:
-            notes.append("compiled blocks cannot be followed: activations are in `unattributed`")
+            where = "in `unattributed`" if self._device.type == "cuda" else "not in these rows"
+            notes.append(f"compiled blocks cannot be followed: activations, logits and temporaries are {where}")
         if self._follows(self.timed[0]):
             notes.append("every step was followed, so seconds are too many: give --steps 3 or more")
         return notes
@@ -267,6 +267,17 @@ class Profiler(Observer):
     def tell(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
         write(Path(options.run_dir) / FILE, document)
         self._told(config, options, document)
+
+
+def _allocated(device: torch.device) -> tuple[int, int]:
+    """Return the bytes that the device's allocator has given to operations, and to cuBLAS for its workspaces.
+
+    Workspaces are made by no operation, and cuBLAS makes them again when it needs them: giving them back tells.
+    """
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    after = torch.cuda.memory_allocated(device)
+    return after, before - after
 
 
 def _phase(segment: Segment) -> str:

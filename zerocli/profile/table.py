@@ -35,7 +35,7 @@ def _title(document: Mapping[str, Any]) -> str:
     where = document["gpu"] or document["device"]
     return (
         f"{document['config']}: {format_count(document['parameters'])} parameters, stage {zero}{away}, "
-        f"{document['ranks']} ranks{tp} on {where}, {document['precision']}"
+        f"{document['ranks']} {'rank' if document['ranks'] == 1 else 'ranks'}{tp} on {where}, {document['precision']}"
     )
 
 
@@ -61,7 +61,8 @@ def error(predicted: int | None, measured: int | None) -> str:
     """Return by how much the prediction is off, as a share of what was measured; a dash where that says nothing."""
     if predicted is None or not measured:
         return "-"
-    return f"{(predicted - measured) / measured:+.1%}"
+    share = (predicted - measured) / measured
+    return f"{share:+.1%}" if share < 10 else ">+999%"
 
 
 def _peaks(document: Mapping[str, Any]) -> Iterator[str]:
