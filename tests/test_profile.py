@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from ranks import run_ranks
 from toys import Uneven, split, uneven_batch
 
 import zerocli
+from zerocli.lanes import Waits
 from zerocli.plan.inputs import shape_of
 from zerocli.profile import clock as clocks
 from zerocli.profile.clock import Segment, Span
@@ -128,6 +130,19 @@ def test_wait_and_compute_are_the_step(documents, way):
     assert step["wait"] == pytest.approx(sum(step["waits"].values()))
     assert step["wait"] + step["compute"] == pytest.approx(step["seconds"], rel=0.02)
     assert step["utilisation"] is None  # of a CPU nobody knows the peak
+
+
+def test_a_wait_inside_another_is_charged_once():
+    waits = Waits(torch.device("cpu"))
+    began = time.perf_counter()
+    with waits.waiting("optimizer"):
+        with waits.waiting("collectives"), waits.waiting_host("transfers"):
+            sum(range(200_000))
+        sum(range(100_000))
+    elapsed = time.perf_counter() - began
+    found = waits.take().seconds()
+    assert 0 < sum(found.values()) <= elapsed  # not the inner ones twice and three times
+    assert all(found[cause] > 0 for cause in ("optimizer", "transfers"))
 
 
 def test_the_timeline_has_phases_units_and_lanes(documents):

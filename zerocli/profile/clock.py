@@ -59,6 +59,8 @@ class Span:
     begin: float
     end: float
     nbytes: int = 0
+    bounded: bool = False
+    """Whether it may have ended earlier: its end is when somebody had waited for it."""
 
 
 class Clock:
@@ -70,7 +72,7 @@ class Clock:
         self._labels: list[tuple[str, str]] = [BETWEEN]
         self._marks: list[tuple[Stamp, tuple[str, str]]] = []
         """When each segment began, and its label."""
-        self._spans: list[tuple[str, str, Stamp, Stamp, int]] = []
+        self._spans: list[tuple[str, str, Stamp, Stamp, int, bool]] = []
         self._read: list[Span] = []
         self.cuts: list[int] = []
         """Marks at which a step ended."""
@@ -121,9 +123,9 @@ class Clock:
         self.cuts.append(len(self._marks))
         self._mark()
 
-    def add(self, lane: str, name: str, begin: Stamp, end: Stamp, nbytes: int = 0) -> None:
+    def add(self, lane: str, name: str, begin: Stamp, end: Stamp, nbytes: int = 0, bounded: bool = False) -> None:
         """Note what ran on a lane; safe from any thread."""
-        self._spans.append((lane, name, begin, end, nbytes))
+        self._spans.append((lane, name, begin, end, nbytes, bounded))
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -149,7 +151,9 @@ class Clock:
     def _read_spans(self) -> list[Span]:
         if len(self._read) < len(self._spans):
             new = self._spans[len(self._read) :]
-            self._read += [Span(lane, name, self.seconds(b), self.seconds(e), n) for lane, name, b, e, n in new]
+            self._read += [
+                Span(lane, name, self.seconds(b), self.seconds(e), n, late) for lane, name, b, e, n, late in new
+            ]
         return self._read
 
 

@@ -13,7 +13,7 @@ import torch
 
 from zerocli.config import Config
 from zerocli.engine import Engine
-from zerocli.launch import RunOptions
+from zerocli.launch import RunOptions, say
 from zerocli.metrics import Line, device_peak
 from zerocli.profile import places
 from zerocli.profile.document import assemble
@@ -36,8 +36,19 @@ class Observer:
         """Close the run's books: rank 0 writes RUN/profile.json. Collective."""
         everyone = gather(engine, self.local(engine))
         if engine.collectives.rank == 0 and engine.tensor_parallel.rank == 0:
-            document = assemble(config, everyone, [line.as_dict() for line in lines], self.facts(config, engine))
-            self.tell(config, options, document)
+            self.close(config, options, engine, lines, everyone)
+
+    def close(
+        self, config: Config, options: RunOptions, engine: Engine, lines: list[Line], everyone: list[Any]
+    ) -> None:
+        """Write what was recorded; a run that has trained for a month does not fail for its books."""
+        try:
+            self.tell(config, options, self.document(config, engine, lines, everyone))
+        except Exception as error:
+            say(f"note: {FILE} was not written: {type(error).__name__}: {error}")
+
+    def document(self, config: Config, engine: Engine, lines: list[Line], everyone: list[Any]) -> dict[str, Any]:
+        return assemble(config, everyone, [line.as_dict() for line in lines], self.facts(config, engine))
 
     def local(self, engine: Engine) -> dict[str, Any]:
         """Return what this rank knows of its memory: what the engine holds, beside the device's own peak."""

@@ -264,6 +264,12 @@ class Profiler(Observer):
         rows = places.tier_rows(self._engine)
         return make_timeline(number, segments, spans, self.ledger, window, other, rows)
 
+    def close(
+        self, config: Config, options: RunOptions, engine: Engine, lines: list[Line], everyone: list[Any]
+    ) -> None:
+        """Tell; a profile is what this run was for, so that a failure is one."""
+        self.tell(config, options, self.document(config, engine, lines, everyone))
+
     def tell(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
         write(Path(options.run_dir) / FILE, document)
         self._told(config, options, document)
@@ -293,5 +299,6 @@ def links(steps: list[list[Span]], config: Config) -> list[dict[str, Any]]:
         busy = sum(clocks.length(clocks.union((s.begin, s.end) for s in spans if s.lane == lane)) for spans in steps)
         if nbytes and busy:
             each = {"lane": lane, "bytes": nbytes // len(steps), "seconds": busy / len(steps)}
-            found.append(each | {"achieved": nbytes / busy / 1e9, "best": known.get(lane)})
+            at_least = any(span.bounded for spans in steps for span in spans if span.lane == lane)
+            found.append(each | {"achieved": nbytes / busy / 1e9, "at_least": at_least, "best": known.get(lane)})
     return found

@@ -13,6 +13,9 @@ from zerocli.profile.ledger import TIERS
 FILE = "profile.json"
 WANTED = {"rows": list, "peak": dict, "step": dict, "settings": dict, "config": str, "notes": list, "system": dict}
 
+LINE = {"step", "loss", "tokens", "seconds", "peak", "wait"}
+"""What a line of metrics has at least."""
+
 
 def read(folder: str) -> dict[str, Any]:
     """Return a run's profile; `warnings` in it say what was found torn. UserError says why there is none."""
@@ -71,8 +74,10 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             continue
         try:
             line = json.loads(text)
+            if not isinstance(line, dict) or not line.keys() >= LINE:
+                raise ValueError("not a line of metrics")
             found[int(line["step"])] = line
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             if number == len(texts):
                 return _in_order(found), [f"metrics.jsonl: its last line, {number}, is torn; read up to it"]
             raise UserError(f"{path}, line {number}: not what zerocli writes", hint="another run") from error

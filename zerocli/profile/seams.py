@@ -259,7 +259,7 @@ class Seams:
             wait()
             if left:
                 left.pop()
-                clock.add(lane, name, begin, time.perf_counter(), nbytes)
+                clock.add(lane, name, begin, time.perf_counter(), nbytes, bounded=True)
 
         pending.wait = waited  # type: ignore[method-assign]
 

@@ -103,7 +103,8 @@ def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
         yield f"{'overlap':<24}{step['overlap']:>10.1%}   of transfers and collectives hidden behind compute"
     for link in step["links"]:
         best = f"best {link['best']:.3g}" if link["best"] else "best unknown: zerocli env --bench"
-        moved = f"{format_bytes(link['bytes'])} a step in {link['seconds']:.4f} s"
+        moved = "at least; " if link.get("at_least") else ""
+        moved += f"{format_bytes(link['bytes'])} a step in {link['seconds']:.4f} s"
         yield f"{'  ' + link['lane']:<24}{link['achieved']:>10.3g} GB/s   {moved}; {best}"
 
 
