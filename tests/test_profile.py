@@ -54,6 +54,9 @@ def test_predicted_is_beside_measured(documents, way):
     document = documents[way]
     for tier, peak in document["peak"].items():
         assert peak["measured"] * 0.999 <= peak["predicted"] <= peak["measured"] * 1.05 + 8192, tier
+    for row in document["rows"]:  # and so are the rows: the plan's categories are the ledger's
+        if row["category"] != UNATTRIBUTED:
+            assert abs(row["predicted"] - row["measured"]) <= 0.03 * row["measured"] + 8192, row
 
 
 def test_the_peak_has_a_moment_and_names_its_holders(documents):

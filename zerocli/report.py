@@ -162,14 +162,18 @@ def closing(summary: dict[str, Any]) -> str:
     tail = [f"on other tiers: {', '.join(away)}"] if away else []
     tail.append(f"\nmetrics: {summary['run_dir']}/metrics.jsonl")
     if summary["check"] is not None:
-        check = summary["check"]
-        verdict = "equal to unsharded training" if check["equal"] else "NOT equal to unsharded training"
-        tail.append(
-            f"check: {verdict} over {check['steps']} steps: largest difference in loss "
-            f"{check['largest_difference']:.3g} ({check['largest_relative_difference']:.2g} relative, "
-            f"tolerance {check['tolerance']:g})"
-        )
+        tail.append(check_line(summary["check"]))
     return "\n".join([head, *rows, *tail, f"try: {summary['next']}"])
+
+
+def check_line(check: dict[str, Any]) -> str:
+    """Return how a comparison with unsharded training went."""
+    verdict = "equal to unsharded training" if check["equal"] else "NOT equal to unsharded training"
+    return (
+        f"check: {verdict} over {check['steps']} steps: largest difference in loss "
+        f"{check['largest_difference']:.3g} ({check['largest_relative_difference']:.2g} relative, "
+        f"tolerance {check['tolerance']:g})"
+    )
 
 
 def planned_memory(config: Config, numel: int, local: int) -> dict[str, dict[str, int]]:

@@ -86,14 +86,16 @@ def _train(config: Config, options: RunOptions, observer: Observer) -> int:
                 about = {"schema": 1, "run_dir": options.run_dir, "steps": len(lines), "stopped": stopped}
                 print(json.dumps(about), flush=True)
         return EXIT_PREEMPTED if stopped else 0
+    observer.report(config, options, engine, lines)  # before the reference's memory is there as well
     checked = compare(config, start, lines, batches, rank, engine.collectives.world) if start else None
-    observer.report(config, options, engine, lines)
     held = report.gather_memory(engine)
     if rank == 0 and not observer.tells:
         summary = report.summary(config, options, engine, lines, held, checked)
         say(report.closing(summary))
         if options.json:
             print(json.dumps(summary), flush=True)
+    elif rank == 0 and checked is not None:
+        say(report.check_line(checked))
     engine.close()
     return 1 if checked is not None and not checked["equal"] else 0
 

@@ -104,9 +104,12 @@ class Profiler(Observer):
 
     @property
     def timed(self) -> list[int]:
-        """The steps that nothing disturbed; all of them where there are no such."""
+        """The steps that nothing disturbed; all of them where there are no such.
+
+        Metrics are read back a step late, so that one right after a followed step may show some of its time.
+        """
         free = [step for step in range(2, self._done + 1) if not self._follows(step)]
-        return free or list(range(1, self._done + 1))
+        return free[1:] or free or list(range(1, self._done + 1))
 
     def _category(self) -> str:
         """Return the category of what an operation makes now."""
@@ -164,7 +167,7 @@ class Profiler(Observer):
 
     def _boundary(self, phase: str) -> None:
         if phase != clocks.BETWEEN[0]:
-            there = _allocated(self._device)[0] if self._device.type == "cuda" else None
+            there = _requested(self._device)[0] if self._device.type == "cuda" else None
             moment = phase if phase == "initialisation" else f"{phase}, step {self._done + 1}"
             self._boundaries.append((f"end of {moment}", len(self.ledger.events) - 1, there))
 
@@ -206,16 +209,17 @@ class Profiler(Observer):
     def _device_total(self, held: dict[str, int]) -> dict[str, Any]:
         """Return the device's peak as the allocator and the driver count it, with `runtime` in the rows.
 
-        Beyond what operations made there are cuBLAS's workspaces, what the allocator keeps between blocks, and what
-        never passes through it: the context, kernels and NCCL (of ranks that share a GPU, an equal part each).
+        Beyond what operations made there are cuBLAS's workspaces, what the allocator keeps in and between blocks, and
+        what never passes through it: the context, kernels and NCCL (of ranks that share a GPU, an equal part each).
         """
         allocated = torch.cuda.max_memory_allocated(self._device)
         reserved = torch.cuda.max_memory_reserved(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         sharers = max(1, facts(self._engine)["ranks_per_node"] // torch.cuda.device_count())
         outside = max(0, (total - free) // sharers - torch.cuda.memory_reserved(self._device))
-        _, workspace = _allocated(self._device)
-        rows = held | {"runtime": outside + reserved - allocated + workspace}
+        slack = max(0, allocated - _counter(self._device, "peak"))
+        _, workspace = _requested(self._device)
+        rows = held | {"runtime": outside + reserved - allocated + slack + workspace}
         return {"rows": rows, "measured": reserved + outside, "allocated": allocated}
 
     def facts(self, config: Config, engine: Engine) -> dict[str, Any]:
@@ -275,15 +279,20 @@ class Profiler(Observer):
         self._told(config, options, document)
 
 
-def _allocated(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that the device's allocator has given to operations, and to cuBLAS for its workspaces.
+def _requested(device: torch.device) -> tuple[int, int]:
+    """Return the bytes that operations have asked of the device's allocator, and cuBLAS for its workspaces.
 
     Workspaces are made by no operation, and cuBLAS makes them again when it needs them: giving them back tells.
     """
-    before = torch.cuda.memory_allocated(device)
+    before = _counter(device, "current")
     torch._C._cuda_clearCublasWorkspaces()
-    after = torch.cuda.memory_allocated(device)
+    after = _counter(device, "current")
     return after, before - after
+
+
+def _counter(device: torch.device, which: str) -> int:
+    """Return the allocator's own count of what it was asked for: now (`current`), or at most (`peak`)."""
+    return torch.cuda.memory_stats(device)[f"requested_bytes.all.{which}"]
 
 
 def _phase(segment: Segment) -> str:
