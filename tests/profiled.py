@@ -8,7 +8,7 @@ from typing import Any
 
 from ranks import run_ranks
 
-SMALL = ("model.layers=3", "model.hidden=32", "train.batch=2", "train.seq=32", "train.steps=4", "train.log_every=100")
+SMALL = ("model.layers=3", "model.hidden=32", "train.batch=2", "train.seq=32", "train.steps=6", "train.log_every=100")
 
 
 def profile(folder: Path, *sets: str, world: int = 2, plain: bool = False) -> dict[str, Any]:
