@@ -269,8 +269,8 @@ class Updater:
             grad = scratch[: grad.numel()].copy_(grad)
         if grad.is_cuda:
             return grad, values.grad_scale
-        # The CPU kernel is a fifth slower when it scales, and dividing costs more than a product; the piece is in cache,
-        # and the host may see the scale.
+        # The CPU kernel is a fifth slower when it scales, and a quotient costs more than a product; the piece is in
+        # cache, and the host may see the scale.
         return (grad if values.grad_scale == 1 else grad.mul_(1 / values.grad_scale)), None
 
 
