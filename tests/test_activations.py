@@ -55,16 +55,17 @@ def _losses(settings: dict) -> list[float]:
     return losses
 
 
-def _every_way(settings: dict) -> list[list[float]]:
-    return [_losses(settings | way) for way in ({}, *WAYS)]
+def _every_way(settings: dict, ways: list[dict]) -> list[list[float]]:
+    return [_losses(settings | way) for way in ({}, *ways)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_checkpoints_never_change_a_loss(tmp_path, stage):
-    for variant in ({"accumulate": 2}, {"precision": "bf16"}) if stage == 3 else ({"accumulate": 2},):
+    cases = [({"accumulate": 2}, WAYS), *([({"precision": "bf16"}, [WAYS[0], WAYS[2]])] if stage == 3 else [])]
+    for variant, ways in cases:
         common = {"stage": stage, "nvme_path": (str(tmp_path),), **variant}
-        for kept, *others in run_ranks(2, _every_way, common):
-            for way, losses in zip(WAYS, others, strict=True):
+        for kept, *others in run_ranks(2, _every_way, common, ways):
+            for way, losses in zip(ways, others, strict=True):
                 assert losses == kept, way
     assert not list(tmp_path.iterdir())
 

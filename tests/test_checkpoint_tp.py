@@ -1,101 +1,105 @@
-"""Checkpoints do not know the degree of tensor parallelism: saved at any, loaded at any other, bit for bit."""
+"""A checkpoint does not know of tensor parallelism: saved at any degree, loaded at any other, bit for bit."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from ranks import run_ranks
-from test_offload import NVME
+from test_export import MODELS, config_of, expected, noisy, read_back
 
-import zerocli
-from zerocli.checkpoint import Saver, load
+from zerocli import cli, trainer
+from zerocli.checkpoint import Folder, Saver, load
 from zerocli.checkpoint.manifest import read
-from zerocli.config import ModelConfig
+from zerocli.config import to_dict
 from zerocli.models import build
-
-MODELS = {
-    "gpt2": ModelConfig(layers=2, hidden=32, heads=4, vocab=64),
-    "llama": ModelConfig(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, vocab=62, tie=False, mlp_hidden=48),
-}
-SEQ = 8
+from zerocli.weights import load_weights
 
 
-def engine_of(family: str, seed: int, settings: dict) -> zerocli.Engine:
-    model = build(MODELS[family], SEQ, "meta")
-    common = {"seed": seed, "clip": 1.0, "units": model.unit_modules(), "staging_nbytes": 48000, **NVME}
-    return zerocli.shard(model, **common, **settings)
+def everything(engine):
+    optimizer = engine.optimizer_state_dict()["state"]
+    states = {f"{n}.{k}": v for n, each in optimizer.items() for k, v in each.items()}
+    return engine.state_dict() | states
 
 
-def train(engine: zerocli.Engine, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 62, (4, SEQ + 1), generator=generator)
-        each = 4 // engine.collectives.world
-        mine = tokens[engine.collectives.rank * each : (engine.collectives.rank + 1) * each]
-        loss = engine(mine[:, :-1], mine[:, 1:])
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+def make(sets, **settings):
+    config = config_of([*sets, "model.vocab=62"])
+    return config, trainer.make_engine(config, **settings)
 
 
-def everything(engine: zerocli.Engine) -> dict[str, list]:
-    states = engine.optimizer_state_dict()["state"]
-    found = {name: value.tolist() for name, value in engine.state_dict().items()}
-    return found | {f"{name}.{key}": value.tolist() for name, s in states.items() for key, value in s.items()}
+def step(engine, number: int) -> float:
+    tokens = torch.randint(0, 62, (2, 17), generator=torch.Generator().manual_seed(number))
+    torch.manual_seed(number)
+    loss = engine(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
 
 
-def _save(family: str, folder: str, settings: dict) -> tuple[dict, list[float]]:
-    engine = engine_of(family, 1, settings)
-    train(engine, range(3))
-    saver = Saver(engine, folder, asynchronous=settings.get("stage") == 2)
+def save(folder, sets, settings):
+    config, engine = make(sets, **settings)
+    noisy(engine)
+    step(engine, 1)
+    saver = Saver(engine, folder)
     before = everything(engine)
-    saver.save(3)
-    after = train(engine, range(3, 6))
+    saver.save(2, {"config": to_dict(config), "samples": 0})
+    after = step(engine, 2)
     saver.close()
-    assert saver.failure is None
-    engine.close()
+    assert saver.failure is None, saver.failure
     return before, after
 
 
-def _load(family: str, folder: str, settings: dict) -> tuple[dict, list[float]]:
-    engine = engine_of(family, 2, settings)
-    load(engine, folder)
-    loaded = everything(engine)
-    losses = train(engine, range(3, 6))
-    engine.close()
-    return loaded, losses
+def restore(folder, sets, settings):
+    _, engine = make(sets, **settings)
+    load(engine, Folder(folder).of(2))
+    return everything(engine), step(engine, 2)
 
 
-@pytest.mark.parametrize("family", list(MODELS))
-def test_a_checkpoint_goes_on_at_any_degree(tmp_path, family):
-    swap = tmp_path / "swap"
-    swap.mkdir()
-    away = {"stage": 3, "offload": "nvme", "nvme_path": (str(swap),)}
-    ways = {  # ranks in all, settings
-        "one": (1, {"stage": 0}),
-        "dp 2": (2, {"stage": 3}),
-        "tp 2": (2, {"stage": 2, "tp": 2}),
-        "tp 2 dp 2": (4, {"stage": 3, "tp": 2}),
-        "tp 2 dp 2 nvme": (4, away | {"tp": 2}),
-    }
-    for name in ("one", "tp 2", "tp 2 dp 2 nvme"):
-        ranks, settings = ways[name]
-        folder = str(tmp_path / name.replace(" ", "-"))
-        saved = run_ranks(ranks, _save, family, folder, settings)
-        before = saved[0][0]
-        for other, (count, how) in ways.items():
-            for rank, (loaded, losses) in enumerate(run_ranks(count, _load, family, f"{folder}/step-00000003", how)):
-                assert loaded == before, (name, other)
-                if other == name:
-                    assert losses == saved[rank][1]
+def start_from(path, sets, settings):
+    config, engine = make(sets, **settings)
+    load_weights(engine, path, config.model)
+    return engine.state_dict()
+
+
+def test_a_checkpoint_loads_bitwise_at_every_degree(tmp_path):
+    for name in ("llama", "gpt2"):
+        run = tmp_path / name
+        saved = run_ranks(4, save, str(run / "checkpoints"), MODELS[name], {"stage": 3, "tp": 2})
+        before, after = saved[0]
+        for world, settings in (
+            (4, {"stage": 3, "tp": 2}),
+            (1, {"stage": 0}),
+            (2, {"stage": 1, "tp": 2}),
+            (3, {"stage": 2}),
+        ):
+            for loaded, loss in run_ranks(world, restore, str(run / "checkpoints"), MODELS[name], settings):
+                assert all(torch.equal(loaded[key], before[key]) for key in before), (name, world, settings)
+                assert abs(loss - after) < 1e-4
+                if settings == {"stage": 3, "tp": 2}:
+                    assert loss == after
+        assert cli.run(["export", str(run), str(run / "out")]) == 0
+        config, _ = make(MODELS[name])
+        found = read_back(run / "out")
+        wanted = expected(before, config)
+        assert found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
+        state = {k: v for k, v in before.items() if not k.endswith(("exp_avg", "exp_avg_sq"))}
+        for world, settings in ((2, {"stage": 3, "tp": 2}), (4, {"stage": 2, "tp": 2})):
+            for loaded in run_ranks(world, start_from, str(run / "out"), MODELS[name], settings):
+                assert all(torch.equal(loaded[key], state[key]) for key in state), (name, world)
+
+
+def test_states_on_a_disk_go_on_at_another_degree(tmp_path):
+    away = {"stage": 3, "tp": 2, "offload": "nvme", "nvme_path": (str(tmp_path),), "staging_nbytes": 48000}
+    folder, sets = str(tmp_path / "checkpoints"), MODELS["llama"]
+    before, after = run_ranks(2, save, folder, sets, away)[0]
+    for world, settings in ((2, away), (2, {"stage": 2})):
+        for loaded, loss in run_ranks(world, restore, folder, sets, settings):
+            assert all(torch.equal(loaded[key], before[key]) for key in before), settings
+            assert loss == after or settings != away
 
 
 def test_a_checkpoint_of_split_layers_names_whole_parameters(tmp_path):
-    run_ranks(2, _save, "gpt2", str(tmp_path), {"stage": 1, "tp": 2})
-    shapes = {name: tensor.shape for name, tensor in read(tmp_path / "step-00000003").tensors.items()}
-    model = build(MODELS["gpt2"], SEQ, "meta")
-    for name, parameter in model.named_parameters():
+    run_ranks(2, save, str(tmp_path), MODELS["gpt2"], {"stage": 1, "tp": 2})
+    shapes = {name: tensor.shape for name, tensor in read(Folder(tmp_path).of(2)).tensors.items()}
+    config = config_of([*MODELS["gpt2"], "model.vocab=62"])
+    for name, parameter in build(config.model, config.train.seq, "meta").named_parameters():
         assert shapes[f"parameters/{name}"] == tuple(parameter.shape)
         assert shapes[f"optimizer/exp_avg/{name}"] == tuple(parameter.shape)

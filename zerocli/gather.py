@@ -165,7 +165,7 @@ class Gatherer:
             own = buffer.tensor[flat.own.start : flat.own.stop]
             with self._waits.waiting_host("transfers"):
                 flat.param_store.fetch(0, own).wait()
-            flat.pending = self._collectives.all_gather(buffer.tensor, own)
+            flat.pending = self._collectives.all_gather(buffer.tensor, own, f"parameters of {flat.unit.title}")
 
     def refresh(self, unit: Unit) -> None:
         """After an update: spread the owned slices of resident parameters to the other ranks."""
