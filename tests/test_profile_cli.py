@@ -212,7 +212,7 @@ def test_the_page_renders_names_what_is_pointed_at_and_stays_light(runs, tmp_pat
     page.write(str(target), [("a", document), ("b", trained)])
     found = look(target, "=100000")
     assert found["faults"] == [] and found["timelines"] == 1
-    assert "blocks.0 activations" in found["hover"][0]
+    assert "blocks.0 activations (" in found["hover"][0] and "tensors, the largest " in found["hover"][0]
     assert any(text.startswith(("compute: backward of", "compute: forward of")) for text in found["lanes"])
     assert any(text.startswith("reduce: ") for text in found["lanes"])
     assert 0.05 < found["painted"][0] < 1 and found["zoomed"]

@@ -71,7 +71,8 @@ class Follower(TorchDispatchMode):
         self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
         unit = self._ledger.moment[1]
         what = operation.removeprefix("aten::") if category == UNATTRIBUTED or not unit else category
-        self._ledger.take(key, storage.nbytes(), category, f"{unit} {what}".strip())
+        made = f"{operation.removeprefix('aten::')} {'x'.join(map(str, tensor.shape))}"
+        self._ledger.take(key, storage.nbytes(), category, f"{unit} {what}".strip(), made)
 
     def _gone(self, key: int) -> None:
         self._references.pop(key, None)

@@ -38,6 +38,8 @@ class Allocation:
     """Phase and unit in which it was made."""
     born: float
     died: float | None = None
+    made: str = ""
+    """The operation that made it, and the shape it made."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,14 @@ class Ledger:
         self.moment = ("initialisation", "")
         """(phase, unit) of what happens now."""
 
-    def take(self, key: int, nbytes: int, category: str, name: str) -> Allocation:
+    def take(self, key: int, nbytes: int, category: str, name: str, made: str = "") -> Allocation:
         """Log an allocation under a key that is not in use."""
         size = -(-nbytes // self._granularity) * self._granularity
         moment = describe(*self.moment)
-        made = Allocation(size, category, name, self.moment[1], moment, self._clock())
-        self._live[key] = made
-        self.events.append(Event(made.born, made, 1, moment))
-        return made
+        taken = Allocation(size, category, name, self.moment[1], moment, self._clock(), made=made)
+        self._live[key] = taken
+        self.events.append(Event(taken.born, taken, 1, moment))
+        return taken
 
     def give(self, key: int) -> None:
         """Log the end of what is alive under the key; nothing if there is none."""

@@ -62,7 +62,7 @@ def make_timeline(
             },
         },
         "lives": [
-            [life.name, life.category, life.nbytes, at(life.born), at(end_of) if (end_of := life.died) else None]
+            [life.name, life.category, life.nbytes, at(life.born), at(life.died) if life.died else None, life.made]
             for life in lives[:MAX_LIVES]
             if life.nbytes
         ],
