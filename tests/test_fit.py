@@ -12,7 +12,7 @@ from published import PUBLISHED
 
 from zerocli import cli
 from zerocli.commands import fit
-from zerocli.plan.ledger import CATEGORIES
+from zerocli.memory import CATEGORIES
 
 
 @pytest.fixture(autouse=True)

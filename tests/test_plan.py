@@ -17,6 +17,7 @@ from ranks import run_ranks
 import zerocli
 from zerocli.config import ModelConfig
 from zerocli.engine import Engine
+from zerocli.memory import CATEGORIES
 from zerocli.models import build
 from zerocli.plan import constants
 from zerocli.plan.build import plan_model
@@ -319,7 +320,7 @@ def test_planning_does_not_import_torch():
 def test_plan_is_a_function_and_a_package():
     plan = zerocli.plan("tiny", stage=3, ranks=4)
     assert plan.numel == 842_496 and plan.setup.stage == 3 and plan.needed("hbm") > plan.allocated > 0
-    assert {row.category for row in plan.rows} <= set(zerocli.plan.ledger.CATEGORIES)
+    assert {row.category for row in plan.rows} <= set(CATEGORIES)
     longer = zerocli.plan("gpt2-124m", seq=2048, batch=1)
     assert longer.setup.seq == 2048 and longer.numel == 124_439_808 + 1024 * 768  # built for its sequences
     assert zerocli.plan("7.5B", stage=3, ranks=64).needed("hbm") == 16 * 7_500_000_000 // 64

@@ -14,10 +14,11 @@ from toys import Uneven, split, uneven_batch
 
 import zerocli
 from zerocli.lanes import Waits
+from zerocli.memory import CATEGORIES
 from zerocli.plan.inputs import shape_of
 from zerocli.profile import clock as clocks
 from zerocli.profile.clock import Segment, Span
-from zerocli.profile.ledger import CATEGORIES, UNATTRIBUTED, Ledger
+from zerocli.profile.ledger import UNATTRIBUTED, Ledger
 from zerocli.profile.rates import best_links, peak_tflops
 
 TOKENS, HIDDEN, LAYERS = 2 * 32, 32, 3

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from zerocli.stage import stage as stage_of
 
-CATEGORIES = ("parameters", "gradients", "optimizer_states", "gathered", "activations", "buffers")
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer_states",
+    "gathered",
+    "activations",
+    "logits",
+    "buffers",
+    "runtime",
+)
+"""What memory is counted under, in plans and profiles."""
+HELD = ("parameters", "gradients", "optimizer_states", "gathered", "activations", "buffers")
+"""Those of them that an engine holds from step to step."""
 
 
 def model_states(

@@ -11,7 +11,7 @@ import torch
 from zerocli.config import Config, to_dict
 from zerocli.engine import Engine
 from zerocli.launch import RunOptions, say
-from zerocli.memory import CATEGORIES, model_states
+from zerocli.memory import HELD, model_states
 from zerocli.metrics import Line
 from zerocli.optim import arguments_of, make_optimizer
 from zerocli.precision import precision
@@ -81,9 +81,9 @@ class Progress:
 
 def gather_memory(engine: Engine) -> dict[str, int]:
     """Return the most bytes any rank holds, by category. Collective."""
-    mine = torch.tensor([engine.memory()[c] for c in CATEGORIES], dtype=torch.float64, device=engine.device)
+    mine = torch.tensor([engine.memory()[c] for c in HELD], dtype=torch.float64, device=engine.device)
     most = engine.gather_control(mine).amax(0)
-    return dict(zip(CATEGORIES, (int(value) for value in most.tolist()), strict=True))
+    return dict(zip(HELD, (int(value) for value in most.tolist()), strict=True))
 
 
 def summary(
@@ -116,7 +116,7 @@ def summary(
         "first_loss": lines[0].loss,
         "final_loss": lines[-1].loss,
         "tokens_per_second": sum(x.tokens for x in settled) / sum(x.seconds for x in settled),
-        "memory": {c: {"held": held[c], "stage_0": whole.get(c, 0)} for c in CATEGORIES},
+        "memory": {c: {"held": held[c], "stage_0": whole.get(c, 0)} for c in HELD},
         "peak": lines[-1].peak,
         "check": checked,
         "next": next_command(config, options.source),

@@ -8,16 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer_states",
-    "gathered",
-    "activations",
-    "logits",
-    "buffers",
-    "runtime",
-)
+from zerocli.memory import CATEGORIES
 
 
 @dataclass

@@ -26,10 +26,10 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors((args, kwargs or {})):
+        for tensor in tensors_in((args, kwargs or {})):
             self._see(tensor, ours=False)
         out = function(*args, **(kwargs or {}))
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             self._see(tensor, ours=True)
         return out
 
@@ -53,13 +53,13 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.nbytes
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of an operation's arguments or results: lists and dicts are all the nesting there is."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif isinstance(value, dict):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors_in(each)

@@ -12,13 +12,14 @@ from typing import Any
 
 from zerocli.config import Config, to_dict
 from zerocli.errors import UserError
+from zerocli.memory import CATEGORIES
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.rows import Plan
 from zerocli.plan.search import plan_of
 from zerocli.plan.setup import setup_of
 from zerocli.plan.shape import Shape
 from zerocli.profile import rates
-from zerocli.profile.ledger import CATEGORIES, TIERS, UNATTRIBUTED
+from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 
 SCHEMA = 1
 CAUSES = ("collectives", "transfers", "optimizer", "data")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerocli.plan.measure import tensors_in
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger
 
 _LOSS_OPS = {"aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::nll_loss_forward"}
@@ -47,10 +48,10 @@ class Follower(TorchDispatchMode):
         kwargs = kwargs or {}
         operation = function._schema.name
         about_logits = operation in _LOSS_OPS
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             self._meet(tensor, operation, about_logits)
         out = function(*args, **kwargs)
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             self._log(tensor, "logits" if about_logits else self._category(), operation)
         return out
 
@@ -102,15 +103,3 @@ class Follower(TorchDispatchMode):
             if key not in self._references:
                 self._log(tensor, UNATTRIBUTED, "")
             self._ledger.disown(key)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an operation's arguments or results: lists and dicts are all the nesting there is."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)

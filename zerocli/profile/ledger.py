@@ -11,16 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer_states",
-    "gathered",
-    "activations",
-    "logits",
-    "buffers",
-    "runtime",
-)
+from zerocli.memory import CATEGORIES
+
 UNATTRIBUTED = "unattributed"
 TIERS = ("hbm", "dram", "nvme")
 NUM_HOLDERS = 10

@@ -14,10 +14,10 @@ import torch
 from zerocli.config import Config
 from zerocli.engine import Engine
 from zerocli.launch import RunOptions, say
+from zerocli.memory import CATEGORIES
 from zerocli.metrics import Line, device_peak
 from zerocli.profile import places
 from zerocli.profile.document import assemble
-from zerocli.profile.ledger import CATEGORIES
 
 FILE = "profile.json"
 

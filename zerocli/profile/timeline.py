@@ -6,8 +6,9 @@ import bisect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from zerocli.memory import CATEGORIES
 from zerocli.profile.clock import BETWEEN, COMPUTE, LANES, WAIT, Segment, Span
-from zerocli.profile.ledger import CATEGORIES, UNATTRIBUTED, Ledger
+from zerocli.profile.ledger import UNATTRIBUTED, Ledger
 
 MAX_LIVES = 20_000
 """Allocations that a timeline names; the smallest of more are left out, and counted."""
