@@ -283,6 +283,43 @@ def test_a_block_that_changes_its_input_is_refused():
         engine(torch.randn(2, 4))
 
 
+class Twice(nn.Module):
+    """A block that is given the same tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + again
+
+
+class TwiceNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(Twice() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, x)
+        return x.square().mean()
+
+
+def test_one_tensor_may_come_in_twice():
+    def run(**way: Any) -> list[float]:
+        torch.manual_seed(0)
+        engine = zerocli.shard(TwiceNet(), stage=3, **way)
+        norms = []
+        for step in range(3):
+            torch.manual_seed(step)
+            engine.backward(engine(torch.randn(3, 4)))
+            norms.append(engine.step().grad_norm.item())
+        return norms
+
+    assert run() == run(recompute=True) == run(offload="activations=cpu")
+
+
 def test_two_forwards_before_a_backward_keep_their_own_checkpoints():
     def run(**way: Any) -> list[float]:
         engine = make(dropout=0.0, **way)

@@ -84,12 +84,12 @@ class Activations:
     @contextlib.contextmanager
     def keeping(self, name: str, leaves: Sequence[Any]) -> Iterator[None]:
         """While the body runs the checkpointed unit `name` on `leaves`, those that were computed go to the stack."""
-        inputs = {(leaf.data_ptr(), leaf.size(), leaf.stride()): leaf._version for leaf in leaves if _is_computed(leaf)}
+        inputs = _versions(leaves)
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         outer_pack, outer_unpack = outer if outer is not None else (None, None)
 
         def pack(tensor: torch.Tensor) -> Any:
-            if (tensor.data_ptr(), tensor.size(), tensor.stride()) in inputs:
+            if _place(tensor) in inputs:
                 return self._keep(tensor)
             return tensor if outer_pack is None else outer_pack(tensor)
 
@@ -100,7 +100,7 @@ class Activations:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
-        if list(inputs.values()) != [leaf._version for leaf in leaves if _is_computed(leaf)]:
+        if inputs != _versions(leaves):
             raise RuntimeError(f"{name} changes its input in place, so it cannot be recomputed from it")
 
     def settle(self) -> None:
@@ -182,6 +182,18 @@ class Activations:
             self._gather(arrival)
         assert arrival.gather is not None
         arrival.gather.wait()
+
+
+_Place = tuple[int, torch.Size, tuple[int, ...]]
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    return tensor.data_ptr(), tensor.size(), tensor.stride()
+
+
+def _versions(leaves: Sequence[Any]) -> dict[_Place, int]:
+    """Return how often each input that was computed has been changed in place, by where it lies."""
+    return {_place(leaf): leaf._version for leaf in leaves if _is_computed(leaf)}
 
 
 def _is_computed(leaf: Any) -> bool:
