@@ -1,4 +1,8 @@
-"""Published models: the fields of their config.json that decide their size, and their published parameter counts."""
+"""Published models: the fields of their config.json that decide their size, and their published parameter counts.
+
+Both were written down from memory and not looked up again: that arithmetic and count agree to the unit for each speaks
+for them, but where one is in doubt the model's own page decides.
+"""
 
 from __future__ import annotations
 

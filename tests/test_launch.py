@@ -205,9 +205,11 @@ def test_ranks_saved_after_a_signal_are_preempted(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="a killed parent is noticed at once on Linux alone")
 def test_ranks_die_with_a_killed_parent(tmp_path):
     driver = start_driver(tmp_path)
+    started = pids(tmp_path)
+    assert len(started) == 2 and all(runs(pid) for pid in started)
     driver.kill()
     driver.communicate(timeout=20)
-    wait_until(lambda: not any(runs(pid) for pid in pids(tmp_path)))
+    wait_until(lambda: not any(runs(pid) for pid in started))
 
 
 def test_on_a_terminal_rank_0_has_a_terminal(tmp_path):

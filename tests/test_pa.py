@@ -50,7 +50,7 @@ def test_partitioned_checkpoints_change_no_loss_and_keep_their_part(tmp_path):
         assert mixed["arena"] == CHECKPOINT // TP
         for away, part in ((cpu, TP), (nvme, TP), (whole_cpu, 1)):
             assert away["arena"] == 0
-            assert away["peak"] <= 2 * CHECKPOINT + 2 * CHECKPOINT // TP  # two gathered, two parts on their way out
+            assert away["peak"] <= 2 * CHECKPOINT
             assert away["traffic"]["activations written"] == LAYERS * CHECKPOINT // part
         assert cpu["traffic"]["activations read"] == LAYERS * CHECKPOINT // TP
         assert not list(tmp_path.iterdir())

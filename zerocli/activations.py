@@ -156,6 +156,7 @@ class Activations:
 
     def _start(self, checkpoint: Checkpoint) -> Arrival:
         slot = checkpoint.saved.slot
+        checkpoint.saved.let_go()  # a part that was still held for its writing serves nobody any more
         full = torch.empty(checkpoint.total, dtype=checkpoint.dtype, device=self._device)
         self._loaded.add(full.untyped_storage())
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
