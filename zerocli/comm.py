@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -23,11 +24,43 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Severed(RuntimeError):
+    """A collective that cannot be finished: another rank is gone, or can no longer be reached."""
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(what, reason)
+        self.what, self.reason = what, reason
+        self.missing = ""
+        """Which ranks are gone, where somebody found out."""
+
+    def __str__(self) -> str:
+        return f"{self.what} failed, another rank was lost: {self.missing or self.reason}"
+
+
+def severed(error: BaseException, what: str = "a collective") -> Severed | None:
+    """Return the loss of a rank that an error tells of, None if it tells of something else.
+
+    gloo says it in words only; what it finds wrong by its own checks is a mistake of the caller's instead.
+    """
+    text = str(error)
+    if isinstance(error, Severed):
+        return error
+    if not isinstance(error, RuntimeError):
+        return None
+    by_gloo = "/gloo/transport/" in text and "enforce fail" not in text
+    by_nccl = isinstance(error, dist.DistBackendError) and ("RemoteError" in text or "remote process exited" in text)
+    if not (by_gloo or by_nccl or isinstance(error, dist.DistNetworkError | dist.DistStoreError)):
+        return None
+    words = re.sub(r"\[[^][]*/[^][]*:\d+\]\s*", "", text).strip().partition(". This is")[0]
+    return Severed(what, (words.splitlines() or [type(error).__name__])[0][:200])
+
+
 class Pending:
     """A collective under way; after `wait` its result may be used on the current stream."""
 
-    def __init__(self, work: dist.Work | None, mark: Mark | None) -> None:
+    def __init__(self, work: dist.Work | None, mark: Mark | None, what: str = "a collective") -> None:
         self._work, self._mark = work, mark
+        self._what = what
         self.since: float | None = None
         """When the host began to stand still for it (time.monotonic); None if it does not."""
 
@@ -38,8 +71,14 @@ class Pending:
     def wait(self) -> None:
         if self._work is not None:
             self.since = time.monotonic()
-            self._work.wait()
-            self._work = None
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                if (lost := severed(error, self._what)) is not None:
+                    raise lost from error
+                raise
+            finally:
+                self._work = None
         if self._mark is not None:
             self._mark.wait()
 
@@ -68,8 +107,12 @@ class Issued:
     def over(self) -> bool:
         return self.pending is not None and self.pending.done
 
+    def end(self) -> None:
+        """Count it as over."""
+        self.pending = Pending(None, None)
+
     def __str__(self) -> str:
-        return f"{self.kind} of {self.what or 'control values'}"
+        return f"{self.kind} of {self.what or 'control values'}" if self.kind else self.what
 
 
 class Collectives:
@@ -91,6 +134,8 @@ class Collectives:
         """Collectives begun; all ranks begin the same ones in one order, so it tells who has not arrived."""
         self.open: deque[Issued] = deque()
         """Those that may not be over, oldest first; a watchdog looks at them."""
+        self.moved = time.monotonic()
+        """When the last one was begun."""
 
     @contextlib.contextmanager
     def _noted(self, kind: str, what: str) -> Iterator[Issued]:
@@ -99,8 +144,15 @@ class Collectives:
             self.open.popleft()
         self.issued += 1
         entry = Issued(self.issued, kind, what, on_host=self._async)
+        self.moved = entry.begun
         self.open.append(entry)
-        yield entry
+        try:
+            yield entry
+        except RuntimeError as error:
+            entry.end()
+            if (lost := severed(error, str(entry))) is not None:
+                raise lost from error
+            raise
         if entry.pending is None:  # the host has waited for it, or the stream will
             entry.pending = self._pending(None)
 
@@ -111,8 +163,9 @@ class Collectives:
         made.rank, made.world = 0, 1
         return made
 
-    def _pending(self, work: dist.Work | None) -> Pending:
-        return Pending(work if self._async else None, None if self._async else self.mark())
+    def _pending(self, work: dist.Work | None, entry: Issued | None = None) -> Pending:
+        what = str(entry) if entry is not None else ""
+        return Pending(work if self._async else None, None if self._async else self.mark(), what)
 
     def mark(self) -> Mark:
         """Mark the work issued on the current lane so far."""
@@ -130,7 +183,7 @@ class Collectives:
             return self._pending(None)
         self.nbytes["all_gather"] += full.nbytes
         with self._noted("all_gather", what) as entry:
-            entry.pending = self._pending(_all_gather(full, shard, group=self.group, async_op=self._async))
+            entry.pending = self._pending(_all_gather(full, shard, group=self.group, async_op=self._async), entry)
         return entry.pending
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str = "") -> Pending:
@@ -141,7 +194,7 @@ class Collectives:
             return self._pending(None)
         self.nbytes["reduce_scatter"] += full.nbytes
         with self._noted("reduce_scatter", what) as entry:
-            entry.pending = self._pending(_reduce_scatter(shard, full, group=self.group, async_op=self._async))
+            entry.pending = self._pending(_reduce_scatter(shard, full, group=self.group, async_op=self._async), entry)
         return entry.pending
 
     def all_reduce(self, tensor: torch.Tensor, what: str = "") -> Pending:
@@ -150,7 +203,7 @@ class Collectives:
             return self._pending(None)
         self.nbytes["all_reduce"] += 2 * tensor.nbytes
         with self._noted("all_reduce", what) as entry:
-            entry.pending = self._pending(dist.all_reduce(tensor, group=self.group, async_op=self._async))
+            entry.pending = self._pending(dist.all_reduce(tensor, group=self.group, async_op=self._async), entry)
         return entry.pending
 
     def sum_control(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from typing import IO, Any
 
 from zerocli import machine
 from zerocli.errors import UserError
+from zerocli.lost import standing
 
 POLL_SECONDS = 0.2
 TAIL_LINES = 60
@@ -385,6 +386,9 @@ class Job:
             say("interrupted: all ranks have ended")
         elif cause:
             say(describe_failure(cause))
+            if cause.code is not None and cause.code < 0 and cause.record() is None:
+                fact, hint = standing(self.run_dir, {})
+                say(f"{fact}\ntry: {hint}")
             if self._exit_code() == EXIT_FAILURE:
                 say(f"logs of all ranks: {self.run_dir / 'logs'}")
 

@@ -215,7 +215,7 @@ class Reducer:
         for flat in self._flats:
             same = Span(flat.replicated, flat.layout.total).intersect(flat.held).shifted(-flat.held.start)
             if flat.grad is not None and same.numel:
-                self._tensor_parallel.agree_(flat.grad[same.start : same.stop])
+                self._tensor_parallel.agree_(flat.grad[same.start : same.stop], f"gradients of {flat.unit.title}")
 
     def _measure(self) -> None:
         """Take the norms of all pieces that are on the device; those that left were measured on their way.
@@ -408,7 +408,7 @@ class Reducer:
             for columns in _measured(flat, plan.columns):
                 measured = piece[columns.start - plan.columns.start : columns.stop - plan.columns.start]
                 if flat.own.start + columns.start >= flat.replicated:
-                    self._tensor_parallel.agree_(measured)
+                    self._tensor_parallel.agree_(measured, f"gradients of {flat.unit.title}")
                 self._norms[self._flats.index(flat), columns.start] = _norm(measured)
         done = store.put(plan.columns.start, piece).wait
         if lift is not None:

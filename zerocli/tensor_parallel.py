@@ -132,21 +132,21 @@ class TensorParallel(Collectives):
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum an activation over the ranks in place; compute goes on with the result."""
         with self._waits.waiting("collectives"):
-            self.all_reduce(tensor).wait()
+            self.all_reduce(tensor, "activations").wait()
         return tensor
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Leave the ranks' maximum in place."""
         if self.world > 1:
             self.nbytes["all_reduce"] += 2 * tensor.nbytes
-            with self._waits.waiting("collectives"):
+            with self._waits.waiting("collectives"), self._noted("all_reduce", "the logits' maxima"):
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def start_sum_(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Start to sum over the ranks in place, beside the compute that follows; the result ends it."""
         with self._lane.run():
-            pending = self.all_reduce(tensor)
+            pending = self.all_reduce(tensor, "activations' gradients")
 
         def finish() -> None:
             with self._waits.waiting("collectives"):
@@ -154,10 +154,11 @@ class TensorParallel(Collectives):
 
         return finish
 
-    def agree_(self, tensor: torch.Tensor) -> None:
+    def agree_(self, tensor: torch.Tensor, what: str = "replicated gradients") -> None:
         """Overwrite a replicated gradient with rank 0's."""
         self.nbytes["broadcast"] += tensor.nbytes
-        dist.broadcast(tensor, group=self.group, group_src=0)
+        with self._noted("broadcast", what):
+            dist.broadcast(tensor, group=self.group, group_src=0)
 
     def take_nbytes(self) -> dict[str, int]:
         """Return the bytes moved since the last call, by kind, and start counting anew."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tiers.errors import TierError
-from zerocli import report
+from zerocli import lost, report
 from zerocli.api import open_process_group
 from zerocli.build import DoesNotFit
 from zerocli.checkpoint.folder import Folder
@@ -26,6 +26,7 @@ from zerocli.checkpoint.loader import Resumed, resume
 from zerocli.checkpoint.manifest import Damaged
 from zerocli.checkpoint.saver import Saver
 from zerocli.checkpoint.state import Mismatch
+from zerocli.comm import severed
 from zerocli.config import Config, to_dict
 from zerocli.data import Batches, Prefetcher, open_source
 from zerocli.engine import Engine
@@ -41,7 +42,7 @@ from zerocli.profile.observer import Observer
 from zerocli.schedule import make_schedule
 from zerocli.settings import Settings
 from zerocli.tensor_parallel import local_numel
-from zerocli.watchdog import Watchdog
+from zerocli.watchdog import Watchdog, end_process
 from zerocli.weights import load_weights
 
 
@@ -53,6 +54,11 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
         return _train(config, options, observer or Observer())
     except TierError as error:
         raise UserError(str(error), hint=error.hint or "", exit_code=1) from error
+    except RuntimeError as error:
+        gone = severed(error)
+        if gone is None:
+            raise
+        raise lost.explain(gone.what, gone.reason, gone.missing, options.run_dir) from error
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
             dist.destroy_process_group()
@@ -76,17 +82,23 @@ def _train(config: Config, options: RunOptions, observer: Observer) -> int:
         (run_dir / JOB_FILE).write_text(job_name())
     # The reference starts from the very same values: take them before the first update.
     start = engine.state_dict() if options.check else None
-    with Watchdog(engine, config.train.watchdog):
-        lines, stopped = run_steps(config, options, engine, batches, rank, first)
+    lines: list[Line] = []
+    try:
+        with Watchdog(engine, config.train.watchdog, lambda text: end_process(*stuck(text, options))) as watchdog:
+            stopped = run_steps(config, options, engine, batches, rank, first, lines, watchdog)
+    except Diverged:
+        observer.report(config, options, engine, lines)
+        raise
+    if lines:
+        observer.report(config, options, engine, lines)  # before the reference's memory is there as well
     if stopped or not lines:
         engine.close()
         if rank == 0:
             say(stopped or f"nothing is left to train: step {first - 1} of {config.train.steps} was saved")
-            if options.json:
+            if options.json and not (lines and observer.tells):
                 about = {"schema": 1, "run_dir": options.run_dir, "steps": len(lines), "stopped": stopped}
                 print(json.dumps(about), flush=True)
         return EXIT_PREEMPTED if stopped else 0
-    observer.report(config, options, engine, lines)  # before the reference's memory is there as well
     checked = compare(config, start, lines, batches, rank, engine.collectives.world) if start else None
     held = report.gather_memory(engine)
     if rank == 0 and not observer.tells:
@@ -267,20 +279,28 @@ NO_NUMBERS = {("train", "accumulate"), ("train", "batch"), ("train", "log_every"
 
 
 def run_steps(
-    config: Config, options: RunOptions, engine: Engine, batches: Batches, rank: int, first: int = 1
-) -> tuple[list[Line], str]:
-    """Train from step `first` on; return a line a step, and why the run was stopped before its end, if it was.
+    config: Config,
+    options: RunOptions,
+    engine: Engine,
+    batches: Batches,
+    rank: int,
+    first: int,
+    lines: list[Line],
+    watchdog: Watchdog,
+) -> str:
+    """Train from step `first` on, adding a line a step; return why the run was stopped before its end, if it was.
 
     Ranks that split a layer between them see the same data and random numbers.
     """
     train, checkpoint = config.train, config.checkpoint
     replica, replicas = engine.collectives.rank, engine.collectives.world
     steps = min(train.steps, options.check) if options.check else train.steps
-    lines: list[Line] = []
     stopped = ""
     with contextlib.ExitStack() as stack:
         metrics = MetricsFile(Path(options.run_dir) / "metrics.jsonl") if rank == 0 else None
         saver = make_saver(config, options, engine, rank) if saves(config) else None
+        if saver is not None:
+            watchdog.watch(saver.progress)
         loader = stack.enter_context(Prefetcher(batches, first, replica, replicas, engine.device, steps))
         progress = stack.enter_context(report.Progress(steps, train.log_every, active=rank == 0))
         preemption = Preemption(checkpoint.time_limit, lambda: saver.longest_seconds if saver else 0.0)
@@ -327,7 +347,7 @@ def run_steps(
             finish_saving(saver, options)
         if metrics is not None:
             metrics.close()
-    return lines, stopped
+    return stopped
 
 
 def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int) -> Saver:
@@ -348,9 +368,21 @@ def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int) -
 def finish_saving(saver: Saver, options: RunOptions) -> None:
     """Wait for the last save; raise UserError if it failed, for nobody may think that it is there."""
     saver.close()
+    if saver.lost is not None:
+        raise saver.lost
     if saver.failure is not None:
         hint = f"room on the disk, then --resume --run-dir {options.run_dir}"
         raise UserError(saver.failure, hint=hint, exit_code=FAILURE)
+
+
+class Diverged(UserError):
+    """A loss that is not a number; every rank raises it after the same step, as they agree on its metrics."""
+
+
+def stuck(text: str, options: RunOptions) -> tuple[str, str]:
+    """Return what is stuck with what is saved, and the command that goes on from there."""
+    fact, hint = lost.standing(options.run_dir)
+    return f"{text}; {fact}", hint
 
 
 def stop_if_broken(config: Config, line: Line, saver: Saver | None = None) -> None:
@@ -361,7 +393,7 @@ def stop_if_broken(config: Config, line: Line, saver: Saver | None = None) -> No
         if saver is not None:
             saver.wait()
         saved = f"step {saver.saved} is saved" if saver is not None and saver.saved else "no checkpoint was written"
-        raise UserError(
+        raise Diverged(
             f"{what} at step {line.step} (lr {line.lr:.3g}); the step was not applied; {saved}",
             hint="a lower --set optimizer.lr=..., or --set train.on_nan=continue",
             exit_code=1,

@@ -1,95 +1,72 @@
-"""The watchdog: ends a run in which a collective or a transfer is stuck, and says which, and who had not arrived.
+"""The watchdog: ends a run in which a collective, a transfer or a save is stuck, and says which, and who is missing.
 
-Every rank tells the others, through the store that opened the process group, how many collectives it has begun. All
-ranks begin the same ones in one order. So when one has been open for too long, the ranks whose count is below its
-number have not arrived, and those that have stopped counting altogether do not run, or cannot be reached.
+All ranks begin the same collectives of an axis in one order and tell each other how many they have begun. So when one
+has been open for too long, the ranks whose count is below its number have not arrived, and those that have stopped
+telling altogether do not run, or cannot be reached. A rank that has not arrived but moves (its update waits for a
+slow disk, which a save is writing to) is waited for: it has a watchdog of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch.distributed as dist
 
 from tiers.transfer import WAITED_FOR
-from zerocli.comm import Collectives, Issued
+from zerocli.beats import PATIENCE_SECONDS, Beat, Beats, lost_ranks, no_store
+from zerocli.checkpoint.progress import Progress
+from zerocli.comm import Issued, Severed
 from zerocli.engine import Engine
 from zerocli.launch import EXIT_FAILURE, record_failure
 
-PATIENCE_SECONDS = 2.0
-"""How long the store may take to answer when a rank asks for the others."""
+
+class Shared(Protocol):
+    """What ranks go through together, in one order: an axis' collectives, or the stages of saves."""
+
+    issued: int
+    open: deque[Issued]
+    moved: float
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a rank last said of itself."""
-
-    time: float
-    """By its own clock: only whether it moves on means something."""
-    issued: int
-    doing: str
-
-
 class Axis:
-    """One axis of ranks: its collectives, and what its ranks tell each other of them."""
+    """Ranks that go through something together, by their global numbers."""
 
-    def __init__(self, collectives: Collectives, store: Any) -> None:
-        self.collectives = collectives
-        self.members = dist.get_process_group_ranks(collectives.group or dist.group.WORLD)
-        self._store = dist.PrefixStore("zerocli-beats/" + "-".join(map(str, self.members)), store)
+    name: str
+    shared: Shared
+    ranks: tuple[int, ...]
 
-    def publish(self) -> None:
-        """Tell the others how far this rank has come."""
-        entry, issued = oldest_open(self.collectives), self.collectives.issued
-        waiting = next((f"waiting for a transfer of {t.what}" for t, _ in list(WAITED_FOR.values())), "")
-        doing = waiting or (f"in {entry}" if entry is not None else f"after collective {issued}")
-        self._store.set(f"{self.collectives.rank}", f"{time.monotonic()} {issued} {doing}")
+    def absent(self, said: dict[int, Beat], silent: set[int], number: int, waited: float) -> str:
+        """Say which ranks have not come to the `number`-th; nothing if whoever holds it up is on its way.
 
-    def beats(self) -> dict[int, Beat] | None:
-        """Return what each rank last said, None if the store does not answer."""
-        found: dict[int, Beat] = {}
-        answered = threading.Event()
-
-        def ask() -> None:
-            with contextlib.suppress(Exception):
-                for rank in range(self.collectives.world):
-                    if self._store.check([f"{rank}"]):
-                        when, issued, doing = self._store.get(f"{rank}").decode().split(" ", 2)
-                        found[rank] = Beat(float(when), int(issued), doing)
-                answered.set()
-
-        threading.Thread(target=ask, daemon=True).start()
-        return dict(found) if answered.wait(PATIENCE_SECONDS) else None
-
-    def absent(self, entry: Issued, pause: Callable[[], object]) -> str:
-        """Say who has not come to a collective that is stuck."""
-        before = self.beats()
-        pause()
-        now = self.beats()
-        if before is None or now is None:
-            return "the other ranks cannot be asked: rank 0, which keeps the store, does not answer"
-        lines = []
-        for rank, member in enumerate(self.members):
-            beat, last = now.get(rank), before.get(rank)
-            if rank == self.collectives.rank:
-                continue
-            if beat is None or (last is not None and beat.time == last.time):
-                lines.append(f"rank {member} does not answer")
-            elif beat.issued < entry.number:
-                lines.append(f"rank {member} had not arrived ({beat.doing})")
-        return "; ".join(lines) or "all ranks had arrived: the link between them is stuck"
+        `waited` is for how long this rank has: who moved in the second half of that is only slow.
+        """
+        speaking = {rank: beat for rank, beat in said.items() if rank not in silent}
+        gone = [f"rank {rank} does not answer" for rank in sorted(silent)]
+        if not gone and any(beat.alone and beat.idle < waited / 2 for beat in speaking.values()):
+            return ""  # a save goes on, which updates wait for, and other ranks for these
+        saves = isinstance(self.shared, Progress)  # who came, and does its part alone (the commit), holds it up too
+        late = {
+            rank: beat
+            for rank, beat in speaking.items()
+            if rank in self.ranks and (beat.counts.get(self.name, 0) < number or (saves and beat.alone))
+        }
+        stuck = [f"rank {rank} had not arrived ({beat.doing})" for rank, beat in late.items() if beat.idle >= waited / 2]
+        if gone or stuck:
+            return "; ".join([*gone, *stuck])
+        return "" if late else "all ranks had arrived: the link between them is stuck"
 
 
 class Watchdog(threading.Thread):
-    """Looks at an engine's collectives and transfers until it is closed; `limit` in seconds, 0 is never."""
+    """Looks at an engine's collectives, transfers and saves until it is closed; `limit` in seconds, 0 is never."""
 
     def __init__(self, engine: Engine, limit: float, end: Callable[[str], None] | None = None) -> None:
         super().__init__(name="zerocli-watchdog", daemon=True)
@@ -98,16 +75,32 @@ class Watchdog(threading.Thread):
         # Asking around takes this long at most; it begins before the limit so that the answer is there in time.
         self._lead = 2 * PATIENCE_SECONDS + 3 * self._interval
         self._closed = threading.Event()
-        axes = (engine.collectives, engine.tensor_parallel)
-        self._axes = [Axis(axis, _store()) for axis in axes if axis.world > 1]
+        self._axes = [
+            Axis(name, axis, tuple(dist.get_process_group_ranks(axis.group or dist.group.WORLD)))
+            for name, axis in (("data", engine.collectives), ("tensor", engine.tensor_parallel))
+            if axis.world > 1
+        ]
+        self._saves: Progress | None = None
+        self._last_words: tuple[str, bool] = ("", False)
+        self._beats = Beats(dist.get_rank(), engine.ranks) if self._axes else None
         name_pieces(engine)
+
+    def watch(self, saves: Progress) -> None:
+        """Look at a run's saves as well."""
+        self._saves = saves
+        if self._beats is not None:
+            self._axes = [*self._axes, Axis("saves", saves, self._beats.ranks)]
 
     def __enter__(self) -> Watchdog:
         if self._limit:
             self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._limit and self._beats is not None:
+            self._say_why(str(error).partition("\n")[0], isinstance(error, Severed))
+            if isinstance(error, Severed):
+                error.missing = lost_ranks(self._beats, self._pause)
         self._closed.set()
         if self._limit:
             self.join(PATIENCE_SECONDS)
@@ -116,17 +109,14 @@ class Watchdog(threading.Thread):
         publisher = threading.Thread(target=self._publish, name="zerocli-heartbeat", daemon=True)
         publisher.start()
         while not self._closed.wait(self._interval):
-            text = self._stuck_transfer() or next(filter(None, map(self._stuck_collective, self._axes)), "")
+            text = self._stuck_transfer() or self._stuck_save() or self._stuck_axis()
             if text and not self._closed.is_set():
+                self._say_why(text, by_loss=False)
                 self._end(text)
                 return
         publisher.join(self._interval + PATIENCE_SECONDS)
 
-    def _publish(self) -> None:
-        with contextlib.suppress(Exception):  # the store is gone: others see that we no longer answer
-            while not self._closed.wait(self._interval):
-                for axis in self._axes:
-                    axis.publish()
+    # -- what is stuck ---------------------------------------------------------------------------------------------
 
     def _stuck_transfer(self) -> str:
         for transfer, since in list(WAITED_FOR.values()):
@@ -137,24 +127,75 @@ class Watchdog(threading.Thread):
                 return f"a transfer of {what} ({size}) has been stuck for {seconds:.0f} s"
         return ""
 
-    def _stuck_collective(self, axis: Axis) -> str:
-        entry = oldest_open(axis.collectives)
+    def _stuck_save(self) -> str:
+        """Say what this rank's save is stuck in by itself: nothing came through, however little, for the limit."""
+        saves = self._saves
+        what, seconds = (saves.alone, time.monotonic() - saves.moved) if saves is not None else ("", 0.0)
+        where = f" on rank {self._beats.rank}" if self._beats is not None else ""
+        return f"{what}, has been stuck for {seconds:.0f} s{where}" if what and seconds > self._limit else ""
+
+    def _stuck_axis(self) -> str:
+        for axis in self._axes:
+            itself = self._saves is not None and axis.shared is self._saves and self._saves.alone
+            if not itself and (text := self._stuck_together(axis)):
+                return text
+        return ""
+
+    def _stuck_together(self, axis: Axis) -> str:
+        entry = oldest_open(axis.shared)
         since = entry.since if entry is not None else math.inf
-        if entry is None or time.monotonic() - since <= max(self._limit / 4, self._limit - self._lead):
+        waited = time.monotonic() - since
+        if entry is None or waited <= max(self._limit / 4, self._limit - self._lead):
             return ""
-        absent = axis.absent(entry, lambda: self._closed.wait(3 * self._interval))
+        assert self._beats is not None
+        heard = self._beats.ask_twice(self._pause)
+        absent = axis.absent(*heard, entry.number, waited) if heard is not None else no_store(self._beats)
+        if not absent:
+            return ""  # on its way: it is asked again
         self._closed.wait(max(0.0, since + self._limit - time.monotonic()))
         if entry.over or entry.since > since or self._closed.is_set():
             return ""  # it came, or its host left it, while we asked around
         seconds = time.monotonic() - since
-        return f"{entry} has been stuck for {seconds:.0f} s (collective {entry.number} of this run): {absent}"
+        number = f" (collective {entry.number} of this run)" if entry.kind else ""
+        return f"{entry} has been stuck for {seconds:.0f} s{number}: {absent}"
+
+    # -- what the others hear --------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        while self._beats is not None and not self._beats.gone and not self._closed.wait(self._interval):
+            self._beats.say(self._beat())
+
+    def _beat(self) -> Beat:
+        shared, moment = [axis.shared for axis in self._axes], time.monotonic()
+        entries = [entry for each in shared if (entry := oldest_open(each)) is not None]
+        waiting = [f"waiting for a transfer of {t.what or 'states'}" for t, _ in list(WAITED_FOR.values())]
+        alone = self._saves.alone if self._saves is not None else ""
+        inside = [f"in {entry}" for entry in sorted(entries, key=lambda entry: entry.since)]
+        after = f"after collective {max(each.issued for each in shared)}"
+        return Beat(
+            time=moment,
+            idle=moment - max(each.moved for each in shared),
+            counts={axis.name: axis.shared.issued for axis in self._axes},
+            doing=next(iter([*waiting, *inside, *([f"in {alone}"] if alone else [])]), after),
+            alone=alone,
+            ended=self._last_words[0],
+            by_loss=self._last_words[1],
+        )
+
+    def _say_why(self, text: str, by_loss: bool) -> None:
+        self._last_words = (text[:200], by_loss)
+        if self._beats is not None:
+            self._beats.say(self._beat())
+
+    def _pause(self) -> None:
+        self._closed.wait(3 * self._interval)
 
 
-def oldest_open(collectives: Collectives) -> Issued | None:
+def oldest_open(shared: Shared) -> Issued | None:
     """Return the collective that has held this rank up the longest; its own thread goes on adding to them meanwhile."""
     while True:
         try:
-            waited_for = [entry for entry in collectives.open if not entry.over and entry.since < math.inf]
+            waited_for = [entry for entry in shared.open if not entry.over and entry.since < math.inf]
             return min(waited_for, key=lambda entry: entry.since, default=None)
         except RuntimeError:  # changed while we looked
             continue
@@ -170,18 +211,10 @@ def name_pieces(engine: Engine) -> None:
                 store.what = f"the {words} of {flat.unit.title}"
 
 
-def _store() -> Any:
-    """Return the process group's store."""
-    # torch has no public way to the store that it was given.
-    store: Any = dist.distributed_c10d._get_default_store()
-    with contextlib.suppress(Exception):
-        return store.clone()  # a connection of its own: a blocked one elsewhere must not block us
-    return store
-
-
-def end_process(text: str) -> None:
+def end_process(text: str, hint: str = "") -> None:
     """Tell the launcher and the log why, and end this rank at once: its main thread will not come back."""
-    text = f"error: {text}\ntry: --set train.watchdog=SECONDS for a longer limit, if it was only slow"
-    if not record_failure(text, EXIT_FAILURE):
-        print(text, file=sys.stderr, flush=True)
+    lines = [f"error: {text}", *([f"try: {hint}"] if hint else [])]
+    lines.append("try: --set train.watchdog=SECONDS for a longer limit, if it was only slow")
+    if not record_failure("\n".join(lines), EXIT_FAILURE):
+        print("\n".join(lines), file=sys.stderr, flush=True)
     os._exit(EXIT_FAILURE)

@@ -22,11 +22,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zerocli.checkpoint import state
-from zerocli.checkpoint.folder import MANIFEST, Folder
+from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.members import control_group, members_of
 from zerocli.checkpoint.parts import SavePlanner
+from zerocli.checkpoint.progress import Progress
 from zerocli.checkpoint.snapshot import Slots, Snapshot
 from zerocli.checkpoint.writer import Writer
+from zerocli.comm import Severed, severed
 from zerocli.engine import Engine
 from zerocli.sizes import format_bytes
 
@@ -61,8 +63,12 @@ class Saver:
         self._group = control_group(engine)
         self._slots = Slots(buffer_nbytes, engine.device)
         self._thread: threading.Thread | None = None
+        self.progress = Progress()
+        """What the save is doing, for a watchdog."""
         self.failure: str | None = None
         """What went wrong with the last save; None if it was written."""
+        self.lost: Severed | None = None
+        """That it was the loss of another rank: there is nobody to try again with."""
         self.asked: int | None = None
         """The last step that was to be saved."""
         self.saved: int | None = None
@@ -81,10 +87,11 @@ class Saver:
         began = time.monotonic()
         parts, own = state.capture(self._engine)
         snapshot = Snapshot(parts, self._engine.device)
+        own |= values or {}
         writer = Writer(
-            self.folder.of(step), self._rank, snapshot, self._slots, own | (values or {}), step, self._probe
+            self.folder.of(step), self._rank, snapshot, self._slots, own, step, self._probe, self.progress
         )
-        self.asked, self.failure = step, None
+        self.asked, self.failure, self.lost = step, None, None
         if not self._asynchronous:
             self._write(writer, snapshot, step, began)
             return
@@ -96,12 +103,14 @@ class Saver:
     def _write(self, writer: Writer, snapshot: Snapshot, step: int, began: float) -> None:
         if self._engine.device.type == "cuda":
             torch.cuda.set_device(self._engine.device)
+        self.progress.begin(step)
         try:
             dcp.save(snapshot.parts, storage_writer=writer, planner=SavePlanner(), process_group=self._group)
-        except BaseException as error:  # CheckpointException is not an Exception
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException alone
             self._fail(writer, step, error)
             return
         finally:
+            self.progress.arrived()
             snapshot.let_go()
         seconds = time.monotonic() - began
         self.last_seconds, self.longest_seconds = seconds, max(self.longest_seconds, seconds)
@@ -112,14 +121,23 @@ class Saver:
                 self.folder.prune(self._keep, self._keep_every)
 
     def _fail(self, writer: Writer, step: int, error: BaseException) -> None:
+        self.lost = severed(error, f"checkpoint of step {step}")
         self.failure = f"the checkpoint of step {step} was not written: {describe(error)}"
-        if self._rank == 0:
-            if not (writer.folder / MANIFEST).exists():
-                shutil.rmtree(writer.aside, ignore_errors=True)  # on a full disk its space is wanted
+        if self._rank != 0:
+            return
+        if writer.committed:  # a rank was lost before it could hear of it
+            self.saved = step
+            self._say(f"checkpoint of step {step} saved: {writer.folder}")
+            return
+        with contextlib.suppress(OSError):  # a disk that is gone answers none of this, and the failure is to be told
+            shutil.rmtree(writer.aside, ignore_errors=True)  # on a full disk its space is wanted
             before = [found.step for found in self.folder.committed()]
             stays = f"that of step {before[0]} stays" if before else "there is none before it"
             free = shutil.disk_usage(self.folder.path).free if self.folder.path.is_dir() else 0
-            self._say(f"error: {self.failure}; {stays} ({format_bytes(free)} free in {self.folder.path})")
+            room = "" if self.lost else f" ({format_bytes(free)} free in {self.folder.path})"
+            self._say(f"error: {self.failure}; {stays}{room}")
+            return
+        self._say(f"error: {self.failure}")
 
     def wait(self) -> None:
         """Stop until no save is under way."""
@@ -136,6 +154,8 @@ class Saver:
 
 def describe(error: BaseException) -> str:
     """Return what went wrong, in a line, and on which ranks."""
+    if (lost := severed(error)) is not None:
+        return f"another rank was lost ({lost.reason})"
     if not isinstance(error, CheckpointException):
         return _words(error)
     causes = {rank: _words(failure[0]) for rank, failure in error.failures.items()}

@@ -31,6 +31,7 @@ from zerocli.checkpoint import manifest as manifests
 from zerocli.checkpoint.folder import MANIFEST, UNFINISHED
 from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
 from zerocli.checkpoint.parts import SavePlanner
+from zerocli.checkpoint.progress import Progress
 from zerocli.checkpoint.snapshot import ALIGN, Slot, Slots, Snapshot
 
 NUM_THREADS = 4
@@ -58,34 +59,45 @@ class Writer(StorageWriter):
         values: dict[str, Any],
         step: int,
         probe: Callable[[str], None] = lambda name: None,
+        progress: Progress | None = None,
     ) -> None:
+        self._progress = progress or Progress()
         self.folder, self.aside = folder, folder.with_name(folder.name + ".tmp")
         self._snapshot, self._slots = snapshot, slots
         self._values, self._step, self._probe = values, step, probe
         self._name = f"rank-{rank:05d}.bin"
+        self.committed = False
+        """Whether the checkpoint is there, whatever happens next; rank 0 knows."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator and self.aside.exists():
-            shutil.rmtree(self.aside)
+        if is_coordinator:
+            with self._progress.by_itself("clearing"):
+                if self.aside.exists():
+                    shutil.rmtree(self.aside)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._progress.together("planning")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # The coordinator alone comes here, once every rank has planned and before any writes.
-        self.aside.mkdir(parents=True)
+        with self._progress.by_itself("planning"):
+            self.aside.mkdir(parents=True)
         return plans
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """Write the plan's boxes, in the order of the next update; return once they are on the disk."""
+        self._progress.arrived()
         self._snapshot.expect(item.index.fqn for item in plan.items)
         order = {name: i for i, name in enumerate(self._snapshot.parts)}
         items = sorted(plan.items, key=lambda item: order[item.index.fqn])
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(items, planner))
+        with self._progress.by_itself("write"):
+            done.set_result(self._write(items, planner))
+        self._progress.together("commit")
         return done
 
     def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
@@ -99,9 +111,10 @@ class Writer(StorageWriter):
                     results.append(threads.submit(self._flush, file, at, slot, boxes))
                     at += round_up(slot.used, PAGE_NBYTES)
             written = [result for future in results for result in future.result()]
-            self._probe("checkpoint sync")
-            file.sync()
-        sync_folder(self.aside)
+            with self._progress.by_itself("sync"):
+                self._probe("checkpoint sync")
+                file.sync()
+                sync_folder(self.aside)
         return written
 
     def _fill(self, items: list[WriteItem], planner: SavePlanner, results: list[HostFuture[Any]]) -> Any:
@@ -122,6 +135,7 @@ class Writer(StorageWriter):
             memory = slot.take(nbytes)
             slot.waits.append(self._snapshot.read(part, box.start, memory.view(part.dtype)))
             boxes.append((item, slot.used - nbytes, nbytes))
+            self._progress.move()
         if boxes:
             yield slot, boxes
         else:
@@ -146,12 +160,17 @@ class Writer(StorageWriter):
             ]
             self._probe("checkpoint write")
             file.write(memory[: round_up(slot.used, PAGE_NBYTES)], at)
+            self._progress.move()
             return written
         finally:
             self._slots.give(slot)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: every rank's bytes are on the disk by now."""
+        with self._progress.by_itself("commit"):
+            self._commit(metadata, results)
+
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         tensors: dict[str, Tensor] = {}
         chunks = {}
         for name, entry in metadata.state_dict_metadata.items():
@@ -181,6 +200,7 @@ class Writer(StorageWriter):
         self.aside.rename(self.folder)
         self._probe("checkpoint commit")
         (self.folder / UNFINISHED).rename(self.folder / MANIFEST)
+        self.committed = True
         sync_folder(self.folder)
         sync_folder(self.folder.parent)
 
