@@ -6,6 +6,7 @@ most of them, all its ranks together, as a plan counts them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -56,7 +57,7 @@ def assemble(
         "step": seconds(config, lines, facts),
         "system": books["system"],
         "boundaries": facts.get("boundaries", []),
-        "losses": [line["loss"] for line in lines],
+        "losses": [line["loss"] if math.isfinite(line["loss"]) else None for line in lines],  # JSON has no NaN
         "notes": notes,
     }
     if "timeline" in facts:
