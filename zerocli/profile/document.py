@@ -23,6 +23,8 @@ from zerocli.profile import rates
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 
 SCHEMA = 1
+STATES = ("parameters", "gradients", "optimizer_states")
+"""Categories that are predicted of a model of which only the parameters are known."""
 CAUSES = ("collectives", "transfers", "optimizer", "data")
 
 
@@ -118,7 +120,8 @@ def rows(books: Mapping[str, Any], plan: Plan | None) -> list[dict[str, Any]]:
     for tier in TIERS:
         measured = books[tier]["rows"]
         for category in CATEGORIES:
-            predicted = plan.of(category, tier) if plan is not None else None
+            foreseen = plan is not None and (plan.whole or category in STATES)
+            predicted = plan.of(category, tier) if plan is not None and foreseen else None
             if measured.get(category) or predicted:
                 row = {"category": category, "tier": tier, "predicted": predicted}
                 found.append(row | {"measured": measured.get(category, 0)})
