@@ -347,6 +347,26 @@ def test_the_buffer_bounds_memory_and_a_hundred_saves_leak_nothing(tmp_path):
     assert saver.nbytes == 0
 
 
+def test_saves_that_fail_give_their_buffer_back(tmp_path):
+    """A disk that cannot be read from, again and again: the next save that can be made is made."""
+    _, engine = engine_of({"stage": 2})
+    broken = True
+
+    def probe(name: str) -> None:
+        if broken and name == "checkpoint read":
+            raise OSError(5, "Input/output error")
+
+    saver = Saver(engine, tmp_path, buffer_nbytes=1, probe=probe)
+    for step in range(1, 6):
+        broken = step < 5
+        saver.save(step)
+        assert saver._thread is not None
+        saver._thread.join(60)
+        assert not saver._thread.is_alive() and bool(saver.failure) == broken
+    saver.close()
+    assert [found.step for found in Folder(tmp_path).committed()] == [5] and os.listdir(tmp_path) == ["step-00000005"]
+
+
 # -- keeping -------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from runs import STUCK, TINY, Death, train
+from runs import TINY, Death, train
 
 from zerocli.beats import Beat, Beats, lost_ranks
 from zerocli.checkpoint.folder import Folder
@@ -64,7 +64,9 @@ def test_the_command_says_how_to_go_on_after_a_rank_was_killed(tmp_path):
     sets = [word for each in (*TINY, *SETS, "train.steps=100000", "train.log_every=1000") for word in ("--set", each)]
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "zerocli", "train", "tiny", *sets, "--ranks", "2", "--run-dir", "run"]
-    run = subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    run = subprocess.Popen(
+        command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
     try:
         victim = None
         while victim is None or not Folder(tmp_path / "run/checkpoints").committed():
@@ -100,12 +102,19 @@ def environment(pid: int) -> list[bytes]:
 
 
 def test_a_mistake_of_ours_is_not_taken_for_a_lost_rank():
-    gloo = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:2: Connection reset by peer. This is"
+    gloo = (
+        "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:2: Connection reset by peer. This is"
+    )
     found = severed(RuntimeError(gloo), "all_gather of parameters of blocks.1")
     assert isinstance(found, Severed) and found.reason == "Read error [::1]:2: Connection reset by peer"
     assert severed(found) is found
     wrong = "[enforce fail at /src/third_party/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes"
-    for error in (RuntimeError(wrong), RuntimeError("shape mismatch"), ValueError(gloo), dist.DistBackendError("usage")):
+    for error in (
+        RuntimeError(wrong),
+        RuntimeError("shape mismatch"),
+        ValueError(gloo),
+        dist.DistBackendError("usage"),
+    ):
         assert severed(error) is None
 
 

@@ -150,7 +150,9 @@ def test_tensor_parallel_rows_are_of_what_a_rank_has(tmp_path):
     peak = document["peak"]["hbm"]
     assert peak["measured"] <= peak["predicted"] <= 1.05 * peak["measured"]
     # Activations are summed over the axis in forward and in backward of every block: its lane has them.
-    sums = [span for span in document["timeline"]["spans"] if span[0] == "reduce" and span[4] == 2 * 4 * TOKENS * HIDDEN]
+    sums = [
+        span for span in document["timeline"]["spans"] if span[0] == "reduce" and span[4] == 2 * 4 * TOKENS * HIDDEN
+    ]
     assert len(sums) >= 4 * LAYERS
     step = document["step"]
     assert step["wait"] + step["compute"] == pytest.approx(step["seconds"], rel=0.02)
@@ -250,17 +252,16 @@ def _taken_by_tiers(folder: str) -> list[tuple[set[str], set[int]]]:
     from zerocli.models import build
     from zerocli.profile import places
 
-    found = []
-    for offload, tier in (("activations=cpu,params=cpu", "dram"), ("activations=nvme,optimizer=nvme", "nvme")):
+    def look(offload: str, tier: str) -> tuple[set[str], set[int]]:
         taken: set[str] = set()
         slots: set[int] = set()
+        engine = None
 
-        def probe(name: str, tier: str = tier, taken: set[str] = taken, slots: set[int] = slots) -> None:
+        def probe(name: str) -> None:
             if engine is not None and engine.steps:
                 taken.add(json.dumps(places.tier_rows(engine)[tier], sort_keys=True))
                 slots.add(sum(slot.taken for slot in engine.activations.stack._slots))
 
-        engine = None
         model = build(ModelConfig(family="gpt2", vocab=32, layers=3, hidden=16, heads=2), 8, "meta")
         where = {"offload": offload, "nvme_path": (folder,), "probe": probe, "recompute": True}
         engine = zerocli.shard(model, stage=3, units=model.unit_modules(), **where)
@@ -269,8 +270,9 @@ def _taken_by_tiers(folder: str) -> list[tuple[set[str], set[int]]]:
             engine.backward(engine(tokens, tokens))
             engine.step()
         engine.close()
-        found.append((taken, slots))
-    return found
+        return taken, slots
+
+    return [look("activations=cpu,params=cpu", "dram"), look("activations=nvme,optimizer=nvme", "nvme")]
 
 
 def test_a_step_takes_nothing_new_from_host_memory_or_disks(tmp_path):

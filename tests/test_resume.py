@@ -167,7 +167,11 @@ def test_the_command_saves_on_sigterm_and_resumes_with_the_runs_own_config(tmp_p
     given = [word for each in sets for word in ("--set", each)]
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     process = subprocess.Popen(
-        [*command, *given, "--steps", "100000", "--ranks", "1"], cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True
+        [*command, *given, "--steps", "100000", "--ranks", "1"],
+        cwd=tmp_path,
+        env=environ,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     metrics = tmp_path / "run/metrics.jsonl"
     deadline = time.monotonic() + 90

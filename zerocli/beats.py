@@ -131,5 +131,3 @@ def _job_store() -> Any:
     with contextlib.suppress(Exception):
         return store.clone()  # a connection of its own: a blocked one elsewhere must not block us
     return store
-
-

@@ -13,7 +13,9 @@ from zerocli.errors import FAILURE, UserError
 def standing(run_dir: str | os.PathLike[str], environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """Return what a run has saved, in words, and the command that goes on from it."""
     saved = Folder(Path(run_dir, "checkpoints")).committed()
-    ours = "RANK" not in environ or "ZEROCLI_PARENT" in environ  # not torchrun's or SLURM's, whose command we do not know
+    ours = (
+        "RANK" not in environ or "ZEROCLI_PARENT" in environ
+    )  # not torchrun's or SLURM's, whose command we do not know
     if not saved:
         again = "the same command again; --set checkpoint.every=N saves every N steps"
         return "no checkpoint was written", again

@@ -59,7 +59,9 @@ class Axis:
             for rank, beat in speaking.items()
             if rank in self.ranks and (beat.counts.get(self.name, 0) < number or (saves and beat.alone))
         }
-        stuck = [f"rank {rank} had not arrived ({beat.doing})" for rank, beat in late.items() if beat.idle >= waited / 2]
+        stuck = [
+            f"rank {rank} had not arrived ({beat.doing})" for rank, beat in late.items() if beat.idle >= waited / 2
+        ]
         if gone or stuck:
             return "; ".join([*gone, *stuck])
         return "" if late else "all ranks had arrived: the link between them is stuck"
@@ -82,7 +84,7 @@ class Watchdog(threading.Thread):
         ]
         self._saves: Progress | None = None
         self._last_words: tuple[str, bool] = ("", False)
-        self._beats = Beats(dist.get_rank(), engine.ranks) if self._axes else None
+        self._beats = Beats(dist.get_rank(), engine.ranks) if self._axes and limit else None
         name_pieces(engine)
 
     def watch(self, saves: Progress) -> None:
@@ -97,7 +99,7 @@ class Watchdog(threading.Thread):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._limit and self._beats is not None:
+        if error is not None and self._beats is not None:
             self._say_why(str(error).partition("\n")[0], isinstance(error, Severed))
             if isinstance(error, Severed):
                 error.missing = lost_ranks(self._beats, self._pause)

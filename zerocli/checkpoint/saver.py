@@ -88,9 +88,7 @@ class Saver:
         parts, own = state.capture(self._engine)
         snapshot = Snapshot(parts, self._engine.device)
         own |= values or {}
-        writer = Writer(
-            self.folder.of(step), self._rank, snapshot, self._slots, own, step, self._probe, self.progress
-        )
+        writer = Writer(self.folder.of(step), self._rank, snapshot, self._slots, own, step, self._probe, self.progress)
         self.asked, self.failure, self.lost = step, None, None
         if not self._asynchronous:
             self._write(writer, snapshot, step, began)

@@ -47,10 +47,16 @@ class Slot:
         return self.pages.bytes[start : self.used]
 
     def settle(self) -> None:
-        """Stop the host until everything asked for has come."""
+        """Stop the host until everything asked for has come, or failed; raise the first failure then."""
+        failures: list[Exception] = []
         for wait in self.waits:
-            wait()
+            try:
+                wait()
+            except Exception as error:
+                failures.append(error)  # the others still arrive in this memory
         self.waits.clear()
+        if failures:
+            raise failures[0]
 
 
 class Slots:

@@ -131,9 +131,15 @@ class Writer(StorageWriter):
                     if future.done():
                         future.result()
                 slot, boxes = self._slots.take(), []
-            self._probe("checkpoint read")
-            memory = slot.take(nbytes)
-            slot.waits.append(self._snapshot.read(part, box.start, memory.view(part.dtype)))
+            try:
+                self._probe("checkpoint read")
+                memory = slot.take(nbytes)
+                slot.waits.append(self._snapshot.read(part, box.start, memory.view(part.dtype)))
+            except Exception:
+                with contextlib.suppress(Exception):  # what was asked for before arrives in it still
+                    slot.settle()
+                self._slots.give(slot)
+                raise
             boxes.append((item, slot.used - nbytes, nbytes))
             self._progress.move()
         if boxes:
@@ -181,7 +187,9 @@ class Writer(StorageWriter):
             name, offsets, placed = result.index.fqn, tuple(result.index.offset or ()), result.storage_data
             piece = Piece(offsets, chunks[name][offsets], placed.file, placed.position, placed.sha256)
             tensors[name].pieces.append(piece)
-        files = {name: (self.aside / name).stat().st_size for name in os.listdir(self.aside)}
+        # A file system may keep files of its own there (.nfs...), which no reader would take.
+        names = [name for name in os.listdir(self.aside) if manifests.FILE.fullmatch(name)]
+        files = {name: (self.aside / name).stat().st_size for name in names}
         data = manifests.encode(Manifest(self._step, tensors, files, self._values))
         self._probe("checkpoint manifest")
         fd = os.open(self.aside / UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
