@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from runs import TINY, Death, train
 from zerocli.beats import Beat, Beats, lost_ranks
 from zerocli.checkpoint.folder import Folder
 from zerocli.comm import Severed, severed
+from zerocli.lost import within
 
 SETS = ("zero.stage=3", "train.watchdog=3")
 
@@ -116,6 +118,13 @@ def test_a_mistake_of_ours_is_not_taken_for_a_lost_rank():
         dist.DistBackendError("usage"),
     ):
         assert severed(error) is None
+
+
+def test_what_does_not_answer_holds_nobody_up():
+    """The disk of the run folder may be the very thing that is stuck."""
+    never = threading.Event()
+    assert within(0.01, never.wait) is None and within(60, lambda: 7) == 7
+    never.set()
 
 
 def test_last_words_tell_a_cause_from_its_consequences():

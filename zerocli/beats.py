@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-PATIENCE_SECONDS = 2.0
-"""How long the store may take to answer."""
+from zerocli.lost import PATIENCE_SECONDS, within
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,20 +74,11 @@ class Beats:
 
         return self._reach(ask)
 
-    def _reach(self, act: Callable[[], Any]) -> Any:
+    def _reach(self, act: Callable[[], T]) -> T | None:
         """Return what `act` gets from the store, None if the store is gone, or takes too long."""
-        result: list[Any] = []
-
-        def run() -> None:
-            with contextlib.suppress(Exception):
-                result.append(act())
-
-        if not self.gone:
-            thread = threading.Thread(target=run, name="zerocli-beats", daemon=True)
-            thread.start()
-            thread.join(PATIENCE_SECONDS)
-            self.gone = not result
-        return result[0] if result else None
+        result = within(PATIENCE_SECONDS, act) if not self.gone else None
+        self.gone = result is None
+        return result
 
     def ask_twice(self, pause: Callable[[], object]) -> tuple[dict[int, Beat], set[int]] | None:
         """Return what the others say now, and which of them have said nothing new during the pause."""

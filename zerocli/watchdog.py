@@ -21,11 +21,12 @@ from typing import Protocol
 import torch.distributed as dist
 
 from tiers.transfer import WAITED_FOR
-from zerocli.beats import PATIENCE_SECONDS, Beat, Beats, lost_ranks, no_store
+from zerocli.beats import Beat, Beats, lost_ranks, no_store
 from zerocli.checkpoint.progress import Progress
 from zerocli.comm import Issued, Severed
 from zerocli.engine import Engine
 from zerocli.launch import EXIT_FAILURE, record_failure
+from zerocli.lost import PATIENCE_SECONDS, standing, within
 
 
 class Shared(Protocol):
@@ -214,10 +215,15 @@ def name_pieces(engine: Engine) -> None:
                 store.what = f"the {words} of {flat.unit.title}"
 
 
-def end_process(text: str, hint: str = "") -> None:
-    """Tell the launcher and the log why, and end this rank at once: its main thread will not come back."""
-    lines = [f"error: {text}", *([f"try: {hint}"] if hint else [])]
+def end_process(text: str, run_dir: str = "") -> None:
+    """Tell the launcher and the log why, and what is saved, and end this rank: its main thread will not come back."""
+    fact, hint = standing(run_dir) if run_dir else ("", "")
+    lines = [f"error: {'; '.join(filter(None, (text, fact)))}", *([f"try: {hint}"] if hint else [])]
     lines.append("try: --set train.watchdog=SECONDS for a longer limit, if it was only slow")
-    if not record_failure("\n".join(lines), EXIT_FAILURE):
-        print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def tell() -> None:
+        if not record_failure("\n".join(lines), EXIT_FAILURE):
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+    within(PATIENCE_SECONDS, tell)  # the run folder's own disk may be what is stuck
     os._exit(EXIT_FAILURE)
