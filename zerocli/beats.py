@@ -51,7 +51,8 @@ class Beats:
     @property
     def keeper(self) -> str:
         """Who keeps the store."""
-        return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return "torchrun on the host of rank 0" if agents else "rank 0"
 
     def say(self, beat: Beat) -> None:
         """Tell the others; nothing happens if the store is gone."""
