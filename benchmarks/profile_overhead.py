@@ -11,14 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 
-import zerocli
-from zerocli.config import ModelConfig
-from zerocli.models import build
-from zerocli.profile.profiler import Profiler
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import zerocli  # noqa: E402
+from zerocli.config import ModelConfig  # noqa: E402
+from zerocli.models import build  # noqa: E402
+from zerocli.profile.profiler import Profiler  # noqa: E402
 
 
 def main() -> None:

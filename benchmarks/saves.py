@@ -22,17 +22,20 @@ from pathlib import Path
 
 import torch
 
-from tiers.pages import Pages
-from zerocli import config as configs
-from zerocli import export, trainer
-from zerocli.api import open_process_group
-from zerocli.checkpoint.folder import Folder
-from zerocli.checkpoint.manifest import read as read_manifest
-from zerocli.checkpoint.saver import Saver
-from zerocli.checkpoint.writer import ShardFile
-from zerocli.config import to_dict
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tiers.pages import Pages  # noqa: E402
+from zerocli import config as configs  # noqa: E402
+from zerocli import export, trainer  # noqa: E402
+from zerocli.api import open_process_group  # noqa: E402
+from zerocli.checkpoint.folder import Folder  # noqa: E402
+from zerocli.checkpoint.manifest import read as read_manifest  # noqa: E402
+from zerocli.checkpoint.saver import Saver  # noqa: E402
+from zerocli.checkpoint.writer import ShardFile  # noqa: E402
+from zerocli.config import to_dict  # noqa: E402
 
 CHUNK_NBYTES = 32 << 20
+NUM_SAVES = 4
 
 
 def raw_write_rate(folder: Path, nbytes: int) -> float:
@@ -86,7 +89,7 @@ def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, objec
     plain = statistics.median(step() for _ in range(steps))
     saver = Saver(engine, folder / "checkpoints", buffer_nbytes=config.checkpoint.buffer, keep=1)
     stalls, durations = [], []
-    for number in range(1, 4):  # the first also makes and pins the buffer
+    for number in range(1, NUM_SAVES + 1):  # the first also makes and pins the buffer
         began = time.perf_counter()
         saver.save(number, {"config": to_dict(config)})
         num_steps = 0
@@ -98,13 +101,13 @@ def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, objec
     saver.close()
     if saver.failure:
         sys.exit(saver.failure)
-    manifest = read_manifest(Folder(folder / "checkpoints").of(3))
+    manifest = read_manifest(Folder(folder / "checkpoints").of(NUM_SAVES))
     raw = raw_write_rate(folder, min(manifest.nbytes, 8 << 30))
-    duration = min(durations[1:])
+    duration = statistics.median(durations[1:])
     rates = {"raw": raw, "save": manifest.nbytes / duration}
     if rank == 0:
         began = time.perf_counter()
-        done = export.export(Folder(folder / "checkpoints").of(3), manifest, folder / "out", "fp32", 5 * 10**9)
+        done = export.export(Folder(folder / "checkpoints").of(NUM_SAVES), manifest, folder / "out", "fp32", 5 * 10**9)
         rates["export"] = done.nbytes / (time.perf_counter() - began)
     return {
         "parameters": engine.numel,
@@ -116,7 +119,7 @@ def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, objec
         "save_seconds": duration,
         "first_save_seconds": durations[0],
         "stall_seconds": stalls,
-        "stall_share_of_save": min(stall / d for stall, d in zip(stalls[1:], durations[1:], strict=True)),
+        "stall_share_of_save": statistics.median(stall / d for stall, d in zip(stalls[1:], durations[1:], strict=True)),
         "gb_per_second": {name: rate / 1e9 for name, rate in rates.items()},
         "of_raw": {name: rate / raw for name, rate in rates.items() if name != "raw"},
     }

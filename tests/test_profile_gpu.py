@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +27,9 @@ def run(folder: Path, sets: tuple[str, ...], plain: bool = False) -> dict:
     from zerocli.profile.observer import Observer
     from zerocli.profile.profiler import Profiler
 
+    gc.collect()  # the engine before this one, of which the allocator's counters would still tell
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     folder.mkdir()
     (folder / "text.txt").write_text("where the bytes lie and where the seconds go\n" * 2000)
     given = (*SETS, "train.precision=bf16", "data.tokenizer=bytes", f"data.path={folder / 'text.txt'}", *sets)
