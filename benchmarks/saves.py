@@ -31,8 +31,8 @@ from zerocli.api import open_process_group  # noqa: E402
 from zerocli.checkpoint.folder import Folder  # noqa: E402
 from zerocli.checkpoint.manifest import read as read_manifest  # noqa: E402
 from zerocli.checkpoint.saver import Saver  # noqa: E402
-from zerocli.checkpoint.writer import ShardFile  # noqa: E402
 from zerocli.config import to_dict  # noqa: E402
+from zerocli.files import DirectFile  # noqa: E402
 
 CHUNK_NBYTES = 32 << 20
 NUM_SAVES = 4
@@ -45,7 +45,7 @@ def raw_write_rate(folder: Path, nbytes: int) -> float:
     pages = Pages(CHUNK_NBYTES)
     pages.bytes.random_()
     began = time.perf_counter()
-    with ShardFile(path) as file, ThreadPoolExecutor(4) as threads:
+    with DirectFile(path) as file, ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda at: file.write(pages.memory, at), range(0, nbytes, CHUNK_NBYTES)))
         file.sync()
     seconds = time.perf_counter() - began

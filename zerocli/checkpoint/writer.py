@@ -7,8 +7,6 @@ the manifest, which commits it. Whatever happens before that leaves a folder tha
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import os
 import shutil
@@ -32,6 +30,7 @@ from zerocli.checkpoint.folder import MANIFEST, UNFINISHED
 from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
 from zerocli.checkpoint.progress import Progress
 from zerocli.checkpoint.snapshot import Batch, Snapshot
+from zerocli.files import DirectFile, pwrite_all
 
 NUM_THREADS = 4
 """Slots that are hashed and written at once."""
@@ -101,7 +100,7 @@ class Writer(StorageWriter):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         os.close(os.open(self.aside / self._name, flags, 0o644))
         results: list[HostFuture[list[WriteResult]]] = []
-        with ShardFile(self.aside / self._name) as file:
+        with DirectFile(self.aside / self._name) as file:
             with ThreadPoolExecutor(NUM_THREADS, "zerocli-checkpoint") as threads:
                 at = 0
                 for batch in self._snapshot.batches:
@@ -121,7 +120,7 @@ class Writer(StorageWriter):
         return written
 
     def _flush(
-        self, file: ShardFile, at: int, batch: Batch, planned: dict[tuple[str, tuple[int, ...]], WriteItem]
+        self, file: DirectFile, at: int, batch: Batch, planned: dict[tuple[str, tuple[int, ...]], WriteItem]
     ) -> list[WriteResult]:
         """Hash a batch's boxes and write its slot, whole pages; the slot is free afterwards."""
         slot = self._snapshot.fill(batch)
@@ -186,45 +185,6 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-class ShardFile:
-    """A rank's file, written around the page cache where the file system can: buffered bytes would evict our own."""
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._direct: int | None = None
-        with contextlib.suppress(OSError, AttributeError):
-            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-
-    def write(self, memory: memoryview, at: int) -> None:
-        """Write whole pages of page-aligned memory; safe from several threads."""
-        if self._direct is not None:
-            try:
-                pwrite_all(self._direct, memory, at)
-                return
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # this is how some file systems say that they cannot
-                    raise
-        pwrite_all(self._fd, memory, at)
-
-    def sync(self) -> None:
-        os.fsync(self._fd)
-
-    def __enter__(self) -> ShardFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-        if self._direct is not None:
-            os.close(self._direct)
-
-
-def pwrite_all(fd: int, memory: memoryview, at: int) -> None:
-    """Write all of the memory at a place of the file."""
-    done = 0
-    while done < len(memory):
-        done += os.pwrite(fd, memory[done:], at + done)
 
 
 def sync_folder(path: Path) -> None:
