@@ -125,6 +125,78 @@ def test_recomputing_keeps_the_inputs_of_blocks_and_nothing_else_changes(documen
     assert documents["recompute"]["losses"] == documents["stage 3"]["losses"]
 
 
+# -- two axes of ranks, and models of other people's -------------------------------------------------------------------
+
+
+def balances(document) -> None:
+    for tier, peak in document["peak"].items():
+        found = rows(document, tier)
+        assert sum(found.values()) == peak["measured"] and abs(found.get(UNATTRIBUTED, 0)) <= 0.02 * peak["measured"]
+
+
+def test_tensor_parallel_rows_are_of_what_a_rank_has(tmp_path):
+    document = profile(tmp_path, *STAGE_3, "parallel.tp=2", "activations.policy=recompute", "train.steps=3", world=4)
+    balances(document)
+    assert (document["ranks"], document["tp"]) == (4, 2)
+    assert document["parameters"] == sum(each["numel"] for each in LEAVES)  # of the whole model
+    held = rows(document, "hbm")
+    # The larger matrices are halved, norms and such are not; then ZeRO halves all of it again, with padding.
+    numel = sum(each["numel"] // (2 if each["split"] else 1) for each in LEAVES)
+    assert numel / 2 * 4 <= held["parameters"] <= numel / 2 * 4 * 1.02
+    assert held["gradients"] == held["parameters"] and held["optimizer_states"] == 2 * held["parameters"]
+    for row in document["rows"]:
+        if row["category"] in ("parameters", "gradients", "optimizer_states", "gathered"):
+            assert row["predicted"] == row["measured"], row
+    peak = document["peak"]["hbm"]
+    assert peak["measured"] <= peak["predicted"] <= 1.05 * peak["measured"]
+    # Activations are summed over the axis in forward and in backward of every block: its lane has them.
+    sums = [span for span in document["timeline"]["spans"] if span[0] == "reduce" and span[4] == 2 * 4 * TOKENS * HIDDEN]
+    assert len(sums) >= 4 * LAYERS
+    step = document["step"]
+    assert step["wait"] + step["compute"] == pytest.approx(step["seconds"], rel=0.02)
+
+
+def _leaves() -> list[dict]:
+    """Parameters of the runs' model, and whether tensor parallelism splits them."""
+    H, V = HIDDEN, 256
+    block = [(H * 3 * H, True), (3 * H, True), (H * H, True), (H, False), (2 * H, False), (2 * H, False)]
+    block += [(H * 4 * H, True), (4 * H, True), (4 * H * H, True), (H, False)]
+    leaves = [*block * LAYERS, (V * H, True), (32 * H, False), (2 * H, False)]
+    return [{"numel": numel, "split": split} for numel, split in leaves]
+
+
+LEAVES = _leaves()
+
+
+class Words(torch.nn.Module):
+    """A language model that zerocli does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(256, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, tokens, targets):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return torch.nn.functional.cross_entropy((x @ self.table.weight.t()).flatten(0, 1), targets.flatten())
+
+
+def test_a_factorys_model_has_its_books_and_only_its_states_predicted(tmp_path):
+    document = profile(tmp_path, *STAGE_0, "model.factory=test_profile:Words")
+    balances(document)
+    numel = 256 * 16 + 3 * 16 * 16
+    held = rows(document, "hbm")
+    assert document["parameters"] == numel and document["step"]["tflops"] is None
+    assert (held["parameters"], held["gradients"], held["optimizer_states"]) == (4 * numel, 4 * numel, 8 * numel)
+    predicted = {row["category"]: row["predicted"] for row in document["rows"]}
+    assert predicted["parameters"] == 4 * numel and predicted.get("activations") is None
+    assert any("only model states are predicted" in note for note in document["notes"])
+    assert held["logits"] >= 2 * 4 * TOKENS * 256  # its own loss: logits, and their softmax
+    assert {unit for phase, unit, *_ in document["timeline"]["compute"] if phase == "forward"} >= {"layers.0", "rest"}
+
+
 # -- time --------------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from runs import Death, deaths, losses, train
 
+from zerocli import cli
 from zerocli.checkpoint.folder import Folder
 
 NUM_DEATHS = int(os.environ.get("ZEROCLI_TEST_DEATHS", "6"))
@@ -63,9 +66,30 @@ def test_a_signal_to_one_rank_saves_on_all_and_says_75(tmp_path, whole, number):
     [step] = steps_of(tmp_path / "run")
     assert 1 <= step < 6 and f"stopped after step {step}" in stopped.said[0]
     assert list(losses(tmp_path / "run")) == list(range(1, step + 1))
+    assert recorded(tmp_path / "run")["losses"] == list(losses(tmp_path / "run").values())
     resumed = train(tmp_path / "run", resume=True)
     assert resumed.codes == [0, 0] and f"resuming after step {step}" in resumed.said[0]
     assert losses(tmp_path / "run") == whole
+
+
+def recorded(run: Path) -> dict:
+    """What `zerocli profile RUN` shows of a run that ended early; its books balance."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        assert cli.run(["profile", str(run), "--json"]) == 0
+    document = json.loads(shown.getvalue(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert document == json.loads((run / "profile.json").read_text()) and not document["followed"]
+    for tier, peak in document["peak"].items():
+        assert sum(row["measured"] for row in document["rows"] if row["tier"] == tier) == peak["measured"]
+    held = {row["category"]: row["measured"] for row in document["rows"] if row["tier"] == "hbm"}
+    assert held["parameters"] and held["optimizer_states"] and document["step"]["seconds"] > 0
+    return document
+
+
+def test_a_run_that_its_own_loss_ends_has_recorded_itself(tmp_path):
+    ended = train(tmp_path / "run", "optimizer.lr=1e30", "optimizer.warmup=0", "train.clip=0")
+    assert ended.codes == [1, 1] and "was not applied" in ended.said[0] and "Traceback" not in ended.said[0], ended.said
+    assert recorded(tmp_path / "run")["losses"][-1] is None  # not a number
 
 
 def test_a_run_saves_when_its_time_is_nearly_up(tmp_path, whole):

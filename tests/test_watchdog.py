@@ -8,13 +8,22 @@ import threading
 from concurrent.futures import Future
 
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from runs import STUCK, Death, train
 from test_checkpoint import engine_of
 
+import zerocli
 from tiers.transfer import Transfer
-from zerocli.watchdog import Watchdog
+from zerocli.beats import Beat
+from zerocli.checkpoint.progress import Progress
+from zerocli.comm import Collectives
+from zerocli.config import ModelConfig
+from zerocli.models import build
+from zerocli.watchdog import Axis, Watchdog
 
-SETS = ("zero.stage=3", "train.watchdog=3", "checkpoint.every=0")
+SETS = ("zero.stage=3", "train.watchdog=2", "checkpoint.every=0")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +62,81 @@ def test_a_stuck_transfer_names_its_unit_and_its_piece():
         waiter.join()
     assert "a transfer of the optimizer states of blocks.1 (4096 bytes, nvme) has been stuck for" in said[0]
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("death", "fact"),
+    [
+        (Death((1,), 1, "checkpoint write", 0), r"checkpoint of step 2, write, has been stuck for \d+ s on rank 1"),
+        (Death((1,), 1, "checkpoint sync", 0), r"checkpoint of step 2, sync, has been stuck for \d+ s on rank 1"),
+        (Death((0,), 1, "checkpoint commit", 0), r"checkpoint of step 2, commit, has been stuck for \d+ s on rank 0"),
+    ],
+    ids=["write", "sync", "commit"],
+)
+def test_a_stuck_save_names_its_step_its_stage_and_the_rank(tmp_path, death, fact):
+    """A disk that no longer answers: the thread that writes stands still."""
+    ended = train(tmp_path / "run", "zero.stage=3", "train.watchdog=2", death=death, grace=3)
+    (rank,) = death.ranks
+    assert ended.codes[rank] == 1, ended
+    assert re.search(fact, ended.said[rank]) and "no checkpoint was written" in ended.said[rank], ended.said[rank]
+    assert "Traceback" not in "".join(ended.said)
+
+
+def test_a_save_that_waits_for_a_rank_names_it_and_the_stage(tmp_path):
+    """With saves in the foreground nothing else would notice: training has no collective open."""
+    death = Death((1,), 1, "checkpoint write", signal.SIGSTOP)
+    ended = train(
+        tmp_path / "run", "zero.stage=3", "train.watchdog=2", "checkpoint.async=false", death=death, grace=0.5
+    )
+    assert ended.codes == [1, STUCK], ended
+    assert re.search(r"checkpoint of step 2, commit, has been stuck for \d+ s: rank 1 does not answer", ended.said[0])
+
+
+def stuck_in_tensor_parallelism() -> list[str]:
+    """On rank 0: what its watchdog says while rank 1 does not come to each of the axis' collectives."""
+    config = ModelConfig(family="gpt2", vocab=32, layers=1, hidden=8, heads=2)
+    engine = zerocli.shard(build(config, 4, "meta"), stage=1, tp=2)
+    axis, store, said = engine.tensor_parallel, dist.distributed_c10d._get_default_store(), []
+    for number, act in enumerate((axis.max_, axis.agree_, axis.sum_)):
+        told = threading.Event()
+
+        def end(text: str, number: int = number, told: threading.Event = told) -> None:
+            said.append(text)
+            store.set(f"told{number}", "1")
+            told.set()
+
+        with Watchdog(engine, 0.4, end):
+            if axis.rank == 1:
+                store.wait([f"told{number}"])
+            act(torch.ones(2))
+            assert axis.rank == 1 or told.wait(20)
+            dist.barrier()
+    engine.close()
+    return said
+
+
+def test_all_collectives_of_tensor_parallelism_are_watched():
+    said, nothing = run_ranks(2, stuck_in_tensor_parallelism)
+    names = ["all_reduce of the logits' maxima", "broadcast of replicated gradients", "all_reduce of activations"]
+    assert [text.partition(" has been stuck")[0] for text in said] == names and nothing == []
+    assert all("rank 1 had not arrived" in text for text in said)
+
+
+def test_whoever_moves_is_waited_for():
+    """A slow disk is not a stuck one: the update of a rank waits for its save, and all other ranks for that update."""
+    data = Axis("data", Collectives(None, torch.device("cpu")), (0, 1))
+    saves = Axis("saves", Progress(), (0, 1))
+    after = {"time": 1.0, "counts": {"data": 6, "saves": 2}, "doing": "after collective 6"}
+    writing = after | {"alone": "checkpoint of step 2, write", "doing": "in checkpoint of step 2, write"}
+    assert data.absent({1: Beat(idle=10, **after)}, set(), 7, 600) == ""
+    assert data.absent({1: Beat(idle=590, **after)}, set(), 7, 600) == "rank 1 had not arrived (after collective 6)"
+    assert data.absent({1: Beat(idle=10, **writing)}, set(), 7, 600) == ""
+    assert "had not arrived (in checkpoint" in data.absent({1: Beat(idle=590, **writing)}, set(), 7, 600)
+    assert data.absent({1: Beat(idle=10, **writing)}, {1}, 7, 600) == "rank 1 does not answer"
+    # It came to the commit, and commits alone: it holds the others up, and is no broken link.
+    assert saves.absent({1: Beat(idle=10, **writing)}, set(), 2, 600) == ""
+    assert "rank 1 had not arrived (in checkpoint" in saves.absent({1: Beat(idle=590, **writing)}, set(), 2, 600)
+    assert "the link" in saves.absent({1: Beat(idle=590, **after)}, set(), 2, 600)
 
 
 def test_a_run_that_goes_on_hears_nothing_of_it(tmp_path):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -35,6 +33,7 @@ from zerocli.launch import EXIT_PREEMPTED, JOB_FILE, RunOptions, job_name, saves
 from zerocli.metrics import Line, MetricsFile, Recorder
 from zerocli.models import Decoder, build
 from zerocli.optim import arguments_of
+from zerocli.plan.factory import build_factory
 from zerocli.plan.inputs import plan_config
 from zerocli.precision import precision
 from zerocli.preempt import Preemption
@@ -147,22 +146,10 @@ def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
 
 
 def make_model(config: Config, device: str = "meta") -> nn.Module:
-    """Return the model, without memory on the meta device."""
-    if not config.model.factory:
-        return build(config.model, config.train.seq, device)
-    module, _, name = config.model.factory.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"cannot import {config.model.factory}: {error}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    with torch.device(device):
-        model = factory()
-    if not isinstance(model, nn.Module):
-        raise UserError(f"{config.model.factory} returned {type(model).__name__}, not an nn.Module")
-    return model
+    """Return the model, without memory on the meta device, where a factory's always is."""
+    if config.model.factory:
+        return build_factory(config.model.factory)
+    return build(config.model, config.train.seq, device)
 
 
 def make_engine(config: Config, **changes: Any) -> Engine:

@@ -156,8 +156,9 @@ class Watchdog(threading.Thread):
         if entry.over or entry.since > since or self._closed.is_set():
             return ""  # it came, or its host left it, while we asked around
         seconds = time.monotonic() - since
-        number = f" (collective {entry.number} of this run)" if entry.kind else ""
-        return f"{entry} has been stuck for {seconds:.0f} s{number}: {absent}"
+        if not entry.kind:  # a stage of a save
+            return f"{entry}, has been stuck for {seconds:.0f} s: {absent}"
+        return f"{entry} has been stuck for {seconds:.0f} s (collective {entry.number} of this run): {absent}"
 
     # -- what the others hear --------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ most of them, all its ranks together, as a plan counts them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from zerocli.profile import rates
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 
 SCHEMA = 1
+STATES = ("parameters", "gradients", "optimizer_states")
+"""Categories that are predicted of a model of which only the parameters are known."""
 CAUSES = ("collectives", "transfers", "optimizer", "data")
 
 
@@ -56,7 +59,7 @@ def assemble(
         "step": seconds(config, lines, facts),
         "system": books["system"],
         "boundaries": facts.get("boundaries", []),
-        "losses": [line["loss"] for line in lines],
+        "losses": [line["loss"] if math.isfinite(line["loss"]) else None for line in lines],  # JSON has no NaN
         "notes": notes,
     }
     if "timeline" in facts:
@@ -117,7 +120,8 @@ def rows(books: Mapping[str, Any], plan: Plan | None) -> list[dict[str, Any]]:
     for tier in TIERS:
         measured = books[tier]["rows"]
         for category in CATEGORIES:
-            predicted = plan.of(category, tier) if plan is not None else None
+            foreseen = plan is not None and (plan.whole or category in STATES)
+            predicted = plan.of(category, tier) if plan is not None and foreseen else None
             if measured.get(category) or predicted:
                 row = {"category": category, "tier": tier, "predicted": predicted}
                 found.append(row | {"measured": measured.get(category, 0)})

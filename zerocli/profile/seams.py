@@ -220,7 +220,7 @@ class Seams:
         self._about(engine.gatherer, "refresh")
         self._about(engine.reducer, "_launch")
 
-        def timed(lane: str, times: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def timed(axis: Collectives, lane: str, times: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 def run(*args: Any) -> Pending:
                     begin, name = self._clock.stamp(), self._subject
@@ -229,7 +229,7 @@ class Seams:
                         pending: Pending = original(*args)
                     finally:
                         self.in_collective = False
-                    if engine.collectives.world > 1:
+                    if axis.world > 1:
                         nbytes = times * max(each.nbytes for each in args if isinstance(each, torch.Tensor))
                         self._end_with(pending, lane, name, begin, nbytes)
                     return pending
@@ -238,9 +238,10 @@ class Seams:
 
             return wrap
 
-        self._replace(engine.collectives, "all_gather", timed(clocks.GATHER, 1))
-        self._replace(engine.collectives, "reduce_scatter", timed(clocks.REDUCE, 1))
-        self._replace(engine.collectives, "all_reduce", timed(clocks.REDUCE, 2))
+        for axis in (engine.collectives, engine.tensor_parallel):
+            self._replace(axis, "all_gather", timed(axis, clocks.GATHER, 1))
+            self._replace(axis, "reduce_scatter", timed(axis, clocks.REDUCE, 1))
+            self._replace(axis, "all_reduce", timed(axis, clocks.REDUCE, 2))
 
     def _end_with(self, pending: Pending, lane: str, name: str, begin: Any, nbytes: int) -> None:
         """Note a collective's span: on a GPU up to this point of its stream, on a CPU when its future is there."""
