@@ -4,7 +4,7 @@
         --set train.seq=1024 --set train.batch=16 --set train.precision=bf16 --set checkpoint.buffer=20GiB
 
 trains a GPT-2 without saving, then with a save under way, and prints one JSON document. The stall is the time from the
-call of `save` to the end of the step in which the checkpoint is committed, less that of as many steps without a save.
+call of `save` to the end of the step in which the save ends, less that of as many steps just before it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def raw_write_rate(folder: Path, nbytes: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", default=".", help="folder on the disk to write to")
-    parser.add_argument("--steps", type=int, default=12, help="steps without a save")
+    parser.add_argument("--steps", type=int, default=12, help="steps without a save, before each")
     parser.add_argument("--set", action="append", default=[], dest="sets", metavar="SECTION.KEY=VALUE")
     given = parser.parse_args()
     config = configs.load("tiny", given.sets)
@@ -86,24 +86,34 @@ def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, objec
 
     for _ in range(3):
         step()
-    plain = statistics.median(step() for _ in range(steps))
     saver = Saver(engine, folder / "checkpoints", buffer_nbytes=config.checkpoint.buffer, keep=1)
-    stalls, durations = [], []
-    for number in range(1, NUM_SAVES + 1):  # the first also makes and pins the buffer
+    saves, raws, plains = [], [], []
+    for number in range(1, NUM_SAVES + 1):
+        raws.append(raw_write_rate(folder, 4 << 30))
+        plain = statistics.median(step() for _ in range(steps))
+        plains.append(plain)
         began = time.perf_counter()
         saver.save(number, {"config": to_dict(config)})
-        num_steps = 0
-        while saver.saved != number and saver.failure is None:
-            step()
-            num_steps += 1
-        stalls.append(time.perf_counter() - began - num_steps * plain)
-        durations.append(saver.last_seconds)
+        called = time.perf_counter() - began
+        beside = []
+        while saver.busy:  # until the checkpoint before it is removed, too
+            beside.append(step())
+        stall = time.perf_counter() - began - len(beside) * plain
+        saves.append(
+            {
+                "seconds": saver.last_seconds,
+                "stall": stall,
+                "call": called,
+                "steps": len(beside),
+                "median_step": statistics.median(beside),
+                "slowest_step": max(beside),
+            }
+        )
     saver.close()
     if saver.failure:
         sys.exit(saver.failure)
     manifest = read_manifest(Folder(folder / "checkpoints").of(NUM_SAVES))
-    raw = raw_write_rate(folder, min(manifest.nbytes, 8 << 30))
-    duration = statistics.median(durations[1:])
+    duration, raw = statistics.median(save["seconds"] for save in saves), statistics.median(raws)
     rates = {"raw": raw, "save": manifest.nbytes / duration}
     if rank == 0:
         began = time.perf_counter()
@@ -114,12 +124,12 @@ def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, objec
         "ranks": engine.collectives.world,
         "device": str(engine.device),
         "cores": os.cpu_count(),
-        "step_seconds": plain,
+        "step_seconds": statistics.median(plains),
         "save_bytes": manifest.nbytes,
         "save_seconds": duration,
-        "first_save_seconds": durations[0],
-        "stall_seconds": stalls,
-        "stall_share_of_save": statistics.median(stall / d for stall, d in zip(stalls[1:], durations[1:], strict=True)),
+        "stall_share_of_save": statistics.median(save["stall"] / save["seconds"] for save in saves),
+        "saves": saves,
+        "raws": raws,
         "gb_per_second": {name: rate / 1e9 for name, rate in rates.items()},
         "of_raw": {name: rate / raw for name, rate in rates.items() if name != "raw"},
     }

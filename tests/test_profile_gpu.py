@@ -43,7 +43,8 @@ def test_the_ledger_is_the_allocators_at_every_phase_boundary(tmp_path, way):
     document = run(tmp_path / "on", WAYS[way])
     assert len(document["boundaries"]) >= 7
     for boundary in document["boundaries"]:
-        assert boundary["ledger"] == pytest.approx(boundary["allocator"], rel=0.01), boundary["moment"]
+        # Blocks are multiples of 512 bytes: where next to nothing is on the device, that is what differs.
+        assert boundary["ledger"] == pytest.approx(boundary["allocator"], rel=0.01, abs=64 << 10), boundary["moment"]
 
 
 @pytest.mark.parametrize("way", WAYS)
