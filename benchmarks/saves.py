@@ -4,7 +4,7 @@
         --set train.seq=1024 --set train.batch=16 --set train.precision=bf16 --set checkpoint.buffer=20GiB
 
 trains a GPT-2 without saving, then with a save under way, and prints one JSON document. The stall is the time from the
-call of `save` to the end of the step in which the save ends, less that of as many steps just before it.
+call of `save` to the end of the step in which the save ends, less that of as many steps just before and after it.
 """
 
 from __future__ import annotations
@@ -76,39 +76,45 @@ def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, objec
     shape = (config.train.batch, config.train.seq)
     tokens = torch.randint(0, config.model.vocab, shape, device=engine.device)
 
-    def step() -> float:
-        began = time.perf_counter()
+    cuda = engine.device.type == "cuda"
+    issued: list[torch.cuda.Event] = []
+
+    def step() -> None:
+        """Train a step; the host is at most one ahead of the device, as in `zerocli train`."""
         engine.backward(engine(tokens, tokens))
         engine.step()
-        if engine.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+        if cuda:
+            issued.append(torch.cuda.Event())
+            issued[-1].record()
+            if len(issued) > 1:
+                issued.pop(0).synchronize()
 
-    for _ in range(3):
-        step()
+    def finish() -> float:
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def seconds_of(num_steps: int) -> float:
+        began = finish()
+        for _ in range(num_steps):
+            step()
+        return (finish() - began) / num_steps
+
+    seconds_of(3)
     saver = Saver(engine, folder / "checkpoints", buffer_nbytes=config.checkpoint.buffer, keep=1)
     saves, raws, plains = [], [], []
     for number in range(1, NUM_SAVES + 1):
         raws.append(raw_write_rate(folder, 4 << 30))
-        plain = statistics.median(step() for _ in range(steps))
-        plains.append(plain)
-        began = time.perf_counter()
+        plain = seconds_of(steps)
+        began = finish()
         saver.save(number, {"config": to_dict(config)})
-        called = time.perf_counter() - began
-        beside = []
+        called, num_steps = time.perf_counter() - began, 0
         while saver.busy:  # until the checkpoint before it is removed, too
-            beside.append(step())
-        stall = time.perf_counter() - began - len(beside) * plain
-        saves.append(
-            {
-                "seconds": saver.last_seconds,
-                "stall": stall,
-                "call": called,
-                "steps": len(beside),
-                "median_step": statistics.median(beside),
-                "slowest_step": max(beside),
-            }
-        )
+            step()
+            num_steps += 1
+        stall = finish() - began - num_steps * (plain + seconds_of(steps)) / 2
+        plains.append(plain)
+        saves.append({"seconds": saver.last_seconds, "stall": stall, "call": called, "steps": num_steps})
     saver.close()
     if saver.failure:
         sys.exit(saver.failure)

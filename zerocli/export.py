@@ -31,7 +31,7 @@ from zerocli.models import hugging
 from zerocli.models.hugging import Mapping
 from zerocli.safetensors import Entry
 
-NUM_THREADS = 8
+NUM_THREADS = 12
 """Pieces, or tensors to be turned over, that are on their way at once."""
 MEMORY_NBYTES = 2 << 30
 """What turning tensors over may take; one is always allowed."""
@@ -156,7 +156,9 @@ def _write(
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     names = names if len(groups) > 1 else [safetensors.SINGLE]
     with Reader(path, manifest) as reader:
-        largest = max(entry.nbytes for group in groups for _, entries in group for entry in entries)
+        turned = [entry for group in groups for mapping, entries in group if mapping and mapping.transposed
+                  for entry in entries]  # fmt: skip
+        largest = max((entry.numel for entry in turned), default=1) * torch.float32.itemsize
         with ThreadPoolExecutor(_threads(largest), initializer=torch.set_num_threads, initargs=(1,)) as threads:
             for name, group in zip(names, groups, strict=True):
                 _fill(reader, aside / name, group, threads)

@@ -30,7 +30,9 @@ from zerocli.lanes import Lane, Mark
 ALIGN = 64
 """Pieces start at multiples of this many bytes within a slot."""
 SLOT_NBYTES = round_up(8 * PIECE_NUMEL, PAGE_NBYTES)
-"""Bytes of a slot: a piece of any dtype fits."""
+"""Bytes of the smallest slot: a piece of any dtype fits."""
+MAX_SLOT_NBYTES = 4 * SLOT_NBYTES
+"""Of the largest: fewer, longer copies, for a stream takes only so many before its host has to wait."""
 
 
 @dataclass
@@ -52,7 +54,8 @@ class Slots:
     """At most `nbytes` of slots (and never fewer than two), made when first needed and then reused."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._left = max(2, nbytes // SLOT_NBYTES)
+        self.slot_nbytes = min(MAX_SLOT_NBYTES, max(SLOT_NBYTES, nbytes // 64 // PAGE_NBYTES * PAGE_NBYTES))
+        self._left = max(2, nbytes // self.slot_nbytes)
         self._pin = device.type == "cuda"
         self._registrar = Registrar()
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
@@ -65,16 +68,16 @@ class Slots:
 
     def prepare(self, nbytes: int) -> None:
         """Make the slots for so many bytes now, as far as they are allowed: to pin memory takes long."""
-        self._make(min(self._left, -(-nbytes // SLOT_NBYTES)))
+        self._make(min(self._left, -(-nbytes // self.slot_nbytes)))
 
     def _make(self, count: int) -> None:
         if count:
             self._left -= count
-            pages = Pages(count * SLOT_NBYTES)
+            pages = Pages(count * self.slot_nbytes)
             if self._pin:
                 pages.pin(self._registrar)  # refused: copies are slower, nothing else
             self._made.append(pages)
-            for part in pages.bytes.split(SLOT_NBYTES):
+            for part in pages.bytes.split(self.slot_nbytes):
                 self._free.put(Slot(part))
 
     def take(self) -> Slot:
@@ -128,13 +131,13 @@ class Batch:
             yield run
 
 
-def batches_of(parts: Iterable[Part]) -> Iterator[Batch]:
+def batches_of(parts: Iterable[Part], slot_nbytes: int) -> Iterator[Batch]:
     """Yield the parts' boxes in their order, packed into slots."""
     batch = Batch()
     for part in parts:
         for box in part.boxes:
             at, nbytes = round_up(batch.nbytes, ALIGN), box.numel * part.dtype.itemsize
-            if batch.boxes and at + nbytes > SLOT_NBYTES:
+            if batch.boxes and at + nbytes > slot_nbytes:
                 yield batch
                 batch, at = Batch(), 0
             batch.boxes.append((part, box, at))
@@ -148,7 +151,7 @@ class Snapshot:
 
     def __init__(self, parts: Iterable[Part], device: torch.device, slots: Slots) -> None:
         self.parts = {part.name: part for part in parts}
-        self.batches = list(batches_of(self.parts.values()))
+        self.batches = list(batches_of(self.parts.values(), slots.slot_nbytes))
         self._slots = slots
         self._lane = Lane(device)
         self._start = Mark(device)
