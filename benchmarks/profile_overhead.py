@@ -11,14 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 
-import zerocli
-from zerocli.config import ModelConfig
-from zerocli.models import build
-from zerocli.profile.profiler import Profiler
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import zerocli  # noqa: E402
+from zerocli.config import ModelConfig  # noqa: E402
+from zerocli.models import build  # noqa: E402
+from zerocli.profile.profiler import Profiler  # noqa: E402
 
 
 def main() -> None:
@@ -26,11 +30,19 @@ def main() -> None:
     for name, value in {"layers": 4, "hidden": 256, "batch": 4, "seq": 128, "steps": 5, "turns": 8, "stage": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--offload", default="")
+    parser.add_argument("--precision", default="fp32")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = ModelConfig(layers=args.layers, hidden=args.hidden, heads=4, vocab=256)
-    model = build(config, args.seq)
-    engine = zerocli.shard(model, stage=args.stage, offload=args.offload, units=model.unit_modules(), device=device)
+    model = build(config, args.seq, "meta")
+    engine = zerocli.shard(
+        model,
+        stage=args.stage,
+        offload=args.offload,
+        units=model.unit_modules(),
+        device=device,
+        precision=args.precision,
+    )
     tokens = torch.randint(0, 256, (args.batch, args.seq), device=device)
 
     def fastest() -> float:

@@ -4,7 +4,7 @@
         --set train.seq=1024 --set train.batch=16 --set train.precision=bf16 --set checkpoint.buffer=20GiB
 
 trains a GPT-2 without saving, then with a save under way, and prints one JSON document. The stall is the time from the
-call of `save` to the end of the step in which the checkpoint is committed, less that of as many steps without a save.
+call of `save` to the end of the step in which the save ends, less that of as many steps just before and after it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from pathlib import Path
 
 import torch
 
-from tiers.pages import Pages
-from zerocli import config as configs
-from zerocli import export, trainer
-from zerocli.api import open_process_group
-from zerocli.checkpoint.folder import Folder
-from zerocli.checkpoint.manifest import read as read_manifest
-from zerocli.checkpoint.saver import Saver
-from zerocli.checkpoint.writer import ShardFile
-from zerocli.config import to_dict
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tiers.pages import Pages  # noqa: E402
+from zerocli import config as configs  # noqa: E402
+from zerocli import export, trainer  # noqa: E402
+from zerocli.api import open_process_group  # noqa: E402
+from zerocli.checkpoint.folder import Folder  # noqa: E402
+from zerocli.checkpoint.manifest import read as read_manifest  # noqa: E402
+from zerocli.checkpoint.saver import Saver  # noqa: E402
+from zerocli.config import to_dict  # noqa: E402
+from zerocli.files import DirectFile  # noqa: E402
 
 CHUNK_NBYTES = 32 << 20
+NUM_SAVES = 4
 
 
 def raw_write_rate(folder: Path, nbytes: int) -> float:
@@ -42,7 +45,7 @@ def raw_write_rate(folder: Path, nbytes: int) -> float:
     pages = Pages(CHUNK_NBYTES)
     pages.bytes.random_()
     began = time.perf_counter()
-    with ShardFile(path) as file, ThreadPoolExecutor(4) as threads:
+    with DirectFile(path) as file, ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda at: file.write(pages.memory, at), range(0, nbytes, CHUNK_NBYTES)))
         file.sync()
     seconds = time.perf_counter() - began
@@ -53,7 +56,7 @@ def raw_write_rate(folder: Path, nbytes: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", default=".", help="folder on the disk to write to")
-    parser.add_argument("--steps", type=int, default=12, help="steps without a save")
+    parser.add_argument("--steps", type=int, default=12, help="steps without a save, before each")
     parser.add_argument("--set", action="append", default=[], dest="sets", metavar="SECTION.KEY=VALUE")
     given = parser.parse_args()
     config = configs.load("tiny", given.sets)
@@ -73,50 +76,66 @@ def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, objec
     shape = (config.train.batch, config.train.seq)
     tokens = torch.randint(0, config.model.vocab, shape, device=engine.device)
 
-    def step() -> float:
-        began = time.perf_counter()
+    cuda = engine.device.type == "cuda"
+    issued: list[torch.cuda.Event] = []
+
+    def step() -> None:
+        """Train a step; the host is at most one ahead of the device, as in `zerocli train`."""
         engine.backward(engine(tokens, tokens))
         engine.step()
-        if engine.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+        if cuda:
+            issued.append(torch.cuda.Event())
+            issued[-1].record()
+            if len(issued) > 1:
+                issued.pop(0).synchronize()
 
-    for _ in range(3):
-        step()
-    plain = statistics.median(step() for _ in range(steps))
+    def finish() -> float:
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def seconds_of(num_steps: int) -> float:
+        began = finish()
+        for _ in range(num_steps):
+            step()
+        return (finish() - began) / num_steps
+
+    seconds_of(3)
     saver = Saver(engine, folder / "checkpoints", buffer_nbytes=config.checkpoint.buffer, keep=1)
-    stalls, durations = [], []
-    for number in range(1, 4):  # the first also makes and pins the buffer
-        began = time.perf_counter()
+    saves, raws, plains = [], [], []
+    for number in range(1, NUM_SAVES + 1):
+        raws.append(raw_write_rate(folder, 4 << 30))
+        plain = seconds_of(steps)
+        began = finish()
         saver.save(number, {"config": to_dict(config)})
-        num_steps = 0
-        while saver.saved != number and saver.failure is None:
+        called, num_steps = time.perf_counter() - began, 0
+        while saver.busy:  # until the checkpoint before it is removed, too
             step()
             num_steps += 1
-        stalls.append(time.perf_counter() - began - num_steps * plain)
-        durations.append(saver.last_seconds)
+        stall = finish() - began - num_steps * (plain + seconds_of(steps)) / 2
+        plains.append(plain)
+        saves.append({"seconds": saver.last_seconds, "stall": stall, "call": called, "steps": num_steps})
     saver.close()
     if saver.failure:
         sys.exit(saver.failure)
-    manifest = read_manifest(Folder(folder / "checkpoints").of(3))
-    raw = raw_write_rate(folder, min(manifest.nbytes, 8 << 30))
-    duration = min(durations[1:])
+    manifest = read_manifest(Folder(folder / "checkpoints").of(NUM_SAVES))
+    duration, raw = statistics.median(save["seconds"] for save in saves), statistics.median(raws)
     rates = {"raw": raw, "save": manifest.nbytes / duration}
     if rank == 0:
         began = time.perf_counter()
-        done = export.export(Folder(folder / "checkpoints").of(3), manifest, folder / "out", "fp32", 5 * 10**9)
+        done = export.export(Folder(folder / "checkpoints").of(NUM_SAVES), manifest, folder / "out", "fp32", 5 * 10**9)
         rates["export"] = done.nbytes / (time.perf_counter() - began)
     return {
         "parameters": engine.numel,
         "ranks": engine.collectives.world,
         "device": str(engine.device),
         "cores": os.cpu_count(),
-        "step_seconds": plain,
+        "step_seconds": statistics.median(plains),
         "save_bytes": manifest.nbytes,
         "save_seconds": duration,
-        "first_save_seconds": durations[0],
-        "stall_seconds": stalls,
-        "stall_share_of_save": min(stall / d for stall, d in zip(stalls[1:], durations[1:], strict=True)),
+        "stall_share_of_save": statistics.median(save["stall"] / save["seconds"] for save in saves),
+        "saves": saves,
+        "raws": raws,
         "gb_per_second": {name: rate / 1e9 for name, rate in rates.items()},
         "of_raw": {name: rate / raw for name, rate in rates.items() if name != "raw"},
     }

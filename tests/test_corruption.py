@@ -19,7 +19,7 @@ from test_checkpoint import train as steps
 
 from zerocli.checkpoint import Damaged, Folder, Saver, load, resume
 from zerocli.checkpoint import manifest as manifests
-from zerocli.checkpoint.writer import ShardFile
+from zerocli.files import DirectFile
 
 NUM_CORRUPTIONS = 240
 
@@ -247,13 +247,13 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
     saver.save(1)
     saver.wait()
     expected = everything(engine)
-    write = ShardFile.write
+    write = DirectFile.write
 
     def full(self, memory, at):
         write(self, memory[:4096], at)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(ShardFile, "write", full)
+    monkeypatch.setattr(DirectFile, "write", full)
     steps(engine, model, range(1, 3))
     saver.save(3)
     steps(engine, model, range(3, 5))  # training goes on

@@ -15,6 +15,7 @@ from torch import nn
 
 from zerocli import cli, safetensors, trainer
 from zerocli import config as configs
+from zerocli import export as exporting
 from zerocli.checkpoint import Folder, Saver
 from zerocli.checkpoint import reader as readers
 from zerocli.config import to_dict
@@ -184,7 +185,7 @@ def test_other_models_keep_their_own_names(tmp_path):
 
 def test_memory_is_bounded_by_pieces_not_by_the_model(tmp_path, monkeypatch):
     """Of an untransposed model no more is in memory at once than each thread's piece."""
-    monkeypatch.setattr(readers, "NUM_THREADS", 4)
+    monkeypatch.setattr(exporting, "NUM_THREADS", 4)
     saved_run(str(tmp_path / "run"), MODELS["llama"], 0)
     alive, most, lock = 0, 0, threading.Lock()
     read, write = readers.Reader.piece, safetensors.Writer.write

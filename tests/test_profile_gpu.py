@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +27,9 @@ def run(folder: Path, sets: tuple[str, ...], plain: bool = False) -> dict:
     from zerocli.profile.observer import Observer
     from zerocli.profile.profiler import Profiler
 
+    gc.collect()  # the engine before this one, of which the allocator's counters would still tell
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     folder.mkdir()
     (folder / "text.txt").write_text("where the bytes lie and where the seconds go\n" * 2000)
     given = (*SETS, "train.precision=bf16", "data.tokenizer=bytes", f"data.path={folder / 'text.txt'}", *sets)
@@ -38,7 +43,8 @@ def test_the_ledger_is_the_allocators_at_every_phase_boundary(tmp_path, way):
     document = run(tmp_path / "on", WAYS[way])
     assert len(document["boundaries"]) >= 7
     for boundary in document["boundaries"]:
-        assert boundary["ledger"] == pytest.approx(boundary["allocator"], rel=0.01), boundary["moment"]
+        # Blocks are multiples of 512 bytes: where next to nothing is on the device, that is what differs.
+        assert boundary["ledger"] == pytest.approx(boundary["allocator"], rel=0.01, abs=64 << 10), boundary["moment"]
 
 
 @pytest.mark.parametrize("way", WAYS)

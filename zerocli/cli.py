@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import click
 
+from zerocli import allocator
 from zerocli.errors import UserError, closest
 
 # name -> (module:attribute, the line shown by --help); modules are imported only when their command runs.
@@ -74,6 +75,7 @@ def group(ctx: click.Context, debug: bool) -> None:
     """
     if debug:
         os.environ["ZEROCLI_DEBUG"] = "1"  # the environment, so that the ranks hear of it
+    allocator.choose()
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

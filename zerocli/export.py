@@ -1,16 +1,19 @@
 """Export: a checkpoint's weights as consolidated safetensors, streamed piece by piece, under Hugging Face names.
 
-A piece goes from the checkpoint, verified, straight to its place in the new file, a few at a time: memory does not grow
-with the model. Only what must be turned over (GPT-2's matrices, which Hugging Face keeps transposed) is held whole.
+A piece goes from the checkpoint, verified, to its place in the new file, a few at a time and around the page cache both
+ways: memory does not grow with the model. Only what must be turned over (GPT-2's matrices, which Hugging Face keeps
+transposed) is held whole.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,10 @@ from zerocli.models import hugging
 from zerocli.models.hugging import Mapping
 from zerocli.safetensors import Entry
 
-NUM_THREADS = 4
+NUM_THREADS = 12
+"""Pieces, or tensors to be turned over, that are on their way at once."""
+MEMORY_NBYTES = 2 << 30
+"""What turning tensors over may take; one is always allowed."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -149,52 +155,81 @@ def _write(
         total += nbytes
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     names = names if len(groups) > 1 else [safetensors.SINGLE]
-    with Reader(path, manifest) as reader, ThreadPoolExecutor(NUM_THREADS) as threads:
-        for name, group in zip(names, groups, strict=True):
-            writer = safetensors.Writer(aside / name, [entry for _, entries in group for entry in entries])
-            try:
-                for mapping, entries in group:
-                    if mapping is not None:
-                        _copy(reader, writer, threads, mapping, entries)
-            finally:
-                writer.close()
+    with Reader(path, manifest) as reader:
+        turned = [entry for group in groups for mapping, entries in group if mapping and mapping.transposed
+                  for entry in entries]  # fmt: skip
+        largest = max((entry.numel for entry in turned), default=1) * torch.float32.itemsize
+        with ThreadPoolExecutor(_threads(largest), initializer=torch.set_num_threads, initargs=(1,)) as threads:
+            for name, group in zip(names, groups, strict=True):
+                _fill(reader, aside / name, group, threads)
     weight_map = {e.name: name for name, group in zip(names, groups, strict=True) for _, es in group for e in es}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (aside / safetensors.INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return names
 
 
-def _copy(
-    reader: Reader, writer: safetensors.Writer, threads: ThreadPoolExecutor, mapping: Mapping, entries: list[Entry]
+def _threads(largest: int) -> int:
+    """Return how many tensors may be turned over at once: each is there three times for a moment."""
+    return max(1, min(NUM_THREADS, MEMORY_NBYTES // (3 * largest)))
+
+
+def _fill(
+    reader: Reader, path: Path, group: list[tuple[Mapping | None, list[Entry]]], threads: ThreadPoolExecutor
 ) -> None:
-    """Bring one of our parameters into the tensors that it becomes."""
+    """Write one file."""
+    writer = safetensors.Writer(path, [entry for _, entries in group for entry in entries])
+    waiting: deque[Future[None]] = deque()
+    try:
+        for mapping, entries in group:
+            for job in _jobs(reader, writer, mapping, entries):
+                waiting.append(threads.submit(job))
+                if len(waiting) > 2 * NUM_THREADS:
+                    waiting.popleft().result()
+        while waiting:
+            waiting.popleft().result()
+        writer.finish()
+    finally:
+        wait(waiting)
+        writer.close()
+
+
+def _jobs(
+    reader: Reader, writer: safetensors.Writer, mapping: Mapping | None, entries: list[Entry]
+) -> Iterator[Callable[[], None]]:
+    """Yield what brings one of our parameters into the tensors that it becomes (None: they are zeros)."""
+    if mapping is None:
+        yield lambda: _zero(writer, entries)
+        return
     name = f"parameters/{mapping.ours}"
     tensor = reader.manifest.tensors[name]
     starts = [flat_start(tensor.shape, piece.offsets, piece.sizes) for piece in tensor.pieces]
     if mapping.transposed or None in starts:
-        whole = reader.tensor(name)
-        whole = whole.t() if mapping.transposed else whole
-        at = 0
-        for entry in entries:
-            # Never both: what is transposed is one tensor.
-            part = whole if len(entries) == 1 else whole[at : at + entry.shape[0]]
-            writer.write(entry.name, 0, part)
-            at += entry.shape[0] if len(entries) > 1 else 0
+        turned = mapping.transposed
+        yield lambda: _place(writer, entries, 0, reader.tensor(name).t() if turned else reader.tensor(name))
         return
-
-    def move(index: int) -> None:
-        values = reader.piece(name, index).reshape(-1)
-        begin = starts[index]
+    for index, begin in enumerate(starts):
         assert begin is not None
-        at = 0
-        for entry in entries:
-            low, high = max(begin, at), min(begin + values.numel(), at + entry.numel)
-            if low < high:
-                writer.write(entry.name, low - at, values[low - begin : high - begin])
-            at += entry.numel
+        yield functools.partial(_move, reader, writer, entries, name, index, begin)
 
-    for _ in threads.map(move, range(len(tensor.pieces))):
-        pass
+
+def _move(reader: Reader, writer: safetensors.Writer, entries: list[Entry], name: str, index: int, begin: int) -> None:
+    _place(writer, entries, begin, reader.piece(name, index))
+
+
+def _place(writer: safetensors.Writer, entries: list[Entry], begin: int, values: torch.Tensor) -> None:
+    """Write values, the elements from `begin` on of all the entries one after another."""
+    values = values.reshape(-1)
+    at = 0
+    for entry in entries:
+        low, high = max(begin, at), min(begin + values.numel(), at + entry.numel)
+        if low < high:
+            writer.write(entry.name, low - at, values[low - begin : high - begin])
+        at += entry.numel
+
+
+def _zero(writer: safetensors.Writer, entries: list[Entry]) -> None:
+    for entry in entries:
+        writer.write(entry.name, 0, torch.zeros(entry.numel, dtype=entry.dtype))
 
 
 def flat_start(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int | None:

@@ -16,25 +16,41 @@ from zerocli.engine import Engine, StepResult
 from zerocli.lanes import WaitReading
 
 
+class Moment:
+    """The point of time at which the device reaches what was issued so far; the host may be far ahead of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._clock = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def wait(self) -> None:
+        """Stop the host until the device is there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: Moment) -> float:
+        """Return the seconds from an earlier moment to this one, both of them reached."""
+        if self._event is not None and earlier._event is not None:
+            return earlier._event.elapsed_time(self._event) / 1e3
+        return self._clock - earlier._clock
+
+
 class Readback:
     """Small device values on their way to the host; `values()` waits for them and for nothing issued later."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._event = None
         if tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
         else:
             self._host = tensor.clone()
-        self.reached = time.perf_counter()
-        """When the device reached this point, as the host knows it."""
+        self.reached = Moment(tensor.device)
 
     def values(self) -> torch.Tensor:
-        if self._event is not None:
-            self._event.synchronize()
-            self.reached = time.perf_counter()
+        self.reached.wait()
         return self._host
 
 
@@ -81,7 +97,7 @@ class Recorder:
         """Whether any rank has asked to stop; it turns true at the same step on all of them."""
         self._waited_for_data = waited_for_data
         self._pending: _Issued | None = None
-        self._since = time.perf_counter()
+        self._since = Moment(engine.device)
 
     def record(self, result: StepResult, loss: torch.Tensor) -> Line | None:
         """Take a step that was just issued; return the line of the one before."""
@@ -107,7 +123,7 @@ class Recorder:
     def _line(self, issued: _Issued) -> Line:
         result, readback, (comm, comm_tp), waits = issued
         values = readback.values()
-        seconds, self._since = readback.reached - self._since, readback.reached
+        seconds, self._since = readback.reached.since(self._since), readback.reached
         self.stopping = self.stopping or bool(values[:, 3].any())
         *peaks, unused = [int(value) for value in values[:, 4:].amax(0).tolist()]
         return Line(

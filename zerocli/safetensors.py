@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from tiers.pages import memory_of
 from zerocli.errors import UserError
+from zerocli.files import BlockFile
 
 DTYPES = {
     "F64": torch.float64,
@@ -71,27 +73,21 @@ class Writer:
         self._entries = {
             e.name: Entry(e.name, e.dtype, e.shape, base + header[e.name]["data_offsets"][0]) for e in entries
         }
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        self._pwrite(memoryview(struct.pack("<Q", len(text)) + text), 0)
-        os.truncate(self._fd, base + at)
+        self._file = BlockFile(path, base + at)
+        self._file.write(memoryview(struct.pack("<Q", len(text)) + text), 0)
 
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
         """Write flat values, cast to the tensor's type, from its element `first` on; safe from several threads."""
         entry = self._entries[name]
-        data = values.to(entry.dtype).contiguous().view(-1).view(torch.uint8).numpy()
-        self._pwrite(memoryview(data), entry.start + first * entry.dtype.itemsize)  # type: ignore[arg-type]
+        data = values.to(entry.dtype).contiguous().view(-1).view(torch.uint8)
+        self._file.write(memory_of(data), entry.start + first * entry.dtype.itemsize)
 
-    def _pwrite(self, data: memoryview, at: int) -> None:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done:], at + done)
+    def finish(self) -> None:
+        """Have all of it on the disk."""
+        self._file.finish()
 
     def close(self) -> None:
-        """Have all of it on the disk."""
-        try:
-            os.fsync(self._fd)
-        finally:
-            os.close(self._fd)
+        self._file.close()
 
 
 class Weights:

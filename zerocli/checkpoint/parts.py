@@ -44,6 +44,10 @@ class Part:
     def dtype(self) -> torch.dtype:
         return self.source.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return sum(box.numel for box in self.boxes) * self.dtype.itemsize
+
     def box(self, index: MetadataIndex) -> Box:
         """Return the box that DCP's index names."""
         return self._by_offsets[tuple(index.offset or ())]

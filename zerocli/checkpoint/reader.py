@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.futures import Future
 
+from tiers.pages import memory_of
 from zerocli.checkpoint.manifest import Damaged, Manifest, Piece, Tensor, open_file, read
 from zerocli.checkpoint.parts import LoadPlanner, Part
+from zerocli.files import pread
 
 NUM_THREADS = 4
 AHEAD = 2 * NUM_THREADS
@@ -39,19 +41,22 @@ class Reader(StorageReader):
         self.folder = folder
         self.manifest = read(folder) if manifest is None else manifest
         self._fds: dict[str, int] = {}
+        self._direct: dict[str, int] = {}
         # What one box takes a part of, the next may too.
         self._cached = functools.lru_cache(maxsize=AHEAD)(self.piece)
 
     def close(self) -> None:
-        for fd in self._fds.values():
+        for fd in (*self._fds.values(), *self._direct.values()):
             os.close(fd)
-        self._fds = {}
+        self._fds, self._direct = {}, {}
         self._cached.cache_clear()
 
     def open(self) -> Reader:
         """Open every file; what is not a regular file of the folder is refused."""
         for name in self.manifest.files:
-            self._fds[name] = open_file(self.folder, name)
+            fd = self._fds[name] = open_file(self.folder, name)
+            with contextlib.suppress(OSError, AttributeError):  # the same file, whatever bears its name by now
+                self._direct[name] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         return self
 
     def __enter__(self) -> Reader:
@@ -67,15 +72,8 @@ class Reader(StorageReader):
         tensor = self.manifest.tensors[name]
         piece = tensor.pieces[index]
         nbytes = piece.numel * tensor.dtype.itemsize
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        view = memoryview(memory.numpy())  # type: ignore[arg-type]
-        done = 0
-        while done < nbytes:
-            got = os.preadv(self._fds[piece.file], [view[done:]], piece.position + done)
-            if not got:
-                break
-            done += got
-        if done < nbytes or hashlib.sha256(view).hexdigest() != piece.sha256:
+        memory = pread(self._fds[piece.file], nbytes, piece.position, self._direct.get(piece.file))
+        if len(memory) < nbytes or hashlib.sha256(memory_of(memory)).hexdigest() != piece.sha256:
             raise Damaged(
                 f"{piece.file} is damaged within bytes {piece.position} to {piece.position + nbytes} ({name})"
             )
@@ -87,9 +85,8 @@ class Reader(StorageReader):
         if len(tensor.pieces) == 1:
             return self.piece(name, 0)
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        with ThreadPoolExecutor(NUM_THREADS) as threads:
-            for _ in threads.map(lambda i: self._place(whole, name, i), range(len(tensor.pieces))):
-                pass
+        for index in range(len(tensor.pieces)):
+            self._place(whole, name, index)
         return whole
 
     def _place(self, whole: torch.Tensor, name: str, index: int) -> None:

@@ -62,6 +62,8 @@ class Saver:
         self._rank = members_of(engine).rank
         self._group = control_group(engine)
         self._slots = Slots(buffer_nbytes, engine.device)
+        if asynchronous and engine.device.type == "cuda":  # before the first step, not within one
+            self._slots.prepare(sum(part.nbytes for part in state.state_parts(engine)))
         self._thread: threading.Thread | None = None
         self.progress = Progress()
         """What the save is doing, for a watchdog."""
@@ -86,13 +88,14 @@ class Saver:
         self.wait()
         began = time.monotonic()
         parts, own = state.capture(self._engine)
-        snapshot = Snapshot(parts, self._engine.device)
+        snapshot = Snapshot(parts, self._engine.device, self._slots)
         own |= values or {}
-        writer = Writer(self.folder.of(step), self._rank, snapshot, self._slots, own, step, self._probe, self.progress)
+        writer = Writer(self.folder.of(step), self._rank, snapshot, own, step, self._probe, self.progress)
         self.asked, self.failure, self.lost = step, None, None
         if not self._asynchronous:
             self._write(writer, snapshot, step, began)
             return
+        snapshot.start()
         self._engine.updater.before_update = snapshot.hold_update
         run = (writer, snapshot, step, began)
         self._thread = threading.Thread(target=self._write, args=run, name="zerocli-saver", daemon=True)
@@ -136,6 +139,11 @@ class Saver:
             self._say(f"error: {self.failure}; {stays}{room}")
             return
         self._say(f"error: {self.failure}")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way, or an old checkpoint being removed."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Stop until no save is under way."""

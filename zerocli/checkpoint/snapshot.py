@@ -1,26 +1,29 @@
 """The snapshot: a step's states, read out through a bounded buffer while the next step trains.
 
 [Note: copy before update] Only the optimizer's update changes masters and optimizer states, and it changes a unit's at
-a time. So a snapshot copies nothing beforehand. A thread reads the states in the order of the next update into slots
-of a fixed buffer, from which they are written to disk; before an update touches a unit, `hold_update` makes it wait
-until that unit has been read. With a buffer as large as what is written, reading runs at the speed of memory and the
-update finds everything read; with a smaller one the rest of the wait is the disk's. Small states that change at other
-times (buffers of the model, random states, counters) are copied when the snapshot is taken.
+a time. So a snapshot copies nothing beforehand. The states pass, in the order of the next update, through slots of a
+fixed buffer, from which they are written to disk; before an update touches a unit, `hold_update` makes it wait until
+that unit has been read. Copies off a GPU are issued as soon as the snapshot is taken, as far as the buffer reaches:
+they run beside compute, and a thread that issued them would fight the training's own for the interpreter. What the
+host or another tier holds, and what finds no slot yet, the writer's thread reads. With a buffer as large as what is
+written the update finds everything read; with a smaller one the rest of the wait is the disk's. Small states that
+change at other times (buffers of the model, random states, counters) are copied when the snapshot is taken.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from tiers.base import PAGE_NBYTES, round_up
 from tiers.pages import Pages, Registrar
-from zerocli.checkpoint.boxes import PIECE_NUMEL
+from zerocli.checkpoint.boxes import PIECE_NUMEL, Box
 from zerocli.checkpoint.parts import Part
 from zerocli.checkpoint.sources import Wait
 from zerocli.lanes import Lane, Mark
@@ -28,23 +31,18 @@ from zerocli.lanes import Lane, Mark
 ALIGN = 64
 """Pieces start at multiples of this many bytes within a slot."""
 SLOT_NBYTES = round_up(8 * PIECE_NUMEL, PAGE_NBYTES)
-"""Bytes of a slot: a piece of any dtype fits."""
+"""Bytes of the smallest slot: a piece of any dtype fits."""
+MAX_SLOT_NBYTES = 4 * SLOT_NBYTES
+"""Of the largest: fewer, longer copies, for a stream takes only so many before its host has to wait."""
 
 
 @dataclass
 class Slot:
-    """Host memory that pieces are read into and written to disk from, at once."""
+    """Host memory that a batch is read into and written to disk from."""
 
-    pages: Pages
-    used: int = 0
+    bytes: torch.Tensor
     waits: list[Wait] = field(default_factory=list)
     """Reads that may still be filling it."""
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return room for a piece."""
-        start = round_up(self.used, ALIGN)
-        self.used = start + nbytes
-        return self.pages.bytes[start : self.used]
 
     def settle(self) -> None:
         """Stop the host until everything asked for has come, or failed; raise the first failure then."""
@@ -63,83 +61,147 @@ class Slots:
     """At most `nbytes` of slots (and never fewer than two), made when first needed and then reused."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._left = max(2, nbytes // SLOT_NBYTES)
+        self.slot_nbytes = min(MAX_SLOT_NBYTES, max(SLOT_NBYTES, nbytes // 64 // PAGE_NBYTES * PAGE_NBYTES))
+        self._left = max(2, nbytes // self.slot_nbytes)
         self._pin = device.type == "cuda"
         self._registrar = Registrar()
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        self._made: list[Slot] = []
+        self._made: list[Pages] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of the slots made so far."""
-        return sum(slot.pages.nbytes for slot in self._made)
+        return sum(pages.nbytes for pages in self._made)
+
+    def prepare(self, nbytes: int) -> None:
+        """Make the slots for so many bytes now, as far as they are allowed: to pin memory takes long."""
+        self._make(min(self._left, -(-nbytes // self.slot_nbytes)))
+
+    def _make(self, count: int) -> None:
+        if count:
+            self._left -= count
+            pages = Pages(count * self.slot_nbytes)
+            if self._pin:
+                pages.pin(self._registrar)  # refused: copies are slower, nothing else
+            self._made.append(pages)
+            for part in pages.bytes.split(self.slot_nbytes):
+                self._free.put(Slot(part))
 
     def take(self) -> Slot:
-        """Return an empty slot; wait for one where all are in use."""
+        """Return a slot; wait for one where all are in use."""
+        return self.try_take() or self._free.get()
+
+    def try_take(self) -> Slot | None:
+        """Return a slot, None where all are in use."""
+        if self._free.empty():
+            self._make(min(self._left, 1))
         try:
-            slot = self._free.get_nowait()
+            return self._free.get_nowait()
         except queue.Empty:
-            if self._left:
-                self._left -= 1
-                slot = Slot(Pages(SLOT_NBYTES))
-                if self._pin:
-                    slot.pages.pin(self._registrar)  # refused: copies are slower, nothing else
-                self._made.append(slot)
-            else:
-                slot = self._free.get()
-        slot.used = 0
-        slot.waits.clear()
-        return slot
+            return None
 
     def give(self, slot: Slot) -> None:
         self._free.put(slot)
 
     def close(self) -> None:
-        for slot in self._made:
-            slot.pages.release(self._registrar)
+        self._free = queue.SimpleQueue()
+        for pages in self._made:
+            pages.release(self._registrar)
         self._made = []
+
+
+@dataclass(eq=False)
+class Batch:
+    """Boxes that pass through one slot together: each with its part, and where its bytes begin in the slot."""
+
+    boxes: list[tuple[Part, Box, int]] = field(default_factory=list)
+    nbytes: int = 0
+    slot: Slot | None = None
+    """Where it is, from when it is read until it is written."""
+
+    def owners(self) -> set[int]:
+        return {id(part.owner) for part, _, _ in self.boxes if part.owner is not None}
+
+    def runs(self) -> Iterator[tuple[Part, int, int, int]]:
+        """Yield (part, first element, begin, end in the slot) of boxes that lie in one array as they do in the slot."""
+        run: tuple[Part, int, int, int] | None = None
+        for part, box, at in self.boxes:
+            end = at + box.numel * part.dtype.itemsize
+            if run is not None:
+                first, start, begin, _ = run
+                if part.source is first.source and (box.start - start) * part.dtype.itemsize == at - begin:
+                    run = (first, start, begin, end)
+                    continue
+                yield run
+            run = (part, box.start, at, end)
+        if run is not None:
+            yield run
+
+
+def batches_of(parts: Iterable[Part], slot_nbytes: int) -> Iterator[Batch]:
+    """Yield the parts' boxes in their order, packed into slots."""
+    batch = Batch()
+    for part in parts:
+        for box in part.boxes:
+            at, nbytes = round_up(batch.nbytes, ALIGN), box.numel * part.dtype.itemsize
+            if batch.boxes and at + nbytes > slot_nbytes:
+                yield batch
+                batch, at = Batch(), 0
+            batch.boxes.append((part, box, at))
+            batch.nbytes = at + nbytes
+    if batch.boxes:
+        yield batch
 
 
 class Snapshot:
     """The parts of one step and how much of each unit's is still to be read; see [Note: copy before update]."""
 
-    def __init__(self, parts: Iterable[Part], device: torch.device) -> None:
+    def __init__(self, parts: Iterable[Part], device: torch.device, slots: Slots) -> None:
         self.parts = {part.name: part for part in parts}
+        self.batches = list(batches_of(self.parts.values(), slots.slot_nbytes))
+        self._slots = slots
         self._lane = Lane(device)
         self._start = Mark(device)
         self._changed = threading.Condition()
-        self._left: Counter[int] = Counter()
+        self._left: Counter[int] = Counter(owner for batch in self.batches for owner in batch.owners())
         self._waits: dict[int, list[Wait]] = {}
         self._marks: dict[int, Mark] = {}
         self._device = device
-        for part in self.parts.values():
-            if part.owner is not None:
-                self._left[id(part.owner)] += len(part.boxes)
 
-    def expect(self, names: Iterable[str]) -> None:
-        """Take the boxes that this rank is really to read, by part: a replica's may have gone to another rank."""
+    def start(self) -> None:
+        """Issue the copies off the GPU that there is a slot for."""
+        for batch in self.batches:
+            slot = self._slots.try_take() if all(part.source.on_gpu for part, _, _ in batch.boxes) else None
+            if slot is None:
+                return
+            self._read(batch, slot)
+
+    def fill(self, batch: Batch) -> Slot:
+        """Return the slot that a batch is in, or on its way to; wait for one where all are in use."""
+        if batch.slot is None:
+            self._read(batch, self._slots.take())
+        assert batch.slot is not None
+        return batch.slot
+
+    def _read(self, batch: Batch, slot: Slot) -> None:
+        batch.slot = slot
+        with self._lane.run(after=self._start):
+            for part, start, begin, end in batch.runs():  # one by one: should a read fail, those before it arrive still
+                slot.waits.append(part.source.read(start, slot.bytes[begin:end].view(part.dtype)))
+            mark = Mark(self._device)
         with self._changed:
-            self._left = Counter()
-            for name in names:
-                if (owner := self.parts[name].owner) is not None:
-                    self._left[id(owner)] += 1
+            for owner in batch.owners():
+                # Another tier's transfer has to be waited for; a copy of the device's is ordered by its mark.
+                self._waits.setdefault(owner, []).extend(slot.waits)
+                self._marks[owner] = mark
+                self._left[owner] -= 1
             self._changed.notify_all()
 
-    def read(self, part: Part, start: int, target: torch.Tensor) -> Wait:
-        """Start reading a box of a part; afterwards it counts as read."""
-        with self._lane.run(after=self._start):
-            wait = part.source.read(start, target)
-            mark = Mark(self._device)
-        owner = part.owner
-        if owner is not None:
-            with self._changed:
-                # Another tier's transfer has to be waited for; a copy of the device's is ordered by its mark.
-                self._waits.setdefault(id(owner), []).append(wait)
-                self._marks[id(owner)] = mark
-                self._left[id(owner)] -= 1
-                if not self._left[id(owner)]:
-                    self._changed.notify_all()
-        return wait
+    def written(self, batch: Batch) -> None:
+        """Take the batch's slot back."""
+        slot, batch.slot = batch.slot, None
+        if slot is not None:
+            self._slots.give(slot)
 
     def hold_update(self, owner: object) -> None:
         """Let the caller's current stream change a flat's states only after they have been read."""
@@ -154,10 +216,16 @@ class Snapshot:
             mark.wait()
             return
         for wait in waits:
-            wait()
+            with contextlib.suppress(Exception):  # the save's failure, not the update's: the writer hears of it
+                wait()
 
     def let_go(self) -> None:
         """Hold no update any longer: the writer is through, or has failed."""
         with self._changed:
             self._left.clear()
             self._changed.notify_all()
+        for batch in self.batches:
+            if batch.slot is not None:
+                with contextlib.suppress(Exception):  # a read that failed was told where it was wanted
+                    batch.slot.settle()
+                self.written(batch)

@@ -24,6 +24,8 @@ class Source(ABC):
     """One array of one dtype; positions count elements."""
 
     dtype: torch.dtype
+    on_gpu = False
+    """Whether a read is a copy off the GPU, which costs the host nothing but its issue."""
 
     @abstractmethod
     def read(self, start: int, target: torch.Tensor) -> Wait:
@@ -38,13 +40,13 @@ class Memory(Source):
     """An array that torch can address: on the device, or on the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.dtype = tensor, tensor.dtype
+        self.tensor, self.dtype, self.on_gpu = tensor, tensor.dtype, tensor.is_cuda
 
     def read(self, start: int, target: torch.Tensor) -> Wait:
         target.copy_(self.tensor[start : start + target.numel()], non_blocking=True)
         if not self.tensor.is_cuda:
             return _nothing
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)
         event.record()
         return event.synchronize
 

@@ -7,8 +7,6 @@ the manifest, which commits it. Whatever happens before that leaves a folder tha
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import os
 import shutil
@@ -30,12 +28,12 @@ from tiers.pages import memory_of
 from zerocli.checkpoint import manifest as manifests
 from zerocli.checkpoint.folder import MANIFEST, UNFINISHED
 from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
-from zerocli.checkpoint.parts import SavePlanner
 from zerocli.checkpoint.progress import Progress
-from zerocli.checkpoint.snapshot import ALIGN, Slot, Slots, Snapshot
+from zerocli.checkpoint.snapshot import Batch, Snapshot
+from zerocli.files import DirectFile, pwrite_all
 
-NUM_THREADS = 4
-"""Slots that are hashed and written at once."""
+NUM_THREADS = 8
+"""Slots that are hashed and written at once: about half of them keep a fast disk busy while the others are hashed."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,6 @@ class Writer(StorageWriter):
         folder: Path,
         rank: int,
         snapshot: Snapshot,
-        slots: Slots,
         values: dict[str, Any],
         step: int,
         probe: Callable[[str], None] = lambda name: None,
@@ -63,7 +60,7 @@ class Writer(StorageWriter):
     ) -> None:
         self._progress = progress or Progress()
         self.folder, self.aside = folder, folder.with_name(folder.name + ".tmp")
-        self._snapshot, self._slots = snapshot, slots
+        self._snapshot = snapshot
         self._values, self._step, self._probe = values, step, probe
         self._name = f"rank-{rank:05d}.bin"
         self.committed = False
@@ -91,25 +88,30 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """Write the plan's boxes, in the order of the next update; return once they are on the disk."""
         self._progress.arrived()
-        self._snapshot.expect(item.index.fqn for item in plan.items)
-        order = {name: i for i, name in enumerate(self._snapshot.parts)}
-        items = sorted(plan.items, key=lambda item: order[item.index.fqn])
+        # Of what several ranks hold, the plan leaves all but one of them out.
+        planned = {(item.index.fqn, tuple(item.index.offset or ())): item for item in plan.items}
         done: Future[list[WriteResult]] = Future()
         with self._progress.by_itself("write"):
-            done.set_result(self._write(items, planner))
+            done.set_result(self._write(planned))
         self._progress.together("commit")
         return done
 
-    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, planned: dict[tuple[str, tuple[int, ...]], WriteItem]) -> list[WriteResult]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         os.close(os.open(self.aside / self._name, flags, 0o644))
         results: list[HostFuture[list[WriteResult]]] = []
-        with ShardFile(self.aside / self._name) as file:
+        with DirectFile(self.aside / self._name) as file:
             with ThreadPoolExecutor(NUM_THREADS, "zerocli-checkpoint") as threads:
                 at = 0
-                for slot, boxes in self._fill(items, planner, results):
-                    results.append(threads.submit(self._flush, file, at, slot, boxes))
-                    at += round_up(slot.used, PAGE_NBYTES)
+                for batch in self._snapshot.batches:
+                    self._probe("checkpoint read")
+                    self._snapshot.fill(batch)
+                    self._progress.move()
+                    results.append(threads.submit(self._flush, file, at, batch, planned))
+                    at += round_up(batch.nbytes, PAGE_NBYTES)
+                    for future in results:  # a full disk ends it now, not after every batch has failed
+                        if future.done():
+                            future.result()
             written = [result for future in results for result in future.result()]
             with self._progress.by_itself("sync"):
                 self._probe("checkpoint sync")
@@ -117,59 +119,29 @@ class Writer(StorageWriter):
                 sync_folder(self.aside)
         return written
 
-    def _fill(self, items: list[WriteItem], planner: SavePlanner, results: list[HostFuture[Any]]) -> Any:
-        """Yield slots as they are full, each with its (item, start, bytes); reads may still be on their way."""
-        slot = self._slots.take()
-        boxes: list[tuple[WriteItem, int, int]] = []
-        for item in items:
-            part = planner.part(item)
-            box = part.box(item.index)
-            nbytes = box.numel * part.dtype.itemsize
-            if boxes and round_up(slot.used, ALIGN) + nbytes > slot.pages.nbytes:
-                yield slot, boxes
-                for future in results:  # a full disk ends it now, not after every slot has failed
-                    if future.done():
-                        future.result()
-                slot, boxes = self._slots.take(), []
-            try:
-                self._probe("checkpoint read")
-                memory = slot.take(nbytes)
-                slot.waits.append(self._snapshot.read(part, box.start, memory.view(part.dtype)))
-            except Exception:
-                with contextlib.suppress(Exception):  # what was asked for before arrives in it still
-                    slot.settle()
-                self._slots.give(slot)
-                raise
-            boxes.append((item, slot.used - nbytes, nbytes))
-            self._progress.move()
-        if boxes:
-            yield slot, boxes
-        else:
-            self._slots.give(slot)
-
     def _flush(
-        self, file: ShardFile, at: int, slot: Slot, boxes: list[tuple[WriteItem, int, int]]
+        self, file: DirectFile, at: int, batch: Batch, planned: dict[tuple[str, tuple[int, ...]], WriteItem]
     ) -> list[WriteResult]:
-        """Hash a slot's pieces and write it, whole pages; the slot is free afterwards."""
+        """Hash a batch's boxes and write its slot, whole pages; the slot is free afterwards."""
+        slot = self._snapshot.fill(batch)
         try:
             slot.settle()
-            memory = memory_of(slot.pages.bytes)
-            written = [
-                WriteResult(
-                    index=item.index,
-                    size_in_bytes=nbytes,
-                    storage_data=Placed(
-                        self._name, at + start, hashlib.sha256(memory[start : start + nbytes]).hexdigest()
-                    ),
-                )
-                for item, start, nbytes in boxes
-            ]
+            memory = memory_of(slot.bytes)
+            written = []
+            for part, box, start in batch.boxes:
+                item = planned.get((part.name, box.offsets))
+                if item is not None:
+                    nbytes = box.numel * part.dtype.itemsize
+                    digest = hashlib.sha256(memory[start : start + nbytes]).hexdigest()
+                    placed = Placed(self._name, at + start, digest)
+                    written.append(WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=placed))
             self._probe("checkpoint write")
-            file.write(memory[: round_up(slot.used, PAGE_NBYTES)], at)
+            if written:
+                file.write(memory[: round_up(batch.nbytes, PAGE_NBYTES)], at)
             self._progress.move()
             return written
         finally:
-            self._slots.give(slot)
+            self._snapshot.written(batch)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: every rank's bytes are on the disk by now."""
@@ -215,45 +187,6 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-class ShardFile:
-    """A rank's file, written around the page cache where the file system can: buffered bytes would evict our own."""
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._direct: int | None = None
-        with contextlib.suppress(OSError, AttributeError):
-            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-
-    def write(self, memory: memoryview, at: int) -> None:
-        """Write whole pages of page-aligned memory; safe from several threads."""
-        if self._direct is not None:
-            try:
-                pwrite_all(self._direct, memory, at)
-                return
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # this is how some file systems say that they cannot
-                    raise
-        pwrite_all(self._fd, memory, at)
-
-    def sync(self) -> None:
-        os.fsync(self._fd)
-
-    def __enter__(self) -> ShardFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-        if self._direct is not None:
-            os.close(self._direct)
-
-
-def pwrite_all(fd: int, memory: memoryview, at: int) -> None:
-    """Write all of the memory at a place of the file."""
-    done = 0
-    while done < len(memory):
-        done += os.pwrite(fd, memory[done:], at + done)
 
 
 def sync_folder(path: Path) -> None:

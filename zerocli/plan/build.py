@@ -22,7 +22,7 @@ from zerocli.plan.flats import (
 )
 from zerocli.plan.ledger import Peak
 from zerocli.plan.rows import Plan, Row
-from zerocli.plan.runtime import SENTENCES, constant
+from zerocli.plan.runtime import SENTENCES, constant, fragments
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.step import Peaks, Replay, updates_on_cpu
@@ -168,7 +168,7 @@ def _runtime_rows(setup: Setup, peak: Peak) -> list[Row]:
     given = setup.runtime
     runtime = {"context": constant("context", given), "workspace": constant("workspace", given)}
     runtime["nccl"] = constant("nccl", given) if setup.ranks > 1 else 0
-    runtime["fragments"] = constant("fragments", given) or peak.nbytes // 100
+    runtime["fragments"] = constant("fragments", given) or fragments(peak.nbytes)
     return [Row("runtime", "hbm", nbytes, SENTENCES[name]) for name, nbytes in runtime.items()]
 
 

@@ -9,18 +9,18 @@ MIB = 2**20
 RUNTIME: Mapping[str, int] = {
     "context": 560 * MIB,
     "nccl": 400 * MIB,
-    "workspace": 76 * MIB,
+    "workspace": 67 * MIB,
     "fragments": 0,
     "python": 1664 * MIB,
 }
 """On a GPU: CUDA context and loaded kernels, NCCL's buffers, cuBLAS's workspaces (one for each thread that computes),
-and what is lost between blocks (0: one in a hundred of all that torch allocates). On the host: Python with torch."""
+and what is lost between blocks (0: as `fragments` counts it). On the host: Python with torch."""
 
 SENTENCES = {
     "context": "CUDA context and kernels, a process",
     "nccl": "NCCL's own buffers",
     "workspace": "cuBLAS workspaces of the two threads that compute",
-    "fragments": "lost between blocks of the allocator: 1 % of what torch allocates",
+    "fragments": "lost between the allocator's blocks: 1 % of what torch allocates, and the last pages of its segments",
     "python": "Python and torch, a process",
 }
 
@@ -28,3 +28,8 @@ SENTENCES = {
 def constant(name: str, given: Mapping[str, int]) -> int:
     """Return one constant, as given or as measured."""
     return given.get(name, RUNTIME[name])
+
+
+def fragments(allocated: int) -> int:
+    """Return what is lost between blocks where segments grow (`zerocli.allocator`), by pages of 20 MiB."""
+    return allocated // 100 + 40 * MIB
