@@ -83,6 +83,8 @@ def test_the_command_says_how_to_go_on_after_a_rank_was_killed(tmp_path):
     assert run.returncode == 1 and "rank 1 was killed" in said
     assert re.search(r"^step \d+ is saved$", said, re.M)
     assert f"try: zerocli train --resume --run-dir {tmp_path / 'run'}" in said
+    said += (tmp_path / "run/logs/rank0.log").read_text()  # of the rank that remained
+    assert "error: another rank was lost during" in said
     assert "Traceback" not in said and "a bug in zerocli" not in said
 
 

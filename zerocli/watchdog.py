@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -103,7 +104,7 @@ class Watchdog(threading.Thread):
         if error is not None and self._beats is not None:
             self._say_why(str(error).partition("\n")[0], isinstance(error, Severed))
             if isinstance(error, Severed):
-                error.missing = lost_ranks(self._beats, self._pause)
+                error.missing = self._who_is_gone(self._beats)
         self._closed.set()
         if self._limit:
             self.join(PATIENCE_SECONDS)
@@ -190,6 +191,18 @@ class Watchdog(threading.Thread):
         self._last_words = (text[:200], by_loss)
         if self._beats is not None:
             self._beats.say(self._beat())
+
+    def _who_is_gone(self, beats: Beats) -> str:
+        """Return who is gone; nothing if a launcher, who knows, wants this rank to end before it has found out."""
+        hurry = threading.Event()
+        here = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGTERM, lambda *_: hurry.set()) if here else None
+        try:
+            found = lost_ranks(beats, lambda: hurry.wait(3 * self._interval))
+        finally:
+            if here:
+                signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        return "" if hurry.is_set() else found
 
     def _pause(self) -> None:
         self._closed.wait(3 * self._interval)
