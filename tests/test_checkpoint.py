@@ -220,12 +220,12 @@ def continued(source: str, settings: dict, precision: str):
 def test_losses_agree_to_rounding_when_the_world_changes(tmp_path):
     run_ranks(1, save_at, str(tmp_path), {"stage": 1}, 3)
     reference = run_ranks(1, continued, str(tmp_path), {"stage": 0}, "fp32")[0]
-    for world, stage in ((2, 3), (4, 2), (3, 1)):
+    for world, stage in ((2, 3), (3, 1)):  # and to four: test_resume.py
         losses = run_ranks(world, continued, str(tmp_path), {"stage": stage}, "fp32")[0]
         assert losses == pytest.approx(reference, rel=1e-5), world
 
 
-OPTIMIZERS = [("sgd", {"momentum": 0.9}), ("nadam", {}), ("adagrad", {})]
+OPTIMIZERS = [("sgd", {"momentum": 0.9}), ("nadam", {})]  # a state, and states with a scalar beside them
 
 
 def each_optimizer(act, folder: str) -> list:
