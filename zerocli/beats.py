@@ -46,7 +46,7 @@ class Beats:
         self.rank, self.ranks = rank, tuple(ranks)
         self._store = dist.PrefixStore("zerocli-beats", _job_store() if store is None else store)
         self.gone = False
-        """Whether the store has not answered; it is not asked again, as torch complains at length each time."""
+        """Whether the store is no more; it is not asked again, as torch complains at length each time."""
 
     @property
     def keeper(self) -> str:
@@ -55,13 +55,9 @@ class Beats:
         return "torchrun on the host of rank 0" if agents else "rank 0"
 
     def say(self, beat: Beat) -> None:
-        """Tell the others; nothing happens if the store is gone."""
-
-        def say() -> bool:
-            self._store.set(str(self.rank), json.dumps(asdict(beat)))
-            return True
-
-        self._reach(say)
+        """Tell the others, however long the store takes; nothing happens if it is gone."""
+        with contextlib.suppress(Exception):
+            self._reach(lambda: self._store.set(str(self.rank), json.dumps(asdict(beat))))
 
     def ask(self) -> dict[int, Beat] | None:
         """Return what each rank last said, None if the store does not answer."""
@@ -73,13 +69,17 @@ class Beats:
                     found[rank] = Beat(**json.loads(self._store.get(str(rank))))
             return found
 
-        return self._reach(ask)
+        return within(PATIENCE_SECONDS, lambda: self._reach(ask))
 
-    def _reach(self, act: Callable[[], T]) -> T | None:
-        """Return what `act` gets from the store, None if the store is gone, or takes too long."""
-        result = within(PATIENCE_SECONDS, act) if not self.gone else None
-        self.gone = result is None
-        return result
+    def _reach(self, act: Callable[[], T]) -> T:
+        """Return what `act` gets from the store; slow is not gone, a connection that failed is."""
+        if self.gone:
+            raise ConnectionError("the store is gone")
+        try:
+            return act()
+        except Exception:
+            self.gone = True
+            raise
 
     def ask_twice(self, pause: Callable[[], object]) -> tuple[dict[int, Beat], set[int]] | None:
         """Return what the others say now, and which of them have said nothing new during the pause."""

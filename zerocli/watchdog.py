@@ -154,8 +154,9 @@ class Watchdog(threading.Thread):
         assert self._beats is not None
         heard = self._beats.ask_twice(self._pause)
         absent = axis.absent(*heard, entry.number, waited) if heard is not None else no_store(self._beats)
-        if not absent:
-            return ""  # on its way: it is asked again
+        if not absent:  # on its way: it is asked again, but not at once, by every rank of a large job
+            self._closed.wait(self._limit / 20)
+            return ""
         self._closed.wait(max(0.0, since + self._limit - time.monotonic()))
         if entry.over or entry.since > since or self._closed.is_set():
             return ""  # it came, or its host left it, while we asked around
@@ -189,8 +190,9 @@ class Watchdog(threading.Thread):
 
     def _say_why(self, text: str, by_loss: bool) -> None:
         self._last_words = (text[:200], by_loss)
-        if self._beats is not None:
-            self._beats.say(self._beat())
+        beats = self._beats
+        if beats is not None:
+            within(PATIENCE_SECONDS, lambda: beats.say(self._beat()))
 
     def _who_is_gone(self, beats: Beats) -> str:
         """Return who is gone; nothing if a launcher, who knows, wants this rank to end before it has found out."""
