@@ -233,6 +233,7 @@ def test_the_ledger_would_notice_what_is_left_out():
 def test_constants_are_the_engines():
     from tiers import base, dram, nvme
     from zerocli import update
+    from zerocli.checkpoint import boxes, snapshot
     from zerocli.models import loss
 
     assert constants.MAX_CHUNK_NUMEL == loss.MAX_CHUNK_NUMEL and constants.ROW_ALIGNMENT == loss.ROW_ALIGNMENT
@@ -240,6 +241,7 @@ def test_constants_are_the_engines():
     assert constants.PAGE_NBYTES == base.PAGE_NBYTES
     assert (constants.ARENA_NBYTES, constants.FIRST_ARENA_NBYTES) == (dram.ARENA_NBYTES, dram.FIRST_ARENA_NBYTES)
     assert (constants.UNIT_NBYTES, constants.NUM_TAIL_PAGES) == (nvme.UNIT_NBYTES, nvme._NUM_TAIL_PAGES)
+    assert (constants.PIECE_NUMEL, constants.SAVE_SLOT_NBYTES) == (boxes.PIECE_NUMEL, snapshot.SLOT_NBYTES)
     for vocab in (1, 97, 50257, 128256, 10**7):
         for device in ("cpu", "cuda"):
             assert constants.chunk_tokens(vocab, device) == loss.chunk_tokens(vocab, device)

@@ -16,11 +16,13 @@ from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan import search
 from zerocli.plan.hardware import PRESETS, Hardware, preset, this_machine
 from zerocli.plan.inputs import Source, read_source
+from zerocli.plan.rows import Row
 from zerocli.plan.runtime import RUNTIME
+from zerocli.plan.saves import SHARED
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.shape import Shape
 from zerocli.plan.verdict import Verdict, document, render
-from zerocli.sizes import parse_bytes
+from zerocli.sizes import format_bytes, parse_bytes
 
 DEFAULT_HARDWARE = "h100"
 STAGES = (0, 1, 2, 3)
@@ -70,6 +72,8 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
         best = search.best_of(candidates)
         change = None if best else search.smallest_change(planned, candidates[-1].setup, hardware)
         verdict = Verdict(planned, source.name, hardware, candidates, best, change)
+    if (saved := verdict.candidates[0].plan.saved) is not None:
+        notes.append(_on_saves(saved))
     verdict = dataclasses.replace(verdict, notes=tuple(notes))
     if as_json:
         click.echo(json.dumps(document(verdict)))
@@ -77,6 +81,17 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
         colour = sys.stdout.isatty()
         click.echo(render(verdict, explain, colour))
     return 0 if verdict.fits else DOES_NOT_FIT
+
+
+def _on_saves(saved: Row) -> str:
+    """Say how the verdict takes the run folder."""
+    size = format_bytes(saved.nbytes)
+    if saved.tier == SHARED:
+        return f"saved checkpoints: up to {size} in the run folder, which all nodes share; no tier counts them"
+    return (
+        f"saved checkpoints: up to {size} in the run folder, counted as nvme: it may be on the same disks "
+        "(--set checkpoint.every=0 leaves them out)"
+    )
 
 
 def _flags(given: Mapping[str, Any]) -> dict[str, object]:
