@@ -14,7 +14,7 @@ import click
 from zerocli import machine
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan import search
-from zerocli.plan.hardware import PRESETS, Hardware, preset, this_machine
+from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
 from zerocli.plan.inputs import Source, read_source
 from zerocli.plan.rows import Row
 from zerocli.plan.runtime import RUNTIME
@@ -46,7 +46,7 @@ STAGES = (0, 1, 2, 3)
 @click.option("--explain", is_flag=True, help="Show every row with its formula.")
 @click.option("--trace", is_flag=True, help="Run the real engine on fake tensors instead of the formulas.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; also runtime.NAME=SIZE.")
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; also runtime.NAME=SIZE, hardware.NAME=RATE.")
 def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool, **given: Any) -> int:
     """Needs no GPU and trains nothing: says whether MODEL fits, on which stage and tiers, and what is fastest.
 
@@ -56,9 +56,10 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     """
     if not model and not largest:
         raise UserError("which MODEL?", hint="zerocli fit llama3-8b, or zerocli fit 7.5B")
-    sets, runtime = _split_sets(given["sets"])
+    sets, runtime, rates = _split_sets(given["sets"])
     source = read_source(model or "zero-7.5b", sets, _flags(given))
     hardware, notes = choose_hardware(given)
+    hardware = dataclasses.replace(hardware, **rates)
     setup, more = choose_setup(source, given, hardware, runtime)
     notes = [*source.notes, *notes, *more]
     if not model:
@@ -99,20 +100,36 @@ def _flags(given: Mapping[str, Any]) -> dict[str, object]:
     return {"train.batch": given["batch"], "train.seq": given["seq"], "train.precision": given["precision"]}
 
 
-def _split_sets(sets: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return (the sets of config keys, overrides of the runtime's constants)."""
+def _split_sets(sets: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, int], dict[str, Any]]:
+    """Return (the sets of config keys, overrides of the runtime's constants, of the hardware's rates)."""
     runtime: dict[str, int] = {}
+    rates: dict[str, Any] = {}
     kept = []
     for text in sets:
         key, _, value = text.partition("=")
-        if not key.strip().startswith("runtime."):
+        section, _, name = key.strip().partition(".")
+        known = {"runtime": tuple(RUNTIME), "hardware": RATES}.get(section)
+        if known is None:
             kept.append(text)
             continue
-        name = key.strip().removeprefix("runtime.")
-        if name not in RUNTIME:
-            raise UserError(f"--set {text}: there is no runtime.{name}; there are {', '.join(RUNTIME)}")
-        runtime[name] = _size(f"--set {key.strip()}", value, zero=True)
-    return tuple(kept), runtime
+        if name not in known:
+            raise UserError(f"--set {text}: there is no {section}.{name}; there are {', '.join(known)}")
+        if section == "runtime":
+            runtime[name] = _size(f"--set {key.strip()}", value, zero=True)
+        else:
+            rates[name] = _rate(f"--set {key.strip()}", value)
+    return tuple(kept), runtime, rates
+
+
+def _rate(flag: str, text: str) -> float:
+    """Return a rate in GB/s (tflops: TFLOPS; adam: billions of parameters a second)."""
+    try:
+        rate = float(text)
+    except ValueError as error:
+        raise UserError(f"{flag}={text}: not a number", hint=f"{flag}=4.5") from error
+    if not 0 < rate < 1e9:
+        raise UserError(f"{flag}={text}: a rate is above 0, in GB/s", hint=f"{flag}=4.5")
+    return rate
 
 
 def _size(flag: str, text: str, zero: bool = False) -> int:

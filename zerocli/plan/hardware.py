@@ -40,8 +40,12 @@ class Hardware:
 
     @property
     def efficiency(self) -> float:
-        """The share of the data sheet's rate that a well-fed transformer reaches."""
-        return 0.45
+        """The share of the data sheet's rate that a well-fed transformer reaches, of all operations it executes.
+
+        Published shares of 0.38 to 0.46 count recomputed operations not at all; an estimate counts them, and a large
+        product alone reaches about 0.8. Measured on one H200, recomputation counted: 0.57 and 0.59.
+        """
+        return 0.55
 
 
 PRESETS: Mapping[str, Hardware] = {
@@ -70,6 +74,10 @@ _GPU_NAMES = {
     "4090": "rtx4090",
     "v100": "v100-32",
 }
+
+
+RATES = ("tflops", "hbm", "links", "network", "pcie", "disk", "adam")
+"""The fields that are rates: each can be stated instead."""
 
 
 def preset(name: str) -> Hardware:
