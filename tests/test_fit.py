@@ -232,6 +232,13 @@ def test_help_opens_with_what_it_needs(capsys):
     assert "Needs no GPU and trains nothing" in capsys.readouterr().out.split("MODEL is")[0]
 
 
+def test_absurd_sizes_are_answered_too(capsys):
+    """Nothing is counted one by one: not chunks of a table of positions, not ranks."""
+    for words in (["tiny", "--seq", str(10**12)], ["tiny", "--ranks", str(10**9)], [f"{10**20}T"]):
+        code, answer = ask(capsys, *words, "--offload", "nvme", "--stage", "3")
+        assert code == 3 and not answer["fits"]
+
+
 def test_runtime_constants_can_be_given(capsys):
     sizes = {}
     for value in ("0", "1GiB"):

@@ -11,9 +11,9 @@ import pytest
 from zerocli import cli
 from zerocli.config import ModelConfig
 from zerocli.plan.build import plan_model
-from zerocli.plan.hardware import PRESETS, Hardware
+from zerocli.plan.hardware import PRESETS, Hardware, this_machine
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.seconds import BOTH_WAYS, Estimate, estimate
+from zerocli.plan.seconds import Estimate, estimate
 from zerocli.plan.setup import Setup
 
 MODEL = ModelConfig(layers=24, hidden=2048, heads=16, vocab=50304, tie=False)
@@ -66,7 +66,7 @@ def test_what_crosses_the_link_is_counted_in_its_direction():
     """States 12 bytes each way and gradients up for the update, parameters down once and up twice, gradients down."""
     numel = plan_model(shape_of(LARGE, 1024), Setup(**ALONE)).numel
     rate = NODE.pcie * 1e9
-    both = 2 * BOTH_WAYS * rate
+    both = 2 * NODE.both_ways * rate
     update = max((12 + 2 + 2) * numel / rate, (12 + 2 + 2 + 12 + 2) * numel / both)
     backward = max(2 * numel / rate, (2 + 2) * numel / both)
     assert timed(LARGE, offload="cpu").parts["pcie"] == pytest.approx(update + backward, rel=1e-3)
@@ -97,6 +97,25 @@ def test_more_ranks_wait_for_their_links():
     slower = dataclasses.replace(NODE, links=NODE.links / 100)
     assert timed(hardware=slower, ranks=8).bound == "collectives"
     assert timed(ranks=2, tp=2).parts["tensor parallel"] > 0
+
+
+def test_measured_rates_take_the_place_of_a_presets():
+    facts = {
+        "gpus": [{"name": "NVIDIA H200", "memory": 150 * 10**9}] * 4,
+        "memory": {"available": 10**12},
+        "disks": {"/scratch": {"free": 5 * 10**11}},
+    }
+    measured = {
+        "dram_hbm": {"result": {"up": 55.0, "down": 54.0, "both": 92.0}},
+        "/scratch": {"result": {"read": 3.9, "write": 3.7, "both": 4.05}},
+        "broken": "?",
+    }
+    here = this_machine(facts, measured)
+    assert here is not None and (here.gpus, here.tflops, here.nvme_space) == (4, NODE.tflops, 5 * 10**11)
+    assert (here.pcie, here.both_ways, here.disk) == (54.0, pytest.approx(92 / 108), 4.05)
+    older = this_machine(facts, {"/scratch": {"result": {"read": 3.9, "write": 3.7}}})
+    assert older is not None and (older.disk, older.pcie) == (3.7, NODE.pcie)
+    assert this_machine({"gpus": []}, {}) is None
 
 
 def test_rates_can_be_stated(capsys, monkeypatch, tmp_path):

@@ -213,15 +213,19 @@ def _pieces(setup: Setup, flats: list[FlatPlan], tier: str) -> tuple[dict[str, l
     return sizes, sizes["parameters"], sizes["optimizer_states"] + sizes["gradients"]
 
 
+def _piece_rows(tier: str, sizes: dict[str, list[int]], times: int) -> list[Row]:
+    return [
+        Row(category, tier, sum(blocks) * times, f"{len(blocks)} pieces of a rank x {times}")
+        for category, blocks in sizes.items()
+        if blocks
+    ]
+
+
 def _host_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> list[Row]:
     times = setup.local_ranks
     sizes, parameters, others = _pieces(setup, flats, "dram")
     pinned = arenas(parameters) + arenas(others)
-    rows = [
-        Row(category, "dram", sum(blocks) * times, f"{len(blocks)} pieces of a rank x {times}")
-        for category, blocks in sizes.items()
-        if blocks
-    ]
+    rows = _piece_rows("dram", sizes, times)
     if pinned:
         rest = pinned - sum(sum(blocks) for blocks in sizes.values())
         rows.append(Row("buffers", "dram", rest * times, f"arenas beyond their pieces x {times}"))
@@ -282,11 +286,7 @@ def _on_nvme(kept: Row | None) -> list[Row]:
 def _disk_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks, kept_saves: Row | None) -> list[Row]:
     times = setup.local_ranks
     sizes, parameters, others = _pieces(setup, flats, "nvme")
-    rows = [
-        Row(category, "nvme", sum(blocks) * times, f"{len(blocks)} pieces of a rank x {times}")
-        for category, blocks in sizes.items()
-        if blocks
-    ]
+    rows = _piece_rows("nvme", sizes, times)
     grown = swap(parameters) + swap(others)
     if grown:
         rest = grown - sum(sum(blocks) for blocks in sizes.values())
@@ -294,4 +294,5 @@ def _disk_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks, kept_saves: Ro
     kept = peaks.away.get("nvme", 0)
     if kept:
         rows.append(Row("activations", "nvme", kept * times, f"the blocks' checkpoints of a rank x {times}"))
+        rows.append(Row("buffers", "nvme", (swap([kept]) - kept) * times, f"the rest of their swap file x {times}"))
     return rows + _on_nvme(kept_saves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,14 +75,14 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
     train = config.train
     if not _given("train.seq", sets, flags):
         seq = min(shape.max_positions or DEFAULT_SEQ, DEFAULT_SEQ)
-        train = configs.dataclasses.replace(train, seq=seq)
+        train = dataclasses.replace(train, seq=seq)
         notes.append(f"seq {seq} (the file does not say how it is trained; --seq does)")
     if not _given("train.batch", sets, flags):
-        train = configs.dataclasses.replace(train, batch=1)
+        train = dataclasses.replace(train, batch=1)
         notes.append("batch 1 (the same; --batch)")
     if shape.family not in ("gpt2", "llama"):
         notes.append(f"{shape.family} is planned as zerocli would build it; train it by a factory")
-    config = configs.dataclasses.replace(config, train=train)
+    config = dataclasses.replace(config, train=train)
     return Source(stem or shape.family, config, shape, 0, notes=tuple(notes))
 
 

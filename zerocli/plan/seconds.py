@@ -16,8 +16,6 @@ from zerocli.plan.shape import Shape
 from zerocli.plan.step import updates_on_cpu
 
 GB = 1e9
-BOTH_WAYS = 0.84
-"""What a PCIe link that goes both ways at once gives of twice its rate in one direction (measured: 92 of 110 GB/s)."""
 UPDATE_NBYTES = 28
 """What an update in device memory reads and writes of a parameter: three fp32 arrays, a gradient, the parameter."""
 
@@ -41,7 +39,7 @@ class Moved:
     disk: float = 0.0
 
     def pcie_seconds(self, hardware: Hardware) -> float:
-        both = (self.up + self.down) / (2 * BOTH_WAYS)
+        both = (self.up + self.down) / (2 * hardware.both_ways)
         return max(self.up, self.down, both) / (hardware.pcie * GB)
 
     def disk_seconds(self, hardware: Hardware) -> float:
