@@ -46,13 +46,18 @@ STAGES = (0, 1, 2, 3)
 @click.option("--explain", is_flag=True, help="Show every row with its formula.")
 @click.option("--trace", is_flag=True, help="Run the real engine on fake tensors instead of the formulas.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; also runtime.NAME=SIZE, hardware.NAME=RATE.")
+@click.option(
+    "--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; also runtime.NAME, hardware.NAME."
+)
 def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool, **given: Any) -> int:
     """Needs no GPU and trains nothing: says whether MODEL fits, on which stage and tiers, and what is fastest.
 
     MODEL is a bundled name, a .toml, a Hugging Face config.json, package.module:factory, or a count such as 7.5B, for
     which only model states can be known. Device memory is a GPU's; host memory and disks are a node's. Times are
     estimates. Exit code 0: it fits, 3: it does not.
+
+    --set also takes what a process needs beside the model (runtime.context=600MiB) and rates of the machine
+    (hardware.disk=4.5, in GB/s).
     """
     if not model and not largest:
         raise UserError("which MODEL?", hint="zerocli fit llama3-8b, or zerocli fit 7.5B")

@@ -129,7 +129,7 @@ def _trust(axis: TensorParallel) -> set[int]:
         return all_reduce(tensor, what)
 
     axis._unchecked.clear()
-    axis.own_masks = contextlib.nullcontext  # type: ignore[method-assign]
+    axis.own_masks = contextlib.nullcontext  # type: ignore[assignment, method-assign]
     axis.all_reduce = remember  # type: ignore[method-assign]
     return sizes
 
