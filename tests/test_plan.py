@@ -135,7 +135,6 @@ HALF = [
 ]
 
 
-TP = "tp" in Settings.__dataclass_fields__
 SPLIT = [
     ({}, {"stage": 0, "tp": 2}),
     ({"vocab": 151}, {"stage": 2, "tp": 2, "policy": "recompute"}),
@@ -200,7 +199,6 @@ def test_a_plan_is_never_below_the_measured_and_hardly_above_it(world):
         assert peak <= planned <= peak * 1.03, (changes, setup)
 
 
-@pytest.mark.skipif(not TP, reason="this engine splits no layers and keeps all checkpoints on the device")
 def test_a_plan_holds_where_layers_are_split_and_checkpoints_leave(tmp_path):
     measured = most(run_ranks(2, _measure_all, SPLIT, 4, 24, "fp32", str(tmp_path)))
     for (changes, setup), peak in zip(SPLIT, measured, strict=True):

@@ -14,6 +14,7 @@ from zerocli import cli
 from zerocli.config import ModelConfig
 from zerocli.errors import UserError
 from zerocli.models import build
+from zerocli.models.hugging import config_json
 from zerocli.plan.flats import plan_flats
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.setup import Setup
@@ -89,6 +90,28 @@ def test_a_model_that_no_formula_knows_is_traced(capsys):
     rows = {row["category"]: row["bytes"] for row in answer["candidates"][0]["rows"] if row["tier"] == "hbm"}
     kept = 4 * 64 * 16 * 4  # one activation: the input of each layer and each relu's output are kept
     assert 6 * kept <= rows["activations"] <= 20 * kept
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_hugging_face_config_is_traced_as_the_model_it_describes(family, capsys, tmp_path):
+    """What is run has the file's own parameters, and not another's; what is not built in is refused."""
+    model = dataclasses.replace(MODEL, family=family, kv_heads=0 if family == "gpt2" else 2)
+    values = config_json(model, 256, "float32")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    words = [str(path), "--ranks", "4", "--stage", "3", "--batch", "2", "--seq", "128", "--json"]
+    found = []
+    for more in ([], ["--trace"]):
+        assert cli.run(["fit", *words, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    count = sum(p.numel() for p in build(model, 256, "meta").parameters())
+    assert found[0]["model"]["parameters"] == found[1]["model"]["parameters"] == count
+    other = {"n_inner": 100} if family == "gpt2" else {"attention_bias": True}
+    path.write_text(json.dumps(values | other))
+    code = cli.run(["fit", *words, "--trace"])
+    captured = capsys.readouterr()
+    # An MLP of another width is still a GPT-2 of ours; a Llama with biases is none.
+    assert code == 0 if family == "gpt2" else (code == 2 and "names none that is built in" in captured.err)
 
 
 @pytest.mark.parametrize("model", ["tiny", "test_trace:builtin"])

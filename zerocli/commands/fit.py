@@ -15,7 +15,7 @@ from zerocli import machine
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan import search
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
-from zerocli.plan.inputs import Source, read_source
+from zerocli.plan.inputs import Source, model_of, read_source
 from zerocli.plan.rows import Row
 from zerocli.plan.runtime import RUNTIME
 from zerocli.plan.saves import SHARED
@@ -211,8 +211,9 @@ def _model(source: Source, traced: bool, setup: Setup, stages: tuple[int, ...], 
 
 def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Model:
     """Run the model once for each way of training that the stages differ in."""
-    runnable = source.factory or (source.shape is not None and source.shape.family in ("gpt2", "llama"))
-    if not runnable:
+    shape = source.shape
+    built_in = model_of(shape) if shape is not None else None
+    if not source.factory and built_in is None:
         raise UserError(
             f"--trace runs a model, and {source.name} names none that is built in",
             hint="zerocli fit package.module:factory --trace, with a function that builds the model",
@@ -221,11 +222,11 @@ def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Mode
     from zerocli.plan.trace import trace
 
     def make() -> Any:
-        if source.factory:
+        if built_in is None or shape is None:
             return build_factory(source.factory)
         from zerocli.models import build
 
-        return build(source.config.model, setup.seq, "meta")
+        return build(built_in, shape.positions or setup.seq, "meta")
 
     return trace(source.name, make, [dataclasses.replace(setup, stage=stage, offload="") for stage in stages])
 

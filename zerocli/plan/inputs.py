@@ -38,6 +38,7 @@ class Source:
 def read_source(source: str, sets: Sequence[str], flags: Mapping[str, object]) -> Source:
     """Return what MODEL names, with `--set` and flags laid over its config; errors are ConfigError or UserError."""
     if count := _count(source):
+        _refuse_shapes(sets, f"{source} is a count and has no shape")
         config = configs.assemble(configfile.Document("unnamed", {}), sets, flags)
         note = "a bare count gives model states alone: activations, logits and buffers need a shape"
         return Source(source, config, None, count, notes=(note,))
@@ -69,6 +70,7 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
     if "model_type" not in values and isinstance(values.get("model"), dict):
         config = configs.load(path, sets, flags)
         return Source(config.name, config, shape_of(config.model, config.train.seq), 0)
+    _refuse_shapes(sets, f"{path} says what the model is")
     shape = read_shape(values, places, path)
     config = configs.assemble(configfile.Document(stem or shape.family, {}), sets, flags)
     notes = []
@@ -84,6 +86,13 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
         notes.append(f"{shape.family} is planned as zerocli would build it; train it by a factory")
     config = dataclasses.replace(config, train=train)
     return Source(stem or shape.family, config, shape, 0, notes=tuple(notes))
+
+
+def _refuse_shapes(sets: Sequence[str], why: str) -> None:
+    """Raise UserError for a `--set model.KEY`, which would otherwise change nothing and say nothing."""
+    for text in sets:
+        if text.strip().startswith("model."):
+            raise UserError(f"--set {text}: {why}", hint="change a copy of the file, or name a bundled config")
 
 
 def _given(key: str, sets: Sequence[str], flags: Mapping[str, object]) -> bool:
@@ -126,3 +135,23 @@ def shape_of(model: ModelConfig, seq: int) -> Shape:
         rotary=not gpt2,
         dropout=model.dropout if gpt2 else 0.0,
     )
+
+
+def model_of(shape: Shape) -> ModelConfig | None:
+    """Return the built-in model that has exactly this shape; None where there is none: the inverse of `shape_of`."""
+    if shape.family not in ("gpt2", "llama"):
+        return None
+    model = ModelConfig(
+        family=shape.family,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        vocab=shape.vocab,
+        mlp_hidden=shape.mlp_hidden,
+        tie=shape.tie,
+        bias=shape.norm_bias,
+        dropout=shape.dropout,
+    )
+    same = dataclasses.replace(shape_of(model, shape.positions), max_positions=shape.max_positions)
+    return model if same == shape else None

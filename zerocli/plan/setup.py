@@ -174,7 +174,7 @@ def setup_of(config: Config, **changes: object) -> Setup:
         "seq": train.seq,
         "precision": "bf16" if train.precision == "auto" else train.precision,
         "policy": config.activations.policy,
-        "partition": getattr(config.activations, "partition", True),
+        "partition": config.activations.partition,
         "accumulate": train.accumulate,
         "num_states": num_states(config),
         "bucket_nbytes": zero.bucket,
