@@ -323,4 +323,6 @@ def test_plan_is_a_function_and_a_package():
     assert {row.category for row in plan.rows} <= set(CATEGORIES)
     longer = zerocli.plan("gpt2-124m", seq=2048, batch=1)
     assert longer.setup.seq == 2048 and longer.numel == 124_439_808 + 1024 * 768  # built for its sequences
+    assert zerocli.plan("tiny", precision="auto").setup.precision == "bf16"
+    assert zerocli.plan("tiny", precision="auto", device="cpu").setup.precision == "fp32"
     assert zerocli.plan("7.5B", stage=3, ranks=64).needed("hbm") == 16 * 7_500_000_000 // 64

@@ -103,11 +103,8 @@ def plan_config(config: Config, device: str) -> Plan | None:
     """Return the plan of a training config on one node of such devices; None for a factory, whose shape is code."""
     if config.model.factory:
         return None
-    precision = config.train.precision
-    if precision == "auto":
-        precision = "bf16" if device == "cuda" else "fp32"
     ranks = max(1, config.parallel.ranks)
-    setup = setup_of(config, device=device, precision=precision, ranks=ranks, ranks_per_node=ranks)
+    setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=ranks)
     return plan_model(shape_of(config.model, config.train.seq), setup)
 
 

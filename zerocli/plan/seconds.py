@@ -17,7 +17,7 @@ from zerocli.plan.step import updates_on_cpu
 
 GB = 1e9
 UPDATE_NBYTES = 28
-"""What an update in device memory reads and writes of a parameter: three fp32 arrays, a gradient, the parameter."""
+"""What an update on a GPU reads and writes of a parameter: three fp32 arrays, a gradient, the parameter."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,12 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     first, rest = _stretches(plan, shape, hardware)
     held = plan.numel / setup.tp / (setup.dp if setup.zero.optimizer else 1)
     away = sum(plan.of("optimizer_states", tier) for tier in ("dram", "nvme"))
-    states = plan.of("optimizer_states") * setup.local_ranks + away
-    here = held * (1 - away / states if states else 1) * UPDATE_NBYTES / (hardware.hbm * GB)
+    # Kernels of an update take the GPU's time, wherever their states come from; a CPU's run beside it.
+    here = held * UPDATE_NBYTES / (hardware.hbm * GB)
     if away and updates_on_cpu(setup):
-        first.parts["update"] = held * setup.local_ranks / (hardware.adam * GB)
+        states = plan.of("optimizer_states") * setup.local_ranks + away
+        first.parts["update"] = held * setup.local_ranks * (away / states) / (hardware.adam * GB)
+        here *= 1 - away / states
     seconds = first.seconds + rest.seconds + here
     parts = {name: first.parts[name] + rest.parts.get(name, 0.0) for name in first.parts}
     parts["update"] = parts.get("update", 0.0) + here

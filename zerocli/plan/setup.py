@@ -172,7 +172,7 @@ def setup_of(config: Config, **changes: object) -> Setup:
         "tp": config.parallel.tp,
         "batch": train.batch,
         "seq": train.seq,
-        "precision": "bf16" if train.precision == "auto" else train.precision,
+        "precision": train.precision,
         "policy": config.activations.policy,
         "partition": config.activations.partition,
         "accumulate": train.accumulate,
@@ -186,6 +186,8 @@ def setup_of(config: Config, **changes: object) -> Setup:
         "checkpoint_buffer": config.checkpoint.buffer,
     }
     setup = Setup(**(given | changes))  # type: ignore[arg-type]
+    if setup.precision == "auto":
+        setup = replace(setup, precision="bf16" if setup.device == "cuda" else "fp32")
     if train.global_batch and "accumulate" not in changes:
         each = max(1, setup.batch * setup.ranks // max(1, setup.tp))
         setup = replace(setup, accumulate=max(1, train.global_batch // each))
