@@ -8,7 +8,7 @@ from collections import defaultdict
 from offload.placement import HBM
 from zerocli.errors import UserError
 from zerocli.memory import model_states
-from zerocli.plan import constants
+from zerocli.plan import constants, saves
 from zerocli.plan.flats import (
     FlatPlan,
     arenas,
@@ -23,7 +23,6 @@ from zerocli.plan.flats import (
 from zerocli.plan.ledger import Peak
 from zerocli.plan.rows import Plan, Row
 from zerocli.plan.runtime import SENTENCES, constant
-from zerocli.plan.saves import buffer, saved
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.step import Peaks, Replay, updates_on_cpu
@@ -67,7 +66,7 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
     check(setup, shape)
     flats = plan_flats(shape, setup)
     peaks = Replay(shape, setup, flats).run()
-    kept = saved(shape.numel, setup, flats)
+    kept = saves.saved(shape.numel, setup, flats)
     rows = [*_device_rows(shape, setup, peaks), *_host_rows(setup, flats, peaks)]
     rows += _disk_rows(setup, flats, peaks, kept)
     phases = {
@@ -105,7 +104,7 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
     ]
     allocated = sum(row.nbytes for row in rows)
     peaks = Peaks(Peak(), Peak(), Peak(allocated, "a traced step", {row.category: row.nbytes for row in rows}), {})
-    kept = saved(traced.numel, setup, flats)
+    kept = saves.saved(traced.numel, setup, flats)
     rows += [*_runtime_rows(setup, peaks.steady), *_host_rows(setup, flats, peaks)]
     rows += _disk_rows(setup, flats, peaks, kept)
     return Plan(setup, traced.numel, tuple(rows), {"steady": allocated}, "a traced step", saved=kept)
@@ -129,7 +128,7 @@ def plan_count(numel: int, setup: Setup) -> Plan:
                 rows.append(Row(category, share.tier, part * times, formula + (f" x {times}" if times > 1 else "")))
         if left:
             raise UserError(f"{category}: {format_bytes(left)} have no place left in --offload {setup.offload!r}")
-    kept = saved(numel, setup, [])
+    kept = saves.saved(numel, setup, [])
     return Plan(setup, numel, (*rows, *_on_nvme(kept)), {}, "", whole=False, saved=kept)
 
 
@@ -255,7 +254,7 @@ def _host_buffers(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> dict[str
     found = {
         "arenas of parameters read ahead of their use": min(budget, arenas(far)),
         "staging on the way to and from disks, at most": sum(disks) * staging,
-        "what a checkpoint passes through on its way to the run folder, at most": buffer(setup, flats),
+        "what a checkpoint passes through on its way to the run folder, at most": saves.buffer(setup, flats),
     }
     if setup.device == "cuda":
         found["page-locked buffers of the update"] = _update_pinned(setup, flats)
