@@ -119,7 +119,7 @@ def save_at(folder: str, settings: dict, steps: int, asynchronous: bool = False)
     saver = Saver(engine, folder, asynchronous=asynchronous)
     before = everything(engine)
     saver.save(steps)
-    after = train(engine, model, range(steps + 1, steps + 4))
+    after = train(engine, model, range(steps + 1, steps + 3))
     saver.close()
     assert saver.failure is None, saver.failure
     final = everything(engine), model.seen.tolist()
@@ -132,18 +132,21 @@ def load_at(folder: str, settings: dict, steps: int):
     resumed = resume(engine, folder)
     assert resumed.step == steps
     loaded = everything(engine)
-    after = train(engine, model, range(steps + 1, steps + 4))
+    after = train(engine, model, range(steps + 1, steps + 3))
     final = everything(engine), model.seen.tolist()
     engine.close()
     return loaded, after, final
 
 
+STATES = [(stage, offload) for stage in (0, 1, 2, 3) for offload in ("", "cpu", "nvme") if stage or not offload]
+# What a precision adds (a master beside the parameters, a loss scale) does not depend on the disk that holds it.
+ROUNDED = {"bf16": [(0, ""), (1, "nvme"), (3, "cpu")], "fp16": [(0, ""), (2, "cpu"), (3, "nvme")]}
+if "ZEROCLI_TEST_LONG" in os.environ:
+    ROUNDED = dict.fromkeys(ROUNDED, STATES)
 CASES = [
     (stage, offload, precision)
-    for precision, offloads in dict.fromkeys(("fp32", "bf16", "fp16"), ("", "cpu", "nvme")).items()
-    for stage in (0, 1, 2, 3)
-    for offload in offloads
-    if stage or not offload
+    for precision, states in ({"fp32": STATES} | ROUNDED).items()
+    for stage, offload in states
 ]
 
 
@@ -153,7 +156,7 @@ def each_case(act, folder: str) -> list:
     for stage, offload, precision in CASES:
         settings = {"stage": stage, "offload": offload, "precision": precision, "nvme_path": (folder,)}
         saves = {"asynchronous": stage % 2 == 0} if act is save_at else {}
-        results.append(act(f"{folder}/{stage}{offload}{precision}", settings, 3, **saves))
+        results.append(act(f"{folder}/{stage}{offload}{precision}", settings, 2, **saves))
     return results
 
 
@@ -255,7 +258,7 @@ def trained_with_saves(folder: str, settings: dict, every: bool):
     model, engine = engine_of(settings)
     saver = Saver(engine, folder, keep=3) if every else None
     losses, states = [], {}
-    for step in range(1, 9):
+    for step in range(1, 6):
         losses += train(engine, model, range(step, step + 1))
         if saver is not None:
             states[step] = everything(engine)
@@ -290,8 +293,8 @@ def test_asynchronous_saves_every_step_change_nothing_and_hold_their_own_step(tm
         for number, (plain, losses, states) in enumerate(results):
             assert losses == plain, BESIDE[number]
             folder = tmp_path / str(number)
-            assert [found.step for found in Folder(folder).newest_first()] == [8, 7, 6]
-            for step in (8, 7, 6) if rank == 0 else ():
+            assert [found.step for found in Folder(folder).newest_first()] == [5, 4, 3]
+            for step in (5, 4, 3) if rank == 0 else ():
                 assert _loaded(str(folder), step) == states[step], (BESIDE[number], step)
 
 
@@ -333,7 +336,8 @@ def test_the_buffer_bounds_memory_and_a_hundred_saves_leak_nothing(tmp_path):
 
     counts = set()
     for step in range(1, 101):
-        train(engine, model, range(step, step + 1))
+        if step % 10 == 1:
+            train(engine, model, range(step, step + 1))
         saver.save(step)
         saver.wait()
         if step > 2:
@@ -342,6 +346,26 @@ def test_the_buffer_bounds_memory_and_a_hundred_saves_leak_nothing(tmp_path):
     assert os.listdir(tmp_path) == ["step-00000100"]
     saver.close()
     assert saver.nbytes == 0
+
+
+def test_saves_that_fail_give_their_buffer_back(tmp_path):
+    """A disk that cannot be read from, again and again: the next save that can be made is made."""
+    _, engine = engine_of({"stage": 2})
+    broken = True
+
+    def probe(name: str) -> None:
+        if broken and name == "checkpoint read":
+            raise OSError(5, "Input/output error")
+
+    saver = Saver(engine, tmp_path, buffer_nbytes=1, probe=probe)
+    for step in range(1, 6):
+        broken = step < 5
+        saver.save(step)
+        assert saver._thread is not None
+        saver._thread.join(60)
+        assert not saver._thread.is_alive() and bool(saver.failure) == broken
+    saver.close()
+    assert [found.step for found in Folder(tmp_path).committed()] == [5] and os.listdir(tmp_path) == ["step-00000005"]
 
 
 # -- keeping -------------------------------------------------------------------------------------------------------

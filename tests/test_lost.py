@@ -7,16 +7,18 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from runs import STUCK, TINY, Death, train
+from runs import TINY, Death, train
 
 from zerocli.beats import Beat, Beats, lost_ranks
 from zerocli.checkpoint.folder import Folder
 from zerocli.comm import Severed, severed
+from zerocli.lost import within
 
 SETS = ("zero.stage=3", "train.watchdog=3")
 
@@ -64,7 +66,9 @@ def test_the_command_says_how_to_go_on_after_a_rank_was_killed(tmp_path):
     sets = [word for each in (*TINY, *SETS, "train.steps=100000", "train.log_every=1000") for word in ("--set", each)]
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "zerocli", "train", "tiny", *sets, "--ranks", "2", "--run-dir", "run"]
-    run = subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    run = subprocess.Popen(
+        command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
     try:
         victim = None
         while victim is None or not Folder(tmp_path / "run/checkpoints").committed():
@@ -79,6 +83,8 @@ def test_the_command_says_how_to_go_on_after_a_rank_was_killed(tmp_path):
     assert run.returncode == 1 and "rank 1 was killed" in said
     assert re.search(r"^step \d+ is saved$", said, re.M)
     assert f"try: zerocli train --resume --run-dir {tmp_path / 'run'}" in said
+    said += (tmp_path / "run/logs/rank0.log").read_text()  # of the rank that remained
+    assert "error: another rank was lost during" in said
     assert "Traceback" not in said and "a bug in zerocli" not in said
 
 
@@ -100,13 +106,27 @@ def environment(pid: int) -> list[bytes]:
 
 
 def test_a_mistake_of_ours_is_not_taken_for_a_lost_rank():
-    gloo = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:2: Connection reset by peer. This is"
+    gloo = (
+        "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:2: Connection reset by peer. This is"
+    )
     found = severed(RuntimeError(gloo), "all_gather of parameters of blocks.1")
     assert isinstance(found, Severed) and found.reason == "Read error [::1]:2: Connection reset by peer"
     assert severed(found) is found
     wrong = "[enforce fail at /src/third_party/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes"
-    for error in (RuntimeError(wrong), RuntimeError("shape mismatch"), ValueError(gloo), dist.DistBackendError("usage")):
+    for error in (
+        RuntimeError(wrong),
+        RuntimeError("shape mismatch"),
+        ValueError(gloo),
+        dist.DistBackendError("usage"),
+    ):
         assert severed(error) is None
+
+
+def test_what_does_not_answer_holds_nobody_up():
+    """The disk of the run folder may be the very thing that is stuck."""
+    never = threading.Event()
+    assert within(0.01, never.wait) is None and within(60, lambda: 7) == 7
+    never.set()
 
 
 def test_last_words_tell_a_cause_from_its_consequences():

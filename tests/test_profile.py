@@ -150,7 +150,9 @@ def test_tensor_parallel_rows_are_of_what_a_rank_has(tmp_path):
     peak = document["peak"]["hbm"]
     assert peak["measured"] <= peak["predicted"] <= 1.05 * peak["measured"]
     # Activations are summed over the axis in forward and in backward of every block: its lane has them.
-    sums = [span for span in document["timeline"]["spans"] if span[0] == "reduce" and span[4] == 2 * 4 * TOKENS * HIDDEN]
+    sums = [
+        span for span in document["timeline"]["spans"] if span[0] == "reduce" and span[4] == 2 * 4 * TOKENS * HIDDEN
+    ]
     assert len(sums) >= 4 * LAYERS
     step = document["step"]
     assert step["wait"] + step["compute"] == pytest.approx(step["seconds"], rel=0.02)
@@ -242,6 +244,41 @@ def test_the_timeline_has_phases_units_and_lanes(documents):
         max(map(sum, zip(*memory["hbm"]["bytes"].values(), strict=True)))
         <= documents["offload"]["peak"]["hbm"]["measured"]
     )
+
+
+def _taken_by_tiers(folder: str) -> list[tuple[set[str], set[int]]]:
+    """For host memory and for a disk: what was taken of it, and the slots in use, at all moments of the later steps."""
+    from zerocli.config import ModelConfig
+    from zerocli.models import build
+    from zerocli.profile import places
+
+    def look(offload: str, tier: str) -> tuple[set[str], set[int]]:
+        taken: set[str] = set()
+        slots: set[int] = set()
+        engine = None
+
+        def probe(name: str) -> None:
+            if engine is not None and engine.steps:
+                taken.add(json.dumps(places.tier_rows(engine)[tier], sort_keys=True))
+                slots.add(sum(slot.taken for slot in engine.activations.stack._slots))
+
+        model = build(ModelConfig(family="gpt2", vocab=32, layers=3, hidden=16, heads=2), 8, "meta")
+        where = {"offload": offload, "nvme_path": (folder,), "probe": probe, "recompute": True}
+        engine = zerocli.shard(model, stage=3, units=model.unit_modules(), **where)
+        tokens = torch.ones(2, 8, dtype=torch.long)
+        for _ in range(3):
+            engine.backward(engine(tokens, tokens))
+            engine.step()
+        engine.close()
+        return taken, slots
+
+    return [look("activations=cpu,params=cpu", "dram"), look("activations=nvme,optimizer=nvme", "nvme")]
+
+
+def test_a_step_takes_nothing_new_from_host_memory_or_disks(tmp_path):
+    """Which is why they are flat in a timeline: checkpoints come and go in slots of an arena that is taken once."""
+    for taken, slots in run_ranks(2, _taken_by_tiers, str(tmp_path))[0]:
+        assert len(taken) == 1 and '"activations"' in taken.pop() and len(slots) > 1
 
 
 # -- and changes nothing -----------------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from runs import STUCK, Death, train
+from runs import STUCK, Death, Ended, train
 from test_checkpoint import engine_of
 
 import zerocli
@@ -23,23 +23,56 @@ from zerocli.config import ModelConfig
 from zerocli.models import build
 from zerocli.watchdog import Axis, Watchdog
 
-SETS = ("zero.stage=3", "train.watchdog=2", "checkpoint.every=0")
+SETS = ("zero.stage=3", "train.watchdog=3")
+STAGES = {"write": 1, "sync": 1, "commit": 0}
+"""Where a save gets stuck, and on which rank."""
+STUCK_COLLECTIVES = {
+    "gather": (Death((1,), 7, "gather", 0), r"all_gather of parameters of \S+.* rank 1 had not arrived \(after coll"),
+    "reduce": (Death((1,), 5, "reduce", 0), r"reduce_scatter of gradients of \S+.* rank 1 had not arrived"),
+    "norm": (Death((1,), 2, "optimizer", 0), r"all_reduce of control values.* rank 1 had not arrived"),
+    "stopped": (Death((1,), 3, "forward", signal.SIGSTOP), r"rank 1 does not answer"),
+}
+STUCK_SAVES = {stage: Death((rank,), 1, f"checkpoint {stage}", 0) for stage, rank in STAGES.items()}
+ABSENT = Death((1,), 1, "checkpoint write", signal.SIGSTOP)
 
 
-@pytest.mark.parametrize(
-    ("death", "fact"),
-    [
-        (Death((1,), 7, "gather", 0), r"all_gather of parameters of \S+.* rank 1 had not arrived \(after collective"),
-        (Death((1,), 5, "reduce", 0), r"reduce_scatter of gradients of \S+.* rank 1 had not arrived"),
-        (Death((1,), 2, "optimizer", 0), r"all_reduce of control values.* rank 1 had not arrived"),
-        (Death((1,), 3, "forward", signal.SIGSTOP), r"rank 1 does not answer"),
-    ],
-    ids=["gather", "reduce", "norm", "stopped"],
-)
-def test_a_stuck_collective_names_its_unit_its_piece_and_the_missing_rank(tmp_path, death, fact):
-    ended = train(tmp_path / "run", *SETS, death=death, grace=0.5)
-    assert ended.codes == [1, STUCK], ended.said
-    assert re.search(fact, ended.said[0]) and "stuck for" in ended.said[0], ended.said[0]
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, Ended]:
+    """How each run ended that something got stuck in; side by side, as what they do is to wait."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = {name: (death, "checkpoint.every=0", 0.5) for name, (death, _) in STUCK_COLLECTIVES.items()}
+    runs |= {name: (death, "checkpoint.every=2", 3.0) for name, death in STUCK_SAVES.items()}
+    runs["absent"] = (ABSENT, "checkpoint.async=false", 0.5)
+    with ThreadPoolExecutor(len(runs)) as threads:
+        futures = {
+            name: threads.submit(train, folder / name, *SETS, also, death=death, grace=grace)
+            for name, (death, also, grace) in runs.items()
+        }
+        return {name: future.result() for name, future in futures.items()}
+
+
+@pytest.mark.parametrize("where", list(STUCK_COLLECTIVES))
+def test_a_stuck_collective_names_its_unit_its_piece_and_the_missing_rank(ended, where):
+    run, fact = ended[where], STUCK_COLLECTIVES[where][1]
+    assert run.codes == [1, STUCK], run.said
+    assert re.search(fact, run.said[0]) and "stuck for" in run.said[0], run.said[0]
+
+
+@pytest.mark.parametrize("where", list(STUCK_SAVES))
+def test_a_stuck_save_names_its_step_its_stage_and_the_rank(ended, where):
+    """A disk that no longer answers: the thread that writes stands still."""
+    run, rank = ended[where], STAGES[where]
+    fact = rf"checkpoint of step 2, {where}, has been stuck for \d+ s on rank {rank}; no checkpoint was written"
+    assert run.codes[rank] == 1, run
+    assert re.search(fact, run.said[rank]), run.said[rank]
+    assert "Traceback" not in "".join(run.said)
+
+
+def test_a_save_that_waits_for_a_rank_names_it_and_the_stage(ended):
+    """With saves in the foreground nothing else would notice: training has no collective open."""
+    run = ended["absent"]
+    assert run.codes == [1, STUCK], run
+    assert re.search(r"checkpoint of step 2, commit, has been stuck for \d+ s: rank 1 does not answer", run.said[0])
 
 
 def test_a_stuck_transfer_names_its_unit_and_its_piece():
@@ -62,34 +95,6 @@ def test_a_stuck_transfer_names_its_unit_and_its_piece():
         waiter.join()
     assert "a transfer of the optimizer states of blocks.1 (4096 bytes, nvme) has been stuck for" in said[0]
     engine.close()
-
-
-@pytest.mark.parametrize(
-    ("death", "fact"),
-    [
-        (Death((1,), 1, "checkpoint write", 0), r"checkpoint of step 2, write, has been stuck for \d+ s on rank 1"),
-        (Death((1,), 1, "checkpoint sync", 0), r"checkpoint of step 2, sync, has been stuck for \d+ s on rank 1"),
-        (Death((0,), 1, "checkpoint commit", 0), r"checkpoint of step 2, commit, has been stuck for \d+ s on rank 0"),
-    ],
-    ids=["write", "sync", "commit"],
-)
-def test_a_stuck_save_names_its_step_its_stage_and_the_rank(tmp_path, death, fact):
-    """A disk that no longer answers: the thread that writes stands still."""
-    ended = train(tmp_path / "run", "zero.stage=3", "train.watchdog=2", death=death, grace=3)
-    (rank,) = death.ranks
-    assert ended.codes[rank] == 1, ended
-    assert re.search(fact, ended.said[rank]) and "no checkpoint was written" in ended.said[rank], ended.said[rank]
-    assert "Traceback" not in "".join(ended.said)
-
-
-def test_a_save_that_waits_for_a_rank_names_it_and_the_stage(tmp_path):
-    """With saves in the foreground nothing else would notice: training has no collective open."""
-    death = Death((1,), 1, "checkpoint write", signal.SIGSTOP)
-    ended = train(
-        tmp_path / "run", "zero.stage=3", "train.watchdog=2", "checkpoint.async=false", death=death, grace=0.5
-    )
-    assert ended.codes == [1, STUCK], ended
-    assert re.search(r"checkpoint of step 2, commit, has been stuck for \d+ s: rank 1 does not answer", ended.said[0])
 
 
 def stuck_in_tensor_parallelism() -> list[str]:
@@ -140,5 +145,5 @@ def test_whoever_moves_is_waited_for():
 
 
 def test_a_run_that_goes_on_hears_nothing_of_it(tmp_path):
-    ended = train(tmp_path / "run", *SETS, "train.watchdog=30")
+    ended = train(tmp_path / "run", *SETS, "train.watchdog=30", "checkpoint.every=0")
     assert ended.codes == [0, 0] and "stuck" not in ended.said[0] + ended.said[1]

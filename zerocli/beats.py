@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-PATIENCE_SECONDS = 2.0
-"""How long the store may take to answer."""
+from zerocli.lost import PATIENCE_SECONDS, within
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Beats:
     @property
     def keeper(self) -> str:
         """Who keeps the store."""
-        return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return "torchrun on the host of rank 0" if agents else "rank 0"
 
     def say(self, beat: Beat) -> None:
         """Tell the others; nothing happens if the store is gone."""
@@ -74,20 +75,11 @@ class Beats:
 
         return self._reach(ask)
 
-    def _reach(self, act: Callable[[], Any]) -> Any:
+    def _reach(self, act: Callable[[], T]) -> T | None:
         """Return what `act` gets from the store, None if the store is gone, or takes too long."""
-        result: list[Any] = []
-
-        def run() -> None:
-            with contextlib.suppress(Exception):
-                result.append(act())
-
-        if not self.gone:
-            thread = threading.Thread(target=run, name="zerocli-beats", daemon=True)
-            thread.start()
-            thread.join(PATIENCE_SECONDS)
-            self.gone = not result
-        return result[0] if result else None
+        result = within(PATIENCE_SECONDS, act) if not self.gone else None
+        self.gone = result is None
+        return result
 
     def ask_twice(self, pause: Callable[[], object]) -> tuple[dict[int, Beat], set[int]] | None:
         """Return what the others say now, and which of them have said nothing new during the pause."""
@@ -131,5 +123,3 @@ def _job_store() -> Any:
     with contextlib.suppress(Exception):
         return store.clone()  # a connection of its own: a blocked one elsewhere must not block us
     return store
-
-

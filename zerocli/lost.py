@@ -1,23 +1,47 @@
-"""What a user is told when ranks are lost: what stands saved, and the command that goes on from there. No torch."""
+"""What a user is told when ranks are lost or stuck: what stands saved, and the command that goes on. No torch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from zerocli.checkpoint.folder import Folder
 from zerocli.errors import FAILURE, UserError
 
+PATIENCE_SECONDS = 2.0
+"""How long what may be gone itself, a disk or the ranks' store, may take to answer."""
+
+T = TypeVar("T")
+
+
+def within(seconds: float, act: Callable[[], T]) -> T | None:
+    """Return what `act` gives, None if it fails or takes longer; it is left to itself then."""
+    result: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            result.append(act())
+
+    thread = threading.Thread(target=run, name="zerocli-within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return result[0] if result else None
+
 
 def standing(run_dir: str | os.PathLike[str], environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Return what a run has saved, in words, and the command that goes on from it."""
-    saved = Folder(Path(run_dir, "checkpoints")).committed()
-    ours = "RANK" not in environ or "ZEROCLI_PARENT" in environ  # not torchrun's or SLURM's, whose command we do not know
-    if not saved:
-        again = "the same command again; --set checkpoint.every=N saves every N steps"
-        return "no checkpoint was written", again
+    """Return what a run has saved, in words, and the command that goes on from it; a dead disk holds nobody up."""
+    saved = within(PATIENCE_SECONDS, Folder(Path(run_dir, "checkpoints")).committed)
+    # Of torchrun's or SLURM's ranks nobody here knows the command that started them.
+    ours = "RANK" not in environ or "ZEROCLI_PARENT" in environ
     command = "zerocli train --resume" if ours else "the same launch, with train --resume"
+    if saved is None:
+        return f"what is saved cannot be read: {run_dir} does not answer", f"{command} --run-dir {run_dir}"
+    if not saved:
+        return "no checkpoint was written", "the same command again; --set checkpoint.every=N saves every N steps"
     return f"step {saved[0].step} is saved", f"{command} --run-dir {run_dir}"
 
 

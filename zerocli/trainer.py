@@ -83,7 +83,7 @@ def _train(config: Config, options: RunOptions, observer: Observer) -> int:
     start = engine.state_dict() if options.check else None
     lines: list[Line] = []
     try:
-        with Watchdog(engine, config.train.watchdog, lambda text: end_process(*stuck(text, options))) as watchdog:
+        with Watchdog(engine, config.train.watchdog, lambda text: end_process(text, options.run_dir)) as watchdog:
             stopped = run_steps(config, options, engine, batches, rank, first, lines, watchdog)
     except Diverged:
         observer.report(config, options, engine, lines)
@@ -364,12 +364,6 @@ def finish_saving(saver: Saver, options: RunOptions) -> None:
 
 class Diverged(UserError):
     """A loss that is not a number; every rank raises it after the same step, as they agree on its metrics."""
-
-
-def stuck(text: str, options: RunOptions) -> tuple[str, str]:
-    """Return what is stuck with what is saved, and the command that goes on from there."""
-    fact, hint = lost.standing(options.run_dir)
-    return f"{text}; {fact}", hint
 
 
 def stop_if_broken(config: Config, line: Line, saver: Saver | None = None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,11 +22,12 @@ from typing import Protocol
 import torch.distributed as dist
 
 from tiers.transfer import WAITED_FOR
-from zerocli.beats import PATIENCE_SECONDS, Beat, Beats, lost_ranks, no_store
+from zerocli.beats import Beat, Beats, lost_ranks, no_store
 from zerocli.checkpoint.progress import Progress
 from zerocli.comm import Issued, Severed
 from zerocli.engine import Engine
 from zerocli.launch import EXIT_FAILURE, record_failure
+from zerocli.lost import PATIENCE_SECONDS, standing, within
 
 
 class Shared(Protocol):
@@ -59,7 +61,9 @@ class Axis:
             for rank, beat in speaking.items()
             if rank in self.ranks and (beat.counts.get(self.name, 0) < number or (saves and beat.alone))
         }
-        stuck = [f"rank {rank} had not arrived ({beat.doing})" for rank, beat in late.items() if beat.idle >= waited / 2]
+        stuck = [
+            f"rank {rank} had not arrived ({beat.doing})" for rank, beat in late.items() if beat.idle >= waited / 2
+        ]
         if gone or stuck:
             return "; ".join([*gone, *stuck])
         return "" if late else "all ranks had arrived: the link between them is stuck"
@@ -82,7 +86,7 @@ class Watchdog(threading.Thread):
         ]
         self._saves: Progress | None = None
         self._last_words: tuple[str, bool] = ("", False)
-        self._beats = Beats(dist.get_rank(), engine.ranks) if self._axes else None
+        self._beats = Beats(dist.get_rank(), engine.ranks) if self._axes and limit else None
         name_pieces(engine)
 
     def watch(self, saves: Progress) -> None:
@@ -97,10 +101,10 @@ class Watchdog(threading.Thread):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._limit and self._beats is not None:
+        if error is not None and self._beats is not None:
             self._say_why(str(error).partition("\n")[0], isinstance(error, Severed))
             if isinstance(error, Severed):
-                error.missing = lost_ranks(self._beats, self._pause)
+                error.missing = self._who_is_gone(self._beats)
         self._closed.set()
         if self._limit:
             self.join(PATIENCE_SECONDS)
@@ -188,6 +192,18 @@ class Watchdog(threading.Thread):
         if self._beats is not None:
             self._beats.say(self._beat())
 
+    def _who_is_gone(self, beats: Beats) -> str:
+        """Return who is gone; nothing if a launcher, who knows, wants this rank to end before it has found out."""
+        hurry = threading.Event()
+        here = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGTERM, lambda *_: hurry.set()) if here else None
+        try:
+            found = lost_ranks(beats, lambda: hurry.wait(3 * self._interval))
+        finally:
+            if here:
+                signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        return "" if hurry.is_set() else found
+
     def _pause(self) -> None:
         self._closed.wait(3 * self._interval)
 
@@ -212,10 +228,15 @@ def name_pieces(engine: Engine) -> None:
                 store.what = f"the {words} of {flat.unit.title}"
 
 
-def end_process(text: str, hint: str = "") -> None:
-    """Tell the launcher and the log why, and end this rank at once: its main thread will not come back."""
-    lines = [f"error: {text}", *([f"try: {hint}"] if hint else [])]
+def end_process(text: str, run_dir: str = "") -> None:
+    """Tell the launcher and the log why, and what is saved, and end this rank: its main thread will not come back."""
+    fact, hint = standing(run_dir) if run_dir else ("", "")
+    lines = [f"error: {'; '.join(filter(None, (text, fact)))}", *([f"try: {hint}"] if hint else [])]
     lines.append("try: --set train.watchdog=SECONDS for a longer limit, if it was only slow")
-    if not record_failure("\n".join(lines), EXIT_FAILURE):
-        print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def tell() -> None:
+        if not record_failure("\n".join(lines), EXIT_FAILURE):
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+    within(PATIENCE_SECONDS, tell)  # the run folder's own disk may be what is stuck
     os._exit(EXIT_FAILURE)

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future as HostFuture
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,13 +114,14 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Fill the parts, box by box, through a bounded number of boxes in host memory."""
-        for part, start, values in self._boxes(plan.items, planner):
-            part.source.write(start, values)
+        with contextlib.closing(self._boxes(plan.items, planner)) as boxes:  # or its threads would outlive our files
+            for part, start, values in boxes:
+                part.source.write(start, values)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _boxes(self, items: list[ReadItem], planner: LoadPlanner) -> Iterator[tuple[Part, int, torch.Tensor]]:
+    def _boxes(self, items: list[ReadItem], planner: LoadPlanner) -> Generator[tuple[Part, int, torch.Tensor]]:
         grouped: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = defaultdict(list)
         for item in items:
             grouped[item.dest_index.fqn, tuple(item.dest_index.offset or ())].append(item)

@@ -12,6 +12,7 @@ snapshot is taken.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import Counter
@@ -44,10 +45,16 @@ class Slot:
     """Reads that may still be filling it."""
 
     def settle(self) -> None:
-        """Stop the host until everything asked for has come."""
+        """Stop the host until everything asked for has come, or failed; raise the first failure then."""
+        failures: list[Exception] = []
         for wait in self.waits:
-            wait()
+            try:
+                wait()
+            except Exception as error:
+                failures.append(error)  # the others still arrive in this memory
         self.waits.clear()
+        if failures:
+            raise failures[0]
 
 
 class Slots:
@@ -179,10 +186,8 @@ class Snapshot:
     def _read(self, batch: Batch, slot: Slot) -> None:
         batch.slot = slot
         with self._lane.run(after=self._start):
-            slot.waits = [
-                part.source.read(start, slot.bytes[begin:end].view(part.dtype))
-                for part, start, begin, end in batch.runs()
-            ]
+            for part, start, begin, end in batch.runs():  # one by one: should a read fail, those before it arrive still
+                slot.waits.append(part.source.read(start, slot.bytes[begin:end].view(part.dtype)))
             mark = Mark(self._device)
         with self._changed:
             for owner in batch.owners():
@@ -211,14 +216,16 @@ class Snapshot:
             mark.wait()
             return
         for wait in waits:
-            wait()
+            with contextlib.suppress(Exception):  # the save's failure, not the update's: the writer hears of it
+                wait()
 
     def let_go(self) -> None:
         """Hold no update any longer: the writer is through, or has failed."""
-        for batch in self.batches:
-            if batch.slot is not None:
-                batch.slot.settle()
-                self.written(batch)
         with self._changed:
             self._left.clear()
             self._changed.notify_all()
+        for batch in self.batches:
+            if batch.slot is not None:
+                with contextlib.suppress(Exception):  # a read that failed was told where it was wanted
+                    batch.slot.settle()
+                self.written(batch)

@@ -159,7 +159,9 @@ class Writer(StorageWriter):
             name, offsets, placed = result.index.fqn, tuple(result.index.offset or ()), result.storage_data
             piece = Piece(offsets, chunks[name][offsets], placed.file, placed.position, placed.sha256)
             tensors[name].pieces.append(piece)
-        files = {name: (self.aside / name).stat().st_size for name in os.listdir(self.aside)}
+        # A file system may keep files of its own there (.nfs...), which no reader would take.
+        names = [name for name in os.listdir(self.aside) if manifests.FILE.fullmatch(name)]
+        files = {name: (self.aside / name).stat().st_size for name in names}
         data = manifests.encode(Manifest(self._step, tensors, files, self._values))
         self._probe("checkpoint manifest")
         fd = os.open(self.aside / UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

@@ -18,8 +18,7 @@ from zerocli.memory import CATEGORIES
 from zerocli.metrics import Line, device_peak
 from zerocli.profile import places
 from zerocli.profile.document import assemble
-
-FILE = "profile.json"
+from zerocli.profile.runs import FILE
 
 
 class Observer:
@@ -34,7 +33,11 @@ class Observer:
 
     def report(self, config: Config, options: RunOptions, engine: Engine, lines: list[Line]) -> None:
         """Close the run's books: rank 0 writes RUN/profile.json. Collective."""
-        everyone = gather(engine, self.local(engine))
+        try:
+            mine = self.local(engine)
+        except Exception as error:  # the others are on their way to the gather
+            mine = {"failed": f"{type(error).__name__}: {error}"}
+        everyone = gather(engine, mine)
         if engine.collectives.rank == 0 and engine.tensor_parallel.rank == 0:
             self.close(config, options, engine, lines, everyone)
 
@@ -48,6 +51,9 @@ class Observer:
             say(f"note: {FILE} was not written: {type(error).__name__}: {error}")
 
     def document(self, config: Config, engine: Engine, lines: list[Line], everyone: list[Any]) -> dict[str, Any]:
+        for rank, books in enumerate(everyone):
+            if "failed" in books:
+                raise RuntimeError(f"rank {rank} could not close its books: {books['failed']}")
         return assemble(config, everyone, [line.as_dict() for line in lines], self.facts(config, engine))
 
     def local(self, engine: Engine) -> dict[str, Any]:
@@ -128,5 +134,8 @@ def gather(engine: Engine, value: Any) -> list[Any]:
 def write(path: Path, document: dict[str, Any]) -> None:
     """Write a document whole or not at all."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(document))
-    os.replace(part, path)
+    try:
+        part.write_text(json.dumps(document))
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

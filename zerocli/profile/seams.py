@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from tiers.base import Block, Tier
 from tiers.copies import Copier
 from tiers.transfer import Transfer
-from zerocli.comm import Pending
+from zerocli.comm import Collectives, Pending
 from zerocli.engine import Engine
 from zerocli.models import loss as loss_module
 from zerocli.profile import clock as clocks
