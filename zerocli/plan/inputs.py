@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerocli import config as configs
-from zerocli import configfile
 from zerocli.config import Config, ModelConfig
+from zerocli.config import file as configfile
 from zerocli.errors import ConfigError, Problem, UserError
 from zerocli.plan.build import plan_model
 from zerocli.plan.families import read_shape
