@@ -6,6 +6,7 @@ DCP's own without the walks through nested dictionaries, and without the one pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,7 @@ class Part:
     name: str
     shape: tuple[int, ...]
     source: Source
-    boxes: list[Box]
+    boxes: Sequence[Box]
     owner: Any = None
     """The flat whose update changes the array; None for what does not change while it is written."""
     _by_offsets: dict[tuple[int, ...], Box] = field(init=False, repr=False)
