@@ -53,6 +53,34 @@ def raw_write_rate(folder: Path, nbytes: int) -> float:
     return -(-nbytes // CHUNK_NBYTES) * CHUNK_NBYTES / seconds
 
 
+def raw_copy_rate(source: Path, folder: Path, nbytes: int) -> float:
+    """Return the bytes a second at which threads read one file and write as much to another, as an export must."""
+    fd = os.open(source, os.O_RDONLY | os.O_DIRECT)
+    pages = [Pages(CHUNK_NBYTES) for _ in range(8)]
+
+    def read(thread: int) -> None:
+        for at in range(thread * CHUNK_NBYTES, nbytes, 4 * CHUNK_NBYTES):
+            os.preadv(fd, [pages[thread].memory], at)
+
+    path = folder / "copy"
+    path.touch()
+    began = time.perf_counter()
+    with DirectFile(path) as file, ThreadPoolExecutor(8) as threads:
+
+        def write(thread: int) -> None:
+            for at in range(thread * CHUNK_NBYTES, nbytes, 4 * CHUNK_NBYTES):
+                file.write(pages[4 + thread].memory, at)
+
+        jobs = [threads.submit(job, thread) for job in (read, write) for thread in range(4)]
+        for job in jobs:
+            job.result()
+        file.sync()
+    seconds = time.perf_counter() - began
+    path.unlink()
+    os.close(fd)
+    return nbytes / seconds
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", default=".", help="folder on the disk to write to")
@@ -125,6 +153,8 @@ def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, objec
         began = time.perf_counter()
         done = export.export(Folder(folder / "checkpoints").of(NUM_SAVES), manifest, folder / "out", "fp32", 5 * 10**9)
         rates["export"] = done.nbytes / (time.perf_counter() - began)
+        shard = Folder(folder / "checkpoints").of(NUM_SAVES) / "rank-00000.bin"
+        rates["raw_copy"] = raw_copy_rate(shard, folder, min(done.nbytes, shard.stat().st_size))
     return {
         "parameters": engine.numel,
         "ranks": engine.collectives.world,
@@ -137,7 +167,9 @@ def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, objec
         "saves": saves,
         "raws": raws,
         "gb_per_second": {name: rate / 1e9 for name, rate in rates.items()},
-        "of_raw": {name: rate / raw for name, rate in rates.items() if name != "raw"},
+        "save_of_raw": rates["save"] / raw,
+        "export_of_raw": rates.get("export", 0.0) / raw,
+        "export_of_raw_copy": rates.get("export", 0.0) / rates.get("raw_copy", raw),
     }
 
 

@@ -19,6 +19,7 @@ from toys import Uneven, split, uneven_batch
 import zerocli
 from zerocli.checkpoint import Folder, Mismatch, Saver, load, resume
 from zerocli.checkpoint.boxes import Block, Extent, boxes, boxes_of, whole
+from zerocli.checkpoint.parts import SavePlanner, tensor_part
 from zerocli.shards import Span
 
 TIERS = {
@@ -394,3 +395,16 @@ def test_a_manifest_is_json_that_names_every_tensor(tmp_path):
     assert names == {name for name, _ in Stateful().named_parameters()}
     assert document["manifest"]["values"]["note"] == "mine"
     assert Path(tmp_path / "step-00000001").is_dir()
+
+
+def test_a_run_plans_its_saves_once_and_anew_where_something_else_is_saved():
+    planner = SavePlanner()
+    planner.parts = {part.name: part for part in (tensor_part("a", torch.ones(3)), tensor_part("b", torch.ones(2, 2)))}
+    first = planner.create_local_plan()
+    merged, metadata = planner.create_global_plan([first])
+    planner.parts = {part.name: part for part in (tensor_part("a", torch.zeros(3)), tensor_part("b", torch.ones(2, 2)))}
+    assert planner.create_local_plan() is first and planner.create_global_plan([first]) == (merged, metadata)
+    planner.parts["b"] = tensor_part("b", torch.ones(5, 2))
+    again = planner.create_local_plan()
+    assert again is not first
+    assert planner.create_global_plan([again])[1].state_dict_metadata["b"].size == (5, 2)

@@ -13,10 +13,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zerocli import config as config_module
-from zerocli import configfile
-from zerocli.config import FIELDS, SECTIONS, Config, ModelConfig, bundled, from_dict, load, to_dict, validate
-from zerocli.configfile import key_lines
+from zerocli.config import (
+    FIELDS,
+    SECTIONS,
+    Config,
+    ModelConfig,
+    bundled,
+    draft,
+    from_dict,
+    load,
+    schema,
+    to_dict,
+    validate,
+)
+from zerocli.config import file as configfile
+from zerocli.config.file import key_lines
 from zerocli.errors import ConfigError
 
 some = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -41,8 +52,10 @@ def refused(source, sets=(), flags=None):
 
 
 def test_every_field_says_what_it_is():
-    for node in ast.parse(inspect.getsource(config_module)).body:
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+    sections = [node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)]
+    assert len(sections) == len(SECTIONS) + 1  # and the whole
+    for node in sections:
+        if node.name.endswith("Config"):
             for field, after in zip(node.body[1::2], node.body[2::2], strict=True):
                 assert isinstance(field, ast.AnnAssign)
                 assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(field)
@@ -196,7 +209,7 @@ def test_an_unreadable_file_is_named(write, monkeypatch):
 
 
 def test_an_unknown_name_lists_the_known_ones(monkeypatch):
-    monkeypatch.setattr("zerocli.configfile.bundled", lambda: [("tiny", "", ""), ("gpt2-xl", "", "")])
+    monkeypatch.setattr("zerocli.config.file.bundled", lambda: [("tiny", "", ""), ("gpt2-xl", "", "")])
     assert refused("gpt2xl") == [
         "gpt2xl: no bundled config has this name; there are tiny, gpt2-xl; did you mean gpt2-xl?"
     ]
@@ -296,7 +309,7 @@ def configs(draw):
     values["data.path"] = draw(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
     values["optimizer.options"] = draw(st.dictionaries(st.text("ab", min_size=1), st.lists(st.integers(0, 9))))
     values["offload.nvme_path"] = tuple(draw(st.lists(st.text("/ab", min_size=1), max_size=3)))
-    return config_module._build(values)
+    return draft.build(values)
 
 
 @some

@@ -128,6 +128,14 @@ def test_hugging_face_configs_are_read_as_data(name, capsys, tmp_path):
     assert all(each["tiers"]["hbm"]["needed"] > 16 * count // 8 / 2 for each in answer["candidates"][:1])
 
 
+def test_a_config_json_alone_says_what_the_model_is(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PUBLISHED["gpt2"][0]))
+    assert cli.run(["fit", str(path), "--set", "model.layers=4"]) == 2
+    assert "says what the model is" in capsys.readouterr().err
+    assert cli.run(["fit", str(path), "--set", "activations.policy=recompute", "--ranks", "1"]) == 0
+
+
 def test_the_largest_model(capsys):
     """By model states alone: 16 bytes a parameter over N ranks (stage 3), or all of them on one (stage 0)."""
     room = 32 * 10**9
@@ -173,9 +181,11 @@ def test_a_factory_is_counted(capsys):
         (["llama3-8b", "--stage", "0", "--offload", "cpu"], "stage 0 partitions nothing"),
         (["llama3-8b", "--hardware", "h1000"], "did you mean h100?"),
         (["llama3-8b", "--set", "runtime.contxt=1GiB"], "runtime.contxt"),
+        (["7.5B", "--set", "model.layers=4"], "has no shape"),
         (["no_such_package:thing"], "cannot import"),
         (["test_fit:no_such_name"], "cannot import"),
         (["json:dumps"], "failed"),
+        (["sys:exit"], "failed"),
         ([], "which MODEL"),
     ],
 )
@@ -230,6 +240,13 @@ def test_the_flags_of_fit_are_these():
 def test_help_opens_with_what_it_needs(capsys):
     assert cli.run(["fit", "--help"]) == 0
     assert "Needs no GPU and trains nothing" in capsys.readouterr().out.split("MODEL is")[0]
+
+
+def test_absurd_sizes_are_answered_too(capsys):
+    """Nothing is counted one by one: not chunks of a table of positions, not ranks."""
+    for words in (["tiny", "--seq", str(10**12)], ["tiny", "--ranks", str(10**9)], [f"{10**20}T"]):
+        code, answer = ask(capsys, *words, "--offload", "nvme", "--stage", "3")
+        assert code == 3 and not answer["fits"]
 
 
 def test_runtime_constants_can_be_given(capsys):

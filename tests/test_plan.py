@@ -135,7 +135,6 @@ HALF = [
 ]
 
 
-TP = "tp" in Settings.__dataclass_fields__
 SPLIT = [
     ({}, {"stage": 0, "tp": 2}),
     ({"vocab": 151}, {"stage": 2, "tp": 2, "policy": "recompute"}),
@@ -200,7 +199,6 @@ def test_a_plan_is_never_below_the_measured_and_hardly_above_it(world):
         assert peak <= planned <= peak * 1.03, (changes, setup)
 
 
-@pytest.mark.skipif(not TP, reason="this engine splits no layers and keeps all checkpoints on the device")
 def test_a_plan_holds_where_layers_are_split_and_checkpoints_leave(tmp_path):
     measured = most(run_ranks(2, _measure_all, SPLIT, 4, 24, "fp32", str(tmp_path)))
     for (changes, setup), peak in zip(SPLIT, measured, strict=True):
@@ -233,6 +231,7 @@ def test_the_ledger_would_notice_what_is_left_out():
 def test_constants_are_the_engines():
     from tiers import base, dram, nvme
     from zerocli import update
+    from zerocli.checkpoint import boxes, snapshot
     from zerocli.models import loss
 
     assert constants.MAX_CHUNK_NUMEL == loss.MAX_CHUNK_NUMEL and constants.ROW_ALIGNMENT == loss.ROW_ALIGNMENT
@@ -240,6 +239,7 @@ def test_constants_are_the_engines():
     assert constants.PAGE_NBYTES == base.PAGE_NBYTES
     assert (constants.ARENA_NBYTES, constants.FIRST_ARENA_NBYTES) == (dram.ARENA_NBYTES, dram.FIRST_ARENA_NBYTES)
     assert (constants.UNIT_NBYTES, constants.NUM_TAIL_PAGES) == (nvme.UNIT_NBYTES, nvme._NUM_TAIL_PAGES)
+    assert (constants.PIECE_NUMEL, constants.SAVE_SLOT_NBYTES) == (boxes.PIECE_NUMEL, snapshot.SLOT_NBYTES)
     for vocab in (1, 97, 50257, 128256, 10**7):
         for device in ("cpu", "cuda"):
             assert constants.chunk_tokens(vocab, device) == loss.chunk_tokens(vocab, device)
@@ -323,4 +323,6 @@ def test_plan_is_a_function_and_a_package():
     assert {row.category for row in plan.rows} <= set(CATEGORIES)
     longer = zerocli.plan("gpt2-124m", seq=2048, batch=1)
     assert longer.setup.seq == 2048 and longer.numel == 124_439_808 + 1024 * 768  # built for its sequences
+    assert zerocli.plan("tiny", precision="auto").setup.precision == "bf16"
+    assert zerocli.plan("tiny", precision="auto", device="cpu").setup.precision == "fp32"
     assert zerocli.plan("7.5B", stage=3, ranks=64).needed("hbm") == 16 * 7_500_000_000 // 64

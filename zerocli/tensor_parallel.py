@@ -276,13 +276,18 @@ def check_degree(tp: int, numbers: Mapping[str, int]) -> None:
             raise ValueError(f"tp {tp} does not divide {name} {number}; the nearest that works is tp {nearest}")
 
 
-def local_numel(model: nn.Module, degree: int) -> int:
-    """Return how many of a whole model's parameters each rank has at this tensor-parallel degree; needs no ranks."""
+def planned_cuts(model: nn.Module, degree: int) -> dict[str, Cut]:
+    """Return the cuts of a whole model's parameters at this tensor-parallel degree; needs no ranks."""
     if degree == 1:
-        return sum(p.numel() for p in model.parameters())
+        return {}
     axis = TensorParallel(None, torch.device("cpu"))
     axis.world = degree  # planned, not joined
     plan = plan_of(model, axis)
     check_degree(degree, extents(model, plan))
-    cuts = cuts_of(model, plan)
+    return cuts_of(model, plan)
+
+
+def local_numel(model: nn.Module, degree: int) -> int:
+    """Return how many of a whole model's parameters each rank has at this tensor-parallel degree; needs no ranks."""
+    cuts = planned_cuts(model, degree)
     return sum(p.numel() // (degree if name in cuts else 1) for name, p in model.named_parameters())

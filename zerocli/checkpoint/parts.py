@@ -6,6 +6,7 @@ DCP's own without the walks through nested dictionaries, and without the one pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from zerocli.checkpoint.boxes import Box, boxes
 from zerocli.checkpoint.sources import Memory, Source
@@ -32,7 +33,7 @@ class Part:
     name: str
     shape: tuple[int, ...]
     source: Source
-    boxes: list[Box]
+    boxes: Sequence[Box]
     owner: Any = None
     """The flat whose update changes the array; None for what does not change while it is written."""
     _by_offsets: dict[tuple[int, ...], Box] = field(init=False, repr=False)
@@ -83,18 +84,35 @@ def tensor_part(name: str, tensor: torch.Tensor) -> Part:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """DCP's planner for a flat dictionary of parts."""
+    """DCP's planner for parts, which `save` is given apart: DCP would look at each for what it may be.
+
+    What was planned is kept, for the saves of a run differ in their bytes alone, and planning holds the interpreter.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
+        self.parts: dict[str, Part] = {}
+        self._layout: list[tuple[Any, ...]] = []
+        self._plan = SavePlan([])
+        self._plans: list[SavePlan] = []
+        self._merged: tuple[list[SavePlan], Metadata] | None = None
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+        self.is_coordinator = is_coordinator
 
-    def part(self, item: WriteItem) -> Part:
-        return self.state_dict[item.index.fqn]
+    def create_local_plan(self) -> SavePlan:
+        layout = [(part.name, part.shape, part.dtype, part.boxes) for part in self.parts.values()]
+        if layout != self._layout:
+            items = [item for name, part in self.parts.items() for item in part.__create_write_items__(name, part)]
+            self._layout, self._plan = layout, SavePlan(items)
+        return self._plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if self._merged is None or all_plans != self._plans:
+            self._plans, self._merged = all_plans, super().create_global_plan(all_plans)
+        return self._merged
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -64,6 +64,7 @@ class Saver:
         self._slots = Slots(buffer_nbytes, engine.device)
         if asynchronous and engine.device.type == "cuda":  # before the first step, not within one
             self._slots.prepare(sum(part.nbytes for part in state.state_parts(engine)))
+        self._planner = SavePlanner()
         self._thread: threading.Thread | None = None
         self.progress = Progress()
         """What the save is doing, for a watchdog."""
@@ -95,7 +96,6 @@ class Saver:
         if not self._asynchronous:
             self._write(writer, snapshot, step, began)
             return
-        snapshot.start()
         self._engine.updater.before_update = snapshot.hold_update
         run = (writer, snapshot, step, began)
         self._thread = threading.Thread(target=self._write, args=run, name="zerocli-saver", daemon=True)
@@ -106,7 +106,9 @@ class Saver:
             torch.cuda.set_device(self._engine.device)
         self.progress.begin(step)
         try:
-            dcp.save(snapshot.parts, storage_writer=writer, planner=SavePlanner(), process_group=self._group)
+            snapshot.start()
+            self._planner.parts = snapshot.parts
+            dcp.save({}, storage_writer=writer, planner=self._planner, process_group=self._group)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException alone
             self._fail(writer, step, error)
             return

@@ -3,11 +3,11 @@
 [Note: copy before update] Only the optimizer's update changes masters and optimizer states, and it changes a unit's at
 a time. So a snapshot copies nothing beforehand. The states pass, in the order of the next update, through slots of a
 fixed buffer, from which they are written to disk; before an update touches a unit, `hold_update` makes it wait until
-that unit has been read. Copies off a GPU are issued as soon as the snapshot is taken, as far as the buffer reaches:
-they run beside compute, and a thread that issued them would fight the training's own for the interpreter. What the
-host or another tier holds, and what finds no slot yet, the writer's thread reads. With a buffer as large as what is
-written the update finds everything read; with a smaller one the rest of the wait is the disk's. Small states that
-change at other times (buffers of the model, random states, counters) are copied when the snapshot is taken.
+that unit has been read. The writer's thread reads, copies off a GPU first of all, as far as the buffer reaches, and in
+few long ones: they run beside compute, but every call of that thread takes the interpreter from training's. With a
+buffer as large as what is written the update finds everything read; with a smaller one the rest of the wait is the
+disk's. Small states that change at other times (buffers of the model, random states, counters) are copied when the
+snapshot is taken.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ tensor parallelism.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerocli.checkpoint.boxes import Block, Extent, boxes_of, whole
+from zerocli.checkpoint.boxes import Block, Box, Extent, boxes_of, whole
 from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
@@ -63,10 +64,15 @@ def _parts(engine: Engine, flat: Flat, array: str, prefix: str) -> Iterator[Part
         if not entry.numel:
             continue
         extent = extent_of(engine, entry.name, entry.shape)
-        found = list(boxes_of(extent, entry.shape, mine.shifted(-entry.offset))) if mine.numel else []
-        at = mine.start - covered.start
-        shifted = [type(box)(box.offsets, box.sizes, box.start + at) for box in found]
-        yield Part(f"{prefix}/{entry.name}", extent.shape, source, shifted, flat if flat.trainable else None)
+        run = mine.shifted(-entry.offset) if mine.numel else Span(0, 0)
+        found = _boxes_at(extent, entry.shape, run, mine.start - covered.start)
+        yield Part(f"{prefix}/{entry.name}", extent.shape, source, found, flat if flat.trainable else None)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _boxes_at(extent: Extent, shape: tuple[int, ...], run: Span, at: int) -> tuple[Box, ...]:
+    """Return the boxes of a run that begins at element `at` of its array; a run's saves ask for the same every time."""
+    return tuple(Box(box.offsets, box.sizes, box.start + at) for box in boxes_of(extent, shape, run))
 
 
 # -- capturing -----------------------------------------------------------------------------------------------------

@@ -14,13 +14,15 @@ import click
 from zerocli import machine
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan import search
-from zerocli.plan.hardware import PRESETS, Hardware, preset, this_machine
-from zerocli.plan.inputs import Source, read_source
+from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
+from zerocli.plan.inputs import Source, model_of, read_source
+from zerocli.plan.rows import Row
 from zerocli.plan.runtime import RUNTIME
+from zerocli.plan.saves import SHARED
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.shape import Shape
 from zerocli.plan.verdict import Verdict, document, render
-from zerocli.sizes import parse_bytes
+from zerocli.sizes import format_bytes, parse_bytes
 
 DEFAULT_HARDWARE = "h100"
 STAGES = (0, 1, 2, 3)
@@ -44,19 +46,25 @@ STAGES = (0, 1, 2, 3)
 @click.option("--explain", is_flag=True, help="Show every row with its formula.")
 @click.option("--trace", is_flag=True, help="Run the real engine on fake tensors instead of the formulas.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; also runtime.NAME=SIZE.")
+@click.option(
+    "--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; also runtime.NAME, hardware.NAME."
+)
 def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool, **given: Any) -> int:
     """Needs no GPU and trains nothing: says whether MODEL fits, on which stage and tiers, and what is fastest.
 
     MODEL is a bundled name, a .toml, a Hugging Face config.json, package.module:factory, or a count such as 7.5B, for
     which only model states can be known. Device memory is a GPU's; host memory and disks are a node's. Times are
     estimates. Exit code 0: it fits, 3: it does not.
+
+    --set also takes what a process needs beside the model (runtime.context=600MiB) and rates of the machine
+    (hardware.disk=4.5, in GB/s).
     """
     if not model and not largest:
         raise UserError("which MODEL?", hint="zerocli fit llama3-8b, or zerocli fit 7.5B")
-    sets, runtime = _split_sets(given["sets"])
+    sets, runtime, rates = _split_sets(given["sets"])
     source = read_source(model or "zero-7.5b", sets, _flags(given))
     hardware, notes = choose_hardware(given)
+    hardware = dataclasses.replace(hardware, **rates)
     setup, more = choose_setup(source, given, hardware, runtime)
     notes = [*source.notes, *notes, *more]
     if not model:
@@ -70,6 +78,8 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
         best = search.best_of(candidates)
         change = None if best else search.smallest_change(planned, candidates[-1].setup, hardware)
         verdict = Verdict(planned, source.name, hardware, candidates, best, change)
+    if (saved := verdict.candidates[0].plan.saved) is not None:
+        notes.append(_on_saves(saved))
     verdict = dataclasses.replace(verdict, notes=tuple(notes))
     if as_json:
         click.echo(json.dumps(document(verdict)))
@@ -79,25 +89,52 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     return 0 if verdict.fits else DOES_NOT_FIT
 
 
+def _on_saves(saved: Row) -> str:
+    """Say how the verdict takes the run folder."""
+    size = format_bytes(saved.nbytes)
+    if saved.tier == SHARED:
+        return f"saved checkpoints: up to {size} in the run folder, which all nodes share; no tier counts them"
+    return (
+        f"saved checkpoints: up to {size} in the run folder, counted as nvme: it may be on the same disks "
+        "(--set checkpoint.every=0 leaves them out)"
+    )
+
+
 def _flags(given: Mapping[str, Any]) -> dict[str, object]:
     """Return the config keys that flags set; ranks are the machine's matter and checked there."""
     return {"train.batch": given["batch"], "train.seq": given["seq"], "train.precision": given["precision"]}
 
 
-def _split_sets(sets: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return (the sets of config keys, overrides of the runtime's constants)."""
+def _split_sets(sets: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, int], dict[str, Any]]:
+    """Return (the sets of config keys, overrides of the runtime's constants, of the hardware's rates)."""
     runtime: dict[str, int] = {}
+    rates: dict[str, Any] = {}
     kept = []
     for text in sets:
         key, _, value = text.partition("=")
-        if not key.strip().startswith("runtime."):
+        section, _, name = key.strip().partition(".")
+        known = {"runtime": tuple(RUNTIME), "hardware": RATES}.get(section)
+        if known is None:
             kept.append(text)
             continue
-        name = key.strip().removeprefix("runtime.")
-        if name not in RUNTIME:
-            raise UserError(f"--set {text}: there is no runtime.{name}; there are {', '.join(RUNTIME)}")
-        runtime[name] = _size(f"--set {key.strip()}", value, zero=True)
-    return tuple(kept), runtime
+        if name not in known:
+            raise UserError(f"--set {text}: there is no {section}.{name}; there are {', '.join(known)}")
+        if section == "runtime":
+            runtime[name] = _size(f"--set {key.strip()}", value, zero=True)
+        else:
+            rates[name] = _rate(f"--set {key.strip()}", value)
+    return tuple(kept), runtime, rates
+
+
+def _rate(flag: str, text: str) -> float:
+    """Return a rate in GB/s (tflops: TFLOPS; adam: billions of parameters a second)."""
+    try:
+        rate = float(text)
+    except ValueError as error:
+        raise UserError(f"{flag}={text}: not a number", hint=f"{flag}=4.5") from error
+    if not 0 < rate < 1e9:
+        raise UserError(f"{flag}={text}: a rate is above 0, in GB/s", hint=f"{flag}=4.5")
+    return rate
 
 
 def _size(flag: str, text: str, zero: bool = False) -> int:
@@ -174,8 +211,9 @@ def _model(source: Source, traced: bool, setup: Setup, stages: tuple[int, ...], 
 
 def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Model:
     """Run the model once for each way of training that the stages differ in."""
-    runnable = source.factory or (source.shape is not None and source.shape.family in ("gpt2", "llama"))
-    if not runnable:
+    shape = source.shape
+    built_in = model_of(shape) if shape is not None else None
+    if not source.factory and built_in is None:
         raise UserError(
             f"--trace runs a model, and {source.name} names none that is built in",
             hint="zerocli fit package.module:factory --trace, with a function that builds the model",
@@ -184,11 +222,11 @@ def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Mode
     from zerocli.plan.trace import trace
 
     def make() -> Any:
-        if source.factory:
+        if built_in is None or shape is None:
             return build_factory(source.factory)
         from zerocli.models import build
 
-        return build(source.config.model, setup.seq, "meta")
+        return build(built_in, shape.positions or setup.seq, "meta")
 
     return trace(source.name, make, [dataclasses.replace(setup, stage=stage, offload="") for stage in stages])
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from offload.placement import HBM
 from zerocli.errors import UserError
 from zerocli.memory import model_states
-from zerocli.plan import constants
+from zerocli.plan import constants, saves
 from zerocli.plan.flats import (
     FlatPlan,
     arenas,
@@ -66,7 +66,9 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
     check(setup, shape)
     flats = plan_flats(shape, setup)
     peaks = Replay(shape, setup, flats).run()
-    rows = [*_device_rows(shape, setup, peaks), *_host_rows(setup, flats, peaks), *_disk_rows(setup, flats, peaks)]
+    kept = saves.saved(shape.numel, setup, flats)
+    rows = [*_device_rows(shape, setup, peaks), *_host_rows(setup, flats, peaks)]
+    rows += _disk_rows(setup, flats, peaks, kept)
     phases = {
         "initialisation": peaks.initialisation.nbytes,
         "first_step": peaks.first_step.nbytes,
@@ -75,7 +77,7 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
     if setup.device == "cuda":
         workspace = constant("workspace", setup.runtime)
         phases = {name: nbytes + workspace * (name != "initialisation") for name, nbytes in phases.items()}
-    return Plan(setup, shape.numel, tuple(rows), phases, peaks.highest.moment)
+    return Plan(setup, shape.numel, tuple(rows), phases, peaks.highest.moment, saved=kept)
 
 
 def plan_traced(traced: Traced, setup: Setup) -> Plan:
@@ -102,8 +104,10 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
     ]
     allocated = sum(row.nbytes for row in rows)
     peaks = Peaks(Peak(), Peak(), Peak(allocated, "a traced step", {row.category: row.nbytes for row in rows}), {})
-    rows += [*_runtime_rows(setup, peaks.steady), *_host_rows(setup, flats, peaks), *_disk_rows(setup, flats, peaks)]
-    return Plan(setup, traced.numel, tuple(rows), {"steady": allocated}, "a traced step")
+    kept = saves.saved(traced.numel, setup, flats)
+    rows += [*_runtime_rows(setup, peaks.steady), *_host_rows(setup, flats, peaks)]
+    rows += _disk_rows(setup, flats, peaks, kept)
+    return Plan(setup, traced.numel, tuple(rows), {"steady": allocated}, "a traced step", saved=kept)
 
 
 def plan_count(numel: int, setup: Setup) -> Plan:
@@ -124,7 +128,8 @@ def plan_count(numel: int, setup: Setup) -> Plan:
                 rows.append(Row(category, share.tier, part * times, formula + (f" x {times}" if times > 1 else "")))
         if left:
             raise UserError(f"{category}: {format_bytes(left)} have no place left in --offload {setup.offload!r}")
-    return Plan(setup, numel, tuple(rows), {}, "", whole=False)
+    kept = saves.saved(numel, setup, [])
+    return Plan(setup, numel, (*rows, *_on_nvme(kept)), {}, "", whole=False, saved=kept)
 
 
 # -- the device --------------------------------------------------------------------------------------------------------
@@ -207,15 +212,19 @@ def _pieces(setup: Setup, flats: list[FlatPlan], tier: str) -> tuple[dict[str, l
     return sizes, sizes["parameters"], sizes["optimizer_states"] + sizes["gradients"]
 
 
+def _piece_rows(tier: str, sizes: dict[str, list[int]], times: int) -> list[Row]:
+    return [
+        Row(category, tier, sum(blocks) * times, f"{len(blocks)} pieces of a rank x {times}")
+        for category, blocks in sizes.items()
+        if blocks
+    ]
+
+
 def _host_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> list[Row]:
     times = setup.local_ranks
     sizes, parameters, others = _pieces(setup, flats, "dram")
     pinned = arenas(parameters) + arenas(others)
-    rows = [
-        Row(category, "dram", sum(blocks) * times, f"{len(blocks)} pieces of a rank x {times}")
-        for category, blocks in sizes.items()
-        if blocks
-    ]
+    rows = _piece_rows("dram", sizes, times)
     if pinned:
         rest = pinned - sum(sum(blocks) for blocks in sizes.values())
         rows.append(Row("buffers", "dram", rest * times, f"arenas beyond their pieces x {times}"))
@@ -223,33 +232,42 @@ def _host_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> list[Row]:
     if kept:
         rows.append(Row("activations", "dram", kept * times, f"the blocks' checkpoints of a rank x {times}"))
         rows.append(Row("buffers", "dram", (arenas([kept]) - kept) * times, f"the rest of their arena x {times}"))
-    buffers = _host_buffers(setup, flats)
-    if buffers:
-        rows.append(Row("buffers", "dram", buffers * times, f"page-locked staging and update buffers x {times}"))
+    for sentence, nbytes in _host_buffers(setup, flats, peaks).items():
+        if nbytes:
+            rows.append(Row("buffers", "dram", nbytes * times, f"{sentence} x {times}"))
     if setup.device == "cuda":
         python = constant("python", setup.runtime)
         rows.append(Row("runtime", "dram", python * times, f"{SENTENCES['python']} x {times}"))
     return rows
 
 
-def _host_buffers(setup: Setup, flats: list[FlatPlan]) -> int:
-    """Return the page-locked memory of a rank beside its arenas."""
-    if setup.device != "cuda":
-        return 0
+def _host_buffers(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> dict[str, int]:
+    """Return the host memory of a rank beside its arenas of pieces, by what it is for."""
+    far = [flat.own * setup.width for flat in flats if flat.tiers["parameters"] == "nvme"]
+    budget = -(-setup.staging_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
+    disks = [  # tier objects, each with staging of its own
+        bool(far),
+        any("nvme" in (flat.tiers["optimizer"], flat.tiers["gradients"]) for flat in flats),
+        bool(peaks.away.get("nvme")),
+    ]
+    staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
+    found = {
+        "arenas of parameters read ahead of their use": min(budget, arenas(far)),
+        "staging on the way to and from disks, at most": sum(disks) * staging,
+        "what a checkpoint passes through on its way to the run folder, at most": saves.buffer(setup, flats),
+    }
+    if setup.device == "cuda":
+        found["page-locked buffers of the update"] = _update_pinned(setup, flats)
+    return found
+
+
+def _update_pinned(setup: Setup, flats: list[FlatPlan]) -> int:
+    """Return what torch's own allocator, which rounds to powers of two, pins of a rank for the update."""
     on_cpu = updates_on_cpu(setup)
-    total = 0
     slots = slot_buffers(flats, setup, on_cpu)["host"]
-    if slots:
-        each = slots // constants.NUM_SLOTS
-        total += constants.NUM_SLOTS * _power_of_two(each)  # torch's own pinned memory
+    total = constants.NUM_SLOTS * _power_of_two(slots // constants.NUM_SLOTS) if slots else 0
     if on_cpu and setup.grad_width < 4:
         total += _power_of_two(4 * constants.UPDATE_CHUNK["cpu"])
-    far = [flat.own * setup.width for flat in flats if flat.tiers["parameters"] == "nvme"]
-    total += min(setup.staging_nbytes, arenas(far))  # copies of parameters that are read ahead
-    objects = {flat.tiers["parameters"] == "nvme" for flat in flats} - {False}
-    others = any("nvme" in (flat.tiers["optimizer"], flat.tiers["gradients"]) for flat in flats)
-    staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
-    total += (len(objects) + others) * staging
     if setup.update == "auto" and any(flat.away for flat in flats):
         total += 2 * _power_of_two(96 << 20)  # the start-up measurement's, which torch keeps
     return total
@@ -259,14 +277,15 @@ def _power_of_two(nbytes: int) -> int:
     return 1 << max(0, nbytes - 1).bit_length()
 
 
-def _disk_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> list[Row]:
+def _on_nvme(kept: Row | None) -> list[Row]:
+    """Return the run folder's row where the node's disks have it."""
+    return [kept] if kept is not None and kept.tier == "nvme" else []
+
+
+def _disk_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks, kept_saves: Row | None) -> list[Row]:
     times = setup.local_ranks
     sizes, parameters, others = _pieces(setup, flats, "nvme")
-    rows = [
-        Row(category, "nvme", sum(blocks) * times, f"{len(blocks)} pieces of a rank x {times}")
-        for category, blocks in sizes.items()
-        if blocks
-    ]
+    rows = _piece_rows("nvme", sizes, times)
     grown = swap(parameters) + swap(others)
     if grown:
         rest = grown - sum(sum(blocks) for blocks in sizes.values())
@@ -274,4 +293,5 @@ def _disk_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> list[Row]:
     kept = peaks.away.get("nvme", 0)
     if kept:
         rows.append(Row("activations", "nvme", kept * times, f"the blocks' checkpoints of a rank x {times}"))
-    return rows
+        rows.append(Row("buffers", "nvme", (swap([kept]) - kept) * times, f"the rest of their swap file x {times}"))
+    return rows + _on_nvme(kept_saves)

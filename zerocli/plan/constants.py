@@ -27,6 +27,10 @@ STAGING_NBYTES = 64 << 20
 """`tiers.nvme`: staging of one tier object."""
 NUM_TAIL_PAGES = 32
 """`tiers.nvme`: pages for ends of blocks."""
+PIECE_NUMEL = 4 << 20
+"""`checkpoint.boxes`: largest piece of a saved tensor, in elements."""
+SAVE_SLOT_NBYTES = 32 << 20
+"""`checkpoint.snapshot`: host memory that pieces are read into and written from together."""
 
 
 def padded_vocab(vocab: int) -> int:

@@ -28,7 +28,7 @@ def build_factory(factory: str) -> Any:
             model = found()  # type: ignore[operator]
     except (ImportError, AttributeError) as error:
         raise UserError(f"cannot import {factory}: {error}", hint="the folder that holds it, as PYTHONPATH") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{factory} failed: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(os.getcwd())

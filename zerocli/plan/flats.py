@@ -78,11 +78,12 @@ def slot_buffers(flats: list[FlatPlan], setup: Setup, on_cpu: bool) -> Counter[s
     for flat in (flat for flat in flats if flat.away):
         place = "host" if on_cpu and flat.tiers["optimizer"] != HBM else "device"
         widths = _slot_widths(flat, setup, on_cpu and flat.tiers["optimizer"] != HBM)
-        for numel in _chunks(flat.layout, flat.held, chunk):
-            for name, width in widths.items():
-                key = (place, at % constants.NUM_SLOTS, name)
-                most[key] = max(most.get(key, 0), numel * width)
-            at += 1
+        for count, numel in _chunks(flat.layout, flat.held, chunk):
+            for slot in range(at, at + min(count, constants.NUM_SLOTS)):
+                for name, width in widths.items():
+                    key = (place, slot % constants.NUM_SLOTS, name)
+                    most[key] = max(most.get(key, 0), numel * width)
+            at += count
     found: Counter[str] = Counter()
     for (place, _, _), nbytes in most.items():
         found[place] += nbytes
@@ -108,13 +109,13 @@ def _slot_widths(flat: FlatPlan, setup: Setup, on_cpu: bool) -> dict[str, int]:
     return widths
 
 
-def _chunks(layout: Layout, held: int, numel: int) -> Iterator[int]:
-    """Yield the sizes of the chunks that tile the first rank's span, by optimizer group."""
+def _chunks(layout: Layout, held: int, numel: int) -> Iterator[tuple[int, int]]:
+    """Yield (how many in a row, size) of the chunks that tile the first rank's span, by optimizer group."""
     for _, segment in layout.segments(Span(0, held)):
-        for _ in range(segment.numel // numel):
-            yield numel
+        if segment.numel >= numel:
+            yield segment.numel // numel, numel
         if segment.numel % numel:
-            yield segment.numel % numel
+            yield 1, segment.numel % numel
 
 
 def buckets(flats: list[FlatPlan], setup: Setup) -> tuple[int, int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerocli import config as configs
-from zerocli import configfile
 from zerocli.config import Config, ModelConfig
+from zerocli.config import file as configfile
 from zerocli.errors import ConfigError, Problem, UserError
 from zerocli.plan.build import plan_model
 from zerocli.plan.families import read_shape
@@ -37,6 +38,7 @@ class Source:
 def read_source(source: str, sets: Sequence[str], flags: Mapping[str, object]) -> Source:
     """Return what MODEL names, with `--set` and flags laid over its config; errors are ConfigError or UserError."""
     if count := _count(source):
+        _refuse_shapes(sets, f"{source} is a count and has no shape")
         config = configs.assemble(configfile.Document("unnamed", {}), sets, flags)
         note = "a bare count gives model states alone: activations, logits and buffers need a shape"
         return Source(source, config, None, count, notes=(note,))
@@ -68,21 +70,29 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
     if "model_type" not in values and isinstance(values.get("model"), dict):
         config = configs.load(path, sets, flags)
         return Source(config.name, config, shape_of(config.model, config.train.seq), 0)
+    _refuse_shapes(sets, f"{path} says what the model is")
     shape = read_shape(values, places, path)
     config = configs.assemble(configfile.Document(stem or shape.family, {}), sets, flags)
     notes = []
     train = config.train
     if not _given("train.seq", sets, flags):
         seq = min(shape.max_positions or DEFAULT_SEQ, DEFAULT_SEQ)
-        train = configs.dataclasses.replace(train, seq=seq)
+        train = dataclasses.replace(train, seq=seq)
         notes.append(f"seq {seq} (the file does not say how it is trained; --seq does)")
     if not _given("train.batch", sets, flags):
-        train = configs.dataclasses.replace(train, batch=1)
+        train = dataclasses.replace(train, batch=1)
         notes.append("batch 1 (the same; --batch)")
     if shape.family not in ("gpt2", "llama"):
         notes.append(f"{shape.family} is planned as zerocli would build it; train it by a factory")
-    config = configs.dataclasses.replace(config, train=train)
+    config = dataclasses.replace(config, train=train)
     return Source(stem or shape.family, config, shape, 0, notes=tuple(notes))
+
+
+def _refuse_shapes(sets: Sequence[str], why: str) -> None:
+    """Raise UserError for a `--set model.KEY`, which would otherwise change nothing and say nothing."""
+    for text in sets:
+        if text.strip().startswith("model."):
+            raise UserError(f"--set {text}: {why}", hint="change a copy of the file, or name a bundled config")
 
 
 def _given(key: str, sets: Sequence[str], flags: Mapping[str, object]) -> bool:
@@ -93,11 +103,8 @@ def plan_config(config: Config, device: str) -> Plan | None:
     """Return the plan of a training config on one node of such devices; None for a factory, whose shape is code."""
     if config.model.factory:
         return None
-    precision = config.train.precision
-    if precision == "auto":
-        precision = "bf16" if device == "cuda" else "fp32"
     ranks = max(1, config.parallel.ranks)
-    setup = setup_of(config, device=device, precision=precision, ranks=ranks, ranks_per_node=ranks)
+    setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=ranks)
     return plan_model(shape_of(config.model, config.train.seq), setup)
 
 
@@ -125,3 +132,23 @@ def shape_of(model: ModelConfig, seq: int) -> Shape:
         rotary=not gpt2,
         dropout=model.dropout if gpt2 else 0.0,
     )
+
+
+def model_of(shape: Shape) -> ModelConfig | None:
+    """Return the built-in model that has exactly this shape; None where there is none: the inverse of `shape_of`."""
+    if shape.family not in ("gpt2", "llama"):
+        return None
+    model = ModelConfig(
+        family=shape.family,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        vocab=shape.vocab,
+        mlp_hidden=shape.mlp_hidden,
+        tie=shape.tie,
+        bias=shape.norm_bias,
+        dropout=shape.dropout,
+    )
+    same = dataclasses.replace(shape_of(model, shape.positions), max_positions=shape.max_positions)
+    return model if same == shape else None

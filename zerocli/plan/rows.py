@@ -37,6 +37,8 @@ class Plan:
     moment: str = ""
     whole: bool = True
     """False for a bare parameter count: model states alone."""
+    saved: Row | None = None
+    """Checkpoints in the run folder (see saves.py): one of the rows too, but where nodes share the folder."""
 
     def needed(self, tier: str) -> int:
         """Return the bytes needed on a tier."""
@@ -54,7 +56,8 @@ class Plan:
         """Return the plan as JSON-able values."""
         tiers = {tier: self.needed(tier) for tier in TIERS}
         rows = [row.as_dict() for row in self.rows]
-        return {"needed": tiers, "peaks": self.peaks, "moment": self.moment, "rows": rows}
+        saved = self.saved.as_dict() if self.saved else None
+        return {"needed": tiers, "peaks": self.peaks, "moment": self.moment, "rows": rows, "checkpoints": saved}
 
     def lines(self) -> list[str]:
         """Return every row with its formula, and the peaks, as a person reads them."""
@@ -67,6 +70,9 @@ class Plan:
                 found.append(f"  {word:<5}{category:<18}{format_bytes(row.nbytes):>11}  {row.formula}")
             if rows:
                 found.append(f"  {word:<5}{'in all':<18}{format_bytes(self.needed(tier)):>11}")
+        if self.saved is not None and self.saved not in self.rows:
+            size = format_bytes(self.saved.nbytes)
+            found.append(f"  {'disk':<5}{self.saved.tier:<18}{size:>11}  {self.saved.formula} (on no tier)")
         if self.peaks:
             phases = ", ".join(f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in self.peaks.items())
             found.append(f"  what torch allocates there at most, by phase: {phases}; the peak: {self.moment}")

@@ -172,6 +172,7 @@ def _halves(number: int, least: int = 1) -> Iterator[int]:
 
 def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offload: str | None) -> int:
     """Return the most parameters whose model states alone fit: the paper's analysis."""
+    setup = replace(setup, checkpoints=0)
 
     def fits(count: int) -> bool:
         return _any_fits(count, setup, hardware, stages, offload)

@@ -1,15 +1,23 @@
-"""How long a step would take: an estimate, from what must be computed and moved, so that 'fastest' means something."""
+"""How long a step would take: an estimate, from what must be computed and moved, so that 'fastest' means something.
+
+A step is two stretches. In the first, states are updated while the next forward runs: it needs a unit only once that is
+updated. In the second come backward and, with accumulation, the other micro-steps. Within a stretch everything runs
+beside everything else, so it takes as long as its slowest part; between them stands the gradients' norm.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.rows import Plan
+from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.step import updates_on_cpu
 
 GB = 1e9
+UPDATE_NBYTES = 28
+"""What an update on a GPU reads and writes of a parameter: three fp32 arrays, a gradient, the parameter."""
 
 
 @dataclass(frozen=True)
@@ -22,58 +30,124 @@ class Estimate:
     tokens_per_second: float
 
 
+@dataclass
+class Moved:
+    """Bytes of one stretch: up and down one GPU's PCIe link, and over the node's disks, which read or write."""
+
+    up: float = 0.0
+    down: float = 0.0
+    disk: float = 0.0
+
+    def pcie_seconds(self, hardware: Hardware) -> float:
+        both = (self.up + self.down) / (2 * hardware.both_ways)
+        return max(self.up, self.down, both) / (hardware.pcie * GB)
+
+    def disk_seconds(self, hardware: Hardware) -> float:
+        return self.disk / (hardware.disk * GB)
+
+
+@dataclass
+class Stretch:
+    """Seconds of the parts of one stretch, by name; they run beside each other."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it takes: tensor-parallel sums stand in the way of compute, the rest does not."""
+        alone = [value for name, value in self.parts.items() if name not in ("compute", "tensor parallel")]
+        return max(self.parts["compute"] + self.parts["tensor parallel"], *alone)
+
+
 def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
-    """Return the estimate; backward hides the reductions, forward the gathers and the update of offloaded states."""
+    """Return the estimate of a step on this hardware."""
     setup = plan.setup
-    tokens = setup.batch * setup.seq * setup.accumulate
-    attention = 6 * shape.layers * shape.width_q * setup.seq  # causal: half of 12
-    flops = (6 * shape.active_numel + attention) * tokens / setup.tp
-    again = 4 / 3 if setup.recomputes else 1.0
-    compute = flops * again / (hardware.tflops * 1e12 * hardware.efficiency)
-    local = plan.numel / setup.tp
-    wire = local * setup.width * (setup.dp - 1) / setup.dp
-    link = (hardware.links if setup.ranks <= setup.ranks_per_node else hardware.network) * GB
-    passes = setup.accumulate
-    gathers = wire / link * (2 * passes if setup.zero.parameters else setup.zero.optimizer)
-    reduces = wire / link * (passes if setup.zero.gradients else 1) * (1 if setup.zero.optimizer else 2)
-    sums = 4 + 2 * (setup.recomputes)
-    tensor = 0.0
-    if setup.tp > 1:
-        hidden = tokens * shape.hidden * setup.width
-        tensor = sums * shape.layers * hidden * 2 * (setup.tp - 1) / setup.tp / (hardware.links * GB)
-    moved = _moved(plan)
-    pcie = moved["pcie"] / (hardware.pcie * GB)
-    disk = moved["disk"] / (hardware.disk * GB)
-    held = local / setup.dp if setup.zero.optimizer else local
-    on_cpu = updates_on_cpu(setup) and plan.of("optimizer_states", "dram") > 0
-    update = held * 28 / (hardware.hbm * GB) if not on_cpu else held * setup.local_ranks / (hardware.adam * GB)
-    forward = compute / (4 if setup.recomputes else 3) + tensor / 3
-    behind = max(forward, gathers / 2, pcie, disk, update if on_cpu else 0)
-    seconds = max(compute + tensor - forward, reduces + gathers / 2) + behind + (0 if on_cpu else update)
-    parts = {
-        "compute": compute,
-        "tensor parallel": tensor,
-        "collectives": gathers + reduces,
-        "pcie": pcie,
-        "nvme": disk,
-        "update": update,
-    }
+    first, rest = _stretches(plan, shape, hardware)
+    held = plan.numel / setup.tp / (setup.dp if setup.zero.optimizer else 1)
+    away = sum(plan.of("optimizer_states", tier) for tier in ("dram", "nvme"))
+    # Kernels of an update take the GPU's time, wherever their states come from; a CPU's run beside it.
+    here = held * UPDATE_NBYTES / (hardware.hbm * GB)
+    if away and updates_on_cpu(setup):
+        states = plan.of("optimizer_states") * setup.local_ranks + away
+        first.parts["update"] = held * setup.local_ranks * (away / states) / (hardware.adam * GB)
+        here *= 1 - away / states
+    seconds = first.seconds + rest.seconds + here
+    parts = {name: first.parts[name] + rest.parts.get(name, 0.0) for name in first.parts}
+    parts["update"] = parts.get("update", 0.0) + here
     bound = max(parts, key=lambda name: parts[name])
-    return Estimate(seconds, parts, bound, tokens * setup.dp / seconds)
+    return Estimate(seconds, parts, bound, setup.batch * setup.seq * setup.accumulate * setup.dp / seconds)
 
 
-def _moved(plan: Plan) -> dict[str, float]:
-    """Return the bytes a step that one rank moves over PCIe, and its node over its disks."""
+def _stretches(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Stretch, Stretch]:
+    """Return the update with the first forward, and all that follows it."""
+    setup = plan.setup
+    again = setup.accumulate - 1
+    rate = hardware.tflops * 1e12 * hardware.efficiency
+    forward, backward = (flops / rate for flops in _flops(shape, setup))
+    link = (hardware.links if setup.ranks <= setup.ranks_per_node else hardware.network) * GB
+    wire = plan.numel / setup.tp * setup.width * (setup.dp - 1) / setup.dp / link
+    gathers = (1, 2 * again + 1) if setup.zero.parameters else (int(setup.zero.optimizer), 0)
+    reduces = (setup.accumulate if setup.zero.gradients else 1) * (1 if setup.zero.optimizer else 2)
+    sums = 2 * shape.layers * _sum_seconds(shape, setup, hardware)
+    made = [
+        {"compute": forward, "tensor parallel": sums, "collectives": wire * gathers[0]},
+        {
+            "compute": forward * again + backward * setup.accumulate,
+            "tensor parallel": sums * again + sums * (2 if setup.recomputes else 1) * setup.accumulate,
+            "collectives": wire * (gathers[1] + reduces),
+        },
+    ]
+    for parts, moved in zip(made, _moved(plan, plan.numel / setup.tp), strict=True):
+        parts["pcie"], parts["nvme"] = moved.pcie_seconds(hardware), moved.disk_seconds(hardware)
+    return Stretch(made[0]), Stretch(made[1])
+
+
+def _flops(shape: Shape, setup: Setup) -> tuple[float, float]:
+    """Return the operations of one micro-step's forward and backward on one rank: all that are executed.
+
+    The loss computes its gradients in forward, so all of the head's are there, and none is recomputed. A table that is
+    only looked up takes none.
+    """
+    tokens = setup.batch * setup.seq
+    head = shape.vocab * (shape.embed_dim or shape.hidden)
+    blocks = shape.active_numel - sum(each.numel for each in shape.embed_parameters()) - (0 if shape.tie else head)
+    attention = 2 * shape.layers * shape.width_q * setup.seq  # scores and values, 2 each: causal is half of 4
+    through = (2 * blocks + attention) * tokens / setup.tp
+    heads = 6 * head * tokens * shape.local_vocab(setup.tp) / shape.vocab
+    return through + heads, through * (3 if setup.recomputes else 2)
+
+
+def _sum_seconds(shape: Shape, setup: Setup, hardware: Hardware) -> float:
+    """Return the time of one sum of activations over the tensor-parallel ranks; a block has two in each direction."""
+    hidden = setup.batch * setup.seq * shape.hidden * setup.width
+    return hidden * 2 * (setup.tp - 1) / setup.tp / (hardware.links * GB)
+
+
+def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
+    """Return the bytes that one rank moves over PCIe, and its node over its disks, in the two stretches of a step."""
     setup, ranks = plan.setup, plan.setup.local_ranks
-    moved = {"pcie": 0.0, "disk": 0.0}
+    passes = setup.accumulate
+    first, rest = Moved(), Moved()
+    away = [plan.of("optimizer_states", tier) for tier in ("dram", "nvme")]
+    on_cpu = updates_on_cpu(setup) and any(away)
+    through = 0 if on_cpu else 1  # whether states, gradients and new parameters cross the link for the update
     for tier in ("dram", "nvme"):
-        states = plan.of("optimizer_states", tier)
-        gradients = plan.of("gradients", tier) * setup.accumulate
-        parameters = plan.of("parameters", tier) * 2 * setup.accumulate
-        checkpoints = plan.of("activations", tier)
-        total = states + gradients + parameters + checkpoints
-        moved["pcie"] += total / ranks
+        states, gradients, parameters, checkpoints = (
+            plan.of(kind, tier) / ranks for kind in ("optimizer_states", "gradients", "parameters", "activations")
+        )
+        first.up += through * (states + gradients) + parameters
+        first.down += through * (states + parameters) + checkpoints
+        rest.up += parameters * (2 * passes - 1) + gradients * (passes - 1) + checkpoints * passes
+        rest.down += gradients * passes + checkpoints * (passes - 1)
         if tier == "nvme":
-            # A disk reads and writes over one link.
-            moved["disk"] += 2 * (states + gradients + checkpoints) + parameters * 1.5
-    return moved
+            kept = min(parameters, setup.staging_nbytes)  # of each pass, what the mover still has
+            first.disk += ranks * (2 * states + gradients + 2 * parameters - kept + checkpoints)
+            rest.disk += ranks * ((parameters - kept) * (2 * passes - 1) + gradients * (2 * passes - 1))
+            rest.disk += ranks * checkpoints * (2 * passes - 1)
+    if on_cpu:
+        share = local / (setup.dp if setup.zero.optimizer else 1)
+        if not any(plan.of("gradients", tier) for tier in ("dram", "nvme")):
+            first.down += share * setup.grad_width
+        if not any(plan.of("parameters", tier) for tier in ("dram", "nvme")):
+            first.up += share * setup.width
+    return first, rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -54,6 +55,10 @@ class Setup:
     reduce: str = "compute"
     update: str = "auto"
     staging_nbytes: int = 512 << 20
+    checkpoints: int = 0
+    """Saved checkpoints that the run folder holds at most, the one being written among them; 0: nothing is saved."""
+    checkpoint_buffer: int = 1 << 30
+    """Bytes of host memory, a rank, that a saved checkpoint may pass through."""
     device: str = "cuda"
     """`cuda`, or `cpu`, whose memory then plays hbm."""
     runtime: Mapping[str, int] = field(default_factory=dict)
@@ -148,6 +153,15 @@ def num_states(config: Config) -> int:
     return NUM_STATES[name]
 
 
+def num_checkpoints(config: Config) -> int:
+    """Return how many checkpoints a run's folder holds at most: those kept, and the one that is being written."""
+    saves = config.checkpoint
+    if not saves.every and not saves.time_limit:
+        return 0
+    marked = config.train.steps // math.lcm(saves.every, saves.keep_every) if saves.every and saves.keep_every else 0
+    return saves.keep + marked + 1
+
+
 def setup_of(config: Config, **changes: object) -> Setup:
     """Return the setup that a training config asks for; `changes` are fields laid over it."""
     train, zero, offload = config.train, config.zero, config.offload
@@ -158,9 +172,9 @@ def setup_of(config: Config, **changes: object) -> Setup:
         "tp": config.parallel.tp,
         "batch": train.batch,
         "seq": train.seq,
-        "precision": "bf16" if train.precision == "auto" else train.precision,
+        "precision": train.precision,
         "policy": config.activations.policy,
-        "partition": getattr(config.activations, "partition", True),
+        "partition": config.activations.partition,
         "accumulate": train.accumulate,
         "num_states": num_states(config),
         "bucket_nbytes": zero.bucket,
@@ -168,8 +182,12 @@ def setup_of(config: Config, **changes: object) -> Setup:
         "reduce": zero.reduce,
         "update": offload.update,
         "staging_nbytes": offload.staging,
+        "checkpoints": num_checkpoints(config),
+        "checkpoint_buffer": config.checkpoint.buffer,
     }
     setup = Setup(**(given | changes))  # type: ignore[arg-type]
+    if setup.precision == "auto":
+        setup = replace(setup, precision="bf16" if setup.device == "cuda" else "fp32")
     if train.global_batch and "accumulate" not in changes:
         each = max(1, setup.batch * setup.ranks // max(1, setup.tp))
         setup = replace(setup, accumulate=max(1, train.global_batch // each))

@@ -8,6 +8,7 @@ only those that a first, sound step would show. The operations are those of a CP
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from zerocli.engine import Engine
 from zerocli.errors import UserError
@@ -27,7 +28,8 @@ from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Unit
 from zerocli.plan.traced import Traced, way
 from zerocli.settings import Settings
-from zerocli.unit import claim_parameters, find_units
+from zerocli.tensor_parallel import TensorParallel, open_axes, planned_cuts
+from zerocli.unit import UnitChoice, claim_parameters, find_units
 
 MAX_RANKS = 4096
 HELD = ("parameters", "gradients", "optimizer_states", "gathered", "buffers")
@@ -37,27 +39,37 @@ HELD = ("parameters", "gradients", "optimizer_states", "gathered", "buffers")
 def trace(name: str, make: Any, setups: list[Setup]) -> Traced:
     """Run the model that `make()` builds on the meta device once for each way of training that differs in a step."""
     moving: dict[tuple[bool, bool], int] = {}
-    parts, buffers = units_of(make())
+    try:
+        parts, buffers = units_of(make(), setups[0].tp)
+    except ValueError as error:
+        raise UserError(f"--trace: {error}", hint="--tp 1") from error
     for setup in setups:
         if way(setup) not in moving:
             moving[way(setup)] = run(make(), setup)
     return Traced(name, parts, buffers, moving)
 
 
-def units_of(model: nn.Module) -> tuple[tuple[Unit, ...], int]:
-    """Return the units that the engine would make of a model, and the bytes of its buffers."""
+def units_of(model: nn.Module, tp: int = 1) -> tuple[tuple[Unit, ...], int]:
+    """Return the units that the engine would make of a model, and the bytes of its buffers.
+
+    Raises ValueError for a model that this tensor-parallel degree does not split.
+    """
     found = []
+    cuts = planned_cuts(model, tp)
     for unit, named in claim_parameters(model, find_units(model, _choice(model))):
         if named:
-            parameters = tuple(Parameter(name, tuple(p.shape)) for name, p in named)
+            parameters = tuple(
+                Parameter(name, tuple(p.shape), cuts[name].dim if name in cuts else None) for name, p in named
+            )
             found.append(Unit(unit.name or "rest", parameters))
     return tuple(found), sum(b.numel() * b.element_size() for b in model.buffers())
 
 
-def run(model: nn.Module, setup: Setup) -> int:
-    """Return the most bytes of a step of the real engine beyond what it holds between steps; two steps are taken."""
-    if setup.tp > 1:
-        raise UserError("--trace runs one rank's whole layers: it takes no --tp", hint="--tp 1")
+def run(model: nn.Module, setup: Setup, recompute: UnitChoice = None) -> int:
+    """Return the most bytes of a step of the real engine beyond what it holds between steps; two steps are taken.
+
+    `recompute` chooses the units that are recomputed, as `Settings.recompute` does; by default the setup's policy does.
+    """
     if setup.ranks > MAX_RANKS:
         raise UserError(f"--trace is rank 0 of at most {MAX_RANKS} ranks, not {setup.ranks}")
     settings = Settings(
@@ -66,16 +78,18 @@ def run(model: nn.Module, setup: Setup) -> int:
         accumulate=1,
         clip=1.0,
         units=_choice(model),
-        recompute=setup.recomputes,
+        recompute=setup.recomputes if recompute is None else recompute,
         bucket_nbytes=setup.bucket_nbytes,
         gather_buffers=setup.gather_buffers,
         reduce=setup.reduce,
+        partition_activations=setup.partition,
         device="cpu",
     )
     live = LiveBytes(granularity=512)
-    with _group(setup.ranks), _without_memory(), live:
+    with _axes(setup.ranks, setup.tp) as axes, _without_memory(), live:
         try:
-            engine = Engine(model, settings)
+            engine = Engine(model, dataclasses.replace(settings, **axes))
+            sums = _trust(engine.tensor_parallel)
             reducer = engine.reducer
             reducer._adopt_order = lambda: _adopt(reducer)  # type: ignore[method-assign]
             for _ in range(2):
@@ -88,7 +102,7 @@ def run(model: nn.Module, setup: Setup) -> int:
                 f"the model did not run on (tokens, targets) of {setup.batch} x {setup.seq}: {error}",
                 hint="forward(tokens, targets) gives the loss, and asks no tensor for its value",
             ) from error
-    return live.peak - sum(held[category] for category in HELD)
+    return live.peak - sum(held[category] for category in HELD) + max(sums, default=0)
 
 
 def _choice(model: nn.Module) -> Any:
@@ -102,8 +116,27 @@ def _adopt(reducer: Any) -> None:
     reducer._order, reducer._ordered_by_use = list(reducer._completed), True
 
 
+def _trust(axis: TensorParallel) -> set[int]:
+    """Let tensor-parallel ranks not compare inputs and random numbers, which have no values; return the sizes summed.
+
+    A real sum over the ranks holds on to what it sums until it is over. Here it is over at once.
+    """
+    sizes: set[int] = set()
+    all_reduce = axis.all_reduce
+
+    def remember(tensor: torch.Tensor, what: str = "") -> Any:
+        sizes.add(tensor.nbytes)
+        return all_reduce(tensor, what)
+
+    axis._unchecked.clear()
+    axis.own_masks = contextlib.nullcontext  # type: ignore[assignment, method-assign]
+    axis.all_reduce = remember  # type: ignore[method-assign]
+    return sizes
+
+
 @contextlib.contextmanager
-def _group(ranks: int) -> Iterator[None]:
+def _axes(ranks: int, tp: int) -> Iterator[dict[str, Any]]:
+    """Be rank 0 of a group that moves nothing; yield the settings of its two axes, made while tensors have memory."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -111,7 +144,8 @@ def _group(ranks: int) -> Iterator[None]:
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        yield
+        group, mesh = open_axes(tp, None, torch.device("cpu"))
+        yield {"group": group, "tp": mesh} if mesh is not None else {}
     finally:
         if ranks > 1:
             dist.destroy_process_group()
@@ -137,8 +171,15 @@ def _without_memory() -> Iterator[None]:
             return real(tensor)
         return of_storage(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
+    split = TensorParallel.split
+
+    def split_meta(axis: TensorParallel, model: nn.Module) -> None:
+        with unset_fake_temporarily():  # a model on the meta device has no memory, and cannot hold fake parts
+            split(axis, model)
+
     with contextlib.ExitStack() as stack:
         for change in (
+            mock.patch.object(TensorParallel, "split", split_meta),
             mock.patch.object(torch.Tensor, "data_ptr", of_tensor),
             mock.patch.object(torch.UntypedStorage, "data_ptr", of_storage),
             mock.patch.object(FakeTensor, "__bool__", lambda tensor: False, create=True),

@@ -107,6 +107,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "peaks": plan.peaks,
         "moment": plan.moment,
         "rows": [row.as_dict() for row in plan.rows],
+        "checkpoints": plan.saved.as_dict() if plan.saved else None,
         "step": None
         if timed is None
         else {"seconds": timed.seconds, "parts": timed.parts, "bound": timed.bound, "estimate": True},

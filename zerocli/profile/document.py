@@ -99,6 +99,7 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
         "ranks_per_node": facts["ranks_per_node"],
         "precision": facts["precision"],
         "device": facts["device"],
+        "checkpoints": 0,  # a profile's books are of the tiers, not of the run folder
     }
     if facts["device"] == "cuda":
         changes["update"] = "cpu" if facts["update_on_cpu"] else "stream"

@@ -1,0 +1,40 @@
+"""The config: what can be set, how it is read and checked. `load` is the way in; every problem is reported at once."""
+
+from zerocli.config.draft import assemble, from_dict, load, to_dict
+from zerocli.config.file import bundled
+from zerocli.config.laws import validate
+from zerocli.config.schema import (
+    FIELDS,
+    SECTIONS,
+    ActivationsConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    ZeroConfig,
+)
+
+__all__ = [
+    "FIELDS",
+    "SECTIONS",
+    "ActivationsConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "TrainConfig",
+    "ZeroConfig",
+    "assemble",
+    "bundled",
+    "from_dict",
+    "load",
+    "to_dict",
+    "validate",
+]

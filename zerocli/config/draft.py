@@ -1,0 +1,170 @@
+"""Putting a config together from a document, `--set` and flags; every problem is reported at once, where it stands."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zerocli.config import file as configfile
+from zerocli.config.convert import convert
+from zerocli.config.laws import violations
+from zerocli.config.schema import FIELDS, PRESETS, SECTIONS, Config, TrainConfig, get, short
+from zerocli.errors import ConfigError, Problem, closest, quote
+
+# Flags that are not named after their key.
+_FLAGS = {"data.path": "--data", "offload.placement": "--offload"}
+
+
+def load(source: str, sets: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
+    """Return the config that `source` names, with `sets` (`section.key=value`) and then `flags` laid over it.
+
+    `flags` maps dotted keys to typed values; None is a flag that was not given. Raises ConfigError with every
+    problem found. Nothing is imported or executed, a factory neither.
+    """
+    return assemble(configfile.read(source), sets, flags, is_file=source.endswith((".toml", ".json")))
+
+
+def assemble(
+    document: configfile.Document,
+    sets: Sequence[str] = (),
+    flags: Mapping[str, object] | None = None,
+    is_file: bool = False,
+) -> Config:
+    """Return the config that a document says, with `sets` and `flags` laid over it; see `load`."""
+    draft = _Draft(list(document.problems))
+    draft.add_document(document)
+    if draft.values.get("model.factory") and is_file:
+        fact = "a factory is code, and no code is run because a file says so: name it as CONFIG instead"
+        draft.problems.append(Problem(draft.places["model.factory"], fact))
+    for text in sets:
+        place = f"--set {text[:80]}"
+        try:
+            key, value, raw = configfile.parse_set(text)
+        except ValueError as error:
+            draft.problems.append(Problem(place, str(error)))
+        else:
+            draft.add(key, value, place, raw)
+    for key, value in (flags or {}).items():
+        if value is not None and value != ():
+            flag = _FLAGS.get(key, "--" + key.rpartition(".")[2].replace("_", "-"))
+            draft.add(key, value, f"{flag} {value if isinstance(value, str) else quote(value)}")
+    if document.positions:
+        draft.bound_seq(document.positions)
+    return draft.finish()
+
+
+class _Draft:
+    """A config being put together: typed values, where each came from, and what is wrong so far."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        self.values: dict[str, Any] = {}
+        self.places: dict[str, str] = {}
+        self.bad: set[str] = set()  # keys already complained about: nothing is concluded from their values
+
+    def add_document(self, document: configfile.Document) -> None:
+        self.values["name"] = re.sub(r"[^\w.-]+", "-", document.name).lstrip("-.") or "unnamed"
+        for section, table in document.values.items():
+            place = document.places.get(section, section)
+            if section not in SECTIONS or not isinstance(table, Mapping):
+                self.add(section, table, place)
+                continue
+            for key, value in table.items():
+                self.add(f"{section}.{key}", value, document.places.get(f"{section}.{key}", f"{section}.{key}"))
+
+    def add(self, key: str, value: object, place: str, raw: str | None = None) -> None:
+        """Take `key` as `value`; `raw` is its own text where it came from a command line."""
+        if raw is not None and key.startswith("optimizer.options.") and key.count(".") == 2:
+            options = self.values.get("optimizer.options", {})
+            key, value = "optimizer.options", {**options, key.rpartition(".")[2]: value}
+        if key not in FIELDS:
+            self.problems.append(unknown(key, value, place))
+            return
+        field = FIELDS[key]
+        try:
+            self.values[key] = convert(field, value, raw)
+            self.places.pop(key, None)  # the newest stands last
+            self.places[key] = place
+            if key == "preset":
+                for preset_key, preset_value in PRESETS.get(str(value), {}).items():
+                    self.add(preset_key, preset_value, place)
+        except (ValueError, OverflowError) as error:
+            self.problems.append(Problem(place, f"{short(key)} {error}"))
+            self.bad.add(key)
+
+    def bound_seq(self, positions: int) -> None:
+        seq = self.values.get("train.seq")
+        if seq is None:
+            self.values["train.seq"] = min(positions, TrainConfig.seq)
+        elif seq > positions:
+            fact = f"seq {seq} is beyond the {positions} positions the model was made for"
+            self.problems.append(Problem(self.places["train.seq"], fact))
+
+    def finish(self) -> Config:
+        config = build(self.values)
+        for keys, problem in violations(config):
+            if not self.bad.intersection(keys):
+                # Of the keys involved, the one given last is the likeliest to be wrong.
+                place = next((self.places[key] for key in reversed(self.places) if key in keys), problem.place)
+                self.problems.append(dataclasses.replace(problem, place=place))
+        if self.problems:
+            raise ConfigError(self.problems)
+        return config
+
+
+def build(values: Mapping[str, Any]) -> Config:
+    """Return the config of values by dotted key, each of its field's type; the others have their defaults."""
+    sections: dict[str, Any] = {}
+    for section, kind in SECTIONS.items():
+        given = {k: v for k, v in values.items() if k.startswith(section + ".")}
+        sections[section] = kind(**{FIELDS[key].name: value for key, value in given.items()})
+    return Config(name=values.get("name", "unnamed"), preset=values.get("preset", ""), **sections)
+
+
+def unknown(key: str, value: object, place: str) -> Problem:
+    section, dot, name = key.partition(".")
+    shown = quote(key, 80)[1:-1]
+    if not dot:
+        if section in SECTIONS:
+            return Problem(place, f"{section} is a section of keys, not {quote(value)}")
+        if isinstance(value, Mapping):
+            return Problem(place, f"there is no section {shown}", closest(section, SECTIONS))
+        inside = [known for known in FIELDS if short(known) == section]
+        meant = inside[0] if inside else closest(section, FIELDS)
+        return Problem(place, f"there is no key {shown} outside a section", meant)
+    if section not in SECTIONS:
+        meant = closest(section, SECTIONS)
+        if meant and f"{meant}.{name}" in FIELDS:
+            meant = f"{meant}.{name}"
+        return Problem(place, f"there is no section {quote(section)[1:-1]}", meant)
+    siblings = [short(known) for known in FIELDS if known.startswith(section + ".")]
+    elsewhere = [known for known in FIELDS if short(known) == name]
+    meant = closest(name, siblings)
+    meant = f"{section}.{meant}" if meant else elsewhere[0] if elsewhere else ""
+    return Problem(place, f"there is no key {shown}", meant)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Return the config as JSON-able values, keys as in files; `from_dict` gives the same config back."""
+    made: dict[str, Any] = {"name": config.name, "preset": config.preset} | {section: {} for section in SECTIONS}
+    for key in FIELDS:
+        if "." in key:
+            value = get(config, key)
+            plain = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
+            made[key.partition(".")[0]][short(key)] = plain
+    return made
+
+
+def from_dict(values: Mapping[str, Any], place: str = "") -> Config:
+    """Return the config that `to_dict` wrote; raise ConfigError with every problem, each at `place` and its key."""
+    if not isinstance(values, Mapping):
+        raise ConfigError([Problem(place or "config", f"{quote(values)} is not a table")])
+    draft = _Draft([])
+    draft.add_document(configfile.Document(Config.name, {str(key): value for key, value in values.items()}))
+    try:
+        return draft.finish()
+    except ConfigError as error:
+        if not place:
+            raise
+        named = [dataclasses.replace(problem, place=f"{place} {problem.place}") for problem in error.problems]
+        raise ConfigError(named) from None

@@ -1,0 +1,90 @@
+"""The laws of a config of the right types: ranges, and what holds between keys."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from zerocli.config.schema import FIELDS, Config, get, short
+from zerocli.errors import Problem, closest, quote
+from zerocli.shards import nearest_divisor
+
+
+def validate(config: Config) -> list[Problem]:
+    """Return what is wrong with a config of the right types: ranges and cross checks, each at its dotted key."""
+    return [problem for _, problem in violations(config)]
+
+
+def violations(config: Config) -> Iterator[tuple[tuple[str, ...], Problem]]:
+    """Yield (the keys involved, the problem)."""
+    bad = set()
+    for key, field in FIELDS.items():
+        fact, meant = _law_broken(field, get(config, key))
+        if fact:
+            bad.add(key)
+            yield (key,), Problem(key, f"{short(key)} {fact}", meant)
+    for keys, fact in _cross_checks(config, bad):
+        yield keys, Problem(keys[0], fact)
+    for keys, fact, meant in _tp_checks(config, bad):
+        yield keys, Problem(keys[0], fact, meant)
+
+
+def _law_broken(field: dataclasses.Field, value: Any) -> tuple[str, str]:
+    """Return (the fact, what was probably meant); empty where the value keeps the field's law."""
+    law = field.metadata
+    choices = law.get("choices")
+    if choices and value not in choices:
+        meant = closest(value, choices) if isinstance(value, str) else ""
+        return f"{quote(value)} is not one of {', '.join(str(c) for c in choices if c != '')}", meant
+    if "form" in law and value != field.default and not law["form"].fullmatch(value):
+        return f"{quote(value)} is not of the form {law['example']}", ""
+    if field.name == "nvme_path" and "" in value:
+        return "has an empty path in it", ""
+    for number in value if isinstance(value, tuple) else (value,):
+        if "least" in law and number < law["least"]:
+            return f"{quote(number)} is below {law['least']}", ""
+        if "above" in law and number <= law["above"]:
+            return f"{quote(number)} is not above {law['above']}", ""
+        if "below" in law and number >= law["below"]:
+            return f"{quote(number)} is not below {law['below']}", ""
+        if "most" in law and number > law["most"]:
+            return f"{quote(number)} is above {law['most']}", ""
+    return "", ""
+
+
+def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (keys, fact) of each law between keys that is broken; a key already bad takes part in none."""
+    model = config.model
+    kv_heads = model.kv_heads or model.heads
+
+    def sound(*names: str) -> bool:
+        return not bad.intersection(names)
+
+    if model.factory:
+        return  # the factory decides the shape
+    if sound("model.heads", "model.hidden"):
+        if model.hidden % model.heads:
+            yield ("model.heads", "model.hidden"), f"heads {model.heads} does not divide hidden {model.hidden}"
+        elif model.family == "llama" and model.hidden // model.heads % 2:
+            fact = f"heads of {model.hidden // model.heads} (hidden / heads) are odd: rotary embeddings turn pairs"
+            yield ("model.heads", "model.hidden"), fact
+    if sound("model.heads", "model.kv_heads") and model.heads % kv_heads:
+        yield ("model.kv_heads", "model.heads"), f"kv_heads {kv_heads} does not divide heads {model.heads}"
+
+
+def _tp_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Yield (keys, fact, the nearest degree that works) of each number that the tensor-parallel degree must divide.
+
+    The model itself checks the widths that it derives from others, when it is split.
+    """
+    model, tp = config.model, config.parallel.tp
+    numbers = {"parallel.ranks": config.parallel.ranks}
+    if not model.factory:  # else the factory decides the shape
+        numbers["model.kv_heads" if model.kv_heads else "model.heads"] = model.kv_heads or model.heads
+        numbers["model.mlp_hidden"] = model.mlp_hidden
+    numbers = {key: number for key, number in numbers.items() if number and key not in bad}
+    if "parallel.tp" not in bad:
+        for key, number in numbers.items():
+            if number % tp:
+                nearest = nearest_divisor(tp, math.gcd(*numbers.values()))
+                yield ("parallel.tp", key), f"tp {tp} does not divide {short(key)} {number}", f"tp {nearest}"

@@ -1,0 +1,251 @@
+"""What can be set: the sections, their keys, each key's default and law. (No torch.)"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zerocli.config.file import FACTORY
+
+
+def setting(default: Any, **law: Any) -> Any:
+    """Return a field and the law of its value: `choices`, `least`, `most`, `above`, `below`, `size` (of bytes)."""
+    return dataclasses.field(default=default, metadata=law)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model's shape."""
+
+    family: str = setting("gpt2", choices=("gpt2", "llama"))
+    """Which built-in model: gpt2 or llama."""
+    layers: int = setting(4, least=1)
+    """Transformer blocks."""
+    hidden: int = setting(128, least=1)
+    """Width of the residual stream."""
+    heads: int = setting(4, least=1)
+    """Attention heads; they divide `hidden`."""
+    kv_heads: int = setting(0, least=0)
+    """Heads of keys and values (grouped-query attention); 0 = as many as `heads`."""
+    vocab: int = setting(256, least=1)
+    """Token ids the model knows: 0 to vocab - 1."""
+    mlp_hidden: int = setting(0, least=0)
+    """Width inside the MLP; 0 = the family's own rule."""
+    dropout: float = setting(0.0, least=0, below=1)
+    """Share of activations dropped in training."""
+    tie: bool = setting(True)
+    """Whether the output layer shares the embedding's weights."""
+    bias: bool = setting(True)
+    """Whether linear layers have biases."""
+    rope_theta: float = setting(10000.0, above=0)
+    """Base of the rotary embedding's wavelengths (llama)."""
+    norm_eps: float = setting(1e-5, above=0)
+    """Added under the root in normalisation."""
+    factory: str = setting("", form=FACTORY, example="package.module:callable")
+    """`package.module:callable` that builds the model instead of a built-in family."""
+    compile: bool = setting(False)
+    """Whether the blocks go through torch.compile."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    steps: int = setting(100, least=1)
+    """Optimizer steps."""
+    batch: int = setting(8, least=1)
+    """Sequences per data-parallel rank and micro-step."""
+    seq: int = setting(128, least=1)
+    """Tokens of a sequence."""
+    accumulate: int = setting(1, least=1)
+    """Micro-steps whose gradients are summed before an optimizer step."""
+    global_batch: int = setting(0, least=0)
+    """Sequences a step over all ranks; `accumulate` follows from it. 0 = batch x ranks x accumulate."""
+    clip: float = setting(1.0, least=0)
+    """Largest norm of the whole gradient; 0 = not clipped."""
+    precision: str = setting("auto", choices=("auto", "fp32", "bf16", "fp16"))
+    """What the model computes in; auto = bf16 where the device supports it."""
+    seed: int = setting(1234, least=0)
+    """Decides the first weights, the order of the data and dropout."""
+    on_nan: str = setting("stop", choices=("stop", "continue"))
+    """What a loss that is not finite does to the run."""
+    gpu_memory: int = setting(0, least=0, size=True)
+    """Bytes of each GPU that the run may take, to try a smaller one; 0 = all."""
+    init_from: str = setting("")
+    """Folder with safetensors whose weights the run starts from; empty = new ones."""
+    watchdog: float = setting(600.0, least=0)
+    """Seconds after which a collective or transfer that is stuck ends the run; 0 = never."""
+    log_every: int = setting(10, least=1)
+    """Steps between two lines of progress where there is no terminal."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How a gradient becomes an update."""
+
+    name: str = setting("adamw", form=re.compile(r"[^\W\d][\w.]*"), example="adamw")
+    """adamw, or a class of torch.optim by its name."""
+    lr: float = setting(3e-4, least=0)
+    """The highest learning rate."""
+    betas: tuple[float, float] = setting((0.9, 0.95), least=0, below=1)
+    """Decay of the two moments (Adam)."""
+    eps: float = setting(1e-8, least=0)
+    """Added to the root of the second moment (Adam)."""
+    weight_decay: float = setting(0.1, least=0)
+    """Decoupled decay of matrices, a step, times the learning rate."""
+    momentum: float = setting(0.9, least=0, below=1)
+    """Momentum (SGD)."""
+    warmup: int = setting(0, least=0)
+    """Steps over which the learning rate rises from zero."""
+    schedule: str = setting("cosine", choices=("cosine", "linear", "constant"))
+    """How the learning rate falls after the warm-up."""
+    min_lr: float = setting(0.1, least=0, most=1)
+    """Where it ends, as a fraction of `lr`."""
+    options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """Further keyword arguments for other classes of torch.optim."""
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """What is partitioned, and through which buffers it travels."""
+
+    stage: int = setting(2, choices=(0, 1, 2, 3))
+    """0: nothing; 1: optimizer states; 2: and gradients; 3: and parameters are partitioned."""
+    bucket: int = setting(32 * 2**20, least=1, size=True)
+    """Bytes of one reduction bucket; files may say `64MiB`."""
+    buffers: int = setting(2, least=2)
+    """Gather buffers per size class: one computes while the next is filled."""
+    reduce: str = setting("compute", choices=("compute", "fp32"))
+    """Type of gradients on the wire: the compute type, or fp32 at twice the bytes."""
+
+
+@dataclass(frozen=True)
+class ActivationsConfig:
+    """What becomes of activations between forward and backward."""
+
+    policy: str = setting("keep", choices=("keep", "recompute"))
+    """Keep them, or keep each block's input (its checkpoint) and recompute the rest; `--offload activations=TIER` says
+    where checkpoints rest, and means recompute."""
+    partition: bool = setting(True)
+    """Whether tensor-parallel ranks, which have equal checkpoints, each keep a part of them (Pa)."""
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Which tier holds which model states."""
+
+    placement: str = setting("")
+    """The text of `--offload`, such as `cpu` or `params=cpu,optimizer=nvme`; empty = all on the device."""
+    update: str = setting("auto", choices=("auto", "cpu", "stream"))
+    """Where offloaded optimizer states are updated: on the CPU, or streamed through the device."""
+    nvme_path: tuple[str, ...] = setting(())
+    """Folders of the nvme tier; several are striped."""
+    staging: int = setting(512 * 2**20, least=1, size=True)
+    """Bytes of pinned memory through which nvme transfers pass."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run is saved."""
+
+    every: int = setting(0, least=0)
+    """Steps between checkpoints; 0 = never."""
+    async_: bool = setting(True)
+    """Whether training goes on while a checkpoint is written (`async` in files)."""
+    keep: int = setting(2, least=1)
+    """How many of the newest are kept."""
+    keep_every: int = setting(0, least=0)
+    """Beside those, each whose step is a multiple of this is kept; 0 = none."""
+    buffer: int = setting(2**30, least=1, size=True)
+    """Bytes of host memory, a rank, that a checkpoint passes through on its way to disk."""
+    time_limit: float = setting(0.0, least=0)
+    """Seconds the run may take; shortly before, it is saved and ends with exit code 75. 0 = no limit."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    path: str = setting("")
+    """Text file, folder of text files, .bin or .npy of token ids; empty = Python's standard library as bytes."""
+    tokenizer: str = setting("bytes")
+    """`bytes`, or the path of a tokenizer.json."""
+    dtype: str = setting("", choices=("", "uint16", "uint32"))
+    """Type of the ids in a .bin; empty = uint16."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many processes, and how they split the work."""
+
+    ranks: int = setting(0, least=0)
+    """Processes in all; 0 = one a GPU, or 2 without a GPU."""
+    tp: int = setting(1, least=1)
+    """Ranks that split each layer between them (tensor parallel); they divide `ranks`."""
+
+
+PRESETS: dict[str, dict[str, object]] = {
+    f"C{number}": {
+        "zero.stage": stage,
+        "activations.policy": "recompute",
+        "activations.partition": partition,
+        "offload.placement": placement,
+    }
+    for number, stage, partition, placement in (
+        (1, 1, False, ""),
+        (2, 1, True, ""),
+        (3, 2, False, ""),
+        (4, 2, True, ""),
+        (5, 2, True, "activations=cpu"),
+    )
+}
+"""The ZeRO paper's configurations. Constant buffers and contiguous arenas (CB, MD) are always there."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run is made of."""
+
+    name: str = setting("unnamed", form=re.compile(r"\w[\w.-]*"), example="my-model")
+    """What the run is called: letters, digits, `.`, `_` and `-`."""
+    preset: str = setting("", choices=("", *PRESETS))
+    """C1 to C5 of the ZeRO paper: sets stage, activations and offload together; keys that come after it go first."""
+    model: ModelConfig = ModelConfig()
+    """The model's shape."""
+    train: TrainConfig = TrainConfig()
+    """The training run."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer and its learning rate."""
+    zero: ZeroConfig = ZeroConfig()
+    """What is partitioned."""
+    activations: ActivationsConfig = ActivationsConfig()
+    """What becomes of activations."""
+    offload: OffloadConfig = OffloadConfig()
+    """Which tier holds what."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the run is saved."""
+    data: DataConfig = DataConfig()
+    """Where tokens come from."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How many processes."""
+
+
+SECTIONS: dict[str, type] = {f.name: f.type for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}  # type: ignore[misc]
+# Dotted key, as in files, to field: `checkpoint.async` to async_, which Python keeps the bare word from.
+FIELDS: dict[str, dataclasses.Field] = {field.name: field for field in dataclasses.fields(Config)[:2]} | {
+    f"{section}.{field.name.rstrip('_')}": field
+    for section, kind in SECTIONS.items()
+    for field in dataclasses.fields(kind)
+}
+
+
+def short(key: str) -> str:
+    """Return a dotted key without its section."""
+    return key.rpartition(".")[2]
+
+
+def get(config: Config, key: str) -> Any:
+    """Return the value of a dotted key."""
+    section = key.rpartition(".")[0]
+    return getattr(getattr(config, section) if section else config, FIELDS[key].name)
