@@ -106,7 +106,6 @@ class Saver:
             torch.cuda.set_device(self._engine.device)
         self.progress.begin(step)
         try:
-            snapshot.start()
             self._planner.parts = snapshot.parts
             dcp.save({}, storage_writer=writer, planner=self._planner, process_group=self._group)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException alone
