@@ -18,6 +18,7 @@ from toys import Uneven, split, uneven_batch
 
 import zerocli
 from zerocli.checkpoint import Folder, Mismatch, Saver, load, resume
+from zerocli.checkpoint import saver as savers
 from zerocli.checkpoint import snapshot as snapshots
 from zerocli.checkpoint.boxes import Block, Box, Extent, boxes, boxes_of, whole
 from zerocli.checkpoint.parts import Part, SavePlanner, tensor_part
@@ -451,3 +452,23 @@ def test_copies_off_a_gpu_are_long_and_few_are_under_way_at_once(monkeypatch):
     assert torch.equal(found, values)
     snapshot.let_go()
     slots.close()
+
+
+def test_a_wait_for_want_of_buffer_is_told_once_with_the_buffer_that_spares_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshots, "SLOT_NBYTES", 64 << 10)
+    monkeypatch.setattr(savers, "WORTH_SAYING_SECONDS", 0.0)
+    model, said = nn.Linear(300, 400), []
+    engine = zerocli.shard(model, stage=3, lr=0.1)
+    saver = Saver(engine, tmp_path, buffer_nbytes=1, say=said.append, keep=9)
+    for step in (1, 2):
+        saver.save(step)
+        engine.backward(engine(torch.ones(2, 300)).sum())
+        engine.step()
+    saver.close()
+    assert [("checkpoint.buffer=1GiB" in text) for text in said] == [True, False]
+    said.clear()
+    saver = Saver(engine, tmp_path, buffer_nbytes=1 << 30, say=said.append, keep=9)
+    saver.save(3)
+    saver.close()
+    assert len(said) == 1 and "checkpoint.buffer" not in said[0]
+    engine.close()

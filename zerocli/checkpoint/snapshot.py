@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -172,6 +173,13 @@ class Snapshot:
         self._waits: dict[int, list[Wait]] = {}
         self._marks: dict[int, Mark] = {}
         self._device = device
+        self.held_seconds = 0.0
+        """How long updates have waited for what was not read yet."""
+
+    @property
+    def wanted_nbytes(self) -> int:
+        """The buffer with which no update would wait for the disk."""
+        return len(self.batches) * self._slots.slot_nbytes
 
     def start(self) -> None:
         """Issue the copies off the GPU that there is a slot for, a few ahead of those that have come."""
@@ -216,8 +224,10 @@ class Snapshot:
         """Let the caller's current stream change a flat's states only after they have been read."""
         if id(owner) not in self._left:
             return
+        began = time.monotonic()
         with self._changed:
             self._changed.wait_for(lambda: self._left.get(id(owner), 0) <= 0)
+            self.held_seconds += time.monotonic() - began
             self._left.pop(id(owner), None)
             waits, mark = self._waits.pop(id(owner), []), self._marks.pop(id(owner), None)
         on_device = getattr(owner, "record", None) is None and getattr(owner, "param_store", None) is None
