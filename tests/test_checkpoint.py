@@ -18,8 +18,11 @@ from toys import Uneven, split, uneven_batch
 
 import zerocli
 from zerocli.checkpoint import Folder, Mismatch, Saver, load, resume
-from zerocli.checkpoint.boxes import Block, Extent, boxes, boxes_of, whole
-from zerocli.checkpoint.parts import SavePlanner, tensor_part
+from zerocli.checkpoint import saver as savers
+from zerocli.checkpoint import snapshot as snapshots
+from zerocli.checkpoint.boxes import Block, Box, Extent, boxes, boxes_of, whole
+from zerocli.checkpoint.parts import Part, SavePlanner, tensor_part
+from zerocli.checkpoint.sources import Memory
 from zerocli.shards import Span
 
 TIERS = {
@@ -409,3 +412,64 @@ def test_a_run_plans_its_saves_once_and_anew_where_something_else_is_saved():
     again = planner.create_local_plan()
     assert again is not first
     assert planner.create_global_plan([again])[1].state_dict_metadata["b"].size == (5, 2)
+
+
+class FarAway(Memory):
+    """Memory whose copies are under way until somebody waits for them."""
+
+    def __init__(self, tensor, under_way):
+        super().__init__(tensor)
+        self.on_gpu, self.under_way = True, under_way
+
+    def read(self, start, target):
+        super().read(start, target)
+        copy = object()
+        self.under_way.append(copy)
+        self.under_way.most = max(self.under_way.most, len(self.under_way))
+        return lambda: self.under_way.remove(copy) if copy in self.under_way else None
+
+
+class Counted(list):
+    most = 0
+
+
+def test_copies_off_a_gpu_are_long_and_few_are_under_way_at_once(monkeypatch):
+    """A full queue of the driver's would hold up training's own launches."""
+    monkeypatch.setattr(snapshots, "SLOT_NBYTES", 4096)
+    monkeypatch.setattr(snapshots, "MAX_SLOT_NBYTES", 4096)
+    under_way = Counted()
+    values = torch.arange(40 * 1024, dtype=torch.float32)
+    source = FarAway(values, under_way)
+    parts = [
+        Part(f"p{i}", (256,), source, [Box((0,), (128,), 256 * i), Box((128,), (128,), 256 * i + 128)])
+        for i in range(160)
+    ]
+    slots = snapshots.Slots(1 << 20, torch.device("cpu"))
+    snapshot = snapshots.Snapshot(parts, torch.device("cpu"), slots)
+    assert len(snapshot.batches) == 40
+    snapshot.start()
+    assert 0 < under_way.most <= snapshots.NUM_UNDER_WAY + 1  # a copy a slot, though each holds eight boxes
+    found = torch.cat([snapshot.fill(batch).bytes.view(torch.float32) for batch in snapshot.batches])
+    assert torch.equal(found, values)
+    snapshot.let_go()
+    slots.close()
+
+
+def test_a_wait_for_want_of_buffer_is_told_once_with_the_buffer_that_spares_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshots, "SLOT_NBYTES", 64 << 10)
+    monkeypatch.setattr(savers, "WORTH_SAYING_SECONDS", 0.0)
+    model, said = nn.Linear(300, 400), []
+    engine = zerocli.shard(model, stage=3, lr=0.1)
+    saver = Saver(engine, tmp_path, buffer_nbytes=1, say=said.append, keep=9)
+    for step in (1, 2):
+        saver.save(step)
+        engine.backward(engine(torch.ones(2, 300)).sum())
+        engine.step()
+    saver.close()
+    assert [("checkpoint.buffer=1GiB" in text) for text in said] == [True, False]
+    said.clear()
+    saver = Saver(engine, tmp_path, buffer_nbytes=1 << 30, say=said.append, keep=9)
+    saver.save(3)
+    saver.close()
+    assert len(said) == 1 and "checkpoint.buffer" not in said[0]
+    engine.close()

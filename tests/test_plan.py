@@ -239,7 +239,9 @@ def test_constants_are_the_engines():
     assert constants.PAGE_NBYTES == base.PAGE_NBYTES
     assert (constants.ARENA_NBYTES, constants.FIRST_ARENA_NBYTES) == (dram.ARENA_NBYTES, dram.FIRST_ARENA_NBYTES)
     assert (constants.UNIT_NBYTES, constants.NUM_TAIL_PAGES) == (nvme.UNIT_NBYTES, nvme._NUM_TAIL_PAGES)
-    assert (constants.PIECE_NUMEL, constants.SAVE_SLOT_NBYTES) == (boxes.PIECE_NUMEL, snapshot.SLOT_NBYTES)
+    assert constants.PIECE_NUMEL == boxes.PIECE_NUMEL
+    for nbytes in (1, 1 << 30, 5 << 30, 20 << 30):
+        assert constants.save_slot(nbytes) == snapshot.Slots(nbytes, torch.device("cpu")).slot_nbytes
     for vocab in (1, 97, 50257, 128256, 10**7):
         for device in ("cpu", "cuda"):
             assert constants.chunk_tokens(vocab, device) == loss.chunk_tokens(vocab, device)

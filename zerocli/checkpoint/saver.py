@@ -35,6 +35,8 @@ from zerocli.sizes import format_bytes
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 BUFFER_NBYTES = 1 << 30
+WORTH_SAYING_SECONDS = 0.5
+"""What training must have lost to a save before anybody is told of it."""
 
 
 class SaveFailed(Exception):
@@ -64,6 +66,7 @@ class Saver:
         self._slots = Slots(buffer_nbytes, engine.device)
         if asynchronous and engine.device.type == "cuda":  # before the first step, not within one
             self._slots.prepare(sum(part.nbytes for part in state.state_parts(engine)))
+        self._buffer_nbytes, self._advised = buffer_nbytes, False
         self._planner = SavePlanner()
         self._thread: threading.Thread | None = None
         self.progress = Progress()
@@ -106,7 +109,6 @@ class Saver:
             torch.cuda.set_device(self._engine.device)
         self.progress.begin(step)
         try:
-            snapshot.start()
             self._planner.parts = snapshot.parts
             dcp.save({}, storage_writer=writer, planner=self._planner, process_group=self._group)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException alone
@@ -119,9 +121,18 @@ class Saver:
         self.last_seconds, self.longest_seconds = seconds, max(self.longest_seconds, seconds)
         self.saved = step
         if self._rank == 0:
-            self._say(f"checkpoint of step {step} saved in {seconds:.1f} s: {writer.folder}")
+            self._say(f"checkpoint of step {step} saved in {seconds:.1f} s: {writer.folder}{self._advice(snapshot)}")
             with contextlib.suppress(OSError):  # what cannot be removed now can be the next time
                 self.folder.prune(self._keep, self._keep_every)
+
+    def _advice(self, snapshot: Snapshot) -> str:
+        """Return what would spare training a wait that it has just had for want of buffer; nothing the second time."""
+        held, wanted = snapshot.held_seconds, snapshot.wanted_nbytes
+        if self._advised or held < WORTH_SAYING_SECONDS or wanted <= self._buffer_nbytes:
+            return ""
+        self._advised = True
+        size = f"{-(-wanted // 2**30)}GiB"
+        return f"; updates waited {held:.1f} s for it, which --set checkpoint.buffer={size} (host memory) would spare"
 
     def _fail(self, writer: Writer, step: int, error: BaseException) -> None:
         self.lost = severed(error, f"checkpoint of step {step}")

@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -32,6 +33,8 @@ ALIGN = 64
 """Pieces start at multiples of this many bytes within a slot."""
 SLOT_NBYTES = round_up(8 * PIECE_NUMEL, PAGE_NBYTES)
 """Bytes of the smallest slot: a piece of any dtype fits."""
+NUM_UNDER_WAY = 8
+"""Slots that copies are issued for at once: at a full queue the driver would hold up every thread's launches."""
 MAX_SLOT_NBYTES = 4 * SLOT_NBYTES
 """Of the largest: fewer, longer copies, for a stream takes only so many before its host has to wait."""
 
@@ -58,9 +61,13 @@ class Slot:
 
 
 class Slots:
-    """At most `nbytes` of slots (and never fewer than two), made when first needed and then reused."""
+    """At most `nbytes` of slots (and never fewer than two), made when first needed and then reused.
+
+    The lane that copies into them run on is theirs too: of the few streams there are, each save would take another.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.lane = Lane(device)
         self.slot_nbytes = min(MAX_SLOT_NBYTES, max(SLOT_NBYTES, nbytes // 64 // PAGE_NBYTES * PAGE_NBYTES))
         self._left = max(2, nbytes // self.slot_nbytes)
         self._pin = device.type == "cuda"
@@ -160,21 +167,31 @@ class Snapshot:
         self.parts = {part.name: part for part in parts}
         self.batches = list(batches_of(self.parts.values(), slots.slot_nbytes))
         self._slots = slots
-        self._lane = Lane(device)
         self._start = Mark(device)
         self._changed = threading.Condition()
         self._left: Counter[int] = Counter(owner for batch in self.batches for owner in batch.owners())
         self._waits: dict[int, list[Wait]] = {}
         self._marks: dict[int, Mark] = {}
         self._device = device
+        self.held_seconds = 0.0
+        """How long updates have waited for what was not read yet."""
+
+    @property
+    def wanted_nbytes(self) -> int:
+        """The buffer with which no update would wait for the disk."""
+        return len(self.batches) * self._slots.slot_nbytes
 
     def start(self) -> None:
-        """Issue the copies off the GPU that there is a slot for."""
+        """Issue the copies off the GPU that there is a slot for, a few ahead of those that have come."""
+        under_way: deque[Slot] = deque()
         for batch in self.batches:
             slot = self._slots.try_take() if all(part.source.on_gpu for part, _, _ in batch.boxes) else None
             if slot is None:
                 return
             self._read(batch, slot)
+            under_way.append(slot)
+            if len(under_way) > NUM_UNDER_WAY:
+                under_way.popleft().settle()
 
     def fill(self, batch: Batch) -> Slot:
         """Return the slot that a batch is in, or on its way to; wait for one where all are in use."""
@@ -185,7 +202,7 @@ class Snapshot:
 
     def _read(self, batch: Batch, slot: Slot) -> None:
         batch.slot = slot
-        with self._lane.run(after=self._start):
+        with self._slots.lane.run(after=self._start):
             for part, start, begin, end in batch.runs():  # one by one: should a read fail, those before it arrive still
                 slot.waits.append(part.source.read(start, slot.bytes[begin:end].view(part.dtype)))
             mark = Mark(self._device)
@@ -207,8 +224,10 @@ class Snapshot:
         """Let the caller's current stream change a flat's states only after they have been read."""
         if id(owner) not in self._left:
             return
+        began = time.monotonic()
         with self._changed:
             self._changed.wait_for(lambda: self._left.get(id(owner), 0) <= 0)
+            self.held_seconds += time.monotonic() - began
             self._left.pop(id(owner), None)
             waits, mark = self._waits.pop(id(owner), []), self._marks.pop(id(owner), None)
         on_device = getattr(owner, "record", None) is None and getattr(owner, "param_store", None) is None

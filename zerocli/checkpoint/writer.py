@@ -76,6 +76,8 @@ class Writer(StorageWriter):
                     shutil.rmtree(self.aside)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        with self._progress.by_itself("read"):
+            self._snapshot.start()  # here, where DCP tells the other ranks of a failure
         self._progress.together("planning")
         return plan
 

@@ -29,8 +29,8 @@ NUM_TAIL_PAGES = 32
 """`tiers.nvme`: pages for ends of blocks."""
 PIECE_NUMEL = 4 << 20
 """`checkpoint.boxes`: largest piece of a saved tensor, in elements."""
-SAVE_SLOT_NBYTES = 32 << 20
-"""`checkpoint.snapshot`: host memory that pieces are read into and written from together."""
+SAVE_SLOT_NBYTES, MAX_SAVE_SLOT_NBYTES = 32 << 20, 128 << 20
+"""`checkpoint.snapshot`: host memory that pieces are read into and written from together, the least and the most."""
 
 
 def padded_vocab(vocab: int) -> int:
@@ -48,3 +48,9 @@ def stream_chunk(staging_nbytes: int, num_states: int) -> int:
     """Return the elements of a chunk such that all slots together stay within the staging budget."""
     element = 4 * (num_states + 1) + 4 + 4
     return max(64, staging_nbytes // NUM_SLOTS // element // 64 * 64)
+
+
+def save_slot(buffer_nbytes: int) -> int:
+    """Return the bytes of each slot of the buffer that checkpoints pass through."""
+    asked = buffer_nbytes // 64 // PAGE_NBYTES * PAGE_NBYTES
+    return min(MAX_SAVE_SLOT_NBYTES, max(SAVE_SLOT_NBYTES, asked))

@@ -52,7 +52,7 @@ def buffer(setup: Setup, flats: list[FlatPlan]) -> int:
     """Return the host memory of a rank through which checkpoints pass: slots, as many as they fill, within the key."""
     if not setup.checkpoints:
         return 0
-    slot = constants.SAVE_SLOT_NBYTES
+    slot = constants.save_slot(setup.checkpoint_buffer)
     written = 4 * (setup.num_states + 1) * sum(flat.own for flat in flats)
     largest = max((entry.numel for flat in flats for entry in flat.layout.entries), default=0)
     # A slot is closed when the next piece does not fit.
