@@ -20,7 +20,8 @@ from typing import Any
 from ranks import _context
 
 from zerocli import config as configs
-from zerocli.launch import RunOptions, free_port
+from zerocli.launch import RunOptions
+from zerocli.worker import free_port
 
 TINY = [
     "train.steps=6",

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zerocli import launch
+from zerocli import launch, worker
 from zerocli.errors import UserError
 from zerocli.launch import RunOptions
 
@@ -21,8 +21,8 @@ WAIT = "import time; time.sleep(600)"
 STUB = """
 import os, signal, sys
 from pathlib import Path
-from zerocli import launch
-launch.die_with_parent()
+from zerocli import launch, worker
+worker.die_with_parent()
 rank = int(os.environ["RANK"])
 run = Path(os.environ["ZEROCLI_RUN_DIR"])
 (run / f"pid{rank}.part").write_text(str(os.getpid()))
@@ -31,7 +31,7 @@ run = Path(os.environ["ZEROCLI_RUN_DIR"])
 DRIVER = """
 import sys
 from types import SimpleNamespace
-from zerocli import launch
+from zerocli import launch, worker
 config = SimpleNamespace(parallel=SimpleNamespace(ranks=2, tp=1))
 sys.exit(launch.launch(config, launch.RunOptions(sys.argv[1]), worker=[sys.executable, "-c", sys.argv[2]]))
 """
@@ -111,12 +111,12 @@ def test_the_earliest_failure_is_the_cause_and_the_consequences_stay_in_the_logs
 import time
 if rank == 1:
     while not (run / "ready").exists(): time.sleep(0.01)
-    launch.record_failure("the cause", 1)
+    worker.record_failure("the cause", 1)
     time.sleep(600)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 (run / "ready").touch()
 while not (run / "logs/rank1.error").exists(): time.sleep(0.01)
-launch.record_failure("a consequence", 1)
+worker.record_failure("a consequence", 1)
 sys.exit(1)
 """
     assert run_stub(tmp_path, body) == 1
@@ -141,7 +141,7 @@ if rank == 1:
 
 @pytest.mark.parametrize("code", [2, 3])
 def test_a_user_error_of_all_ranks_is_printed_once(tmp_path, capfd, code):
-    assert run_stub(tmp_path, f"launch.record_failure('error: too large', {code}); sys.exit({code})") == code
+    assert run_stub(tmp_path, f"worker.record_failure('error: too large', {code}); sys.exit({code})") == code
     err = capfd.readouterr().err
     assert err.count("error: too large") == 1 and "failed" not in err
 
@@ -154,7 +154,7 @@ def test_a_taken_port_is_tried_again_with_another(tmp_path, capfd):
     body = f"""
 if rank == 0 and not (run / "again").exists():
     (run / "again").write_text(os.environ["MASTER_PORT"])
-    launch.record_failure("DistNetworkError: ... {errno.errorcode[errno.EADDRINUSE]} ...", 1)
+    worker.record_failure("DistNetworkError: ... {errno.errorcode[errno.EADDRINUSE]} ...", 1)
     sys.exit(1)
 import time
 while not (run / "again").exists(): time.sleep(0.01)
@@ -273,7 +273,7 @@ def test_a_fresh_run_folder_is_nobody_elses(tmp_path):
     ],
 )
 def test_the_first_host_of_a_slurm_list(nodes, host):
-    assert launch.first_host(nodes) == host
+    assert worker.first_host(nodes) == host
 
 
 def test_slurm_makes_a_rank():
@@ -286,7 +286,7 @@ def test_slurm_makes_a_rank():
         "SLURM_NODELIST": "gpu[03-06]",
         "SLURM_JOB_ID": "123456",
     }
-    assert launch.worker_environment(environ) == {
+    assert worker.worker_environment(environ) == {
         "RANK": "5",
         "WORLD_SIZE": "7",
         "LOCAL_RANK": "1",
@@ -294,7 +294,7 @@ def test_slurm_makes_a_rank():
         "MASTER_ADDR": "gpu03",
         "MASTER_PORT": str(10000 + 123456 % 20000),
     }
-    named = launch.worker_environment({**environ, "MASTER_ADDR": "here", "MASTER_PORT": "1"})
+    named = worker.worker_environment({**environ, "MASTER_ADDR": "here", "MASTER_PORT": "1"})
     assert named and named["MASTER_ADDR"] == "here" and named["MASTER_PORT"] == "1"
 
 
@@ -307,9 +307,9 @@ def test_torchrun_makes_a_rank_and_comes_before_slurm():
         "MASTER_ADDR": "a",
         "MASTER_PORT": "1",
     }
-    assert launch.worker_environment({**torchrun, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == torchrun
-    assert launch.worker_environment({}) is None
-    alone = launch.worker_environment({"RANK": "0", "WORLD_SIZE": "1"})
+    assert worker.worker_environment({**torchrun, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == torchrun
+    assert worker.worker_environment({}) is None
+    alone = worker.worker_environment({"RANK": "0", "WORLD_SIZE": "1"})
     assert alone and alone["LOCAL_RANK"] == "0" and int(alone["MASTER_PORT"]) > 0
     with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT"):
-        launch.worker_environment({"RANK": "0", "WORLD_SIZE": "2"})
+        worker.worker_environment({"RANK": "0", "WORLD_SIZE": "2"})

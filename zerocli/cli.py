@@ -128,9 +128,9 @@ def _fail(text: str, code: int) -> int:
     if _wants_traceback() and code in (2, 3):
         text = f"{traceback.format_exc()}{text}"
     if _is_rank():
-        from zerocli import launch
+        from zerocli import worker
 
-        if launch.record_failure(text, code):
+        if worker.record_failure(text, code):
             return code
     print(text, file=sys.stderr, flush=True)
     return code

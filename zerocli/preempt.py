@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from zerocli.launch import SAVING_SIGNALS
+from zerocli.job import SAVING_SIGNALS
 
 MARGIN_SECONDS = 10.0
 """Left between the end of the last save, as it is expected, and the time limit."""

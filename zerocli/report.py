@@ -10,7 +10,8 @@ import torch
 
 from zerocli.config import Config, to_dict
 from zerocli.engine import Engine
-from zerocli.launch import RunOptions, say
+from zerocli.job import say
+from zerocli.launch import RunOptions
 from zerocli.memory import HELD, model_states
 from zerocli.metrics import Line
 from zerocli.optim import arguments_of, make_optimizer

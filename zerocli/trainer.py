@@ -29,7 +29,8 @@ from zerocli.config import Config, to_dict
 from zerocli.data import Batches, Prefetcher, open_source
 from zerocli.engine import Engine
 from zerocli.errors import FAILURE, UserError
-from zerocli.launch import EXIT_PREEMPTED, JOB_FILE, RunOptions, job_name, saves, say
+from zerocli.job import EXIT_PREEMPTED, say
+from zerocli.launch import JOB_FILE, RunOptions, saves
 from zerocli.metrics import Line, MetricsFile, Recorder
 from zerocli.models import Decoder, build
 from zerocli.optim import arguments_of
@@ -43,6 +44,7 @@ from zerocli.settings import Settings
 from zerocli.tensor_parallel import local_numel
 from zerocli.watchdog import Watchdog, end_process
 from zerocli.weights import load_weights
+from zerocli.worker import job_name
 
 
 def work(config: Config, options: RunOptions, observer: Observer | None = None) -> int:

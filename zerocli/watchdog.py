@@ -26,8 +26,9 @@ from zerocli.beats import Beat, Beats, lost_ranks, no_store
 from zerocli.checkpoint.progress import Progress
 from zerocli.comm import Issued, Severed
 from zerocli.engine import Engine
-from zerocli.launch import EXIT_FAILURE, record_failure
+from zerocli.job import EXIT_FAILURE
 from zerocli.lost import PATIENCE_SECONDS, standing, within
+from zerocli.worker import record_failure
 
 
 class Shared(Protocol):

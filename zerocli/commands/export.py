@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from zerocli.errors import UserError
-from zerocli.launch import say
+from zerocli.job import say
 from zerocli.sizes import format_bytes, format_count, parse_bytes
 
 

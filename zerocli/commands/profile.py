@@ -15,7 +15,9 @@ from zerocli import config as configs
 from zerocli import launch, machine
 from zerocli.commands.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config
 from zerocli.errors import UserError
+from zerocli.job import say
 from zerocli.launch import RunOptions
+from zerocli.worker import die_with_parent, worker_environment
 
 STEPS = 6
 """Steps of a profile that is not told how many: in two memory is followed, the others are timed."""
@@ -63,7 +65,7 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
     found = [runs.read(path) for path in paths]
     for path, document in zip(paths, found, strict=True):
         for note in document.pop("warnings", []):
-            launch.say(f"{path}: {note}")
+            say(f"{path}: {note}")
     if given["snapshot"]:
         raise UserError("--snapshot is of a live run: CUDA's allocator keeps none", hint="zerocli profile CONFIG")
     if given["trace_file"]:
@@ -72,7 +74,7 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
         trace.write(given["trace_file"], found[0])
     if given["html"]:
         page.write(given["html"], list(zip(paths, found, strict=True)))
-        launch.say(f"page: {given['html']}")
+        say(f"page: {given['html']}")
     if given["json"]:
         shown = [{key: value for key, value in each.items() if key != "timeline"} for each in found]
         document = shown[0] if len(shown) == 1 else {"schema": 1, "runs": dict(zip(paths, shown, strict=True))}
@@ -85,14 +87,14 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
 
 
 def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: str | None, given: dict[str, Any]) -> int:
-    worker = launch.worker_environment()
+    worker = worker_environment()
     flags = {key: given[name] for name, key in KEYS.items()}
     resume = given["resume"]
     said = any(text.partition("=")[0].strip() == "train.steps" for text in sets)
     if flags["train.steps"] is None and not said and not resume:
         flags["train.steps"] = STEPS
     if worker:
-        launch.die_with_parent()
+        die_with_parent()
         flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
     if resume and run_dir and ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
         source = own_config(run_dir, source)
@@ -138,5 +140,5 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
         "step": {"seconds": None, "compute": None, "wait": None},
     }
     click.echo(json.dumps(document) if as_json else "\n".join(table.dry(document)))
-    launch.say("nothing was run")
+    say("nothing was run")
     return 0

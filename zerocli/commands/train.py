@@ -17,7 +17,9 @@ from zerocli import config as configs
 from zerocli import launch, machine
 from zerocli.checkpoint.folder import Folder
 from zerocli.errors import UserError
+from zerocli.job import say
 from zerocli.launch import RunOptions
+from zerocli.worker import die_with_parent, job_name, worker_environment
 
 RUNS = "runs"
 # Parameter of the command -> the config key that it sets.
@@ -77,10 +79,10 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
 
     Without CONFIG it trains `tiny`. Under torchrun or srun this process is one rank; otherwise it starts the ranks.
     """
-    worker = launch.worker_environment()
+    worker = worker_environment()
     flags = {key: given[name] for name, key in KEYS.items()}
     if worker:
-        launch.die_with_parent()
+        die_with_parent()
         flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
     if given["resume"] and run_dir and ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
         source = own_config(run_dir, source)
@@ -112,7 +114,7 @@ def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, s
         return 0
     if not config.parallel.ranks:
         num_ranks, reason = launch.choose_ranks(0, config.parallel.tp, len(machine.gpus()))
-        launch.say(f"ranks {num_ranks} ({reason})")
+        say(f"ranks {num_ranks} ({reason})")
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=num_ranks))
     from zerocli import trainer
 
@@ -176,7 +178,7 @@ def was_restarted(run_dir: str, environ: Mapping[str, str] = os.environ) -> bool
     torchrun counts a restart after a failure, but none when a node joins: then it is known by the job's own name.
     """
     restarts = [environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    job, before = launch.job_name(environ), Path(run_dir, launch.JOB_FILE)
+    job, before = job_name(environ), Path(run_dir, launch.JOB_FILE)
     same = bool(job) and before.is_file() and before.read_text() == job
     return (same or restarts != ["0", "0"]) and has_checkpoint(run_dir)
 

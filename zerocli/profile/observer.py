@@ -13,7 +13,8 @@ import torch
 
 from zerocli.config import Config
 from zerocli.engine import Engine
-from zerocli.launch import RunOptions, say
+from zerocli.job import say
+from zerocli.launch import RunOptions
 from zerocli.memory import CATEGORIES
 from zerocli.metrics import Line, device_peak
 from zerocli.profile import places

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from zerocli.config import Config
-from zerocli.launch import RunOptions, say
+from zerocli.job import say
+from zerocli.launch import RunOptions
 from zerocli.profile import page, table, trace
 
 

@@ -1,0 +1,123 @@
+"""A rank's own side of a launch: who it is, whose life it shares, and where it leaves word of its failure.
+
+torchrun's and SLURM's variables say who we are, and those of `launch`, which are torchrun's too; a rank that fails
+writes its message into an error file, with the time, whose variable is torchrun's as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from zerocli.errors import FAILURE, UserError
+
+PR_SET_PDEATHSIG = 1
+
+
+def worker_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
+    """Return the variables torch wants if torchrun, SLURM or `launch` made this process a rank; None if nobody did."""
+    if "RANK" in environ:
+        wanted = ["WORLD_SIZE"] if environ.get("WORLD_SIZE") == "1" else ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+        missing = [name for name in wanted if name not in environ]
+        if missing:
+            raise UserError(
+                f"RANK is set, but not {' and '.join(missing)}", hint="torchrun, or unset RANK to run alone"
+            )
+        world = environ["WORLD_SIZE"]
+        local_world = environ.get("LOCAL_WORLD_SIZE", world)
+        found = {
+            "LOCAL_RANK": environ.get("LOCAL_RANK", str(int(environ["RANK"]) % int(local_world))),
+            "LOCAL_WORLD_SIZE": local_world,
+            "MASTER_ADDR": environ.get("MASTER_ADDR", "127.0.0.1"),
+            "MASTER_PORT": environ.get("MASTER_PORT") or str(free_port()),
+        }
+        return {"RANK": environ["RANK"], "WORLD_SIZE": world, **found}
+    if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
+        return _slurm_environment(environ)
+    return None
+
+
+def _slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    nodes = next((environ[name] for name in ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+                  if name in environ), "127.0.0.1")  # fmt: skip
+    tasks = expand_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "")
+    node = int(environ.get("SLURM_NODEID", "0"))
+    job = int(environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or "0")
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_NTASKS"],
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(tasks[node]) if node < len(tasks) else environ["SLURM_NTASKS"],
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(nodes),
+        # Below 30000: above it lie the ports that kernels lend to outgoing connections.
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(10000 + job % 20000),
+    }
+
+
+def job_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the elastic job that this process is a rank of; empty if of none that has one."""
+    name = environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if name == "none" else name
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a SLURM node list: `gpu[01-04,7],login` gives `gpu01`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def expand_tasks(text: str) -> list[int]:
+    """Return the tasks of each node from SLURM's short form: `2(x3),1` gives [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts
+
+
+def die_with_parent(environ: Mapping[str, str] = os.environ) -> None:
+    """Tie this rank's life to `launch`'s: once the parent is gone, however it went, this process is killed."""
+    parent = int(environ.get("ZEROCLI_PARENT", "0"))
+    if not parent:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it went before we asked
+        os._exit(FAILURE)
+
+
+def _exit_without(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(FAILURE)
+
+
+def record_failure(text: str, code: int) -> bool:
+    """Write this rank's failure where its launcher looks for it; say whether that launcher will show it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    record = {"message": text, "timestamp": time.time(), "exit_code": code}
+    with contextlib.suppress(OSError):
+        Path(f"{path}.part").write_text(json.dumps(record))
+        os.replace(f"{path}.part", path)
+        return "ZEROCLI_PARENT" in os.environ
+    return False
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
