@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +77,33 @@ def test_lanes_of_offload_are_timed_by_events(tmp_path):
         assert found and all(span[3] >= span[2] >= 0 for span in found)
     links = {link["lane"]: link["achieved"] for link in document["step"]["links"]}
     assert all(0 < rate < 200 for rate in links.values())  # GB/s: no link of today is faster
+
+
+def test_the_command_tells_of_a_gpu_and_writes_torchs_own_snapshot(tmp_path):
+    (tmp_path / "text.txt").write_text("where the bytes lie and where the seconds go\n" * 2000)
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    sets = [word for each in (*SETS, "data.tokenizer=bytes", "data.path=text.txt") for word in ("--set", each)]
+    command = [sys.executable, "-m", "zerocli", "profile", "tiny", *sets, "--precision", "bf16", "--ranks", "1"]
+    done = subprocess.run(
+        [*command, "--snapshot", "snapshot.pickle", "--html", "page.html", "--run-dir", "run", "--json"],
+        cwd=tmp_path,
+        env=environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    hbm = document["peak"]["hbm"]
+    # The constants of context and workspaces are an H200's; another GPU's runtime may be a few hundred MiB apart.
+    assert abs(hbm["predicted"] - hbm["measured"]) < 1 << 30
+    assert document["step"]["tokens_per_second"] > 0
+    assert (tmp_path / "snapshot.pickle").stat().st_size > 1000 and (tmp_path / "page.html").stat().st_size > 1000
+
+
+def test_seconds_of_every_step_are_the_devices_own(tmp_path):
+    """The host runs ahead: a step that is short on the host is not short on the device, and none takes no time."""
+    run(tmp_path / "on", WAYS["stage 2"], plain=True)
+    lines = [json.loads(line) for line in (tmp_path / "on" / "metrics.jsonl").read_text().splitlines()]
+    later = sorted(line["seconds"] for line in lines[1:])
+    assert len(later) == 4 and later[0] > later[-1] / 20
