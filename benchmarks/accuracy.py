@@ -231,7 +231,7 @@ def predict(case: Case, device: str) -> tuple[Plan, int]:
     common = {"batch": case.batch, "seq": case.seq, "device": device, "ranks": ranks, "ranks_per_node": ranks}
     plan = plan_model(shape_of(case.model, case.seq), Setup(**(case.setup | common)))
     states = ("parameters", "gradients", "optimizer_states", "activations")
-    tiers = [row for row in plan.rows if row.tier == "dram" and (row.category in states or "arenas" in row.formula)]
+    tiers = [row for row in plan.rows if row.tier == "dram" and (row.category in states or "arena" in row.formula)]
     return plan, sum(row.nbytes for row in tiers) // ranks
 
 
