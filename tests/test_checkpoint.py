@@ -17,6 +17,7 @@ from torch import nn
 from toys import Uneven, split, uneven_batch
 
 import zerocli
+from tiers.limits import HostLimits
 from zerocli.checkpoint import Folder, Mismatch, Saver, load, resume
 from zerocli.checkpoint import saver as savers
 from zerocli.checkpoint import snapshot as snapshots
@@ -472,4 +473,16 @@ def test_a_wait_for_want_of_buffer_is_told_once_with_the_buffer_that_spares_it(t
     saver.save(3)
     saver.close()
     assert len(said) == 1 and "checkpoint.buffer" not in said[0]
+    engine.close()
+
+
+def test_a_buffer_beyond_what_the_host_can_spare_is_cut_and_said(tmp_path, monkeypatch):
+    room = HostLimits(available=1 << 20, cgroup_limit=None, memlock=None)
+    monkeypatch.setattr(savers, "read_limits", lambda: room)
+    engine, said = zerocli.shard(nn.Linear(300, 400), stage=3), []
+    Saver(engine, tmp_path, buffer_nbytes=1 << 40, say=said.append).close()  # 1.4 MB are written
+    assert len(said) == 1 and "1024 GiB" in said[0] and "512.0 KiB" in said[0]
+    monkeypatch.setattr(savers, "read_limits", lambda: HostLimits(1 << 30, None, None))
+    Saver(engine, tmp_path, buffer_nbytes=1 << 40, say=said.append).close()  # never more is made than is written
+    assert len(said) == 1
     engine.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 import threading
 import time
@@ -21,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tiers.limits import read_limits
 from zerocli.checkpoint import state
 from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.members import control_group, members_of
@@ -37,10 +39,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 BUFFER_NBYTES = 1 << 30
 WORTH_SAYING_SECONDS = 0.5
 """What training must have lost to a save before anybody is told of it."""
-
-
-class SaveFailed(Exception):
-    """A checkpoint that was not written; what was saved before is still there."""
 
 
 class Saver:
@@ -63,10 +61,11 @@ class Saver:
         self._say, self._probe = say, probe
         self._rank = members_of(engine).rank
         self._group = control_group(engine)
-        self._slots = Slots(buffer_nbytes, engine.device)
+        written = sum(part.nbytes for part in state.state_parts(engine))
+        self._buffer_nbytes, self._advised = self._affordable(buffer_nbytes, written), False
+        self._slots = Slots(self._buffer_nbytes, engine.device)
         if asynchronous and engine.device.type == "cuda":  # before the first step, not within one
-            self._slots.prepare(sum(part.nbytes for part in state.state_parts(engine)))
-        self._buffer_nbytes, self._advised = buffer_nbytes, False
+            self._slots.prepare(written)
         self._planner = SavePlanner()
         self._thread: threading.Thread | None = None
         self.progress = Progress()
@@ -81,6 +80,17 @@ class Saver:
         """The last step that was saved."""
         self.last_seconds = self.longest_seconds = 0.0
         """The last save and the longest, from snapshot to commit."""
+
+    def _affordable(self, asked: int, written: int) -> int:
+        """Return the buffer that the host has room for: half of what its memory still has, shared by its ranks."""
+        world = members_of(self._engine).world
+        room = read_limits().available // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        if min(asked, written) <= room:
+            return asked
+        if self._rank == 0:
+            size, limit = format_bytes(asked), format_bytes(room)
+            self._say(f"checkpoint.buffer is {size}, of which this host can spare {limit} a rank: that much is taken")
+        return room
 
     @property
     def nbytes(self) -> int:
