@@ -199,3 +199,9 @@ def test_an_interrupt_ends_every_rank_within_seconds(tmp_path, how):
     assert process.wait(15) == 130
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert all(json.loads(line) for line in metrics.read_text().splitlines())  # whole lines only
+
+
+def test_a_run_that_neither_saves_nor_resumes_does_not_wait_for_torchs_checkpoints():
+    """Importing them takes longer than many a small run's steps."""
+    code = "import sys, zerocli.trainer; sys.exit('torch.distributed.checkpoint' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

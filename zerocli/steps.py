@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from zerocli import report
-from zerocli.checkpoint.saver import Saver
 from zerocli.config import Config, to_dict
 from zerocli.data import Batches, Prefetcher
 from zerocli.engine import Engine
@@ -19,6 +19,9 @@ from zerocli.launch import RunOptions, saves
 from zerocli.metrics import Line, MetricsFile, Recorder
 from zerocli.preempt import Preemption
 from zerocli.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from zerocli.checkpoint.saver import Saver
 
 
 def micro_step(engine: Engine, tokens: torch.Tensor, targets: torch.Tensor, seeds: tuple[int, ...]) -> torch.Tensor:
@@ -103,6 +106,8 @@ def run_steps(
 
 def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int) -> Saver:
     """Return what saves the run. Collective."""
+    from zerocli.checkpoint.saver import Saver  # with torch's checkpoints, a second to import: only for runs that save
+
     checkpoint = config.checkpoint
     return Saver(
         engine,

@@ -18,14 +18,11 @@ from zerocli import lost, report
 from zerocli.api import open_process_group
 from zerocli.build import DoesNotFit
 from zerocli.checkpoint.folder import Folder
-from zerocli.checkpoint.loader import Resumed, resume
-from zerocli.checkpoint.manifest import Damaged
-from zerocli.checkpoint.state import Mismatch
 from zerocli.comm import severed
 from zerocli.config import Config, to_dict
 from zerocli.data import Batches, open_source
 from zerocli.engine import Engine
-from zerocli.errors import FAILURE, UserError
+from zerocli.errors import UserError
 from zerocli.job import EXIT_PREEMPTED, say
 from zerocli.launch import JOB_FILE, RunOptions
 from zerocli.metrics import Line
@@ -40,7 +37,6 @@ from zerocli.settings import Settings
 from zerocli.steps import Diverged, micro_step, run_steps
 from zerocli.tensor_parallel import local_numel
 from zerocli.watchdog import Watchdog, end_process
-from zerocli.weights import load_weights
 from zerocli.worker import job_name
 
 
@@ -75,6 +71,8 @@ def _train(config: Config, options: RunOptions, observer: Observer) -> int:
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         say(report.opening(config, engine))
     first = begin(config, options, engine, batches, rank)
+    if rank == 0:
+        Folder(run_dir / "checkpoints").sweep()
     if rank == 0:
         (run_dir / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
         (run_dir / JOB_FILE).write_text(job_name())
@@ -206,54 +204,11 @@ def refuse_overwriting(options: RunOptions) -> None:
 
 def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches, rank: int) -> int:
     """Fill the engine with what the run starts from; return its first step. Collective."""
-    folder = Path(options.run_dir) / "checkpoints"
+    if not options.resume and not config.train.init_from:
+        return 1
+    from zerocli import start  # with torch's checkpoints, a second to import: not for a run that starts from nothing
 
-    def tell(text: str) -> None:
-        if rank == 0:
-            say(text)
-
-    found = Resumed()
-    if options.resume:
-        try:
-            found = resume(engine, folder, tell)
-        except Damaged as error:
-            raise UserError(str(error), hint="another --run-dir starts anew", exit_code=FAILURE) from error
-        except Mismatch as error:
-            raise UserError(f"the checkpoint is of another run: {error}", hint="the run's own CONFIG") from error
-        if found.step and options.check:
-            raise UserError(
-                f"--check compares with training from the start, and step {found.step} is resumed from",
-                hint="--check without --resume, in another --run-dir",
-            )
-        if found.step:
-            tell(f"resuming after step {found.step}: {found.path}")
-            for line in changes(config, found.values.get("config", {})):
-                tell(line)
-            batches.begun = (found.step, int(found.values["samples"]))
-        else:
-            tell(f"nothing to resume: no checkpoint in {options.run_dir}; starting at step 1")
-    if config.train.init_from and not found.step:
-        names = load_weights(engine, config.train.init_from, config.model)
-        tell(f"weights from {config.train.init_from}, {names}")
-    if rank == 0:
-        Folder(folder).sweep()
-    return found.step + 1
-
-
-def changes(config: Config, saved: dict[str, Any]) -> list[str]:
-    """Return a line for each key that decides the numbers and is not what it was when the checkpoint was saved."""
-    now = to_dict(config)
-    return [
-        f"note: {section}.{key} was {saved[section][key]!r} and is {value!r} now"
-        for section in ("train", "optimizer", "data", "model")
-        for key, value in now[section].items()
-        if isinstance(saved.get(section), dict)
-        and saved[section].get(key, value) != value
-        and (section, key) not in NO_NUMBERS
-    ]
-
-
-NO_NUMBERS = {("train", "accumulate"), ("train", "batch"), ("train", "log_every"), ("train", "watchdog")}
+    return start.begin(config, options, engine, batches, say if rank == 0 else (lambda text: None))
 
 
 def compare(

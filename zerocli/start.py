@@ -1,0 +1,61 @@
+"""What a run starts from where that is not nothing: its newest whole checkpoint, or weights from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zerocli.checkpoint.loader import Resumed, resume
+from zerocli.checkpoint.manifest import Damaged
+from zerocli.checkpoint.state import Mismatch
+from zerocli.config import Config, to_dict
+from zerocli.data import Batches
+from zerocli.engine import Engine
+from zerocli.errors import FAILURE, UserError
+from zerocli.launch import RunOptions
+from zerocli.weights import load_weights
+
+NO_NUMBERS = {("train", "accumulate"), ("train", "batch"), ("train", "log_every"), ("train", "watchdog")}
+"""Keys that decide how a step is made, not what comes of it."""
+
+
+def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches, tell: Callable[[str], None]) -> int:
+    """Fill the engine with what the run starts from; return its first step. Collective."""
+    found = Resumed()
+    if options.resume:
+        try:
+            found = resume(engine, Path(options.run_dir) / "checkpoints", tell)
+        except Damaged as error:
+            raise UserError(str(error), hint="another --run-dir starts anew", exit_code=FAILURE) from error
+        except Mismatch as error:
+            raise UserError(f"the checkpoint is of another run: {error}", hint="the run's own CONFIG") from error
+        if found.step and options.check:
+            raise UserError(
+                f"--check compares with training from the start, and step {found.step} is resumed from",
+                hint="--check without --resume, in another --run-dir",
+            )
+        if found.step:
+            tell(f"resuming after step {found.step}: {found.path}")
+            for line in changes(config, found.values.get("config", {})):
+                tell(line)
+            batches.begun = (found.step, int(found.values["samples"]))
+        else:
+            tell(f"nothing to resume: no checkpoint in {options.run_dir}; starting at step 1")
+    if config.train.init_from and not found.step:
+        names = load_weights(engine, config.train.init_from, config.model)
+        tell(f"weights from {config.train.init_from}, {names}")
+    return found.step + 1
+
+
+def changes(config: Config, saved: dict[str, Any]) -> list[str]:
+    """Return a line for each key that decides the numbers and is not what it was when the checkpoint was saved."""
+    now = to_dict(config)
+    return [
+        f"note: {section}.{key} was {saved[section][key]!r} and is {value!r} now"
+        for section in ("train", "optimizer", "data", "model")
+        for key, value in now[section].items()
+        if isinstance(saved.get(section), dict)
+        and saved[section].get(key, value) != value
+        and (section, key) not in NO_NUMBERS
+    ]
