@@ -12,7 +12,7 @@ from typing import Any
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "pytest", "zerocli.api", "zerocli.models", "zerocli.models.parallel", "zerocli.trainer"]
+    ["torch", "pytest", "zerocli.api", "zerocli.models", "zerocli.models.parallel", "zerocli.trainer", "zerocli.start"]
 )
 
 

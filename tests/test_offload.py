@@ -59,7 +59,7 @@ CASES = [
 
 @pytest.mark.parametrize(("world", "stage", "update"), CASES)
 def test_placement_never_changes_a_loss(tmp_path, world, stage, update):
-    common = {"stage": stage, "nvme_path": (str(tmp_path),), **NVME, "update": update, "staging_nbytes": 48000}
+    common = {"stage": stage, "nvme_path": (str(tmp_path),), **NVME, "update": update, "staging_nbytes": 96000}
     for variant in ({}, {"accumulate": 3}, {"precision": "bf16"}, {"precision": "bf16", "accumulate": 3}):
         steps = 8 if variant else 20
         reference = losses(world, stage=stage, steps=steps, **variant)
