@@ -22,7 +22,7 @@ import torch
 
 from zerocli import safetensors
 from zerocli.checkpoint.folder import Folder
-from zerocli.checkpoint.manifest import Damaged, Manifest
+from zerocli.checkpoint.manifest import Damaged, Manifest, Tensor
 from zerocli.checkpoint.manifest import read as read_manifest
 from zerocli.checkpoint.reader import Reader
 from zerocli.config import Config, from_dict
@@ -156,10 +156,9 @@ def _write(
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     names = names if len(groups) > 1 else [safetensors.SINGLE]
     with Reader(path, manifest) as reader:
-        turned = [entry for group in groups for mapping, entries in group if mapping and mapping.transposed
-                  for entry in entries]  # fmt: skip
-        largest = max((entry.numel for entry in turned), default=1) * torch.float32.itemsize
-        with ThreadPoolExecutor(_threads(largest), initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        with ThreadPoolExecutor(
+            _threads(manifest, mapped), initializer=torch.set_num_threads, initargs=(1,)
+        ) as threads:
             for name, group in zip(names, groups, strict=True):
                 _fill(reader, aside / name, group, threads)
     weight_map = {e.name: name for name, group in zip(names, groups, strict=True) for _, es in group for e in es}
@@ -168,9 +167,22 @@ def _write(
     return names
 
 
-def _threads(largest: int) -> int:
-    """Return how many tensors may be turned over at once: each is there three times for a moment."""
-    return max(1, min(NUM_THREADS, MEMORY_NBYTES // (3 * largest)))
+def _threads(manifest: Manifest, mapped: list[Mapping]) -> int:
+    """Return how many tensors may be on their way at once: one that is held whole is there three times for a moment."""
+    tensors = ((manifest.tensors[f"parameters/{mapping.ours}"], mapping) for mapping in mapped)
+    whole = [
+        math.prod(tensor.shape) * tensor.dtype.itemsize
+        for tensor, mapping in tensors
+        if _starts(tensor, mapping) is None
+    ]
+    return max(1, min(NUM_THREADS, MEMORY_NBYTES // (3 * max(whole, default=1))))
+
+
+def _starts(tensor: Tensor, mapping: Mapping) -> list[int] | None:
+    """Return where each piece begins in the file's order of elements, None for a tensor that must be held whole."""
+    starts = [flat_start(tensor.shape, piece.offsets, piece.sizes) for piece in tensor.pieces]
+    known = [start for start in starts if start is not None]
+    return known if len(known) == len(starts) and not mapping.transposed else None
 
 
 def _fill(
@@ -201,14 +213,12 @@ def _jobs(
         yield lambda: _zero(writer, entries)
         return
     name = f"parameters/{mapping.ours}"
-    tensor = reader.manifest.tensors[name]
-    starts = [flat_start(tensor.shape, piece.offsets, piece.sizes) for piece in tensor.pieces]
-    if mapping.transposed or None in starts:
+    starts = _starts(reader.manifest.tensors[name], mapping)
+    if starts is None:
         turned = mapping.transposed
         yield lambda: _place(writer, entries, 0, reader.tensor(name).t() if turned else reader.tensor(name))
         return
     for index, begin in enumerate(starts):
-        assert begin is not None
         yield functools.partial(_move, reader, writer, entries, name, index, begin)
 
 

@@ -73,7 +73,6 @@ def _train(config: Config, options: RunOptions, observer: Observer) -> int:
     first = begin(config, options, engine, batches, rank)
     if rank == 0:
         Folder(run_dir / "checkpoints").sweep()
-    if rank == 0:
         (run_dir / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
         (run_dir / JOB_FILE).write_text(job_name())
     # The reference starts from the very same values: take them before the first update.
