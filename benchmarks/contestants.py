@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,12 @@ def make_zero(job: Job, model: nn.Module, device: torch.device, stage: int) -> S
         compile=job.compile,
         device=device,
     )
+
+    return step_of(engine)
+
+
+def step_of(engine: Any) -> Step:
+    """Return the step of an engine that has its own backward and step."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = engine(tokens, targets)
@@ -176,13 +183,7 @@ def make_deepspeed(job: Job, model: nn.Module, device: torch.device, stage: int)
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=make_adamw(list(model.parameters())), config=config)
 
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    return step
+    return step_of(engine)
 
 
 CONTESTANTS: dict[str, Callable[[Job, nn.Module, torch.device], Step]] = {

@@ -124,13 +124,17 @@ class Engine:
 
     # -- building --------------------------------------------------------------------------------------------------
 
+    @property
+    def local_world(self) -> int:
+        """The ranks of this machine; all of them where no launcher says otherwise."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.collectives.world * self.tensor_parallel.world))
+
     def _build_units(self) -> list[Unit]:
-        settings, world = self.settings, self.collectives.world * self.tensor_parallel.world
+        settings = self.settings
         partitioned = [kind for kind in KINDS if getattr(self.stage, kind)]
         placement = parse_placement(settings.offload, partitioned, available(), parse_bytes)
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        self.placement = per_rank(placement, local_world)
-        self.tiers = TierSet(local_world, self.device, settings.nvme_path, settings.tier_options)
+        self.placement = per_rank(placement, self.local_world)
+        self.tiers = TierSet(self.local_world, self.device, settings.nvme_path, settings.tier_options)
         self.mover = Mover(settings.staging_nbytes, self.tiers.open_cache)
         self._chunk = stream_chunk(settings.staging_nbytes, len(self.optimizer.state_names))
         names = self.optimizer.state_names

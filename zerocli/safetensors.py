@@ -19,7 +19,7 @@ import torch
 
 from tiers.pages import memory_of
 from zerocli.errors import UserError
-from zerocli.files import BlockFile
+from zerocli.files import BlockFile, pread
 
 DTYPES = {
     "F64": torch.float64,
@@ -128,15 +128,14 @@ class Weights:
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of a tensor in fp32 (or its own type, if not floating)."""
         file, entry = self.entries[name]
-        memory = torch.empty((stop - start) * entry.dtype.itemsize, dtype=torch.uint8)
-        with file.open("rb", buffering=0) as opened:
-            opened.seek(entry.start + start * entry.dtype.itemsize)
-            view, done = memoryview(memory.numpy()), 0  # type: ignore[arg-type]
-            while done < len(view):
-                got = opened.readinto(view[done:])
-                if not got:
-                    raise UserError(f"{file}: ends within {name}")
-                done += got
+        nbytes = (stop - start) * entry.dtype.itemsize
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            memory = pread(fd, nbytes, entry.start + start * entry.dtype.itemsize)
+        finally:
+            os.close(fd)
+        if len(memory) < nbytes:
+            raise UserError(f"{file}: ends within {name}")
         values = memory.view(entry.dtype)
         return values.float() if entry.dtype.is_floating_point else values
 

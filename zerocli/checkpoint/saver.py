@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 import threading
 import time
@@ -83,8 +82,7 @@ class Saver:
 
     def _affordable(self, asked: int, written: int) -> int:
         """Return the buffer that the host has room for: half of what its memory still has, shared by its ranks."""
-        world = members_of(self._engine).world
-        room = read_limits().available // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        room = read_limits().available // 2 // self._engine.local_world
         if min(asked, written) <= room:
             return asked
         if self._rank == 0:

@@ -114,9 +114,7 @@ def facts(engine: Engine) -> dict[str, Any]:
         "precision": engine.precision.name,
         "parameters": engine.numel,
         "ranks": engine.collectives.world * engine.tensor_parallel.world,
-        "ranks_per_node": int(
-            os.environ.get("LOCAL_WORLD_SIZE", engine.collectives.world * engine.tensor_parallel.world)
-        ),
+        "ranks_per_node": engine.local_world,
         "tp": engine.tensor_parallel.world,
         "update_on_cpu": engine.updater.on_cpu,
     }
