@@ -10,6 +10,7 @@ call of `save` to the end of the step in which the save ends, less that of as ma
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -35,7 +36,6 @@ from zerocli.config import to_dict  # noqa: E402
 from zerocli.files import DirectFile  # noqa: E402
 
 CHUNK_NBYTES = 32 << 20
-NUM_SAVES = 4
 
 
 def raw_write_rate(folder: Path, nbytes: int) -> float:
@@ -85,20 +85,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", default=".", help="folder on the disk to write to")
     parser.add_argument("--steps", type=int, default=12, help="steps without a save, before each")
+    parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--set", action="append", default=[], dest="sets", metavar="SECTION.KEY=VALUE")
     given = parser.parse_args()
     config = configs.load("tiny", given.sets)
     open_process_group()
     folder = Path(tempfile.mkdtemp(prefix="zerocli-saves-", dir=given.dir))
     try:
-        document = measure(config, folder, given.steps)
+        document = measure(config, folder, given.steps, given.saves)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(document, indent=2))
     return 0
 
 
-def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, object]:
+def measure(config: configs.Config, folder: Path, steps: int, num_saves: int) -> dict[str, object]:
     engine = trainer.make_engine(config)
     rank = engine.collectives.rank
     shape = (config.train.batch, config.train.seq)
@@ -106,6 +107,7 @@ def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, objec
 
     cuda = engine.device.type == "cuda"
     issued: list[torch.cuda.Event] = []
+    ended: list[float] = []
 
     def step() -> None:
         """Train a step; the host is at most one ahead of the device, as in `zerocli train`."""
@@ -116,6 +118,7 @@ def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, objec
             issued[-1].record()
             if len(issued) > 1:
                 issued.pop(0).synchronize()
+        ended.append(time.perf_counter())
 
     def finish() -> float:
         if cuda:
@@ -131,29 +134,32 @@ def measure(config: configs.Config, folder: Path, steps: int) -> dict[str, objec
     seconds_of(3)
     saver = Saver(engine, folder / "checkpoints", buffer_nbytes=config.checkpoint.buffer, keep=1)
     saves, raws, plains = [], [], []
-    for number in range(1, NUM_SAVES + 1):
+    for number in range(1, num_saves + 1):
         raws.append(raw_write_rate(folder, 4 << 30))
         plain = seconds_of(steps)
         began = finish()
         saver.save(number, {"config": to_dict(config)})
-        called, num_steps = time.perf_counter() - began, 0
+        called = time.perf_counter() - began
+        ended.clear()
         while saver.busy:  # until the checkpoint before it is removed, too
             step()
-            num_steps += 1
-        stall = finish() - began - num_steps * (plain + seconds_of(steps)) / 2
+        ends = [began, *ended, finish()]
+        plain = (plain + seconds_of(steps)) / 2
+        stall = ends[-1] - began - (len(ends) - 2) * plain
         plains.append(plain)
-        saves.append({"seconds": saver.last_seconds, "stall": stall, "call": called, "steps": num_steps})
+        excess = [after - before - plain for before, after in itertools.pairwise(ends[:-1])]
+        saves.append({"seconds": saver.last_seconds, "stall": stall, "call": called, "plain": plain, "excess": excess})
     saver.close()
     if saver.failure:
         sys.exit(saver.failure)
-    manifest = read_manifest(Folder(folder / "checkpoints").of(NUM_SAVES))
+    manifest = read_manifest(Folder(folder / "checkpoints").of(num_saves))
     duration, raw = statistics.median(save["seconds"] for save in saves), statistics.median(raws)
     rates = {"raw": raw, "save": manifest.nbytes / duration}
     if rank == 0:
         began = time.perf_counter()
-        done = export.export(Folder(folder / "checkpoints").of(NUM_SAVES), manifest, folder / "out", "fp32", 5 * 10**9)
+        done = export.export(Folder(folder / "checkpoints").of(num_saves), manifest, folder / "out", "fp32", 5 * 10**9)
         rates["export"] = done.nbytes / (time.perf_counter() - began)
-        shard = Folder(folder / "checkpoints").of(NUM_SAVES) / "rank-00000.bin"
+        shard = Folder(folder / "checkpoints").of(num_saves) / "rank-00000.bin"
         rates["raw_copy"] = raw_copy_rate(shard, folder, min(done.nbytes, shard.stat().st_size))
     return {
         "parameters": engine.numel,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -186,9 +188,38 @@ def test_memory_outlives_its_tier_for_whoever_still_views_it():
     assert int(view.sum()) == 7000
 
 
+def test_pinned_memory_is_unpinned_before_it_is_unmapped_though_nobody_closed_it():
+    """Whatever is mapped there next would otherwise be taken for pinned."""
+
+    class Watching(PretendRegistrar):
+        def unregister(self, address: int) -> None:
+            super().unregister(address)
+            with open("/proc/self/maps") as maps:
+                spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+            mapped.append(any(begin <= address < end for begin, end in spans))
+
+    mapped: list[bool] = []
+    registrar = Watching()
+    tier = DramTier(8 * MIB, registrar=registrar)
+    view = tier.view(tier.allocate(1000))
+    tier.itself = tier  # as an engine and its hooks are: only the collector finds it
+    del tier
+    gc.collect()
+    assert registrar.held and not mapped  # the view is still there to copy into
+    del view
+    assert registrar.held == {} and mapped == [True]
+
+    tier = DramTier(8 * MIB, registrar=registrar)
+    view = tier.view(tier.allocate(1000))
+    tier.close()
+    assert registrar.held == {} and mapped == [True, True]  # and a closed one is unpinned once
+    del tier, view
+    assert len(mapped) == 2
+
+
 @pytest.mark.parametrize("nbytes", (1, 4096, 100 * MIB))
 def test_prefaulted_pages_are_zero(nbytes):
     pages = Pages(nbytes)
     pages.prefault()
     assert not pages.bytes.any()
-    pages.release(Registrar())
+    pages.release()

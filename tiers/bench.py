@@ -21,7 +21,7 @@ from torch import Tensor
 from tiers.base import PAGE_NBYTES, round_up
 from tiers.dram import DramTier
 from tiers.nvme import UNIT_NBYTES, NvmeTier
-from tiers.pages import Pages, Registrar
+from tiers.pages import Pages
 from tiers.swapfile import disk_error
 
 MIN_ROUNDS = 3
@@ -56,7 +56,7 @@ def bench_nvme(paths: Sequence[str | os.PathLike], nbytes: int = 1 << 30, second
         }
         rates = _alternate(jobs, pages.nbytes, seconds)
         result: dict = {"paths": [str(path) for path in paths], "nbytes": pages.nbytes, "direct": tier.direct}
-    pages.release(Registrar())
+    pages.release()
     return result | rates | _ratios(rates, ("write", "read", "both"))
 
 

@@ -125,7 +125,7 @@ class DramTier(Tier):
     def _close(self) -> None:
         self._copier.close()
         for arena in self._arenas:
-            arena.pages.release(self._registrar)
+            arena.pages.release()
         self._arenas = []
 
     def _map(self, nbytes: int) -> _Arena:
@@ -174,7 +174,7 @@ class DramTier(Tier):
         limit = "memlock unlimited" if memlock is None else f"memlock limit {format_nbytes(memlock)}"
         fact = f"pinning {format_nbytes(wanted)} of host memory was refused ({refusal}; {limit})"
         if self._must_pin:
-            arena.pages.release(self._registrar)
+            arena.pages.release()
             raise TierError(fact, tier=self.name, hint="raise the limit (ulimit -l unlimited), or go on unpinned")
         self._pin = False
         self.notes.append(f"{fact}: going on unpinned, copies to the GPU will be slower")
@@ -183,7 +183,7 @@ class DramTier(Tier):
         kept = []
         for arena in self._arenas:
             if arena.extents.free == arena.extents.size:
-                arena.pages.release(self._registrar)
+                arena.pages.release()
             else:
                 kept.append(arena)
         self._arenas = kept

@@ -1,12 +1,20 @@
 """Page-aligned host memory of exactly the size asked for, registered with CUDA where that is wanted.
 
 PyTorch's own pinned allocator rounds up to a power of two; an anonymous mapping does not, and suits O_DIRECT as well.
+
+[Note: unpinned before unmapped] CUDA goes by addresses. A span that is unmapped while it is registered leaves its
+registration behind, and whatever the kernel maps there next is taken for pinned memory that it is not: copies into it
+fail or go astray. So the mapping itself unpins, before its memory goes, whoever held the last tensor in it: an owner
+that was dropped instead of closed costs a wait for the device, nothing else.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -18,7 +26,14 @@ _SMALL_NBYTES = 64 << 20  # not worth a pool of threads
 
 
 class Registrar:
-    """Makes host memory known to CUDA, so that copies are direct and asynchronous."""
+    """Makes host memory known to CUDA, so that copies are direct and asynchronous.
+
+    Calls come from any thread, and a thread's device is the first unless it chose another: calls are made for the
+    device of the thread that made the registrar, or else they would open a context on a GPU that is not this rank's.
+    """
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     @property
     def available(self) -> bool:
@@ -28,17 +43,29 @@ class Registrar:
     def register(self, address: int, nbytes: int) -> str | None:
         """Pin the memory; return why not, or None when it is pinned."""
         torch.cuda.init()
-        code = _code(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-        if code == 0:
-            return None
-        _clear_cuda_error()
+        with torch.cuda.device(self._device):
+            code = _code(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+            if code == 0:
+                return None
+            _clear_cuda_error()
         return f"cudaHostRegister gave error {code}"
 
     def unregister(self, address: int) -> None:
         """Unpin memory that `register` pinned, once no copy uses it."""
-        torch.cuda.synchronize()
-        if _code(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
-            _clear_cuda_error()
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            if _code(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
+                _clear_cuda_error()
+
+
+class _Mapping(mmap.mmap):
+    """Anonymous memory; see [Note: unpinned before unmapped]."""
+
+    unpin: Callable[[], None] | None = None
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.unpin is not None and not is_finalizing():  # a process that ends takes its pins along
+            self.unpin()
 
 
 class Pages:
@@ -46,16 +73,21 @@ class Pages:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = round_up(nbytes, PAGE_NBYTES)
-        self.pinned = False
-        mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = _Mapping(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Huge pages: fewer faults, faster pinning. Not inherited: a child's copy-on-write would move pinned pages.
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             try:
                 mapping.madvise(getattr(mmap, advice))
             except (OSError, AttributeError):
                 pass
+        self._mapping: _Mapping | None = mapping
         self.bytes: Tensor = torch.frombuffer(mapping, dtype=torch.uint8)
         self.address: int = self.bytes.data_ptr()
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is registered with CUDA."""
+        return self._mapping is not None and self._mapping.unpin is not None
 
     @property
     def memory(self) -> memoryview:
@@ -75,18 +107,21 @@ class Pages:
 
     def pin(self, registrar: Registrar) -> str | None:
         """Register the memory with CUDA; return why not, or None when it is pinned."""
+        assert self._mapping is not None, "released"
         if self.pinned:
             return None
         self.prefault()
         refusal = registrar.register(self.address, self.nbytes)
-        self.pinned = refusal is None
+        if refusal is None:
+            self._mapping.unpin = functools.partial(registrar.unregister, self.address)
         return refusal
 
-    def release(self, registrar: Registrar) -> None:
+    def release(self) -> None:
         """Unpin and let go; the memory is unmapped with the last tensor that views it."""
-        if self.pinned:
-            registrar.unregister(self.address)
-            self.pinned = False
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None and mapping.unpin is not None:
+            unpin, mapping.unpin = mapping.unpin, None
+            unpin()
         # Never unmapped by hand: tensors refer to the mapping without locking it, and would dangle.
         self.bytes = torch.empty(0, dtype=torch.uint8)
 

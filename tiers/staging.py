@@ -44,5 +44,5 @@ class Staging:
     def release(self) -> None:
         """Give the buffers' memory back; none may be lent."""
         for pages in self._made:
-            pages.release(self._registrar)
+            pages.release()
         self._made = []

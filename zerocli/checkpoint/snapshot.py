@@ -113,7 +113,7 @@ class Slots:
     def close(self) -> None:
         self._free = queue.SimpleQueue()
         for pages in self._made:
-            pages.release(self._registrar)
+            pages.release()
         self._made = []
 
 

@@ -27,6 +27,7 @@ from zerocli.profile import places, rates
 from zerocli.profile.clock import Clock, Segment, Span
 from zerocli.profile.follow import Follower
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger, describe
+from zerocli.profile.nvml import process_nbytes
 from zerocli.profile.observer import FILE, Observer, away, facts, system, write
 from zerocli.profile.seams import Seams
 from zerocli.profile.timeline import make_timeline
@@ -210,17 +211,23 @@ class Profiler(Observer):
         """Return the device's peak as the allocator and the driver count it, with `runtime` in the rows.
 
         Beyond what operations made there are cuBLAS's workspaces, what the allocator keeps in and between blocks, and
-        what never passes through it: the context, kernels and NCCL (of ranks that share a GPU, an equal part each).
+        what never passes through it: the context, kernels and NCCL.
         """
         allocated = torch.cuda.max_memory_allocated(self._device)
         reserved = torch.cuda.max_memory_reserved(self._device)
-        free, total = torch.cuda.mem_get_info(self._device)
-        sharers = max(1, facts(self._engine)["ranks_per_node"] // torch.cuda.device_count())
-        outside = max(0, (total - free) // sharers - torch.cuda.memory_reserved(self._device))
+        outside = max(0, self._taken() - torch.cuda.memory_reserved(self._device))
         slack = max(0, allocated - _counter(self._device, "peak"))
         _, workspace = _requested(self._device)
         rows = held | {"runtime": outside + reserved - allocated + slack + workspace}
         return {"rows": rows, "measured": reserved + outside, "allocated": allocated}
+
+    def _taken(self) -> int:
+        """Return what this process has of the device; of all that is in use an equal part where nobody tells."""
+        mine = process_nbytes(self._device)
+        if mine is not None:
+            return mine
+        free, total = torch.cuda.mem_get_info(self._device)
+        return (total - free) // max(1, facts(self._engine)["ranks_per_node"] // torch.cuda.device_count())
 
     def facts(self, config: Config, engine: Engine) -> dict[str, Any]:
         """Return the seconds and the timeline of rank 0, and what the engine is."""
