@@ -70,14 +70,16 @@ class Writer(StorageWriter):
         pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        # The copies come before all else, for the next update waits for them: a first plan takes as long as they do.
+        # And here, where DCP tells the other ranks of a failure.
+        with self._progress.by_itself("read"):
+            self._snapshot.start()
         if is_coordinator:
             with self._progress.by_itself("clearing"):
                 if self.aside.exists():
                     shutil.rmtree(self.aside)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        with self._progress.by_itself("read"):
-            self._snapshot.start()  # here, where DCP tells the other ranks of a failure
         self._progress.together("planning")
         return plan
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 MIB = 2**20
 
 RUNTIME: Mapping[str, int] = {
-    "context": 560 * MIB,
+    "context": 832 * MIB,
     "nccl": 400 * MIB,
     "workspace": 67 * MIB,
     "fragments": 0,
