@@ -214,7 +214,7 @@ def test_a_wait_inside_another_is_charged_once():
     waits = Waits(torch.device("cpu"))
     began = time.perf_counter()
     with waits.waiting("optimizer"):
-        with waits.waiting("collectives"), waits.waiting_host("transfers"):
+        with waits.waiting("collectives"), waits.waiting("transfers"):
             sum(range(200_000))
         sum(range(100_000))
     elapsed = time.perf_counter() - began

@@ -124,7 +124,9 @@ class Activations:
             part = flat.new_zeros(own.numel)
             mine = flat[own.start : min(own.stop, flat.numel())]
             part[: mine.numel()].copy_(mine)
-        checkpoint = Checkpoint(self.stack.push(part), tensor, total, own)
+        with self._waits.waiting("transfers"):  # for a tier that is behind
+            saved = self.stack.push(part)
+        checkpoint = Checkpoint(saved, tensor, total, own)
         self._order = [ref for ref in self._order if ref() is not None]
         self._order.append(weakref.ref(checkpoint))
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)

@@ -92,7 +92,7 @@ class Engine:
             self.waits,
             settings.probe,
             settings.gather_buffers,
-            before_gather=lambda flat: self.updater.pump(flat),
+            before_gather=self._bring_up_to_date,
             look_ahead=self._look_ahead,
         )
         self.reducer = Reducer(
@@ -259,7 +259,8 @@ class Engine:
                 f"backward was called {self._micro + 1} times before step(); shard(..., accumulate={self._micro + 1}) "
                 "adds the gradients of several backward passes"
             )
-        self.updater.pump()  # units that forward did not use: their gradients are about to be replaced
+        with self.waits.waiting("optimizer"):
+            self.updater.pump()  # units that forward did not use: their gradients are about to be replaced
         self.reducer.begin(first=self._micro == 0, last=self._micro == accumulate - 1)
         seed = self.loss_scale.value / (self.collectives.world * accumulate)
         try:
@@ -276,6 +277,12 @@ class Engine:
         self._backward_units.clear()
         self.gatherer.settle()
         self._micro += 1
+
+    def _bring_up_to_date(self, flat: Flat) -> None:
+        """Issue what is left of a flat's update; the host may have to wait for states on a disk, and compute for it."""
+        if self.updater.owes(flat):
+            with self.waits.waiting("optimizer"):
+                self.updater.pump(flat)
 
     def _look_ahead(self, now: Sequence[Unit], then: Sequence[Unit]) -> None:
         """Tell the mover which parameters are used next: `now` in this step, `then` in the next one.

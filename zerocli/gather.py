@@ -163,7 +163,7 @@ class Gatherer:
             # First this rank's slice, then everyone's. Streams wait here, and the host only for a disk that is behind:
             # the gather is issued now and not when the slice happens to come, so that all ranks keep one order.
             own = buffer.tensor[flat.own.start : flat.own.stop]
-            with self._waits.waiting_host("transfers"):
+            with self._waits.waiting("transfers"):
                 flat.param_store.fetch(0, own).wait()
             flat.pending = self._collectives.all_gather(buffer.tensor, own, f"parameters of {flat.unit.title}")
 

@@ -7,6 +7,7 @@ issued, lanes are empty and marks are always reached, so the same engine code se
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -31,6 +32,20 @@ class Mark:
             torch.cuda.current_stream().wait_event(self._event)
 
 
+class _Outside(threading.local):
+    """The stream that was current when this thread began to issue work on a lane."""
+
+    stream: torch.cuda.Stream | None = None
+
+
+_outside = _Outside()
+
+
+def compute_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that computes, also while work is being issued on a lane."""
+    return _outside.stream or torch.cuda.current_stream(device)
+
+
 class Lane:
     """An ordered queue of device work that runs beside the compute stream."""
 
@@ -46,10 +61,14 @@ class Lane:
             return
         if after is None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            if after is not None:
-                after.wait()
-            yield
+        outer, _outside.stream = _outside.stream, compute_stream(self.device)
+        try:
+            with torch.cuda.stream(self._stream):
+                if after is not None:
+                    after.wait()
+                yield
+        finally:
+            _outside.stream = outer
 
 
 MAX_PAIRS = 1 << 14
@@ -63,39 +82,34 @@ _Pair = tuple[str, str, torch.cuda.Event, torch.cuda.Event]
 class Waits:
     """Seconds the compute stood still, by cause; on a GPU read from event pairs once they are reached.
 
+    On a GPU that is the time between two points of the stream that computes. Where it waits for another stream the
+    second is reached late; where the host waits (for a disk), it is issued late, and what of the wait passes while the
+    stream still has work does not count.
     A wait inside another is charged to its own cause alone, so that the causes add up to the time stood still.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
         self._pairs: deque[_Pair] = deque(maxlen=MAX_PAIRS)
         self._around: list[str] = [""]
 
     @contextlib.contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
-        """Charge the time the body holds up the current stream (CPU: the host) to `cause`."""
+        """Charge the time the body holds up the stream that computes (CPU: the host) to `cause`."""
         if self._cuda:
             before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record()
+            stream = compute_stream(self._device)
+            before.record(stream)
             with self._inside(cause) as around:
                 yield
-            after.record()
+            after.record(stream)
             self._pairs.append((cause, around, before, after))
         else:
             began = time.perf_counter()
             with self._inside(cause) as around:
                 yield
             self._charge(cause, around, time.perf_counter() - began)
-
-    @contextlib.contextmanager
-    def waiting_host(self, cause: str) -> Iterator[None]:
-        """Charge the time the body holds up the host, where the host is what computes; beside a GPU it runs ahead."""
-        if self._cuda:
-            yield
-            return
-        with self.waiting(cause):
-            yield
 
     @contextlib.contextmanager
     def _inside(self, cause: str) -> Iterator[str]:

@@ -8,83 +8,20 @@ are freed. Every rank launches the units in one order, so ranks that use differe
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from zerocli.buckets import BucketPlan, Pool, Rest, fill, plan_buckets
 from zerocli.comm import Collectives
 from zerocli.lanes import Lane, Waits
-from zerocli.shards import SHARD_ALIGN, Layout, Span
+from zerocli.shards import SHARD_ALIGN, Span
 from zerocli.stage import Stage
 from zerocli.tensor_parallel import TensorParallel
 from zerocli.unit import Flat, Unit
-
-Strided = tuple[tuple[int, ...], tuple[int, ...], int]
-"""(size, stride, offset) of a view into one-dimensional memory."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A part of one gradient and its place in a bucket."""
-
-    entry: int
-    """Index of the parameter in the layout; -1 is padding, which is zeroed."""
-    source: Strided
-    target: Strided
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """What one bucket carries of a flat: the same columns of every rank's slice."""
-
-    columns: Span
-    numel: int
-    copies: tuple[Copy, ...]
-
-
-def plan_buckets(layout: Layout, world: int, bucket_numel: int) -> list[BucketPlan]:
-    """Cut a flat into buckets of at most `bucket_numel` elements, each holding equal columns of all ranks' slices."""
-    each = layout.total // world
-    width = max(SHARD_ALIGN, min(each, bucket_numel // world // SHARD_ALIGN * SHARD_ALIGN))
-    spans = [(i, entry.span) for i, entry in enumerate(layout.entries)] + [(-1, gap) for gap in layout.gaps()]
-    plans = []
-    for columns in Span(0, each).pieces(width):
-        copies: list[Copy] = []
-        for index, span in spans:
-            copies.extend(_copies(index, span, columns, each, world))
-        plans.append(BucketPlan(columns, columns.numel * world, tuple(copies)))
-    return plans
-
-
-def _copies(index: int, span: Span, columns: Span, each: int, world: int) -> list[Copy]:
-    """Return how the parameter at `span` of the flat goes into the bucket of `columns`; whole rows go as one copy."""
-    if columns.numel == each:  # the bucket is the whole flat: one straight copy
-        return [Copy(index, ((span.numel,), (1,), 0), ((span.numel,), (1,), span.start))] if span.numel else []
-    found: list[Copy] = []
-    first, last = span.start // each, min(world - 1, max(span.start, span.stop - 1) // each)
-    whole: list[int] = []
-    for row in range(first, last + 1):
-        part = columns.shifted(row * each).intersect(span)
-        if part.numel == columns.numel:
-            whole.append(row)
-        elif part.numel:
-            at = row * columns.numel + part.start - row * each - columns.start
-            found.append(Copy(index, ((part.numel,), (1,), part.start - span.start), ((part.numel,), (1,), at)))
-    if whole:  # consecutive by construction
-        size = (len(whole), columns.numel)
-        source = (size, (each, 1), whole[0] * each + columns.start - span.start)
-        found.append(Copy(index, source, (size, (columns.numel, 1), whole[0] * columns.numel)))
-    return found
-
-
-@dataclass
-class _Bucket:
-    memory: torch.Tensor
-    busy: Callable[[], None] | None = None
-    """Finishes the reduction that still uses the memory."""
 
 
 class Reducer:
@@ -112,11 +49,11 @@ class Reducer:
         self._bucket_numel = min(largest, max(bucket_nbytes // wire.itemsize, collectives.world * SHARD_ALIGN))
         # Two in turn; where gradients leave the device, enough for one whole unit to be on its way beside the next.
         leaves = any(flat.grad_store is not None for flat in self._flats)
-        self._num_buckets = min(8, -(-largest // self._bucket_numel) + 1) if leaves and largest else 2
+        count = min(8, -(-largest // self._bucket_numel) + 1) if leaves and largest else 2
+        self._buckets, self._lift = Pool(count, device, waits), Pool(count, device, waits)
         self._bucket_limit = max(1, bucket_nbytes // wire.itemsize)
         self._run: list[torch.Tensor] = []
         """Gradients that lie one after another and are still to be all-reduced together."""
-        self._buckets: list[_Bucket] = []
         self._plans: dict[int, list[BucketPlan]] = {}
         self._places: dict[int, list[torch.Tensor]] = {}
         self._order = list(reversed(self._flats))
@@ -124,11 +61,10 @@ class Reducer:
         self._arrived: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
         self._completed: list[Flat] = []
         self._next = 0
-        self._unfinished: list[Callable[[], None]] = []
+        self._unfinished: list[Rest] = []
         self._first = self._last = True
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
         """Norm of each piece of each gradient that this rank owns, by (flat, first column)."""
-        self._lift: list[_Bucket] = []
         self.active = False
         for flat in self._flats:
             for index, parameter in enumerate(flat.parameters):
@@ -197,12 +133,11 @@ class Reducer:
             self.complete(flat)
         assert self._next == len(self._order)
         self._reduce_run()
-        with self._waits.waiting("collectives"):
-            for finish in self._unfinished:
-                finish()
-        self._unfinished.clear()
-        for bucket in (*self._buckets, *self._lift):
-            bucket.busy = None
+        for cause, rests in itertools.groupby(self._unfinished, key=lambda rest: rest.cause):
+            with self._waits.waiting(cause):
+                for rest in rests:
+                    rest.do()
+        self._forget()
         if self._last:
             self._agree()
             self._measure()
@@ -252,17 +187,20 @@ class Reducer:
 
     def abandon(self) -> None:
         """After an exception in backward: drop what has arrived; the step's gradients are lost."""
-        for finish in self._unfinished:
+        for rest in self._unfinished:
             with contextlib.suppress(Exception):  # the error that brought us here is the one to report
-                finish()
-        self._unfinished.clear()
+                rest.do()
+        self._forget()
         self._run = []
-        for bucket in (*self._buckets, *self._lift):
-            bucket.busy = None
         for flat in self._flats:
             for parameter in flat.parameters:
                 parameter.grad = None
         self.active = False
+
+    def _forget(self) -> None:
+        self._unfinished.clear()
+        self._buckets.clear()
+        self._lift.clear()
 
     def _adopt_order(self) -> None:
         """From now on launch in the order in which rank 0's first backward completed the units."""
@@ -297,7 +235,8 @@ class Reducer:
         if self._stage.optimizer:
             with self._lane.run():
                 self._probe("reduce")
-                self._unfinished.append(self._collectives.reduce_scatter(flat.grad, flat.grad_full, _what(flat)).wait)
+                pending = self._collectives.reduce_scatter(flat.grad, flat.grad_full, _what(flat))
+            self._unfinished.append(Rest(pending.wait))
             return
         if self._run and not _adjoin(self._run[-1], flat.grad_full):
             self._reduce_run()
@@ -315,7 +254,8 @@ class Reducer:
         with self._lane.run():
             self._probe("reduce")
             for piece in Span(0, numel).pieces(self._bucket_limit):
-                self._unfinished.append(self._collectives.all_reduce(whole[piece.start : piece.stop], "gradients").wait)
+                pending = self._collectives.all_reduce(whole[piece.start : piece.stop], "gradients")
+                self._unfinished.append(Rest(pending.wait))
 
     def _reduce_buckets(self, flat: Flat) -> None:
         """Carry the unit's gradients to their owners, bucket by bucket, and free them."""
@@ -328,15 +268,16 @@ class Reducer:
             # The bucket of a lone owner is its gradient shard itself.
             for plan in plans:
                 part = flat.grad[plan.columns.start : plan.columns.stop]
-                self._fill(part, plan, sources, add=not self._first)
+                fill(part, plan, sources, add=not self._first)
             return
         for plan in plans:
-            bucket = self._take(self._buckets, self._bucket_numel, self._wire)
+            bucket = self._buckets.take(self._bucket_numel, self._wire)
             memory = bucket.memory[: plan.numel]
-            self._fill(memory, plan, sources)
+            fill(memory, plan, sources)
             with self._lane.run():
                 self._probe("reduce")
-                bucket.busy = self._scatter(flat, plan, memory)
+                finish = self._scatter(flat, plan, memory)
+            bucket.busy = Rest(finish, "transfers" if flat.grad_store is not None else "collectives")
             self._unfinished.append(bucket.busy)
 
     def _plans_of(self, flat: Flat) -> list[BucketPlan]:
@@ -345,25 +286,6 @@ class Reducer:
             plans = plan_buckets(flat.layout, self._collectives.world, self._bucket_numel)
             self._plans[id(flat)] = plans
         return plans
-
-    def _fill(
-        self, memory: torch.Tensor, plan: BucketPlan, sources: list[torch.Tensor | None], add: bool = False
-    ) -> None:
-        """Put the plan's part of the gradients into memory; `add` adds them to what is there."""
-        into, out_of = [], []
-        for copy in plan.copies:
-            target = memory.as_strided(copy.target[0], copy.target[1], memory.storage_offset() + copy.target[2])
-            source = sources[copy.entry] if copy.entry >= 0 else None
-            if source is None:
-                if not add:
-                    target.zero_()
-            else:
-                into.append(target)
-                out_of.append(
-                    source.as_strided(copy.source[0], copy.source[1], source.storage_offset() + copy.source[2])
-                )
-        if into:
-            (torch._foreach_add_ if add else torch._foreach_copy_)(into, out_of)
 
     def _scatter(self, flat: Flat, plan: BucketPlan, memory: torch.Tensor) -> Callable[[], None]:
         """Reduce one bucket into the columns of the gradient shard; the result ends what is left to do."""
@@ -388,14 +310,14 @@ class Reducer:
             pending.wait()
             merge()()
 
-        return _once(finish)
+        return finish
 
     def _send(self, flat: Flat, plan: BucketPlan, part: torch.Tensor) -> Callable[[], None]:
         """Write a reduced piece to the tier that holds the gradient, added to what is there."""
         store = flat.grad_store
         assert store is not None
         if not self._first or part.dtype != store.dtype:
-            lift = self._take(self._lift, self._bucket_numel // self._collectives.world, store.dtype)
+            lift = self._lift.take(self._bucket_numel // self._collectives.world, store.dtype)
             piece = lift.memory[: part.numel()]
             if self._first:
                 piece.copy_(part)
@@ -412,28 +334,14 @@ class Reducer:
                 self._norms[self._flats.index(flat), columns.start] = _norm(measured)
         done = store.put(plan.columns.start, piece).wait
         if lift is not None:
-            lift.busy = done
-            self._unfinished.append(done)
+            lift.busy = Rest(done, "transfers")
+            self._unfinished.append(lift.busy)
         return done
-
-    def _take(self, pool: list[_Bucket], numel: int, dtype: torch.dtype) -> _Bucket:
-        """Return a bucket of the pool whose last use is over, all in turn."""
-        if len(pool) < self._num_buckets:
-            pool.append(_Bucket(torch.empty(numel, dtype=dtype, device=self._device)))
-            return pool[-1]
-        bucket = pool.pop(0)
-        pool.append(bucket)
-        if bucket.busy is not None:
-            with self._waits.waiting("collectives"):
-                bucket.busy()
-            self._unfinished.remove(bucket.busy)
-            bucket.busy = None
-        return bucket
 
     @property
     def nbytes(self) -> int:
         """Bytes of the reduction buckets."""
-        return sum(bucket.memory.nbytes for bucket in (*self._buckets, *self._lift))
+        return self._buckets.nbytes + self._lift.nbytes
 
 
 def _measured(flat: Flat, columns: Span) -> list[Span]:
@@ -450,17 +358,6 @@ def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether `right` begins in memory where `left` ends, in one storage."""
     same = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
     return same and right.storage_offset() == left.storage_offset() + left.numel()
-
-
-def _once(action: Callable[[], None]) -> Callable[[], None]:
-    """Return `action`, made to run at most once."""
-    left = [action]
-
-    def run() -> None:
-        if left:
-            left.pop()()
-
-    return run
 
 
 def _what(flat: Flat) -> str:

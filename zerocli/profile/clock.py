@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from zerocli.lanes import compute_stream
+
 COMPUTE, GATHER, REDUCE, UP, DOWN, DISK_READ, DISK_WRITE, UPDATE = (
     "compute",
     "gather",
@@ -87,16 +89,17 @@ class Clock:
         event.synchronize()
         return event, time.perf_counter()
 
-    def stamp(self) -> Stamp:
-        """Return this point of the current stream, or of the host where it computes."""
+    def stamp(self, stream: torch.cuda.Stream | None = None) -> Stamp:
+        """Return this point of a stream, the current one if none is given; or of the host where it computes."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(stream or torch.cuda.current_stream(self._device))
         return event
 
     def _mark(self) -> None:
-        self._marks.append((self.stamp(), self._labels[-1]))
+        stream = compute_stream(self._device) if self._cuda else None
+        self._marks.append((self.stamp(stream), self._labels[-1]))
 
     @property
     def label(self) -> tuple[str, str]:

@@ -47,7 +47,7 @@ def tensors(engine: Engine) -> Iterator[tuple[str, str, torch.Tensor]]:
     for buffers in engine.gatherer._pool.values():
         for buffer in buffers:
             yield "gathered", f"gather buffers of {buffer.tensor.numel()} elements", buffer.tensor
-    for bucket in (*engine.reducer._buckets, *engine.reducer._lift):
+    for bucket in (*engine.reducer._buckets.buckets, *engine.reducer._lift.buckets):
         yield "buffers", "reduction buckets", bucket.memory
     for slot in engine.updater._slots:
         for memory in slot.buffers.values():

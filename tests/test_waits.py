@@ -1,0 +1,84 @@
+"""A step's seconds are charged to what held it up: with a disk that is slow, nearly all of them are waits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+from test_offload import SMALL_DISK
+from test_traffic_and_memory import WIDTH, Deep
+
+import zerocli
+from tiers.lanes import Lane
+from tiers.nvme import NvmeTier
+
+PLACEMENTS = {
+    "optimizer=nvme": ("optimizer",),
+    "params=nvme": ("optimizer", "transfers"),  # written by the update, and read ahead
+    "grads=nvme": ("transfers", "optimizer"),  # written by backward, and read by the update
+    "activations=nvme": ("transfers",),
+}
+"""What each waits for."""
+
+
+class SlowLane(Lane):
+    """A disk on which every operation takes 20 ms."""
+
+    async def _read(self, memory: memoryview) -> int | None:
+        await asyncio.sleep(0.02)
+        return await super()._read(memory)
+
+    async def _write(self, memory: memoryview) -> int | None:
+        await asyncio.sleep(0.02)
+        return await super()._write(memory)
+
+
+def waits_of_a_slow_disk(folder, device: str, placement: str, update: str) -> tuple[float, dict[str, float]]:
+    """Return the seconds of two steps and their waits by cause."""
+    model = Deep(4).to(device)
+    engine = zerocli.shard(
+        *(model,),
+        **{"stage": 3, "precision": "bf16", "update": update, "accumulate": 2, "offload": placement},
+        **{"nvme_path": (str(folder),), "staging_nbytes": 1 << 20, "tier_options": {"nvme": SMALL_DISK}},
+    )
+
+    def finish() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    try:
+        for step in range(5):
+            if step == 3:
+                began = finish()
+                engine.waits.take()
+            for _ in range(2):
+                engine.backward(model(torch.randn(4, WIDTH, device=device)))
+            engine.step()
+        seconds = finish() - began
+        return seconds, engine.waits.take().seconds()
+    finally:
+        engine.close()
+
+
+def check_waits(folder, device: str, placement: str, update: str) -> None:
+    seconds, waits = waits_of_a_slow_disk(folder, device, placement, update)
+    assert sum(waits.values()) <= 1.02 * seconds
+    assert sum(waits[cause] for cause in PLACEMENTS[placement]) > 0.7 * seconds, (seconds, waits)
+
+
+@pytest.mark.parametrize("update", ["cpu", "stream"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_waiting_for_a_slow_disk_is_not_called_compute(tmp_path, monkeypatch, placement, update):
+    monkeypatch.setattr(NvmeTier, "lane_class", SlowLane)
+    check_waits(tmp_path, "cpu", placement, update)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("update", ["cpu", "stream"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_nor_is_it_beside_a_gpu(tmp_path, monkeypatch, placement, update):
+    monkeypatch.setattr(NvmeTier, "lane_class", SlowLane)
+    check_waits(tmp_path, "cuda", placement, update)
