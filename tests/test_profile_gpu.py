@@ -56,8 +56,8 @@ def test_books_balance_on_a_gpu(tmp_path, way):
     for tier, peak in document["peak"].items():
         found = {row["category"]: row["measured"] for row in document["rows"] if row["tier"] == tier}
         assert sum(found.values()) == peak["measured"]
+        assert abs(found.get("unattributed", 0)) <= 0.03 * peak["measured"], tier
     hbm = {row["category"]: row["measured"] for row in document["rows"] if row["tier"] == "hbm"}
-    assert abs(hbm["unattributed"]) <= 0.03 * document["peak"]["hbm"]["measured"]
     assert hbm["runtime"] > 0
     step = document["step"]
     assert step["wait"] + step["compute"] == pytest.approx(step["seconds"], rel=0.02)

@@ -322,7 +322,8 @@ class Reducer:
             if self._first:
                 piece.copy_(part)
             else:
-                store.fetch(plan.columns.start, piece).wait()
+                with self._waits.waiting("transfers"):
+                    store.fetch(plan.columns.start, piece).wait()
                 piece.add_(part)
         else:
             lift, piece = None, part

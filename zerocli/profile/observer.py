@@ -75,10 +75,10 @@ class Observer:
         write(Path(options.run_dir) / FILE, document)
 
 
-def away(engine: Engine, baseline: int | None) -> dict[str, dict[str, Any]]:
+def away(engine: Engine, process: int | None) -> dict[str, dict[str, Any]]:
     """Return rows and measured bytes of the tiers off the device.
 
-    Beside a GPU host memory is measured as the kernel counts it, `baseline` of it being the process before the engine
+    Beside a GPU host memory is measured as the kernel counts it, `process` bytes of it being the program's own
     (None: unknown); without one, where the host's memory plays the device's as well, it is what the tiers mapped.
     """
     rows, taken = places.tier_rows(engine), places.footprint(engine)
@@ -88,8 +88,8 @@ def away(engine: Engine, baseline: int | None) -> dict[str, dict[str, Any]]:
         found[tier] = {"rows": row, "measured": taken[tier], "holders": places.holders(engine, tier)}
     if engine.device.type == "cuda":
         peak = places.rss()[1]
-        if baseline is not None:
-            found["dram"]["rows"]["runtime"] = baseline
+        if process is not None:
+            found["dram"]["rows"]["runtime"] = process
         found["dram"]["measured"] = max(peak, sum(found["dram"]["rows"].values()))
     return found
 

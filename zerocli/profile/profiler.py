@@ -61,7 +61,8 @@ class Profiler(Observer):
         self._seams: Seams | None = None
         self._engine: Engine
         self._hooks: list[Any] = []
-        self._rss_before = 0
+        self._process_nbytes: int | None = None
+        """Host memory of the process beside the tiers', once the first step has loaded what it computes with."""
         self._lines: list[Line] = []
 
     # -- watching --------------------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ class Profiler(Observer):
         if self._device.type == "cuda":
             torch.zeros(1, device=self._device)  # the context, so that the baseline has it
             torch.cuda.reset_peak_memory_stats()
-        self._rss_before = places.rss()[0]
+        places.forget_rss_peak()
         self._follower.follow(self._follow)
         try:
             engine = make()
@@ -149,6 +150,8 @@ class Profiler(Observer):
     def _stepped(self) -> None:
         assert self._seams is not None
         self._seams.refresh()
+        if self._process_nbytes is None:
+            self._process_nbytes = max(0, places.rss()[0] - places.footprint(self._engine)["dram"])
         if self._follows(self._done + 1):
             self._name_places()
         self._done += 1
@@ -202,7 +205,7 @@ class Profiler(Observer):
             hbm |= self._device_total(held)
         return {
             "hbm": hbm,
-            **away(engine, self._rss_before),
+            **away(engine, self._process_nbytes),
             "system": system(engine),
             "node": socket.gethostname(),
         }
