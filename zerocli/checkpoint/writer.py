@@ -70,8 +70,8 @@ class Writer(StorageWriter):
         pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # The copies come before all else, for the next update waits for them: a first plan takes as long as they do.
-        # And here, where DCP tells the other ranks of a failure.
+        # The copies come before all else, for the next update waits for them; and here, where DCP tells the other
+        # ranks of a failure.
         with self._progress.by_itself("read"):
             self._snapshot.start()
         if is_coordinator:
