@@ -33,7 +33,9 @@ from zerocli.checkpoint.folder import Folder  # noqa: E402
 from zerocli.checkpoint.manifest import read as read_manifest  # noqa: E402
 from zerocli.checkpoint.saver import Saver  # noqa: E402
 from zerocli.config import to_dict  # noqa: E402
+from zerocli.engine import Engine  # noqa: E402
 from zerocli.files import DirectFile  # noqa: E402
+from zerocli.steps import long_lived  # noqa: E402
 
 CHUNK_NBYTES = 32 << 20
 
@@ -92,15 +94,16 @@ def main() -> int:
     open_process_group()
     folder = Path(tempfile.mkdtemp(prefix="zerocli-saves-", dir=given.dir))
     try:
-        document = measure(config, folder, given.steps, given.saves)
+        engine = trainer.make_engine(config)
+        with long_lived():
+            document = measure(engine, config, folder, given.steps, given.saves)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(document, indent=2))
     return 0
 
 
-def measure(config: configs.Config, folder: Path, steps: int, num_saves: int) -> dict[str, object]:
-    engine = trainer.make_engine(config)
+def measure(engine: Engine, config: configs.Config, folder: Path, steps: int, num_saves: int) -> dict[str, object]:
     rank = engine.collectives.rank
     shape = (config.train.batch, config.train.seq)
     tokens = torch.randint(0, config.model.vocab, shape, device=engine.device)

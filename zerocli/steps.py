@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,20 @@ from zerocli.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from zerocli.checkpoint.saver import Saver
+
+
+@contextlib.contextmanager
+def long_lived() -> Iterator[None]:
+    """While the body runs, have the collector pass over what is there already, a model and all of torch.
+
+    A full collection takes a tenth of a second and more of a step, on each of many ranks at another time, and all wait.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def micro_step(engine: Engine, tokens: torch.Tensor, targets: torch.Tensor, seeds: tuple[int, ...]) -> torch.Tensor:
@@ -51,6 +67,7 @@ def run_steps(
     steps = min(train.steps, options.check) if options.check else train.steps
     stopped = ""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(long_lived())
         metrics = MetricsFile(Path(options.run_dir) / "metrics.jsonl") if rank == 0 else None
         saver = make_saver(config, options, engine, rank) if saves(config) else None
         if saver is not None:
