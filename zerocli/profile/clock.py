@@ -76,6 +76,8 @@ class Clock:
         self._read: list[Span] = []
         self.cuts: list[int] = []
         """Marks at which a step ended."""
+        self._first: int | None = None
+        """The mark at which the first step began."""
         self._base = self._base_event()
         self._mark()
 
@@ -118,6 +120,12 @@ class Clock:
         self._labels[-1] = label
         self._mark()
 
+    def begin(self) -> None:
+        """Begin the first step here: what went before, such as reading a checkpoint, is no step's. Once is enough."""
+        if self._first is None:
+            self._first = len(self._marks)
+            self._mark()
+
     def cut(self) -> None:
         """End a step here."""
         self.cuts.append(len(self._marks))
@@ -139,7 +147,7 @@ class Clock:
 
     def step(self, number: int) -> tuple[list[Segment], list[Span]]:
         """Return the segments and spans between the ends of step `number` - 1 and `number` (from 1)."""
-        first = self.cuts[number - 2] if number > 1 else 0
+        first = self.cuts[number - 2] if number > 1 else self._first or 0
         last = self.cuts[number - 1]
         points = [(self.seconds(stamp), label) for stamp, label in self._marks[first : last + 1]]
         segments = [

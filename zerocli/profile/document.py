@@ -56,6 +56,7 @@ def assemble(
             }
             for tier in TIERS
         },
+        "steps": [lines[0]["step"], lines[-1]["step"]],
         "step": seconds(config, lines, facts),
         "system": books["system"],
         "boundaries": facts.get("boundaries", []),
@@ -104,14 +105,15 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
     if facts["device"] == "cuda":
         changes["update"] = "cpu" if facts["update_on_cpu"] else "stream"
     try:
-        model = _shape(config)
+        model = config_shape(config)
         plan = plan_of(facts["parameters"] if model is None else model, setup_of(config, **changes))
     except UserError as error:
         return None, f"nothing is predicted: {error}"
     return plan, "" if plan.whole else "of a factory's model only model states are predicted"
 
 
-def _shape(config: Config) -> Shape | None:
+def config_shape(config: Config) -> Shape | None:
+    """Return the shape of a config's model; None of a factory's."""
     return None if config.model.factory else shape_of(config.model, config.train.seq)
 
 
@@ -159,7 +161,7 @@ def seconds(config: Config, lines: Sequence[Mapping[str, Any]], facts: Mapping[s
 
 def utilisation(config: Config, facts: Mapping[str, Any], tokens: float, total: float) -> dict[str, Any]:
     """Return the model's operations a second and rank, and their share of what the GPU could do, None if unknown."""
-    shape = _shape(config)
+    shape = config_shape(config)
     if shape is None:
         return {"tflops": None, "utilisation": None, "best_tflops": None}
     rate = rates.model_flops(shape, config.train.seq, round(tokens)) / total / facts["ranks"] / 1e12

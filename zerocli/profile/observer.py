@@ -21,6 +21,8 @@ from zerocli.profile import places
 from zerocli.profile.document import assemble
 from zerocli.profile.runs import FILE
 
+_WHERE = {"cuda": "not told apart, they are in `unattributed`", "cpu": "not in these rows nor in the peak"}
+
 
 class Observer:
     """Watches one rank of a run; all ranks call all of it."""
@@ -68,7 +70,9 @@ class Observer:
         """Return what else goes into the document."""
         return facts(engine) | {
             "followed": False,
-            "notes": ["recorded by train: activations are not told apart (zerocli profile follows them)"],
+            "notes": [
+                f"recorded by train: activations are {_WHERE[engine.device.type]} (zerocli profile follows them)"
+            ],
         }
 
     def tell(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:

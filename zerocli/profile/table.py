@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zerocli.memory import CATEGORIES
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 from zerocli.sizes import format_bytes, format_count
 
+ORDER = [(tier, category) for tier in TIERS for category in (*CATEGORIES, UNATTRIBUTED)]
 NAMES = {"hbm": "hbm (device, a rank)", "dram": "dram (host, a node)", "nvme": "nvme (disk, a node)"}
 
 
@@ -28,13 +30,13 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _title(document: Mapping[str, Any]) -> str:
-    settings = document["settings"]
+    settings, numel = document["settings"], document["parameters"]
     zero, placement = settings["zero"]["stage"], settings["offload"]["placement"]
     away = f", offload {placement}" if placement else ""
     tp = f" (tp {document['tp']})" if document["tp"] > 1 else ""
     where = document["gpu"] or document["device"]
     return (
-        f"{document['config']}: {format_count(document['parameters'])} parameters, stage {zero}{away}, "
+        f"{document['config']}: {format_count(numel) if numel else 'unknown'} parameters, stage {zero}{away}, "
         f"{document['ranks']} {'rank' if document['ranks'] == 1 else 'ranks'}{tp} on {where}, {document['precision']}"
     )
 
@@ -47,14 +49,30 @@ def _memory(document: Mapping[str, Any]) -> Iterator[str]:
             continue
         yield NAMES[tier]
         for row in rows:
-            yield _row(f"  {row['category'].replace('_', ' ')}", row["predicted"], row["measured"])
+            yield _row(f"  {row['category'].replace('_', ' ')}", row["predicted"], seen(document, row))
         peak = document["peak"][tier]
-        yield _row("  peak", peak["predicted"], peak["measured"])
+        yield _row("  peak", peak["predicted"], peak["measured"], whole(document, tier))
 
 
-def _row(name: str, predicted: int | None, measured: int | None) -> str:
+UNSEEN = ("activations", "logits")
+"""What only following memory tells apart."""
+
+
+def seen(document: Mapping[str, Any], row: Mapping[str, Any]) -> int | None:
+    """Return what was measured of a row; None where nobody looked, which is not the same as 0 bytes."""
+    looked = document.get("followed", True) or row["tier"] != "hbm" or row["category"] not in UNSEEN
+    return row["measured"] if looked or row["measured"] else None
+
+
+def whole(document: Mapping[str, Any], tier: str) -> bool:
+    """Say whether a tier's measured peak has everything in it: only an allocator counts what nobody follows."""
+    return tier != "hbm" or document.get("followed", True) or document["gpu"] is not None
+
+
+def _row(name: str, predicted: int | None, measured: int | None, comparable: bool = True) -> str:
     shown = [format_bytes(n) if n is not None else "-" for n in (predicted, measured)]
-    return f"{name:<24}{shown[0]:>12}{shown[1]:>12}{error(predicted, measured):>9}"
+    off = error(predicted, measured) if comparable else "-"
+    return f"{name:<24}{shown[0]:>12}{shown[1]:>12}{off:>9}"
 
 
 def error(predicted: int | None, measured: int | None) -> str:
@@ -62,7 +80,7 @@ def error(predicted: int | None, measured: int | None) -> str:
     if predicted is None or not measured:
         return "-"
     share = (predicted - measured) / measured
-    return f"{share:+.1%}" if share < 10 else ">+999%"
+    return f"{share:+.1%}".replace("-0.0%", "+0.0%") if share < 10 else ">+999%"
 
 
 def _peaks(document: Mapping[str, Any]) -> Iterator[str]:
@@ -79,6 +97,8 @@ def _peaks(document: Mapping[str, Any]) -> Iterator[str]:
         for holder in peak["holders"]:
             yield f"  {format_bytes(holder['bytes']):>11}  {holder['name']}"
     system = document["system"]
+    if system is None:
+        return
     yield (
         f"the system says, of the largest rank: {format_bytes(system['rss_peak'])} of host memory at most, "
         f"{format_bytes(system['pinned'])} pinned, {format_bytes(system['nvme'])} on disk"
@@ -111,9 +131,9 @@ def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
 def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]) -> str:
     """Return two profiles side by side."""
     lines = [f"{'measured':<28}{names[0][-16:]:>18}{names[1][-16:]:>18}{'change':>10}"]
-    found = [{(row["tier"], row["category"]): row["measured"] for row in each["rows"]} for each in (one, other)]
+    found = [{(row["tier"], row["category"]): seen(each, row) for row in each["rows"]} for each in (one, other)]
     for tier in TIERS:
-        keys = [key for key in dict.fromkeys([*found[0], *found[1]]) if key[0] == tier]
+        keys = [key for key in ORDER if key[0] == tier and (key in found[0] or key in found[1])]
         peaks = tuple(each["peak"][tier]["measured"] for each in (one, other))
         if not any(peaks):
             continue
@@ -132,7 +152,7 @@ def _change(name: str, before: float | None, after: float | None, seconds: bool 
     def show(value: float | None) -> str:
         return "-" if value is None else f"{value:.4f} s" if seconds else format_bytes(value)
 
-    change = f"{(after - before) / before:+.1%}" if before and after is not None else "-"
+    change = f"{(after - before) / before:+.1%}".replace("-0.0%", "+0.0%") if before and after is not None else "-"
     return f"{name:<28}{show(before):>18}{show(after):>18}{change:>10}"
 
 

@@ -28,7 +28,7 @@ class Teller:
             say(f"page: {self._html}")
         if self._trace_file:
             trace.write(self._trace_file, document)
-            say(f"trace: {self._trace_file} (open it at ui.perfetto.dev, or in chrome://tracing)")
+            say(f"trace: {self._trace_file} ({trace.VIEWERS})")
         if options.json:
             print(json.dumps({key: value for key, value in document.items() if key != "timeline"}), flush=True)
         else:

@@ -9,6 +9,8 @@ from typing import Any
 
 from zerocli.errors import UserError
 
+VIEWERS = "open it at ui.perfetto.dev, or in chrome://tracing"
+
 
 def write(path: str, document: Mapping[str, Any]) -> None:
     """Write the document's timeline; UserError if it has none, or the file cannot be written."""
