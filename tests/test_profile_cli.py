@@ -85,7 +85,7 @@ def test_a_finished_run_shows_what_it_recorded(runs, capsys):
         assert words in shown
     assert cli.run(["profile", str(runs / "trained")]) == 0
     shown = capsys.readouterr().out
-    assert "activations are not in these rows nor in the peak" in shown and "optimizer states" in shown
+    assert "activations are not in these rows, nor in the peak" in shown and "optimizer states" in shown
 
 
 def test_two_runs_are_compared(runs, tmp_path, capsys):

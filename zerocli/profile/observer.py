@@ -21,7 +21,10 @@ from zerocli.profile import places
 from zerocli.profile.document import assemble
 from zerocli.profile.runs import FILE
 
-_WHERE = {"cuda": "not told apart, they are in `unattributed`", "cpu": "not in these rows nor in the peak"}
+_WHERE = {
+    "cuda": "activations are not told apart, they are in `unattributed`",
+    "cpu": "activations are not in these rows, nor in the peak",
+}
 
 
 class Observer:
@@ -70,9 +73,7 @@ class Observer:
         """Return what else goes into the document."""
         return facts(engine) | {
             "followed": False,
-            "notes": [
-                f"recorded by train: activations are {_WHERE[engine.device.type]} (zerocli profile follows them)"
-            ],
+            "notes": [f"recorded by train: {_WHERE[engine.device.type]} (zerocli profile follows them)"],
         }
 
     def tell(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:

@@ -194,7 +194,15 @@ class Seams:
 
             return gather
 
+        def take(original: Callable[..., Any]) -> Callable[..., Any]:
+            def taken() -> Any:
+                self._clock.begin()  # where whoever keeps the metrics begins to count
+                return original()
+
+            return taken
+
         self._replace(waits, "waiting", wrap)
+        self._replace(waits, "take", take)
         self._replace(self._engine, "gather_control", control)
 
     # -- lanes -----------------------------------------------------------------------------------------------------
