@@ -116,14 +116,14 @@ def read(path: Path) -> bytes:
         raise UserError(f"{path} cannot be read: {error.strerror}", hint=ANOTHER) from error
 
 
-def read_table(path: Path) -> dict[str, Any]:
-    """Return the table in a JSON file; UserError if it cannot be read, or holds none."""
+def read_table(path: Path, hint: str = ANOTHER) -> dict[str, Any]:
+    """Return the table in a JSON file; UserError, with `hint`, if it cannot be read or holds none."""
     try:
         value = json.loads(read(path), parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not what zerocli writes: {error}", hint=ANOTHER) from error
+        raise UserError(f"{path} is not what zerocli writes: {error}", hint=hint) from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} is not what zerocli writes: it holds no table", hint=ANOTHER)
+        raise UserError(f"{path} is not what zerocli writes: it holds no table", hint=hint)
     return value
 
 

@@ -39,15 +39,16 @@ def read(folder: str) -> dict[str, Any]:
     if not lines:
         raise UserError(f"{folder} has not finished a step: metrics.jsonl has no line", hint="zerocli profile CONFIG")
     if FILE in names:
-        document = form.read_table(run / FILE)
-        _check(run / FILE, document)
+        hint = f"rm {run / FILE}, and the run's metrics are shown instead"
+        document = form.read_table(run / FILE, hint)
+        _check(run / FILE, document, hint)
         document["notes"] += _stale(document, lines[-1]["step"])
     else:
         document = _from_metrics(run, settings, lines)
     return document | {"warnings": warnings}
 
 
-def _check(path: Path, document: dict[str, Any]) -> None:
+def _check(path: Path, document: dict[str, Any], hint: str) -> None:
     schema = document.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
         raise UserError(
@@ -58,9 +59,7 @@ def _check(path: Path, document: dict[str, Any]) -> None:
     if not wrong and "timeline" in document:
         wrong = form.timeline_fault(document["timeline"])
     if wrong:
-        raise UserError(
-            f"{path} is not what zerocli writes: {wrong}", hint=f"rm {path}, and the run's metrics are shown instead"
-        )
+        raise UserError(f"{path} is not what zerocli writes: {wrong}", hint=hint)
 
 
 def _stale(document: dict[str, Any], newest: int) -> list[str]:

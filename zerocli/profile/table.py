@@ -80,7 +80,11 @@ def error(predicted: int | None, measured: int | None) -> str:
     if predicted is None or not measured:
         return "-"
     share = (predicted - measured) / measured
-    return f"{share:+.1%}".replace("-0.0%", "+0.0%") if share < 10 else ">+999%"
+    return _percent(share) if share < 10 else ">+999%"
+
+
+def _percent(share: float) -> str:
+    return f"{share:+.1%}".replace("-0.0%", "+0.0%")
 
 
 def _peaks(document: Mapping[str, Any]) -> Iterator[str]:
@@ -116,8 +120,8 @@ def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
         yield f"{'  wait for ' + cause:<24}{seconds:>10.4f} s {seconds / total:>6.1%}"
     yield f"{'tokens/s':<24}{step['tokens_per_second']:>10,.0f}"
     if step["tflops"] is not None:
-        best = step["best_tflops"]
-        share = f"{step['utilisation']:.1%} of {best:g}" if best else "utilisation unknown for this device"
+        known, best = step["utilisation"], step["best_tflops"]
+        share = f"{known:.1%} of {best:g}" if known and best else "utilisation unknown for this device"
         yield f"{'model TFLOPS a rank':<24}{step['tflops']:>10.3g}   {share}"
     if step["overlap"] is not None:
         yield f"{'overlap':<24}{step['overlap']:>10.1%}   of transfers and collectives hidden behind compute"
@@ -140,7 +144,7 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, 
         lines.append(NAMES[tier])
         for key in keys:
             lines.append(_change(f"  {key[1].replace('_', ' ')}", found[0].get(key, 0), found[1].get(key, 0)))
-        lines.append(_change("  peak", *peaks))
+        lines.append(_change("  peak", *peaks, comparable=whole(one, tier) == whole(other, tier)))
     for name, what in (("step seconds", "seconds"), ("  compute", "compute"), ("  wait", "wait")):
         lines.append(_change(name, one["step"][what], other["step"][what], seconds=True))
     for which, document in zip(names, (one, other), strict=True):
@@ -148,11 +152,15 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, 
     return "\n".join(lines)
 
 
-def _change(name: str, before: float | None, after: float | None, seconds: bool = False) -> str:
+def _change(
+    name: str, before: float | None, after: float | None, seconds: bool = False, comparable: bool = True
+) -> str:
     def show(value: float | None) -> str:
         return "-" if value is None else f"{value:.4f} s" if seconds else format_bytes(value)
 
-    change = f"{(after - before) / before:+.1%}".replace("-0.0%", "+0.0%") if before and after is not None else "-"
+    change = "-"
+    if comparable and before and after is not None:
+        change = _percent((after - before) / before)
     return f"{name:<28}{show(before):>18}{show(after):>18}{change:>10}"
 
 
