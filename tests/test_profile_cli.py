@@ -221,7 +221,7 @@ def test_the_page_renders_names_what_is_pointed_at_and_stays_light(runs, tmp_pat
     trained = json.loads((runs / "trained/profile.json").read_text())
     target = tmp_path / "page.html"
     name = "<img src=x onerror=console.error(1)>"  # a module may be called so; then it is shown, and not run
-    document["timeline"]["lives"][0][:3] = [name, "activations", 2**40]
+    document["timeline"]["lives"][0] = [name, "activations", 2**40, 0.0, None, "mm 2x2"]
     page.write(str(target), [(name, document), ("b", trained)])
     found = look(target, "=100000")
     assert name in found["hover"][0]

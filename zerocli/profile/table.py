@@ -144,7 +144,7 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, 
         lines.append(NAMES[tier])
         for key in keys:
             lines.append(_change(f"  {key[1].replace('_', ' ')}", found[0].get(key, 0), found[1].get(key, 0)))
-        lines.append(_change("  peak", *peaks, comparable=whole(one, tier) == whole(other, tier)))
+        lines.append(_change("  peak", peaks[0], peaks[1], comparable=whole(one, tier) == whole(other, tier)))
     for name, what in (("step seconds", "seconds"), ("  compute", "compute"), ("  wait", "wait")):
         lines.append(_change(name, one["step"][what], other["step"][what], seconds=True))
     for which, document in zip(names, (one, other), strict=True):

@@ -30,7 +30,8 @@ def events(timeline: Mapping[str, Any], name: str = "zerocli") -> Iterator[dict[
     Viewers take what overlaps on one thread for calls inside of calls, and drop what is not: so where transfers of a
     lane overlap, the later one goes to its next thread. Number 0 is the idle process, so all count from 1.
     """
-    spans = [("compute", f"{phase} {unit}".strip(), begin, end, {}) for phase, unit, begin, end in timeline["compute"]]
+    spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
+    spans += [("compute", f"{phase} {unit}".strip(), begin, end, {}) for phase, unit, begin, end in timeline["compute"]]
     spans += [(lane, what or lane, begin, end, {"bytes": n}) for lane, what, begin, end, n, *_ in timeline["spans"]]
     rows: dict[str, list[float]] = {lane: [] for lane in timeline["lanes"]}
     placed = []
