@@ -19,7 +19,7 @@ from zerocli.plan.inputs import shape_of
 from zerocli.profile import clock as clocks
 from zerocli.profile.clock import Segment, Span
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger
-from zerocli.profile.rates import best_links, peak_tflops
+from zerocli.profile.rates import best_links, model_flops, peak_tflops
 
 TOKENS, HIDDEN, LAYERS = 2 * 32, 32, 3
 STAGE_0, STAGE_3 = ("zero.stage=0",), ("zero.stage=3",)
@@ -385,6 +385,21 @@ def test_an_unknown_gpu_has_no_peak_rate():
         assert peak_tflops(name, "bf16") is None
     assert peak_tflops("NVIDIA H200", "fp32") is None
     assert peak_tflops("Tesla V100-SXM2-32GB", "bf16") is None
+
+
+def test_operations_are_those_of_matrices_that_are_multiplied_with():
+    """2 a weight and token forward, 4 backward, and attention's scores and values, of which half are masked."""
+    from zerocli.config import ModelConfig
+
+    H, L, V, S = 32, 3, 256, 16
+    block = 3 * H * H + 3 * H + H * H + H + 2 * H + 2 * H + H * 4 * H + 4 * H + 4 * H * H + H
+    attention = 2 * 2 * L * H * S / 2 * 3  # scores and values; half; forward once and backward twice
+    tied = shape_of(ModelConfig(family="gpt2", vocab=V, layers=L, hidden=H, heads=2), S)
+    assert model_flops(tied, S, 10) == 10 * (6 * (L * block + 2 * H + V * H) + attention)  # no positions
+    untied = shape_of(ModelConfig(family="llama", vocab=V, layers=L, hidden=H, heads=2), S)
+    double = shape_of(ModelConfig(family="llama", vocab=2 * V, layers=L, hidden=H, heads=2), S)
+    assert not untied.tie
+    assert model_flops(double, S, 10) - model_flops(untied, S, 10) == 10 * 6 * V * H  # the head's, not the table's
 
 
 def test_best_rates_are_those_remembered():

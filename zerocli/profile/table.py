@@ -10,6 +10,10 @@ from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 from zerocli.sizes import format_bytes, format_count
 
 ORDER = [(tier, category) for tier in TIERS for category in (*CATEGORIES, UNATTRIBUTED)]
+MEASURED_BY = dict.fromkeys(("host to device", "device to host"), ": zerocli env --bench") | dict.fromkeys(
+    ("disk read", "disk write"), ": zerocli env --bench --nvme-path DIR"
+)
+"""What would tell the best of a link; links between ranks nobody measures."""
 NAMES = {"hbm": "hbm (device, a rank)", "dram": "dram (host, a node)", "nvme": "nvme (disk, a node)"}
 
 
@@ -126,7 +130,7 @@ def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
     if step["overlap"] is not None:
         yield f"{'overlap':<24}{step['overlap']:>10.1%}   of transfers and collectives hidden behind compute"
     for link in step["links"]:
-        best = f"best {link['best']:.3g}" if link["best"] else "best unknown: zerocli env --bench"
+        best = f"best {link['best']:.3g}" if link["best"] else f"best unknown{MEASURED_BY.get(link['lane'], '')}"
         moved = "at least; " if link.get("at_least") else ""
         moved += f"{format_bytes(link['bytes'])} a step in {link['seconds']:.4f} s"
         yield f"{'  ' + link['lane']:<24}{link['achieved']:>10.3g} GB/s   {moved}; {best}"
