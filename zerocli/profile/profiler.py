@@ -149,8 +149,8 @@ class Profiler(Observer):
     def _stepped(self) -> None:
         assert self._seams is not None
         self._seams.refresh()
-        if self._follows(self._done + 1):
-            self._name_places()
+        if self._done < NUM_FOLLOWED:
+            self._name_places()  # also where operations cannot be followed: what the engine keeps is known
         self._done += 1
         self._ends.append(len(self.ledger.events))
         self._follower.follow(False)
@@ -195,7 +195,7 @@ class Profiler(Observer):
             "rows": held,
             "measured": peak.nbytes,
             "allocated": peak.nbytes,
-            "moment": peak.moment,
+            "moment": peak.moment if self._follow else "",
             "holders": peak.holders,
         }
         if self._device.type == "cuda":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,11 +31,19 @@ class Teller:
             trace.write(self._trace_file, document)
             say(f"trace: {self._trace_file} ({trace.VIEWERS})")
         if options.json:
-            print(json.dumps({key: value for key, value in document.items() if key != "timeline"}), flush=True)
+            show(json.dumps({key: value for key, value in document.items() if key != "timeline"}))
         else:
-            print(table.render(document), flush=True)
+            show(table.render(document))
         if not self._html:
             say(f"try: zerocli profile {options.run_dir} --html profile.html")
+
+
+def show(text: str) -> None:
+    """Print to stdout; whoever has read enough of it (`| head`) is no reason for this rank to fail, and all with it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
