@@ -87,6 +87,19 @@ def test_books_that_were_closed_before_the_run_went_on_are_said_to_be_old(run, c
     assert cli.run(["profile", str(run)]) == 0
     assert "note: this run went on to step 4 and ended there without closing its books" in capsys.readouterr().out
     assert "these are of step 2" in runs.read(str(run))["notes"][-1]
+    with (run / "metrics.jsonl").open("a") as metrics:  # a new, shorter run in the same folder
+        metrics.write(json.dumps(line | {"step": 1}) + "\n" + json.dumps(line | {"step": 2}) + "\n")
+    assert not any("went on" in note for note in runs.read(str(run))["notes"])
+
+
+def test_of_a_step_that_was_done_again_the_later_line_counts(run):
+    (run / "profile.json").unlink()
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    texts = [
+        json.dumps(line | {"step": step, "seconds": seconds}) for step, seconds in ((1, 9), (2, 9), (2, 4), (3, 2))
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(texts) + "\n")
+    assert runs.read(str(run))["step"]["seconds"] == (4 + 2) / 2
 
 
 def test_what_nobody_followed_is_not_shown_as_nothing(document):

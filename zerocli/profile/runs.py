@@ -35,16 +35,17 @@ def read(folder: str) -> dict[str, Any]:
             f"{folder} is no run folder: it has no {' and no '.join(missing)}", hint="zerocli profile runs/<name>"
         )
     settings = form.read_table(run / "config.json")
-    lines, warnings = read_metrics(run / "metrics.jsonl")
-    if not lines:
+    written, warnings = read_metrics(run / "metrics.jsonl")
+    if not written:
         raise UserError(f"{folder} has not finished a step: metrics.jsonl has no line", hint="zerocli profile CONFIG")
     if FILE in names:
         hint = f"rm {run / FILE}, and the run's metrics are shown instead"
         document = form.read_table(run / FILE, hint)
         _check(run / FILE, document, hint)
-        document["notes"] += _stale(document, lines[-1]["step"])
+        document["notes"] += _stale(document, written[-1]["step"])
     else:
-        document = _from_metrics(run, settings, lines)
+        by_step = {line["step"]: line for line in written}  # of a step that was done again the later line counts
+        document = _from_metrics(run, settings, [by_step[step] for step in sorted(by_step)])
     return document | {"warnings": warnings}
 
 
@@ -71,11 +72,11 @@ def _stale(document: dict[str, Any], newest: int) -> list[str]:
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a run's lines by step, the later line of a step counting, and what was found torn.
+    """Return a run's lines in the order they were written, and what was found torn.
 
     A line is whole or absent; only the last can be torn, by a run that was killed while it wrote.
     """
-    found: dict[int, dict[str, Any]] = {}
+    found: list[dict[str, Any]] = []
     texts = form.read(path).split(b"\n")
     for number, text in enumerate(texts, start=1):
         if not text.strip():
@@ -86,16 +87,12 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         except (ValueError, RecursionError):
             wrong = "it holds no table"
         if not wrong:
-            found[line["step"]] = line
+            found.append(line)
         elif number == len(texts):
-            return _in_order(found), [f"metrics.jsonl: its last line, {number}, is torn; read up to it"]
+            return found, [f"metrics.jsonl: its last line, {number}, is torn; read up to it"]
         else:
             raise UserError(f"{path}, line {number}: not what zerocli writes: {wrong}", hint=ANOTHER)
-    return _in_order(found), []
-
-
-def _in_order(found: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    return [found[step] for step in sorted(found)]
+    return found, []
 
 
 def _from_metrics(run: Path, settings: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
