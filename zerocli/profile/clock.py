@@ -73,7 +73,9 @@ class Clock:
         self._marks: list[tuple[Stamp, tuple[str, str]]] = []
         """When each segment began, and its label."""
         self._spans: list[tuple[str, str, Stamp, Stamp, int, bool]] = []
-        self._read: list[Span] = []
+        self._read: dict[int, list[Span]] = defaultdict(list)
+        """Spans by the number of the step."""
+        self._num_read = 0
         self.cuts: list[int] = []
         """Marks at which a step ended."""
         self._first: int | None = None
@@ -154,15 +156,18 @@ class Clock:
             Segment(label, begin, max(begin, end)) for (begin, label), (end, _) in zip(points, points[1:], strict=False)
         ]
         begin, end = points[0][0], points[-1][0]
-        return segments, [span for span in self._read_spans() if span.end > begin and span.begin < end]
+        self._read_spans()
+        return segments, [span for span in self._read.get(number, ()) if span.end > begin and span.begin < end]
 
-    def _read_spans(self) -> list[Span]:
-        if len(self._read) < len(self._spans):
-            new = self._spans[len(self._read) :]
-            self._read += [
-                Span(lane, name, self.seconds(b), self.seconds(e), n, late) for lane, name, b, e, n, late in new
-            ]
-        return self._read
+    def _read_spans(self) -> None:
+        """Sort the spans that have come since the last call under the steps that they touch."""
+        new = self._spans[self._num_read :]
+        self._num_read += len(new)
+        ends = [self.seconds(self._marks[cut][0]) for cut in self.cuts] if new else []
+        for lane, name, first, last, nbytes, bounded in new:
+            span = Span(lane, name, self.seconds(first), self.seconds(last), nbytes, bounded)
+            for number in range(bisect.bisect_right(ends, span.begin), bisect.bisect_left(ends, span.end) + 1):
+                self._read[number + 1].append(span)
 
 
 def split(segments: Iterable[Segment]) -> tuple[float, dict[str, float]]:

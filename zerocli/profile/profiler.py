@@ -235,11 +235,12 @@ class Profiler(Observer):
         computes, overlaps = [], []
         phases: dict[str, float] = defaultdict(float)
         before = self._lines[0].step - 1 if self._lines else 0  # steps of the run that was resumed
+        lines = {line.step - before: line for line in self._lines}
         for number, segments, spans in steps:
             compute, _ = clocks.split(segments)
             between = sum(s.seconds for s in segments if s.label == clocks.BETWEEN)
-            line = next((line for line in self._lines if line.step == number + before), None)
-            computes.append(compute - min(line.wait.get("data", 0.0) if line else 0.0, between))
+            waited = lines[number].wait.get("data", 0.0) if number in lines else 0.0
+            computes.append(compute - min(waited, between))
             overlaps.append(clocks.overlap(segments, spans))
             for segment in segments:
                 phases[_phase(segment)] += segment.seconds / len(steps)

@@ -14,6 +14,8 @@ MEASURED_BY = dict.fromkeys(("host to device", "device to host"), ": zerocli env
     ("disk read", "disk write"), ": zerocli env --bench --nvme-path DIR"
 )
 """What would tell the best of a link; links between ranks nobody measures."""
+WIDTH = 28
+"""Letters of a run's name at the head of its column: a default run folder's fit."""
 NAMES = {"hbm": "hbm (device, a rank)", "dram": "dram (host, a node)", "nvme": "nvme (disk, a node)"}
 
 
@@ -138,7 +140,8 @@ def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
 
 def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]) -> str:
     """Return two profiles side by side."""
-    lines = [f"{'measured':<28}{names[0][-16:]:>18}{names[1][-16:]:>18}{'change':>10}"]
+    heads = [name if len(name) <= WIDTH else f"…{name[1 - WIDTH :]}" for name in names]
+    lines = [f"{'measured':<28}{heads[0]:>{WIDTH + 2}}{heads[1]:>{WIDTH + 2}}{'change':>10}"]
     found = [{(row["tier"], row["category"]): seen(each, row) for row in each["rows"]} for each in (one, other)]
     for tier in TIERS:
         keys = [key for key in ORDER if key[0] == tier and (key in found[0] or key in found[1])]
@@ -165,7 +168,7 @@ def _change(
     change = "-"
     if comparable and before and after is not None:
         change = _percent((after - before) / before)
-    return f"{name:<28}{show(before):>18}{show(after):>18}{change:>10}"
+    return f"{name:<28}{show(before):>{WIDTH + 2}}{show(after):>{WIDTH + 2}}{change:>10}"
 
 
 def planned(plan: Any) -> list[dict[str, Any]]:
