@@ -353,6 +353,30 @@ def test_an_engine_that_is_no_longer_profiled_is_as_it_was():
         assert [name for name in after if name not in before] == []
 
 
+def _unfollowed() -> tuple[dict[str, int], dict[str, int], str]:
+    from zerocli.profile.profiler import Profiler
+
+    torch.manual_seed(7)
+    engine = zerocli.shard(Uneven(), stage=3)
+    profiler = Profiler(follow=False)
+    profiler.attach(engine)
+    for step in range(3):
+        engine.backward(engine(*uneven_batch(step, split(engine.collectives.rank, 2))))
+        engine.step()
+    profiler.detach()
+    hbm = profiler.local(engine)["hbm"]
+    return hbm["rows"], engine.memory(), hbm["moment"]
+
+
+def test_where_operations_cannot_be_followed_what_the_engine_keeps_is_in_the_books():
+    """As with compiled blocks: gather buffers and buckets come in the first step, and are asked for after it."""
+    for found, held, moment in run_ranks(2, _unfollowed):
+        states = ("parameters", "gradients", "optimizer_states", "gathered")
+        assert {name: found[name] for name in states} == {name: held[name] for name in states}
+        assert held["buffers"] <= found["buffers"] <= held["buffers"] + 64 and "activations" not in found
+        assert moment == ""  # nobody knows when the peak was
+
+
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 

@@ -178,6 +178,18 @@ def test_mistakes_of_the_command_line_are_told(runs, tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
+def test_a_reader_that_has_had_enough_ends_no_rank():
+    """As `| head` does: stdout is closed under a rank that still has to meet the others."""
+    program = "from zerocli.profile.tell import show; show('x' * 10**6); import sys; print('met', file=sys.stderr)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, timeout=120)
+    finally:
+        os.close(writer)
+    assert done.returncode == 0 and done.stderr.decode().endswith("met\n")
+
+
 # -- the page, in a browser --------------------------------------------------------------------------------------------
 
 BROWSER = next(
