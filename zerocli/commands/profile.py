@@ -54,7 +54,8 @@ def command(
 
 def _check_writable(path: str, flag: str) -> None:
     folder = Path(path).absolute().parent
-    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    where = path if os.path.exists(path) else folder
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(where, os.W_OK):
         raise UserError(
             f"{flag} {path}: no file can be written there", hint=f"{flag} with a file in a folder that exists"
         )

@@ -24,16 +24,16 @@ class Teller:
         self._html, self._trace_file, self._source = html, trace_file, source
 
     def __call__(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
-        if self._html:
+        if options.json:
+            show(json.dumps({key: value for key, value in document.items() if key != "timeline"}))
+        else:
+            show(table.render(document))
+        if self._html:  # after the report: a disk may be full
             page.write(self._html, [(config.name, document)])
             say(f"page: {self._html}")
         if self._trace_file:
             trace.write(self._trace_file, document)
             say(f"trace: {self._trace_file} ({trace.VIEWERS})")
-        if options.json:
-            show(json.dumps({key: value for key, value in document.items() if key != "timeline"}))
-        else:
-            show(table.render(document))
         if not self._html:
             say(f"try: zerocli profile {options.run_dir} --html profile.html")
 

@@ -21,7 +21,8 @@ def write(path: str, document: Mapping[str, Any]) -> None:
     try:
         Path(path).write_text(json.dumps({"traceEvents": list(events(document["timeline"], document["config"]))}))
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}", exit_code=1) from error
+        hint = "zerocli profile RUN --trace-file FILE, with a file that can be written"
+        raise UserError(f"cannot write {path}: {error.strerror}", hint=hint, exit_code=1) from error
 
 
 def events(timeline: Mapping[str, Any], name: str = "zerocli") -> Iterator[dict[str, Any]]:
