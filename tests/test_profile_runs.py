@@ -44,6 +44,16 @@ def test_the_first_steps_are_whole_too(document):
     assert step["wait"] + step["compute"] == pytest.approx(step["seconds"], rel=0.02)
 
 
+def test_a_resumed_run_is_profiled_from_its_first_step_on(tmp_path):
+    """What it took to read the checkpoint is no step's, and steps have the run's own numbers."""
+    sets = ("zero.stage=2", "model.layers=2", "checkpoint.every=2")
+    profile(tmp_path, *sets, "train.steps=2")
+    resumed = profile(tmp_path, *sets, "train.steps=4", resume=True)
+    step, timeline = resumed["step"], resumed["timeline"]
+    assert resumed["steps"] == [3, 4] and timeline["step"] in (3, 4) and timeline["memory_step"] == 4
+    assert step["wait"] + step["compute"] == pytest.approx(step["seconds"], rel=0.02)
+
+
 def test_memory_of_the_collectives_own_is_attributed(document):
     """gloo's copy of what it reduces shows when it is cut into parts; here that is at the peak."""
     found = rows(document, "hbm")

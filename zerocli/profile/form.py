@@ -67,6 +67,7 @@ _TIMED = {
 }
 _TIMELINE = {
     "step": int,
+    "memory_step?": int,
     "seconds": Number,
     "lanes": [str],
     "compute": [Row((str, str, Number, Number))],

@@ -256,7 +256,7 @@ class Profiler(Observer):
             "boundaries": self.boundaries(),
             "notes": self._notes(config),
         }
-        return found | {"timeline": self._timeline(typical)}
+        return found | {"timeline": self._timeline(typical, before)}
 
     def _notes(self, config: Config) -> list[str]:
         notes = []
@@ -267,14 +267,18 @@ class Profiler(Observer):
             notes.append("every step was followed, so seconds are too many: give --steps 3 or more")
         return notes
 
-    def _timeline(self, typical: tuple[int, list[Segment], list[Span]]) -> dict[str, Any]:
-        """Return rank 0's typical step, with the memory of the last step that was followed laid over it."""
+    def _timeline(self, typical: tuple[int, list[Segment], list[Span]], before: int) -> dict[str, Any]:
+        """Return rank 0's typical step, with the memory of the last step that was followed laid over it.
+
+        Steps are numbered as the run's metrics number them: after the `before` ones of the run that was resumed.
+        """
         number, segments, spans = typical
         followed = min(self._done, NUM_FOLLOWED)
         window = (self._ends[followed - 2] if followed > 1 else 0, self._ends[followed - 1])
         other = self._clock.step(followed)[0]
         rows = places.tier_rows(self._engine)
-        return make_timeline(number, segments, spans, self.ledger, window, other, rows)
+        made = make_timeline(number + before, segments, spans, self.ledger, window, other, rows)
+        return made | {"memory_step": followed + before}
 
     def close(
         self, config: Config, options: RunOptions, engine: Engine, lines: list[Line], everyone: list[Any]
