@@ -35,7 +35,10 @@ def documents(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     ways = {"stage 0": STAGE_0, "stage 3": STAGE_3, "offload": OFFLOAD, "recompute": RECOMPUTE}
     nvme = (*STAGE_3, "offload.placement=nvme", f"offload.nvme_path={json.dumps([str(folder)])}")
-    return {name: profile(folder / name.replace(" ", "-"), *sets) for name, sets in (ways | {"nvme": nvme}).items()}
+    return {
+        name: profile(folder / name.replace(" ", "-"), *sets) | {"folder": str(folder / name.replace(" ", "-"))}
+        for name, sets in (ways | {"nvme": nvme}).items()
+    }
 
 
 @pytest.mark.parametrize("way", ["stage 0", "stage 3", "offload", "recompute", "nvme"])
@@ -70,6 +73,18 @@ def test_the_peak_has_a_moment_and_names_its_holders(documents):
     assert [holder["bytes"] for holder in peak["holders"]] == sorted(
         (h["bytes"] for h in peak["holders"]), reverse=True
     )
+
+
+def test_the_system_is_asked_too(documents):
+    """What the kernel counts of a process is beside the books, of the largest rank."""
+    system = documents["nvme"]["system"]
+    assert system["rss_peak"] >= system["rss"] > 32 << 20  # torch alone is more
+    assert system["nvme"] == documents["nvme"]["peak"]["nvme"]["measured"] // 2  # two ranks, alike
+    assert documents["stage 0"]["system"]["nvme"] == 0
+    assert all(
+        holder["bytes"] > 0 for tier in ("dram", "nvme") for holder in documents["nvme"]["peak"][tier]["holders"]
+    )
+    assert any(holder["name"] == "blocks.0 optimizer_states" for holder in documents["nvme"]["peak"]["nvme"]["holders"])
 
 
 # -- each option moves the rows it should, and no other ----------------------------------------------------------------
@@ -225,6 +240,9 @@ def test_memory_that_nobody_knows_is_shown_as_unattributed(tmp_path):
 def test_wait_and_compute_are_the_step(documents, way):
     step = documents[way]["step"]
     assert step["wait"] == pytest.approx(sum(step["waits"].values()))
+    text = Path(documents[way]["folder"], "metrics.jsonl").read_text()
+    told = [sum(json.loads(line)["wait"].values()) for line in text.splitlines()[3:]]
+    assert sum(told) / 3 <= step["wait"] + 1e-6  # one clock has all of a step, and what the metrics call waits is in it
     # Of six steps two are followed, and the third may show some of their time.
     assert step["steps"] == 3 and documents[way]["timeline"]["step"] in (4, 5, 6)
     assert step["wait"] + step["compute"] == pytest.approx(step["seconds"], rel=0.02)

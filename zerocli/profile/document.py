@@ -142,6 +142,8 @@ def seconds(config: Config, lines: Sequence[Mapping[str, Any]], facts: Mapping[s
         return {"seconds": None, "compute": None, "wait": None}
     total = _mean(line["seconds"] for line in chosen)
     waits = {cause: _mean(line["wait"].get(cause, 0.0) for line in chosen) for cause in CAUSES}
+    if "waits" in facts:  # of the clock that took `compute`: the two are all of its time
+        waits = {cause: facts["waits"].get(cause, 0.0) for cause in CAUSES}
     wait = sum(waits.values())
     compute = facts.get("compute", max(0.0, total - wait))
     tokens = _mean(line["tokens"] for line in chosen)

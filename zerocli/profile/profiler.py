@@ -234,13 +234,17 @@ class Profiler(Observer):
         steps = [(number, *self._clock.step(number)) for number in self.timed]
         computes, overlaps = [], []
         phases: dict[str, float] = defaultdict(float)
+        waits: dict[str, float] = defaultdict(float)
         before = self._lines[0].step - 1 if self._lines else 0  # steps of the run that was resumed
         lines = {line.step - before: line for line in self._lines}
         for number, segments, spans in steps:
-            compute, _ = clocks.split(segments)
+            compute, stood = clocks.split(segments)
             between = sum(s.seconds for s in segments if s.label == clocks.BETWEEN)
-            waited = lines[number].wait.get("data", 0.0) if number in lines else 0.0
-            computes.append(compute - min(waited, between))
+            # Waiting for data is the loader's to tell: to the engine it is time between steps.
+            stood["data"] = min(lines[number].wait.get("data", 0.0) if number in lines else 0.0, between)
+            computes.append(compute - stood["data"])
+            for cause, seconds in stood.items():
+                waits[cause] += seconds / len(steps)
             overlaps.append(clocks.overlap(segments, spans))
             for segment in segments:
                 phases[_phase(segment)] += segment.seconds / len(steps)
@@ -250,6 +254,7 @@ class Profiler(Observer):
             "followed": self._follow,
             "timed": [number + before for number, _, _ in steps],
             "compute": sum(computes) / len(computes),
+            "waits": dict(waits),
             "overlap": sum(shares) / len(shares) if shares else None,
             "phases": dict(phases),
             "links": links([spans for _, _, spans in steps], config),
