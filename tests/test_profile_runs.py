@@ -52,6 +52,7 @@ def test_a_resumed_run_is_profiled_from_its_first_step_on(tmp_path):
     step, timeline = resumed["step"], resumed["timeline"]
     assert resumed["steps"] == [3, 4] and timeline["step"] in (3, 4) and timeline["memory_step"] == 4
     assert step["wait"] + step["compute"] == pytest.approx(step["seconds"], rel=0.02)
+    assert any("give --steps 5 or more" in note for note in resumed["notes"])  # the run's, as the flag counts them
 
 
 def test_memory_of_the_collectives_own_is_attributed(document):
@@ -131,7 +132,10 @@ def test_a_killed_run_shows_what_its_metrics_say_and_no_more(run, document, caps
     shown = capsys.readouterr().out
     assert "unknown device" in shown and "ended before it recorded" in shown and "the system says" not in shown
     assert cli.run(["profile", str(run), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["parameters"] == document["parameters"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == document["parameters"]
+    compared = table.compare(found, document, ("killed", "whole")).splitlines()
+    assert next(line.split()[1:] for line in compared if line.startswith("  gathered"))[0] == "-"  # not 0 bytes
 
 
 # -- files that somebody touched ---------------------------------------------------------------------------------------

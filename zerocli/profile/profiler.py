@@ -269,7 +269,8 @@ class Profiler(Observer):
             where = "in `unattributed`" if self._device.type == "cuda" else "not in these rows"
             notes.append(f"compiled blocks cannot be followed: activations, logits and temporaries are {where}")
         if self._follows(self.timed[0]):
-            notes.append("every step was followed, so seconds are too many: give --steps 3 or more")
+            enough = self._lines[0].step + NUM_FOLLOWED if self._lines else NUM_FOLLOWED + 1
+            notes.append(f"every step was followed, so seconds are too many: give --steps {enough} or more")
         return notes
 
     def _timeline(self, typical: tuple[int, list[Segment], list[Span]], before: int) -> dict[str, Any]:

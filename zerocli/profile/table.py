@@ -143,6 +143,7 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, 
     heads = [name if len(name) <= WIDTH else f"…{name[1 - WIDTH :]}" for name in names]
     lines = [f"{'measured':<28}{heads[0]:>{WIDTH + 2}}{heads[1]:>{WIDTH + 2}}{'change':>10}"]
     found = [{(row["tier"], row["category"]): seen(each, row) for row in each["rows"]} for each in (one, other)]
+    absent = [0 if any(category != UNATTRIBUTED for _, category in each) else None for each in found]
     for tier in TIERS:
         keys = [key for key in ORDER if key[0] == tier and (key in found[0] or key in found[1])]
         peaks = tuple(each["peak"][tier]["measured"] for each in (one, other))
@@ -150,7 +151,12 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, 
             continue
         lines.append(NAMES[tier])
         for key in keys:
-            lines.append(_change(f"  {key[1].replace('_', ' ')}", found[0].get(key, 0), found[1].get(key, 0)))
+            lines.append(
+                _change(
+                    f"  {key[1].replace('_', ' ')}",
+                    *(each.get(key, no) for each, no in zip(found, absent, strict=True)),
+                )
+            )
         lines.append(_change("  peak", peaks[0], peaks[1], comparable=whole(one, tier) == whole(other, tier)))
     for name, what in (("step seconds", "seconds"), ("  compute", "compute"), ("  wait", "wait")):
         lines.append(_change(name, one["step"][what], other["step"][what], seconds=True))
