@@ -151,12 +151,8 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, 
             continue
         lines.append(NAMES[tier])
         for key in keys:
-            lines.append(
-                _change(
-                    f"  {key[1].replace('_', ' ')}",
-                    *(each.get(key, no) for each, no in zip(found, absent, strict=True)),
-                )
-            )
+            before, after = (each.get(key, no) for each, no in zip(found, absent, strict=True))
+            lines.append(_change(f"  {key[1].replace('_', ' ')}", before, after))
         lines.append(_change("  peak", peaks[0], peaks[1], comparable=whole(one, tier) == whole(other, tier)))
     for name, what in (("step seconds", "seconds"), ("  compute", "compute"), ("  wait", "wait")):
         lines.append(_change(name, one["step"][what], other["step"][what], seconds=True))
