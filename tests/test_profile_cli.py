@@ -242,6 +242,7 @@ def test_the_page_renders_names_what_is_pointed_at_and_stays_light(runs, tmp_pat
     assert any(text.startswith(("compute: backward of", "compute: forward of")) for text in found["lanes"])
     assert any(text.startswith("reduce: ") for text in found["lanes"])
     assert 0.05 < found["painted"][0] < 1 and found["zoomed"]
+    assert found["dragged"] == pytest.approx(0.3)  # by half of what was in view, from 0.4
     shown = [pytest.approx(view) for view in ([0, 1], [0.25, 0.75], [0.35, 0.85], [0, 1], [0, 1])]
     assert found["keys"] == shown  # all, zoomed in, moved right, zoomed out again, all
     # What is drawn is bounded by pixels, not by the 100,000 spans that were added.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,6 +214,13 @@ def test_a_file_that_is_none_is_told(run, tmp_path, capsys):
     (run / "profile.json").symlink_to("profile.json")  # a loop
     assert cli.run(["profile", str(run)]) == 2
     assert "profile.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_shown_without_torch(run):
+    program = (
+        f"import sys; from zerocli import cli; cli.run(['profile', {str(run)!r}]); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120).returncode == 0
 
 
 def test_a_run_that_is_over_is_not_told_what_to_do(run, tmp_path, capsys):
