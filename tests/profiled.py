@@ -11,16 +11,16 @@ from ranks import run_ranks
 SMALL = ("model.layers=3", "model.hidden=32", "train.batch=2", "train.seq=32", "train.steps=6", "train.log_every=100")
 
 
-def profile(folder: Path, *sets: str, world: int = 2, plain: bool = False) -> dict[str, Any]:
+def profile(folder: Path, *sets: str, world: int = 2, plain: bool = False, resume: bool = False) -> dict[str, Any]:
     """Return the document of a run of `tiny`, made small; `plain` trains it without a profile."""
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text("where the bytes lie and where the seconds go\n" * 200)
     data = f"data.path={folder / 'text.txt'}"
-    run_ranks(world, _work, str(folder), (*SMALL, data, *sets), plain)
+    run_ranks(world, _work, str(folder), (*SMALL, data, *sets), plain, resume)
     return json.loads((folder / "profile.json").read_text())
 
 
-def _work(folder: str, sets: tuple[str, ...], plain: bool) -> None:
+def _work(folder: str, sets: tuple[str, ...], plain: bool, resume: bool) -> None:
     from zerocli import config as configs
     from zerocli import trainer
     from zerocli.launch import RunOptions
@@ -29,7 +29,7 @@ def _work(folder: str, sets: tuple[str, ...], plain: bool) -> None:
 
     config = configs.load("tiny", sets=sets, flags={})
     observer = Observer() if plain else Profiler()
-    trainer._train(config, RunOptions(folder), observer)
+    trainer._train(config, RunOptions(folder, resume=resume), observer)
 
 
 def rows(document: dict[str, Any], tier: str) -> dict[str, int]:

@@ -13,13 +13,15 @@ from ranks import run_ranks
 from toys import Uneven, split, uneven_batch
 
 import zerocli
+from zerocli.config import Config, ModelConfig
 from zerocli.lanes import Waits
 from zerocli.memory import CATEGORIES
 from zerocli.plan.inputs import shape_of
 from zerocli.profile import clock as clocks
 from zerocli.profile.clock import Segment, Span
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger
-from zerocli.profile.rates import best_links, peak_tflops
+from zerocli.profile.profiler import links
+from zerocli.profile.rates import best_links, model_flops, peak_tflops
 
 TOKENS, HIDDEN, LAYERS = 2 * 32, 32, 3
 STAGE_0, STAGE_3 = ("zero.stage=0",), ("zero.stage=3",)
@@ -33,7 +35,10 @@ def documents(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     ways = {"stage 0": STAGE_0, "stage 3": STAGE_3, "offload": OFFLOAD, "recompute": RECOMPUTE}
     nvme = (*STAGE_3, "offload.placement=nvme", f"offload.nvme_path={json.dumps([str(folder)])}")
-    return {name: profile(folder / name.replace(" ", "-"), *sets) for name, sets in (ways | {"nvme": nvme}).items()}
+    return {
+        name: profile(folder / name.replace(" ", "-"), *sets) | {"folder": str(folder / name.replace(" ", "-"))}
+        for name, sets in (ways | {"nvme": nvme}).items()
+    }
 
 
 @pytest.mark.parametrize("way", ["stage 0", "stage 3", "offload", "recompute", "nvme"])
@@ -70,13 +75,24 @@ def test_the_peak_has_a_moment_and_names_its_holders(documents):
     )
 
 
+def test_the_system_is_asked_too(documents):
+    """What the kernel counts of a process is beside the books, of the largest rank."""
+    system = documents["nvme"]["system"]
+    assert system["rss_peak"] >= system["rss"] > 32 << 20  # torch alone is more
+    assert system["nvme"] == documents["nvme"]["peak"]["nvme"]["measured"] // 2  # two ranks, alike
+    assert documents["stage 0"]["system"]["nvme"] == 0
+    assert all(
+        holder["bytes"] > 0 for tier in ("dram", "nvme") for holder in documents["nvme"]["peak"][tier]["holders"]
+    )
+    assert any(holder["name"] == "blocks.0 optimizer_states" for holder in documents["nvme"]["peak"]["nvme"]["holders"])
+
+
 # -- each option moves the rows it should, and no other ----------------------------------------------------------------
 
 
 def padded(document):
     """Elements of the units with their padding: (of one block, of the rest)."""
     model = document["settings"]["model"]
-    from zerocli.config import ModelConfig
     from zerocli.plan.flats import plan_flats
     from zerocli.plan.setup import Setup
 
@@ -199,6 +215,24 @@ def test_a_factorys_model_has_its_books_and_only_its_states_predicted(tmp_path):
     assert {unit for phase, unit, *_ in document["timeline"]["compute"] if phase == "forward"} >= {"layers.0", "rest"}
 
 
+SECRET = torch.frombuffer(bytearray(1 << 16), dtype=torch.float32)  # made by no operation
+
+
+class Secretive(Words):
+    """Uses memory that nobody saw made, and that no engine knows of."""
+
+    def forward(self, tokens, targets):
+        return super().forward(tokens, targets) + 0 * SECRET.sum()
+
+
+def test_memory_that_nobody_knows_is_shown_as_unattributed(tmp_path):
+    document = profile(tmp_path, *STAGE_0, "model.factory=test_profile:Secretive", "train.steps=3")
+    found, peak = rows(document, "hbm"), document["peak"]["hbm"]
+    assert sum(found.values()) == peak["measured"]
+    assert SECRET.nbytes <= found[UNATTRIBUTED] < SECRET.nbytes + 64
+    assert {"name": "rest sum", "category": UNATTRIBUTED, "bytes": SECRET.nbytes} in peak["holders"]
+
+
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
@@ -206,8 +240,17 @@ def test_a_factorys_model_has_its_books_and_only_its_states_predicted(tmp_path):
 def test_wait_and_compute_are_the_step(documents, way):
     step = documents[way]["step"]
     assert step["wait"] == pytest.approx(sum(step["waits"].values()))
+    text = Path(documents[way]["folder"], "metrics.jsonl").read_text()
+    told = [sum(json.loads(line)["wait"].values()) for line in text.splitlines()[3:]]
+    assert sum(told) / 3 <= step["wait"] + 1e-6  # one clock has all of a step, and what the metrics call waits is in it
+    # Of six steps two are followed, and the third may show some of their time.
+    assert step["steps"] == 3 and documents[way]["timeline"]["step"] in (4, 5, 6)
     assert step["wait"] + step["compute"] == pytest.approx(step["seconds"], rel=0.02)
     assert step["utilisation"] is None  # of a CPU nobody knows the peak
+    assert step["tokens_per_second"] == pytest.approx(2 * TOKENS / step["seconds"])  # two ranks'
+    shape = shape_of(ModelConfig(**documents[way]["settings"]["model"]), 32)
+    each = model_flops(shape, 32, TOKENS)  # of one rank's tokens
+    assert step["tflops"] == pytest.approx(each / step["seconds"] / 1e12)
 
 
 def test_a_wait_inside_another_is_charged_once():
@@ -248,7 +291,6 @@ def test_the_timeline_has_phases_units_and_lanes(documents):
 
 def _taken_by_tiers(folder: str) -> list[tuple[set[str], set[int]]]:
     """For host memory and for a disk: what was taken of it, and the slots in use, at all moments of the later steps."""
-    from zerocli.config import ModelConfig
     from zerocli.models import build
     from zerocli.profile import places
 
@@ -331,6 +373,30 @@ def test_an_engine_that_is_no_longer_profiled_is_as_it_was():
         assert [name for name in after if name not in before] == []
 
 
+def _unfollowed() -> tuple[dict[str, int], dict[str, int], str]:
+    from zerocli.profile.profiler import Profiler
+
+    torch.manual_seed(7)
+    engine = zerocli.shard(Uneven(), stage=3)
+    profiler = Profiler(follow=False)
+    profiler.attach(engine)
+    for step in range(3):
+        engine.backward(engine(*uneven_batch(step, split(engine.collectives.rank, 2))))
+        engine.step()
+    profiler.detach()
+    hbm = profiler.local(engine)["hbm"]
+    return hbm["rows"], engine.memory(), hbm["moment"]
+
+
+def test_where_operations_cannot_be_followed_what_the_engine_keeps_is_in_the_books():
+    """As with compiled blocks: gather buffers and buckets come in the first step, and are asked for after it."""
+    for found, held, moment in run_ranks(2, _unfollowed):
+        states = ("parameters", "gradients", "optimizer_states", "gathered")
+        assert {name: found[name] for name in states} == {name: held[name] for name in states}
+        assert held["buffers"] <= found["buffers"] <= held["buffers"] + 64 and "activations" not in found
+        assert moment == ""  # nobody knows when the peak was
+
+
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
@@ -369,6 +435,25 @@ def test_overlap_is_the_share_of_moves_behind_compute():
     assert clocks.split(segments) == (6, {"collectives": 2})
 
 
+def test_a_links_rate_is_of_the_time_it_was_busy():
+    gather = [Span("gather", "a", 0, 2, 3 * 10**9), Span("gather", "b", 1, 3, 3 * 10**9)]  # busy from 0 to 3
+    steps = [gather, [Span("gather", "a", 10, 11, 2 * 10**9, bounded=True), Span("update", "a", 10, 20)]]
+    (found,) = links(steps, Config())
+    assert (found["lane"], found["bytes"], found["seconds"]) == ("gather", 4 * 10**9, 2)  # a step's, in the mean
+    assert found["achieved"] == 2 and found["at_least"]
+
+
+def test_spans_belong_to_the_steps_that_they_touch():
+    clock = clocks.Clock(torch.device("cpu"))
+    clock._marks = [(float(at), ("forward", "a")) for at in range(7)]
+    clock.cuts = [2, 4, 6]
+    for name, begin, end in (("a", 0.5, 1.0), ("b", 1.5, 2.5), ("c", 1.0, 5.0), ("d", 4.0, 5.0), ("e", 6.5, 7.0)):
+        clock.add("gather", name, begin, end)
+    assert ["".join(span.name for span in clock.step(number)[1]) for number in (1, 2, 3)] == ["abc", "bc", "cd"]
+    clock.add("gather", "f", 2.5, 3.0)  # told late
+    assert "".join(span.name for span in clock.step(2)[1]) == "bcf"
+
+
 def test_an_unknown_gpu_has_no_peak_rate():
     assert peak_tflops("NVIDIA H100 80GB HBM3", "bf16") == 989
     assert peak_tflops("NVIDIA H100 PCIe", "bf16") == 756
@@ -385,6 +470,19 @@ def test_an_unknown_gpu_has_no_peak_rate():
         assert peak_tflops(name, "bf16") is None
     assert peak_tflops("NVIDIA H200", "fp32") is None
     assert peak_tflops("Tesla V100-SXM2-32GB", "bf16") is None
+
+
+def test_operations_are_those_of_matrices_that_are_multiplied_with():
+    """2 a weight and token forward, 4 backward, and attention's scores and values, of which half are masked."""
+    H, L, V, S = 32, 3, 256, 16
+    block = 3 * H * H + 3 * H + H * H + H + 2 * H + 2 * H + H * 4 * H + 4 * H + 4 * H * H + H
+    attention = 2 * 2 * L * H * S / 2 * 3  # scores and values; half; forward once and backward twice
+    tied = shape_of(ModelConfig(family="gpt2", vocab=V, layers=L, hidden=H, heads=2), S)
+    assert model_flops(tied, S, 10) == 10 * (6 * (L * block + 2 * H + V * H) + attention)  # no positions
+    untied = shape_of(ModelConfig(family="llama", vocab=V, layers=L, hidden=H, heads=2, tie=False), S)
+    double = shape_of(ModelConfig(family="llama", vocab=2 * V, layers=L, hidden=H, heads=2, tie=False), S)
+    assert not untied.tie
+    assert model_flops(double, S, 10) - model_flops(untied, S, 10) == 10 * 6 * V * H  # the head's, not the table's
 
 
 def test_best_rates_are_those_remembered():

@@ -85,7 +85,7 @@ def test_a_finished_run_shows_what_it_recorded(runs, capsys):
         assert words in shown
     assert cli.run(["profile", str(runs / "trained")]) == 0
     shown = capsys.readouterr().out
-    assert "activations are not told apart" in shown and "optimizer states" in shown
+    assert "activations are not in these rows, nor in the peak" in shown and "optimizer states" in shown
 
 
 def test_two_runs_are_compared(runs, tmp_path, capsys):
@@ -152,7 +152,7 @@ def _emptied(run: Path) -> None:
         (_newer, "of a newer version: schema 2, and this program reads up to 1"),
         (_torn_inside, "line 2: not what zerocli writes"),
         (_unlike, "it holds no table"),
-        (_half, "is not what zerocli writes: rows, peak"),
+        (_half, "is not what zerocli writes: there is no config"),
         (_no_metrics, "is no run folder: it has no metrics.jsonl"),
         (_no_steps, "has not finished a step"),
         (_emptied, "is empty: no run was ever here"),
@@ -176,6 +176,18 @@ def test_mistakes_of_the_command_line_are_told(runs, tmp_path, capsys):
     }.items():
         assert cli.run(["profile", *arguments]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_reader_that_has_had_enough_ends_no_rank():
+    """As `| head` does: stdout is closed under a rank that still has to meet the others."""
+    program = "from zerocli.profile.tell import show; show('x' * 10**6); import sys; print('met', file=sys.stderr)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, timeout=120)
+    finally:
+        os.close(writer)
+    assert done.returncode == 0 and done.stderr.decode().endswith("met\n")
 
 
 # -- the page, in a browser --------------------------------------------------------------------------------------------
@@ -220,12 +232,18 @@ def test_the_page_renders_names_what_is_pointed_at_and_stays_light(runs, tmp_pat
     document = json.loads((runs / "profiled/profile.json").read_text())
     trained = json.loads((runs / "trained/profile.json").read_text())
     target = tmp_path / "page.html"
-    page.write(str(target), [("a", document), ("b", trained)])
+    name = "<img src=x onerror=console.error(1)>"  # a module may be called so; then it is shown, and not run
+    document["timeline"]["lives"][0] = [name, "activations", 2**40, 0.0, None, "mm 2x2"]
+    page.write(str(target), [(name, document), ("b", trained)])
     found = look(target, "=100000")
+    assert name in found["hover"][0]
     assert found["faults"] == [] and found["timelines"] == 1
     assert "blocks.0 activations (" in found["hover"][0] and "tensors, the largest " in found["hover"][0]
     assert any(text.startswith(("compute: backward of", "compute: forward of")) for text in found["lanes"])
     assert any(text.startswith("reduce: ") for text in found["lanes"])
     assert 0.05 < found["painted"][0] < 1 and found["zoomed"]
+    assert found["dragged"] == pytest.approx(0.3)  # by half of what was in view, from 0.4
+    shown = [pytest.approx(view) for view in ([0, 1], [0.25, 0.75], [0.35, 0.85], [0, 1], [0, 1])]
+    assert found["keys"] == shown  # all, zoomed in, moved right, zoomed out again, all
     # What is drawn is bounded by pixels, not by the 100,000 spans that were added.
     assert max(found["rects"]) <= found["width"] * (found["num_lanes"] + 9)

@@ -97,6 +97,7 @@ class Recorder:
         """Whether any rank has asked to stop; it turns true at the same step on all of them."""
         self._waited_for_data = waited_for_data
         self._pending: _Issued | None = None
+        engine.waits.take()  # what was waited for before the first step is no step's
         self._since = Moment(engine.device)
 
     def record(self, result: StepResult, loss: torch.Tensor) -> Line | None:

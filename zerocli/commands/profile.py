@@ -47,15 +47,30 @@ def command(
         if given[name]:
             _check_writable(given[name], f"--{name.replace('_', '-')}")
     if other is not None or os.path.isdir(source):
+        _refuse_changes(ctx, source)
         return _show_runs([source, *([other] if other is not None else [])], given)
     return _profile(ctx, source, sets, run_dir, given)
 
 
 def _check_writable(path: str, flag: str) -> None:
     folder = Path(path).absolute().parent
-    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    where = path if os.path.exists(path) else folder
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(where, os.W_OK):
         raise UserError(
             f"{flag} {path}: no file can be written there", hint=f"{flag} with a file in a folder that exists"
+        )
+
+
+def _refuse_changes(ctx: click.Context, run: str) -> None:
+    """Refuse what would change a run that is over: it would go unheard."""
+    shown = {"source", "other", "html", "trace_file", "snapshot", "json"}
+    given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    names = [name if name != "sets" else "set" for name in given if name not in shown]
+    flags = " ".join(f"--{name.replace('_', '-')}" for name in names)
+    if flags:
+        raise UserError(
+            f"{flags}: {run} is a run, and is shown as it was",
+            hint=f"zerocli profile {run}, or zerocli profile CONFIG {flags} ...",
         )
 
 
@@ -71,7 +86,12 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
     if given["trace_file"]:
         from zerocli.profile import trace
 
+        if len(found) > 1:
+            raise UserError(
+                "--trace-file is of one run, and two are given", hint=f"zerocli profile {paths[0]} --trace-file ..."
+            )
         trace.write(given["trace_file"], found[0])
+        say(f"trace: {given['trace_file']} ({trace.VIEWERS})")
     if given["html"]:
         page.write(given["html"], list(zip(paths, found, strict=True)))
         say(f"page: {given['html']}")

@@ -75,9 +75,13 @@ class Clock:
         self._marks: list[tuple[Stamp, tuple[str, str]]] = []
         """When each segment began, and its label."""
         self._spans: list[tuple[str, str, Stamp, Stamp, int, bool]] = []
-        self._read: list[Span] = []
+        self._read: dict[int, list[Span]] = defaultdict(list)
+        """Spans by the number of the step."""
+        self._num_read = 0
         self.cuts: list[int] = []
         """Marks at which a step ended."""
+        self._first: int | None = None
+        """The mark at which the first step began."""
         self._base = self._base_event()
         self._mark()
 
@@ -121,6 +125,12 @@ class Clock:
         self._labels[-1] = label
         self._mark()
 
+    def begin(self) -> None:
+        """Begin the first step here: what went before, such as reading a checkpoint, is no step's. Once is enough."""
+        if self._first is None:
+            self._first = len(self._marks)
+            self._mark()
+
     def cut(self) -> None:
         """End a step here."""
         self.cuts.append(len(self._marks))
@@ -142,22 +152,25 @@ class Clock:
 
     def step(self, number: int) -> tuple[list[Segment], list[Span]]:
         """Return the segments and spans between the ends of step `number` - 1 and `number` (from 1)."""
-        first = self.cuts[number - 2] if number > 1 else 0
+        first = self.cuts[number - 2] if number > 1 else self._first or 0
         last = self.cuts[number - 1]
         points = [(self.seconds(stamp), label) for stamp, label in self._marks[first : last + 1]]
         segments = [
             Segment(label, begin, max(begin, end)) for (begin, label), (end, _) in zip(points, points[1:], strict=False)
         ]
         begin, end = points[0][0], points[-1][0]
-        return segments, [span for span in self._read_spans() if span.end > begin and span.begin < end]
+        self._read_spans()
+        return segments, [span for span in self._read.get(number, ()) if span.end > begin and span.begin < end]
 
-    def _read_spans(self) -> list[Span]:
-        if len(self._read) < len(self._spans):
-            new = self._spans[len(self._read) :]
-            self._read += [
-                Span(lane, name, self.seconds(b), self.seconds(e), n, late) for lane, name, b, e, n, late in new
-            ]
-        return self._read
+    def _read_spans(self) -> None:
+        """Sort the spans that have come since the last call under the steps that they touch."""
+        new = self._spans[self._num_read :]
+        self._num_read += len(new)
+        ends = [self.seconds(self._marks[cut][0]) for cut in self.cuts] if new else []
+        for lane, name, first, last, nbytes, bounded in new:
+            span = Span(lane, name, self.seconds(first), self.seconds(last), nbytes, bounded)
+            for number in range(bisect.bisect_right(ends, span.begin), bisect.bisect_left(ends, span.end) + 1):
+                self._read[number + 1].append(span)
 
 
 def split(segments: Iterable[Segment]) -> tuple[float, dict[str, float]]:

@@ -56,6 +56,7 @@ def assemble(
             }
             for tier in TIERS
         },
+        "steps": [lines[0]["step"], lines[-1]["step"]],
         "step": seconds(config, lines, facts),
         "system": books["system"],
         "boundaries": facts.get("boundaries", []),
@@ -104,14 +105,15 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
     if facts["device"] == "cuda":
         changes["update"] = "cpu" if facts["update_on_cpu"] else "stream"
     try:
-        model = _shape(config)
+        model = config_shape(config)
         plan = plan_of(facts["parameters"] if model is None else model, setup_of(config, **changes))
     except UserError as error:
         return None, f"nothing is predicted: {error}"
     return plan, "" if plan.whole else "of a factory's model only model states are predicted"
 
 
-def _shape(config: Config) -> Shape | None:
+def config_shape(config: Config) -> Shape | None:
+    """Return the shape of a config's model; None of a factory's."""
     return None if config.model.factory else shape_of(config.model, config.train.seq)
 
 
@@ -134,12 +136,14 @@ def rows(books: Mapping[str, Any], plan: Plan | None) -> list[dict[str, Any]]:
 
 def seconds(config: Config, lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mean step's seconds by cause, over the steps that were timed undisturbed (else all but the first)."""
-    timed = facts.get("timed") or [line["step"] for line in lines[1:] or lines]
+    timed = set(facts.get("timed") or [line["step"] for line in lines[1:] or lines])  # of a month's run, millions
     chosen = [line for line in lines if line["step"] in timed]
     if not chosen:
         return {"seconds": None, "compute": None, "wait": None}
     total = _mean(line["seconds"] for line in chosen)
     waits = {cause: _mean(line["wait"].get(cause, 0.0) for line in chosen) for cause in CAUSES}
+    if "waits" in facts:  # of the clock that took `compute`: the two are all of its time
+        waits = {cause: facts["waits"].get(cause, 0.0) for cause in CAUSES}
     wait = sum(waits.values())
     compute = facts.get("compute", max(0.0, total - wait))
     tokens = _mean(line["tokens"] for line in chosen)
@@ -159,7 +163,7 @@ def seconds(config: Config, lines: Sequence[Mapping[str, Any]], facts: Mapping[s
 
 def utilisation(config: Config, facts: Mapping[str, Any], tokens: float, total: float) -> dict[str, Any]:
     """Return the model's operations a second and rank, and their share of what the GPU could do, None if unknown."""
-    shape = _shape(config)
+    shape = config_shape(config)
     if shape is None:
         return {"tflops": None, "utilisation": None, "best_tflops": None}
     rate = rates.model_flops(shape, config.train.seq, round(tokens)) / total / facts["ranks"] / 1e12

@@ -21,6 +21,11 @@ from zerocli.profile import places
 from zerocli.profile.document import assemble
 from zerocli.profile.runs import FILE
 
+_WHERE = {
+    "cuda": "activations are not told apart, they are in `unattributed`",
+    "cpu": "activations are not in these rows, nor in the peak",
+}
+
 
 class Observer:
     """Watches one rank of a run; all ranks call all of it."""
@@ -68,7 +73,7 @@ class Observer:
         """Return what else goes into the document."""
         return facts(engine) | {
             "followed": False,
-            "notes": ["recorded by train: activations are not told apart (zerocli profile follows them)"],
+            "notes": [f"recorded by train: {_WHERE[engine.device.type]} (zerocli profile follows them)"],
         }
 
     def tell(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:

@@ -18,7 +18,8 @@ def write(path: str, runs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     try:
         Path(path).write_text(render(runs), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}", exit_code=1) from error
+        hint = "zerocli profile RUN --html FILE, with a file that can be written"
+        raise UserError(f"cannot write {path}: {error.strerror}", hint=hint, exit_code=1) from error
 
 
 def render(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:

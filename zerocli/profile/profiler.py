@@ -152,8 +152,8 @@ class Profiler(Observer):
         self._seams.refresh()
         if self._process_nbytes is None:
             self._process_nbytes = max(0, places.rss()[0] - places.footprint(self._engine)["dram"])
-        if self._follows(self._done + 1):
-            self._name_places()
+        if self._done < NUM_FOLLOWED:
+            self._name_places()  # also where operations cannot be followed: what the engine keeps is known
         self._done += 1
         self._ends.append(len(self.ledger.events))
         self._follower.follow(False)
@@ -198,7 +198,7 @@ class Profiler(Observer):
             "rows": held,
             "measured": peak.nbytes,
             "allocated": peak.nbytes,
-            "moment": peak.moment,
+            "moment": peak.moment if self._follow else "",
             "holders": peak.holders,
         }
         if self._device.type == "cuda":
@@ -237,12 +237,17 @@ class Profiler(Observer):
         steps = [(number, *self._clock.step(number)) for number in self.timed]
         computes, overlaps = [], []
         phases: dict[str, float] = defaultdict(float)
+        waits: dict[str, float] = defaultdict(float)
         before = self._lines[0].step - 1 if self._lines else 0  # steps of the run that was resumed
+        lines = {line.step - before: line for line in self._lines}
         for number, segments, spans in steps:
-            compute, _ = clocks.split(segments)
+            compute, stood = clocks.split(segments)
             between = sum(s.seconds for s in segments if s.label == clocks.BETWEEN)
-            line = next((line for line in self._lines if line.step == number + before), None)
-            computes.append(compute - min(line.wait.get("data", 0.0) if line else 0.0, between))
+            # Waiting for data is the loader's to tell: to the engine it is time between steps.
+            stood["data"] = min(lines[number].wait.get("data", 0.0) if number in lines else 0.0, between)
+            computes.append(compute - stood["data"])
+            for cause, seconds in stood.items():
+                waits[cause] += seconds / len(steps)
             overlaps.append(clocks.overlap(segments, spans))
             for segment in segments:
                 phases[_phase(segment)] += segment.seconds / len(steps)
@@ -252,13 +257,14 @@ class Profiler(Observer):
             "followed": self._follow,
             "timed": [number + before for number, _, _ in steps],
             "compute": sum(computes) / len(computes),
+            "waits": dict(waits),
             "overlap": sum(shares) / len(shares) if shares else None,
             "phases": dict(phases),
             "links": links([spans for _, _, spans in steps], config),
             "boundaries": self.boundaries(),
             "notes": self._notes(config),
         }
-        return found | {"timeline": self._timeline(typical)}
+        return found | {"timeline": self._timeline(typical, before)}
 
     def _notes(self, config: Config) -> list[str]:
         notes = []
@@ -266,17 +272,22 @@ class Profiler(Observer):
             where = "in `unattributed`" if self._device.type == "cuda" else "not in these rows"
             notes.append(f"compiled blocks cannot be followed: activations, logits and temporaries are {where}")
         if self._follows(self.timed[0]):
-            notes.append("every step was followed, so seconds are too many: give --steps 3 or more")
+            enough = self._lines[0].step + NUM_FOLLOWED if self._lines else NUM_FOLLOWED + 1
+            notes.append(f"every step was followed, so seconds are too many: give --steps {enough} or more")
         return notes
 
-    def _timeline(self, typical: tuple[int, list[Segment], list[Span]]) -> dict[str, Any]:
-        """Return rank 0's typical step, with the memory of the last step that was followed laid over it."""
+    def _timeline(self, typical: tuple[int, list[Segment], list[Span]], before: int) -> dict[str, Any]:
+        """Return rank 0's typical step, with the memory of the last step that was followed laid over it.
+
+        Steps are numbered as the run's metrics number them: after the `before` ones of the run that was resumed.
+        """
         number, segments, spans = typical
         followed = min(self._done, NUM_FOLLOWED)
         window = (self._ends[followed - 2] if followed > 1 else 0, self._ends[followed - 1])
         other = self._clock.step(followed)[0]
         rows = places.tier_rows(self._engine)
-        return make_timeline(number, segments, spans, self.ledger, window, other, rows)
+        made = make_timeline(number + before, segments, spans, self.ledger, window, other, rows)
+        return made | {"memory_step": followed + before}
 
     def close(
         self, config: Config, options: RunOptions, engine: Engine, lines: list[Line], everyone: list[Any]

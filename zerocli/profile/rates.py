@@ -40,9 +40,14 @@ def peak_tflops(gpu: str, precision: str) -> float | None:
 
 
 def model_flops(shape: Shape, seq: int, tokens: int) -> float:
-    """Return the operations that forward and backward of `tokens` tokens need; what is recomputed counts once."""
+    """Return the operations that forward and backward of `tokens` tokens need; what is recomputed counts once.
+
+    A table that is only looked up takes none: positions, and the tokens' where the head has a matrix of its own.
+    """
+    looked_up = {"positions"} if shape.tie else {"positions", "tokens"}
+    numel = shape.active_numel - sum(each.numel for each in shape.embed_parameters() if each.name in looked_up)
     attention = 6 * shape.layers * shape.width_q * seq  # causal: half of 12
-    return float((6 * shape.active_numel + attention) * tokens)
+    return float((6 * numel + attention) * tokens)
 
 
 def best_links(measured: Mapping[str, Any]) -> dict[str, float]:

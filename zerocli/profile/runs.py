@@ -3,107 +3,118 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from zerocli.errors import UserError
-from zerocli.profile.document import SCHEMA, seconds
+from zerocli.errors import ConfigError, UserError, quote
+from zerocli.profile import form
+from zerocli.profile.document import SCHEMA, config_shape, seconds
+from zerocli.profile.form import ANOTHER
 from zerocli.profile.ledger import TIERS
 
 FILE = "profile.json"
-WANTED = {"rows": list, "peak": dict, "step": dict, "settings": dict, "config": str, "notes": list, "system": dict}
-
-LINE = {"step", "loss", "tokens", "seconds", "peak", "wait"}
-"""What a line of metrics has at least."""
 
 
 def read(folder: str) -> dict[str, Any]:
     """Return a run's profile; `warnings` in it say what was found torn. UserError says why there is none."""
     run = Path(folder)
-    if not run.is_dir():
-        raise UserError(f"{folder} is no run: there is no such folder", hint="zerocli profile CONFIG, or runs/<name>")
-    if not any(run.iterdir()):
+    try:
+        names = set(os.listdir(run))
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} is no run: there is no such folder", hint="zerocli profile CONFIG, or runs/<name>"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{folder} is no run: {error.strerror}", hint="zerocli profile runs/<name>") from error
+    if not names:
         raise UserError(f"{folder} is empty: no run was ever here", hint="zerocli profile CONFIG --run-dir DIR")
-    if not (run / "metrics.jsonl").is_file() or not (run / "config.json").is_file():
-        missing = [name for name in ("config.json", "metrics.jsonl") if not (run / name).is_file()]
+    if not {"metrics.jsonl", "config.json"} <= names:
+        missing = [name for name in ("config.json", "metrics.jsonl") if name not in names]
         raise UserError(
             f"{folder} is no run folder: it has no {' and no '.join(missing)}", hint="zerocli profile runs/<name>"
         )
-    settings = _json(run / "config.json")
-    lines, warnings = read_metrics(run / "metrics.jsonl")
-    if not lines:
+    settings = form.read_table(run / "config.json")
+    written, warnings = read_metrics(run / "metrics.jsonl")
+    if not written:
         raise UserError(f"{folder} has not finished a step: metrics.jsonl has no line", hint="zerocli profile CONFIG")
-    document = _json(run / FILE) if (run / FILE).is_file() else None
-    if document is None:
-        document = _from_metrics(settings, lines)
-    _check(run, document)
+    if FILE in names:
+        hint = f"rm {run / FILE}, and the run's metrics are shown instead"
+        document = form.read_table(run / FILE, hint)
+        _check(run / FILE, document, hint)
+        document["notes"] += _stale(document, written[-1]["step"])
+    else:
+        by_step = {line["step"]: line for line in written}  # of a step that was done again the later line counts
+        document = _from_metrics(run, settings, [by_step[step] for step in sorted(by_step)])
     return document | {"warnings": warnings}
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}", hint="another run") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not what zerocli writes: it holds no table", hint="another run")
-    return value
-
-
-def _check(run: Path, document: dict[str, Any]) -> None:
+def _check(path: Path, document: dict[str, Any], hint: str) -> None:
     schema = document.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
         raise UserError(
-            f"{run / FILE} is of a newer version: schema {schema}, and this program reads up to {SCHEMA}",
+            f"{path} is of a newer version: schema {schema}, and this program reads up to {SCHEMA}",
             hint="pip install -U zerocli",
         )
-    wrong = [name for name, kind in WANTED.items() if not isinstance(document.get(name), kind)]
-    if schema != SCHEMA or wrong:
-        raise UserError(f"{run / FILE} is not what zerocli writes: {', '.join(wrong) or 'schema'}", hint="another run")
+    wrong = f"schema is {quote(schema)}" if schema != SCHEMA or schema is True else form.fault(document, form.DOCUMENT)
+    if not wrong and "timeline" in document:
+        wrong = form.timeline_fault(document["timeline"])
+    if wrong:
+        raise UserError(f"{path} is not what zerocli writes: {wrong}", hint=hint)
+
+
+def _stale(document: dict[str, Any], newest: int) -> list[str]:
+    """Return a note if the run went on after these books were closed: resumed, and ended without closing them again."""
+    last = document["steps"][1] if "steps" in document else newest
+    if last >= newest:
+        return []
+    return [f"this run went on to step {newest} and ended there without closing its books: these are of step {last}"]
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a run's lines by step, the later line of a step counting, and what was found torn.
+    """Return a run's lines in the order they were written, and what was found torn.
 
     A line is whole or absent; only the last can be torn, by a run that was killed while it wrote.
     """
-    found: dict[int, dict[str, Any]] = {}
-    texts = path.read_bytes().split(b"\n")
+    found: list[dict[str, Any]] = []
+    texts = form.read(path).split(b"\n")
     for number, text in enumerate(texts, start=1):
         if not text.strip():
             continue
         try:
             line = json.loads(text)
-            if not isinstance(line, dict) or not line.keys() >= LINE:
-                raise ValueError("not a line of metrics")
-            found[int(line["step"])] = line
-        except (ValueError, TypeError) as error:
-            if number == len(texts):
-                return _in_order(found), [f"metrics.jsonl: its last line, {number}, is torn; read up to it"]
-            raise UserError(f"{path}, line {number}: not what zerocli writes", hint="another run") from error
-    return _in_order(found), []
+            wrong = form.fault(line, form.LINE)
+        except (ValueError, RecursionError):
+            wrong = "it holds no table"
+        if not wrong:
+            found.append(line)
+        elif number == len(texts):
+            return found, [f"metrics.jsonl: its last line, {number}, is torn; read up to it"]
+        else:
+            raise UserError(f"{path}, line {number}: not what zerocli writes: {wrong}", hint=ANOTHER)
+    return found, []
 
 
-def _in_order(found: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    return [found[step] for step in sorted(found)]
-
-
-def _from_metrics(settings: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
+def _from_metrics(run: Path, settings: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a run's metrics alone say, its peaks and seconds: it ended before its books were closed."""
-    peak = {tier: int(max(line.get("peak", {}).get(tier, 0) for line in lines)) for tier in TIERS}
-    from zerocli.config import from_dict
+    peak = {tier: int(max(line["peak"].get(tier, 0) for line in lines)) for tier in TIERS}
+    from zerocli.config import from_dict, to_dict
 
-    config = from_dict(settings)
+    try:
+        config = from_dict(settings)
+    except ConfigError as error:
+        raise UserError(*(f"{run / 'config.json'}: {line}" for line in error.lines), hint=ANOTHER) from error
+    shape = config_shape(config)
     ranks = max(1, config.parallel.ranks)
     facts = {"ranks": ranks, "gpu": None, "precision": config.train.precision}
     return {
         "schema": SCHEMA,
         "config": config.name,
-        "settings": settings,
-        "device": "unknown device",
+        "settings": to_dict(config),
+        "device": "an unknown device",
         "gpu": None,
         "precision": config.train.precision,
-        "parameters": 0,
+        "parameters": shape.numel if shape else None,
         "ranks": ranks,
         "tp": config.parallel.tp,
         "followed": False,
@@ -113,7 +124,8 @@ def _from_metrics(settings: dict[str, Any], lines: list[dict[str, Any]]) -> dict
             if peak[tier]
         ],
         "peak": {tier: {"predicted": None, "measured": peak[tier], "moment": "", "holders": []} for tier in TIERS},
+        "steps": [lines[0]["step"], lines[-1]["step"]],
         "step": seconds(config, lines, facts),
-        "system": {"rss": 0, "rss_peak": 0, "pinned": 0, "nvme": 0},
+        "system": None,
         "notes": ["this run ended before it recorded its memory: peaks and seconds are those of its metrics"],
     }

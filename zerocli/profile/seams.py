@@ -94,6 +94,7 @@ class Seams:
             def run(unit: Unit, body: Any, args: Any, kwargs: Any) -> Any:
                 if unit.index == 0:
                     self._cut()
+                    self._clock.begin()
                     self._inputs((args, kwargs))
                 name, parent = unit_name(unit.name), self._clock.label[1]
                 phase = "backward" if engine.reducer.active else "forward"  # backward: a recomputation
@@ -193,7 +194,15 @@ class Seams:
 
             return gather
 
+        def take(original: Callable[..., Any]) -> Callable[..., Any]:
+            def taken() -> Any:
+                self._clock.begin()  # where whoever keeps the metrics begins to count
+                return original()
+
+            return taken
+
         self._replace(waits, "waiting", wrap)
+        self._replace(waits, "take", take)
         self._replace(self._engine, "gather_control", control)
 
     # -- lanes -----------------------------------------------------------------------------------------------------
@@ -257,7 +266,11 @@ class Seams:
             wait, left = pending.wait, [None]
 
         def waited() -> None:
-            wait()
+            self.in_collective = True  # its own copy of all that is reduced shows when it is cut into parts
+            try:
+                wait()
+            finally:
+                self.in_collective = False
             if left:
                 left.pop()
                 clock.add(lane, name, begin, time.perf_counter(), nbytes, bounded=True)

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zerocli.memory import CATEGORIES
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 from zerocli.sizes import format_bytes, format_count
 
+ORDER = [(tier, category) for tier in TIERS for category in (*CATEGORIES, UNATTRIBUTED)]
+MEASURED_BY = dict.fromkeys(("host to device", "device to host"), ": zerocli env --bench") | dict.fromkeys(
+    ("disk read", "disk write"), ": zerocli env --bench --nvme-path DIR"
+)
+"""What would tell the best of a link; links between ranks nobody measures."""
+WIDTH = 28
+"""Letters of a run's name at the head of its column: a default run folder's fit."""
 NAMES = {"hbm": "hbm (device, a rank)", "dram": "dram (host, a node)", "nvme": "nvme (disk, a node)"}
 
 
@@ -28,13 +36,13 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _title(document: Mapping[str, Any]) -> str:
-    settings = document["settings"]
+    settings, numel = document["settings"], document["parameters"]
     zero, placement = settings["zero"]["stage"], settings["offload"]["placement"]
     away = f", offload {placement}" if placement else ""
     tp = f" (tp {document['tp']})" if document["tp"] > 1 else ""
     where = document["gpu"] or document["device"]
     return (
-        f"{document['config']}: {format_count(document['parameters'])} parameters, stage {zero}{away}, "
+        f"{document['config']}: {format_count(numel) if numel else 'unknown'} parameters, stage {zero}{away}, "
         f"{document['ranks']} {'rank' if document['ranks'] == 1 else 'ranks'}{tp} on {where}, {document['precision']}"
     )
 
@@ -47,14 +55,30 @@ def _memory(document: Mapping[str, Any]) -> Iterator[str]:
             continue
         yield NAMES[tier]
         for row in rows:
-            yield _row(f"  {row['category'].replace('_', ' ')}", row["predicted"], row["measured"])
+            yield _row(f"  {row['category'].replace('_', ' ')}", row["predicted"], seen(document, row))
         peak = document["peak"][tier]
-        yield _row("  peak", peak["predicted"], peak["measured"])
+        yield _row("  peak", peak["predicted"], peak["measured"], whole(document, tier))
 
 
-def _row(name: str, predicted: int | None, measured: int | None) -> str:
+UNSEEN = ("activations", "logits")
+"""What only following memory tells apart."""
+
+
+def seen(document: Mapping[str, Any], row: Mapping[str, Any]) -> int | None:
+    """Return what was measured of a row; None where nobody looked, which is not the same as 0 bytes."""
+    looked = document.get("followed", True) or row["tier"] != "hbm" or row["category"] not in UNSEEN
+    return row["measured"] if looked or row["measured"] else None
+
+
+def whole(document: Mapping[str, Any], tier: str) -> bool:
+    """Say whether a tier's measured peak has everything in it: only an allocator counts what nobody follows."""
+    return tier != "hbm" or document.get("followed", True) or document["gpu"] is not None
+
+
+def _row(name: str, predicted: int | None, measured: int | None, comparable: bool = True) -> str:
     shown = [format_bytes(n) if n is not None else "-" for n in (predicted, measured)]
-    return f"{name:<24}{shown[0]:>12}{shown[1]:>12}{error(predicted, measured):>9}"
+    off = error(predicted, measured) if comparable else "-"
+    return f"{name:<24}{shown[0]:>12}{shown[1]:>12}{off:>9}"
 
 
 def error(predicted: int | None, measured: int | None) -> str:
@@ -62,7 +86,11 @@ def error(predicted: int | None, measured: int | None) -> str:
     if predicted is None or not measured:
         return "-"
     share = (predicted - measured) / measured
-    return f"{share:+.1%}" if share < 10 else ">+999%"
+    return _percent(share) if share < 10 else ">+999%"
+
+
+def _percent(share: float) -> str:
+    return f"{share:+.1%}".replace("-0.0%", "+0.0%")
 
 
 def _peaks(document: Mapping[str, Any]) -> Iterator[str]:
@@ -79,6 +107,8 @@ def _peaks(document: Mapping[str, Any]) -> Iterator[str]:
         for holder in peak["holders"]:
             yield f"  {format_bytes(holder['bytes']):>11}  {holder['name']}"
     system = document["system"]
+    if system is None:
+        return
     yield (
         f"the system says, of the largest rank: {format_bytes(system['rss_peak'])} of host memory at most, "
         f"{format_bytes(system['pinned'])} pinned, {format_bytes(system['nvme'])} on disk"
@@ -96,13 +126,13 @@ def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
         yield f"{'  wait for ' + cause:<24}{seconds:>10.4f} s {seconds / total:>6.1%}"
     yield f"{'tokens/s':<24}{step['tokens_per_second']:>10,.0f}"
     if step["tflops"] is not None:
-        best = step["best_tflops"]
-        share = f"{step['utilisation']:.1%} of {best:g}" if best else "utilisation unknown for this device"
+        known, best = step["utilisation"], step["best_tflops"]
+        share = f"{known:.1%} of {best:g}" if known and best else "utilisation unknown for this device"
         yield f"{'model TFLOPS a rank':<24}{step['tflops']:>10.3g}   {share}"
     if step["overlap"] is not None:
         yield f"{'overlap':<24}{step['overlap']:>10.1%}   of transfers and collectives hidden behind compute"
     for link in step["links"]:
-        best = f"best {link['best']:.3g}" if link["best"] else "best unknown: zerocli env --bench"
+        best = f"best {link['best']:.3g}" if link["best"] else f"best unknown{MEASURED_BY.get(link['lane'], '')}"
         moved = "at least; " if link.get("at_least") else ""
         moved += f"{format_bytes(link['bytes'])} a step in {link['seconds']:.4f} s"
         yield f"{'  ' + link['lane']:<24}{link['achieved']:>10.3g} GB/s   {moved}; {best}"
@@ -110,17 +140,20 @@ def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
 
 def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]) -> str:
     """Return two profiles side by side."""
-    lines = [f"{'measured':<28}{names[0][-16:]:>18}{names[1][-16:]:>18}{'change':>10}"]
-    found = [{(row["tier"], row["category"]): row["measured"] for row in each["rows"]} for each in (one, other)]
+    heads = [name if len(name) <= WIDTH else f"…{name[1 - WIDTH :]}" for name in names]
+    lines = [f"{'measured':<28}{heads[0]:>{WIDTH + 2}}{heads[1]:>{WIDTH + 2}}{'change':>10}"]
+    found = [{(row["tier"], row["category"]): seen(each, row) for row in each["rows"]} for each in (one, other)]
+    absent = [0 if any(category != UNATTRIBUTED for _, category in each) else None for each in found]
     for tier in TIERS:
-        keys = [key for key in dict.fromkeys([*found[0], *found[1]]) if key[0] == tier]
+        keys = [key for key in ORDER if key[0] == tier and (key in found[0] or key in found[1])]
         peaks = tuple(each["peak"][tier]["measured"] for each in (one, other))
         if not any(peaks):
             continue
         lines.append(NAMES[tier])
         for key in keys:
-            lines.append(_change(f"  {key[1].replace('_', ' ')}", found[0].get(key, 0), found[1].get(key, 0)))
-        lines.append(_change("  peak", *peaks))
+            before, after = (each.get(key, no) for each, no in zip(found, absent, strict=True))
+            lines.append(_change(f"  {key[1].replace('_', ' ')}", before, after))
+        lines.append(_change("  peak", peaks[0], peaks[1], comparable=whole(one, tier) == whole(other, tier)))
     for name, what in (("step seconds", "seconds"), ("  compute", "compute"), ("  wait", "wait")):
         lines.append(_change(name, one["step"][what], other["step"][what], seconds=True))
     for which, document in zip(names, (one, other), strict=True):
@@ -128,12 +161,16 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, 
     return "\n".join(lines)
 
 
-def _change(name: str, before: float | None, after: float | None, seconds: bool = False) -> str:
+def _change(
+    name: str, before: float | None, after: float | None, seconds: bool = False, comparable: bool = True
+) -> str:
     def show(value: float | None) -> str:
         return "-" if value is None else f"{value:.4f} s" if seconds else format_bytes(value)
 
-    change = f"{(after - before) / before:+.1%}" if before and after is not None else "-"
-    return f"{name:<28}{show(before):>18}{show(after):>18}{change:>10}"
+    change = "-"
+    if comparable and before and after is not None:
+        change = _percent((after - before) / before)
+    return f"{name:<28}{show(before):>{WIDTH + 2}}{show(after):>{WIDTH + 2}}{change:>10}"
 
 
 def planned(plan: Any) -> list[dict[str, Any]]:

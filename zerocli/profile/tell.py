@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,18 +24,26 @@ class Teller:
         self._html, self._trace_file, self._source = html, trace_file, source
 
     def __call__(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
-        if self._html:
+        if options.json:
+            show(json.dumps({key: value for key, value in document.items() if key != "timeline"}))
+        else:
+            show(table.render(document))
+        if self._html:  # after the report: a disk may be full
             page.write(self._html, [(config.name, document)])
             say(f"page: {self._html}")
         if self._trace_file:
             trace.write(self._trace_file, document)
-            say(f"trace: {self._trace_file} (open it at ui.perfetto.dev, or in chrome://tracing)")
-        if options.json:
-            print(json.dumps({key: value for key, value in document.items() if key != "timeline"}), flush=True)
-        else:
-            print(table.render(document), flush=True)
+            say(f"trace: {self._trace_file} ({trace.VIEWERS})")
         if not self._html:
             say(f"try: zerocli profile {options.run_dir} --html profile.html")
+
+
+def show(text: str) -> None:
+    """Print to stdout; whoever has read enough of it (`| head`) is no reason for this rank to fail, and all with it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

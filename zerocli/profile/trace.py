@@ -9,6 +9,8 @@ from typing import Any
 
 from zerocli.errors import UserError
 
+VIEWERS = "open it at ui.perfetto.dev, or in chrome://tracing"
+
 
 def write(path: str, document: Mapping[str, Any]) -> None:
     """Write the document's timeline; UserError if it has none, or the file cannot be written."""
@@ -17,28 +19,41 @@ def write(path: str, document: Mapping[str, Any]) -> None:
             "this run recorded no timeline: train keeps none", hint="zerocli profile CONFIG --trace-file ..."
         )
     try:
-        Path(path).write_text(json.dumps({"traceEvents": list(events(document["timeline"]))}))
+        Path(path).write_text(json.dumps({"traceEvents": list(events(document["timeline"], document["config"]))}))
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}", exit_code=1) from error
+        hint = "zerocli profile RUN --trace-file FILE, with a file that can be written"
+        raise UserError(f"cannot write {path}: {error.strerror}", hint=hint, exit_code=1) from error
 
 
-def events(timeline: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the trace's events: a thread a lane, a counter a tier; times in microseconds."""
-    number = {lane: at for at, lane in enumerate(timeline["lanes"])}
-    for lane, at in number.items():
-        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": at, "args": {"name": lane}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": at, "args": {"sort_index": at}}
-    for phase, unit, begin, end in timeline["compute"]:
-        yield _span(f"{phase} {unit}".strip(), number["compute"], begin, end, {})
-    for lane, name, begin, end, nbytes in timeline["spans"]:
-        yield _span(name or lane, number[lane], begin, end, {"bytes": nbytes})
+def events(timeline: Mapping[str, Any], name: str = "zerocli") -> Iterator[dict[str, Any]]:
+    """Yield the trace's events: one or more threads a lane, a counter a tier; times in microseconds, in order.
+
+    Viewers take what overlaps on one thread for calls inside of calls, and drop what is not: so where transfers of a
+    lane overlap, the later one goes to its next thread. Number 0 is the idle process, so all count from 1.
+    """
+    spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
+    spans += [("compute", f"{phase} {unit}".strip(), begin, end, {}) for phase, unit, begin, end in timeline["compute"]]
+    spans += [(lane, what or lane, begin, end, {"bytes": n}) for lane, what, begin, end, n, *_ in timeline["spans"]]
+    rows: dict[str, list[float]] = {lane: [] for lane in timeline["lanes"]}
+    placed = []
+    for lane, what, begin, end, about in sorted(spans, key=lambda span: span[2]):
+        row = next((row for row, free in enumerate(rows[lane]) if free <= begin), len(rows[lane]))
+        rows[lane][row : row + 1] = [end]
+        placed.append((lane, row, what, begin, end, about))
+    threads = {key: at for at, key in enumerate(((lane, row) for lane in rows for row in range(len(rows[lane]))), 1)}
+    yield _about("process_name", 0, f"{name}: step {timeline['step']}, rank 0")
+    for (lane, row), thread in threads.items():
+        yield _about("thread_name", thread, f"{lane} ({row + 1})" if row else lane)
+        yield _about("thread_sort_index", thread, thread)
+    for lane, row, what, begin, end, about in placed:
+        times = {"ts": begin * 1e6, "dur": max(0.0, end - begin) * 1e6}
+        yield {"ph": "X", "name": what, "cat": lane, "pid": 1, "tid": threads[lane, row], "args": about} | times
     for tier, memory in timeline["memory"].items():
         for i, at in enumerate(memory["times"]):
-            held = {name: values[i] for name, values in memory["bytes"].items()}
-            yield {"ph": "C", "name": tier, "pid": 0, "ts": at * 1e6, "args": held}
+            held = {category: values[i] for category, values in memory["bytes"].items()}
+            yield {"ph": "C", "name": tier, "pid": 1, "ts": at * 1e6, "args": held}
 
 
-def _span(name: str, thread: int, begin: float, end: float, about: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "pid": 0, "tid": thread, "ts": begin * 1e6, "dur": (end - begin) * 1e6} | {
-        "args": about
-    }
+def _about(what: str, thread: int, value: Any) -> dict[str, Any]:
+    key = "sort_index" if what == "thread_sort_index" else "name"
+    return {"ph": "M", "name": what, "pid": 1, "tid": thread, "args": {key: value}}
