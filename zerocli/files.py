@@ -140,3 +140,19 @@ def pwrite_all(fd: int, memory: memoryview, at: int) -> None:
     done = 0
     while done < len(memory):
         done += os.pwrite(fd, memory[done:], at + done)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Have the file hold the text, or what it held before: killed or out of room, it is never cut short."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise

@@ -51,7 +51,7 @@ def run_steps(
     steps = min(train.steps, options.check) if options.check else train.steps
     stopped = ""
     with contextlib.ExitStack() as stack:
-        metrics = MetricsFile(Path(options.run_dir) / "metrics.jsonl") if rank == 0 else None
+        metrics = MetricsFile(Path(options.run_dir) / "metrics.jsonl", say) if rank == 0 else None
         saver = make_saver(config, options, engine, rank) if saves(config) else None
         if saver is not None:
             watchdog.watch(saver.progress)
