@@ -19,6 +19,10 @@ from zerocli.safetensors import Weights
 from zerocli.unit import MASTER
 
 
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Types whose values are the weights' own."""
+
+
 @torch.no_grad()
 def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
     """Fill the engine's parameters from safetensors under our names or Hugging Face's; return which. Collective."""
@@ -48,7 +52,15 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
                 values = _read(by_name[entry.name], shapes[entry.name].shape, box, weights)
                 source.write(at + box.start, values.to(source.dtype))
     spread(engine)
-    return "own names" if own else f"Hugging Face names ({model.family})"
+    names = "own names" if own else f"Hugging Face names ({model.family})"
+    return names + _unused(weights, {name for mapping in by_name.values() for name in mapping.theirs})
+
+
+def _unused(weights: Weights, used: set[str]) -> str:
+    """Return what to say of tensors that no parameter took: layers that this model lacks, biases, masks."""
+    left = sorted(weights.entries.keys() - used)
+    more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+    return f"; not used: {', '.join(left[:4])}{more}" if left else ""
 
 
 def _found(mapping: Mapping, weights: Weights) -> Mapping:
@@ -63,7 +75,10 @@ def _mismatch(mapping: Mapping, ours: tuple[int, ...], weights: Weights) -> str:
     for name, rows in zip(mapping.theirs, mapping.rows or ours[:1] or (1,), strict=True):
         if name not in weights.entries:
             return f"has no tensor {name}"
-        shape = weights.entries[name][1].shape
+        entry = weights.entries[name][1]
+        if entry.dtype not in WEIGHT_DTYPES:
+            return f"{name} is {str(entry.dtype).removeprefix('torch.')}: quantized weights have no scale here"
+        shape = entry.shape
         wanted = (rows, *ours[1:]) if ours else ()
         wanted = tuple(reversed(wanted)) if mapping.transposed else wanted
         longer = mapping.leading and len(shape) == len(wanted) and shape[0] >= wanted[0] and shape[1:] == wanted[1:]

@@ -20,6 +20,7 @@ import torch
 
 from zerocli.checkpoint.boxes import tile
 from zerocli.checkpoint.folder import MANIFEST, STEP, UNFINISHED
+from zerocli.files import unique_names
 
 VERSION = 1
 FILE = re.compile(r"rank-\d{5,}\.bin")
@@ -117,7 +118,7 @@ def decode(data: bytes) -> Manifest:
     if hashlib.sha256(text).hexdigest().encode() != data[len(_HEAD) : start]:
         raise Damaged("its manifest does not match its own checksum")
     try:
-        body = json.loads(text, object_pairs_hook=unique)
+        body = json.loads(text, object_pairs_hook=unique_names)
         if body["format"] != "zerocli checkpoint":
             raise Damaged(f"its format is {str(body['format'])[:40]!r}")
         if body["version"] != VERSION:
@@ -162,14 +163,6 @@ def _judge(body: dict[str, Any]) -> Manifest:
     if not isinstance(body["values"], dict):
         raise Damaged("its manifest has no values")
     return Manifest(_natural(body["step"]), tensors, files, body["values"])
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's pairs as a dictionary; a name that is there twice means two things, so none."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
-    return found
 
 
 def _natural(value: Any) -> int:

@@ -32,7 +32,7 @@ from zerocli.checkpoint.folder import MANIFEST, OLD, UNFINISHED
 from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
 from zerocli.checkpoint.progress import Progress
 from zerocli.checkpoint.snapshot import Batch, Snapshot
-from zerocli.files import DirectFile, pwrite_all
+from zerocli.files import DirectFile, pwrite_all, sync_folder
 
 NUM_THREADS = 8
 """Slots that are hashed and written at once: about half of them keep a fast disk busy while the others are hashed."""
@@ -202,12 +202,3 @@ def make_folder(path: Path) -> None:
         make_folder(path.parent)
     path.mkdir()
     sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Have the folder's names on the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -32,9 +32,8 @@ def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as
         raise UserError(f"--file-size {file_size}: {error}") from None
     from zerocli import export
 
-    path, manifest = export.find(run, step, say)
     began = time.perf_counter()
-    done = export.export(path, manifest, Path(out), dtype, max(1, file_nbytes))
+    done = export.export(run, step, Path(out), dtype, max(1, file_nbytes), say)
     seconds = time.perf_counter() - began
     rate = done.nbytes / seconds / 1e9
     say(
