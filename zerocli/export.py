@@ -52,6 +52,8 @@ class Exported:
     parameters: int
     nbytes: int
     note: str
+    model: bool
+    """Whether the config.json beside the weights says which model they are of."""
 
 
 def export(
@@ -122,7 +124,7 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
     numel = sum(math.prod(manifest.tensors[f"parameters/{name}"].shape) for name in names)
     nbytes = sum((out / file).stat().st_size for file in files)
     note = f"own names: {reason}" if reason else f"Hugging Face names ({config.model.family})" if config else ""
-    return Exported(manifest.step, files, numel, nbytes, note)
+    return Exported(manifest.step, files, numel, nbytes, note, config is not None)
 
 
 @contextlib.contextmanager
