@@ -111,7 +111,10 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
         # One more than there are is enough to see that it is of another model, whatever its config says.
         mapped = list(itertools.islice(hugging.mappings(config.model), len(names) + 1))
         zeros = list(itertools.islice(hugging.absent(config.model), len(names) + 1))
-    if beside := sorted(set(names) - {mapping.ours for mapping in mapped}):
+    told = {mapping.ours for mapping in mapped}
+    if missing := sorted(told - set(names)):
+        raise Damaged(f"it has no parameter {missing[0]}, which the model of its config has")
+    if beside := sorted(set(names) - told):
         raise Damaged(f"it has a parameter {beside[0]}, which the model of its config has not")
     with _aside(out) as aside:
         files = _write(path, manifest, mapped, zeros, aside, DTYPES[dtype], file_nbytes)
@@ -173,9 +176,7 @@ def _config(manifest: Manifest) -> Config | None:
 def _entries(manifest: Manifest, mapped: list[Mapping], dtype: torch.dtype) -> Iterator[tuple[Mapping, list[Entry]]]:
     """Yield each of our parameters with the tensors that it becomes."""
     for mapping in mapped:
-        tensor = manifest.tensors.get(f"parameters/{mapping.ours}")
-        if tensor is None:
-            raise Damaged(f"it has no parameter {mapping.ours}")
+        tensor = manifest.tensors[f"parameters/{mapping.ours}"]
         kind = dtype if tensor.dtype.is_floating_point else tensor.dtype
         rows = mapping.rows or tensor.shape[:1]
         if sum(rows) != sum(tensor.shape[:1]):

@@ -180,6 +180,7 @@ class MetricsFile:
     def write(self, line: Line) -> None:
         self._waiting += (json.dumps(line.as_dict()) + "\n").encode()
         self._try(self._append)
+        self._failed = self._failed and bool(self._waiting)
 
     def sync(self) -> None:
         """Have what was written on the disk: no checkpoint is ahead of its run's lines."""
@@ -204,7 +205,6 @@ class MetricsFile:
     def _try(self, act: Callable[[], None]) -> None:
         try:
             act()
-            self._failed = False
         except OSError as error:
             if not self._failed:
                 self._say(f"{self._path}: {error.strerror}; its lines are written once they can be")

@@ -18,7 +18,6 @@ from zerocli.models.hugging import Mapping
 from zerocli.safetensors import Weights
 from zerocli.unit import MASTER
 
-
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types whose values are the weights' own."""
 
