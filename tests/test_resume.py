@@ -141,9 +141,18 @@ def test_the_newest_whole_one_is_taken_and_what_was_passed_over_is_said(tmp_path
     said = resumed.said[0]
     assert "checkpoint of step 4 passed over: rank-00001.bin is damaged within bytes" in said
     assert "checkpoint of step 3 passed over: it was not finished" in said and "resuming after step 2" in said
-    assert "note: optimizer.lr was 0.0" in said and "is 0.001 now" in said
+    assert "note: optimizer.lr was 0.0" in said and "is 0.001 now" in said and "sequences" not in said
     assert not list((run / "checkpoints").glob("*.tmp"))
     assert {found.step for found in Folder(run / "checkpoints").newest_first()} == {6, 4}
+
+
+def test_a_run_goes_on_with_another_batch_and_says_so(tmp_path):
+    run = tmp_path / "run"
+    assert train(run, "train.steps=2").codes == [0, 0]
+    resumed = train(run, "train.batch=3", resume=True)
+    assert resumed.codes == [0, 0] and "note: a step was of 4 sequences and is of 6 now" in resumed.said[0]
+    split = train(run, "train.batch=6", "train.steps=7", world=1, resume=True)
+    assert split.codes == [0] and "resuming after step 6" in split.said[0] and "sequences and is" not in split.said[0]
 
 
 def test_a_run_with_nothing_whole_left_stops_and_one_with_nothing_saved_starts(tmp_path):

@@ -65,7 +65,9 @@ def changes(config: Config, saved: Any) -> list[str]:
     if not isinstance(saved, dict):
         return []
     now = to_dict(config)
-    return [
+    before, after = global_batch(saved), global_batch(now)
+    lines = [f"note: a step was of {before} sequences and is of {after} now"] if before and before != after else []
+    return lines + [
         f"note: {section}.{key} was {saved[section][key]!r} and is {value!r} now"
         for section in ("train", "optimizer", "data", "model")
         for key, value in now[section].items()
@@ -73,3 +75,12 @@ def changes(config: Config, saved: Any) -> list[str]:
         and saved[section].get(key, value) != value
         and (section, key) not in NO_NUMBERS
     ]
+
+
+def global_batch(config: dict[str, Any]) -> int:
+    """Return the sequences of a step of a run's config, 0 where it does not say."""
+    try:
+        train, parallel = config["train"], config["parallel"]
+        return int(train["batch"] * train["accumulate"] * (parallel["ranks"] // parallel["tp"]))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
+        return 0
