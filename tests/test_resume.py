@@ -210,5 +210,8 @@ def test_the_command_saves_on_sigterm_and_resumes_with_the_runs_own_config(tmp_p
     assert f"stopped after step {step}" in said and "SIGTERM: saving" in said
     code, said = as_rank_0(tmp_path, [*command[3:], "--resume", "--steps", str(step + 2)])
     assert code == 0 and f"resuming after step {step}" in said, said
+    (tmp_path / "run/config.json").unlink()  # the checkpoint has it too
+    code, said = as_rank_0(tmp_path, [*command[3:], "--resume", "--steps", str(step + 3)])
+    assert code == 0 and "config.json is gone: written again" in said and f"resuming after step {step + 2}" in said
     rows = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert rows == list(range(1, step + 3))
+    assert rows == list(range(1, step + 4))

@@ -154,7 +154,7 @@ def sync_folder(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Have the file hold the text, or what it held before: killed or out of room, it is never cut short."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with part.open("w") as file:
             file.write(text)

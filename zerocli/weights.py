@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -38,7 +39,7 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
     problems = [line for name, extent in shapes.items() if (line := _mismatch(by_name[name], extent.shape, weights))]
     if problems:
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise UserError(*[f"{path}: {line}" for line in problems[:8]], *more, hint="the model's own config.json")
+        raise UserError(*[f"{path}: {line}" for line in problems[:8]], *more, hint=_hint(path))
     engine.settle()
     for flat in engine.flats():
         source, covered = source_of(flat, MASTER)
@@ -60,6 +61,11 @@ def _unused(weights: Weights, used: set[str]) -> str:
     left = sorted(weights.entries.keys() - used)
     more = f" and {len(left) - 4} more" if len(left) > 4 else ""
     return f"; not used: {', '.join(left[:4])}{more}" if left else ""
+
+
+def _hint(path: str) -> str:
+    config = Path(path, "config.json")
+    return f"zerocli train {config} --init-from {path}" if config.is_file() else "the config of the weights' own model"
 
 
 def _found(mapping: Mapping, weights: Weights) -> Mapping:
