@@ -383,6 +383,18 @@ def test_nothing_that_loads_a_checkpoint_can_unpickle(monkeypatch, saved):
     assert everything(engine) == saved[1]
 
 
+def test_a_config_out_of_a_checkpoint_never_names_code(tmp_path):
+    from zerocli.commands.train import own_config
+
+    _, engine = engine_of({"stage": 2})
+    for name, model in (("plain", {"layers": 2}), ("code", {"factory": "os:getcwd"}), ("odd", "factory")):
+        saver = Saver(engine, tmp_path / name / "checkpoints", asynchronous=False)
+        saver.save(1, {"config": {"model": model}})
+        saver.close()
+        expected = str(tmp_path / name / "config.json") if name == "plain" else "tiny"
+        assert own_config(str(tmp_path / name), "tiny") == expected
+
+
 # -- a full disk ---------------------------------------------------------------------------------------------------
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,6 +167,29 @@ def test_bf16_is_a_rounding_of_what_was_saved(tmp_path):
     assert torch.equal(found["model.norm.weight"], state["head.norm.weight"].bfloat16())
     assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
     assert (tmp_path / "out/model.safetensors").exists()
+
+
+def test_what_fp16_cannot_hold_is_refused_not_made_infinite(tmp_path, capsys):
+    config = config_of(MODELS["llama"])
+    engine = trainer.make_engine(config)
+    state = noisy(engine)
+    state["blocks.1.norm2.weight"][3] = -7e4
+    engine.load_state_dict(state)
+    saver = Saver(engine, tmp_path / "run/checkpoints", asynchronous=False)
+    saver.save(1, {"config": to_dict(config)})
+    saver.close()
+    assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "fp16"]) == 1
+    said = capsys.readouterr().err
+    assert "post_attention_layernorm.weight holds 7e+04" in said and "--dtype bf16" in said
+    assert os.listdir(tmp_path) == ["run"]
+    assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+
+
+def test_an_export_that_has_no_room_says_how_much_it_needs(tmp_path, monkeypatch, capsys):
+    saved_run(str(tmp_path / "run"), MODELS["llama"], 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 3
+    assert "KiB needed, 1000 B free there" in capsys.readouterr().err and os.listdir(tmp_path) == ["run"]
 
 
 class Plain(nn.Module):

@@ -30,11 +30,12 @@ from zerocli.checkpoint.manifest import Damaged, Manifest, Tensor
 from zerocli.checkpoint.manifest import read as read_manifest
 from zerocli.checkpoint.reader import Reader
 from zerocli.config import Config, from_dict
-from zerocli.errors import FAILURE, UserError
+from zerocli.errors import DOES_NOT_FIT, FAILURE, UserError
 from zerocli.files import sync_folder, write_text
 from zerocli.models import hugging
 from zerocli.models.hugging import Mapping
 from zerocli.safetensors import Entry
+from zerocli.sizes import format_bytes
 
 NUM_THREADS = 12
 """Pieces, or tensors to be turned over, that are on their way at once."""
@@ -205,6 +206,13 @@ def _write(
             groups.append([])
         groups[-1].append((mapping, entries))
         total += nbytes
+    free = shutil.disk_usage(aside).free
+    if total > free:
+        raise UserError(
+            f"{aside.parent}: {format_bytes(total)} needed, {format_bytes(free)} free there",
+            hint="an OUT on another disk, or --dtype bf16",
+            exit_code=DOES_NOT_FIT,
+        )
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     names = names if len(groups) > 1 else [safetensors.SINGLE]
     with Reader(path, manifest) as reader:

@@ -84,7 +84,13 @@ class Writer:
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
         """Write flat values, cast to the tensor's type, from its element `first` on; safe from several threads."""
         entry = self._entries[name]
-        data = values.to(entry.dtype).contiguous().view(-1).view(torch.uint8)
+        cast = values.to(entry.dtype).contiguous().view(-1)
+        if entry.dtype == torch.float16 and bool((cast.isinf() & values.reshape(-1).isfinite()).any()):
+            most = values[values.isfinite()].abs().max().item()
+            raise UserError(
+                f"{name} holds {most:.3g}, beyond fp16's largest number, 65504", hint="--dtype bf16", exit_code=FAILURE
+            )
+        data = cast.view(torch.uint8)
         self._file.write(memory_of(data), entry.start + first * entry.dtype.itemsize)
 
     def finish(self) -> None:

@@ -159,7 +159,7 @@ def default_run_dir(name: str, environ: Mapping[str, str] = os.environ) -> str:
 def own_config(run_dir: str, default: str) -> str:
     """Return the config that the run in a folder was started with, for a `--resume` that names none.
 
-    Where its file is gone and a checkpoint is there, the checkpoint's is written again.
+    Where its file is gone and a checkpoint is there, the checkpoint's is written again; but never one that names code.
     """
     path = Path(run_dir, "config.json").absolute()
     found = [] if path.is_file() else Folder(Path(run_dir, "checkpoints")).committed()
@@ -168,9 +168,9 @@ def own_config(run_dir: str, default: str) -> str:
         from zerocli.files import write_text
 
         for each in found:
-            with contextlib.suppress(Damaged, OSError):
+            with contextlib.suppress(Damaged, OSError, TypeError, ValueError):
                 config = read(each.path).values.get("config")
-                if isinstance(config, dict):
+                if isinstance(config, dict) and not dict(config.get("model") or {}).get("factory"):
                     write_text(path, json.dumps(config, indent=2) + "\n")
                     say(f"{path} is gone: written again from the checkpoint of step {each.step}")
                     break
