@@ -25,7 +25,7 @@ from zerocli.config import Config, to_dict
 from zerocli.data import Batches, open_source
 from zerocli.engine import Engine
 from zerocli.errors import UserError
-from zerocli.files import write_text
+from zerocli.files import sync_folder, write_text
 from zerocli.job import EXIT_PREEMPTED, say
 from zerocli.launch import JOB_FILE, RunOptions
 from zerocli.metrics import Line
@@ -82,6 +82,8 @@ def _train(config: Config, options: RunOptions, observer: Observer) -> int:
     engine = observer.build(lambda: make_engine(config, probe=options.probe))
     if rank == 0:
         (run_dir / "checkpoints").mkdir(exist_ok=True)
+        for folder in (run_dir, run_dir.absolute().parent):  # or the power could take the run with all it has saved
+            sync_folder(folder)
         say(report.opening(config, engine))
     first = begin(config, options, engine, batches, rank)
     if rank == 0:

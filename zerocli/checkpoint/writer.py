@@ -197,8 +197,8 @@ class Writer(StorageWriter):
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that is not there, and those above it; what was there before has the new name on the disk."""
+    """Make a folder, and those above it that are missing; the names of these are on the disk, its own is not yet."""
     if not path.parent.exists():
         make_folder(path.parent)
+        sync_folder(path.parent.parent)
     path.mkdir()
-    sync_folder(path.parent)
