@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 from runs import losses, train
-from test_checkpoint import engine_of, everything
+from test_checkpoint import engine_of, everything, save_at
 from test_checkpoint import train as steps
 
 from zerocli.checkpoint import Damaged, Folder, Mismatch, Saver, load, resume
@@ -319,6 +319,24 @@ def test_hostile_checkpoints_are_refused_and_run_no_code(saved, tmp_path, monkey
     assert not Path("exploded").exists()
     if not any(late in HOSTILE[act] for late in ("rank-00000.bin is damaged", "not a number", "state is none")):
         assert everything(engine) == before
+
+
+def refused(folder: str) -> str:
+    _, engine = engine_of({"stage": 3}, seed=3)
+    with pytest.raises(Damaged) as error:
+        load(engine, Folder(folder).of(2))
+    return str(error.value)
+
+
+def test_what_one_rank_alone_finds_wrong_is_refused_on_all(tmp_path):
+    run_ranks(2, save_at, str(tmp_path), {"stage": 3}, 2)
+
+    def change(manifest):
+        state = manifest["tensors"]["random/1/cpu"]
+        state["shape"] = state["pieces"][0][1] = [16]
+
+    rewrite(Folder(tmp_path).of(2), change)
+    assert all("random/1/cpu is no random state" in said for said in run_ranks(2, refused, str(tmp_path)))
 
 
 LEAVES = st.one_of(
