@@ -160,7 +160,7 @@ def measure(engine: Engine, config: configs.Config, folder: Path, steps: int, nu
     rates = {"raw": raw, "save": manifest.nbytes / duration}
     if rank == 0:
         began = time.perf_counter()
-        done = export.export(Folder(folder / "checkpoints").of(num_saves), manifest, folder / "out", "fp32", 5 * 10**9)
+        done = export.write(Folder(folder / "checkpoints").of(num_saves), manifest, folder / "out", "fp32", 5 * 10**9)
         rates["export"] = done.nbytes / (time.perf_counter() - began)
         shard = Folder(folder / "checkpoints").of(num_saves) / "rank-00000.bin"
         rates["raw_copy"] = raw_copy_rate(shard, folder, min(done.nbytes, shard.stat().st_size))

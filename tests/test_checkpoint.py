@@ -21,7 +21,7 @@ from tiers.limits import HostLimits
 from zerocli.checkpoint import Folder, Mismatch, Saver, load, resume
 from zerocli.checkpoint import saver as savers
 from zerocli.checkpoint import snapshot as snapshots
-from zerocli.checkpoint.boxes import Block, Box, Extent, boxes, boxes_of, whole
+from zerocli.checkpoint.boxes import Block, Box, Extent, boxes, boxes_of, tile, whole
 from zerocli.checkpoint.parts import Part, SavePlanner, tensor_part
 from zerocli.checkpoint.sources import Memory
 from zerocli.shards import Span
@@ -54,6 +54,24 @@ def test_boxes_tile_a_run_in_memory_order(shape, data):
         seen += view.reshape(-1).tolist()
         at += box.numel
     assert seen == list(range(start, stop))
+
+
+@given(st.lists(st.integers(0, 4), max_size=3), st.data())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_boxes_tile_exactly_if_every_element_is_covered_once(shape, data):
+    shape = tuple(shape)
+    spans = [st.integers(0, n).flatmap(lambda a, n=n: st.integers(a, n).map(lambda b, a=a: (a, b - a))) for n in shape]
+    drawn = data.draw(st.lists(st.tuples(*spans), max_size=5))
+    parts = [(tuple(a for a, _ in each), tuple(b for _, b in each)) for each in drawn]
+    if data.draw(st.booleans()):  # such as a run is saved in, and perhaps one more or one less
+        cut = data.draw(st.integers(0, math.prod(shape)))
+        runs = (Span(0, cut), Span(cut, math.prod(shape)))
+        parts = [(box.offsets, box.sizes) for run in runs for box in boxes(shape, run, 3)] + parts[:1]
+        parts = parts[data.draw(st.integers(0, 1)) :]
+    covered = torch.zeros(shape, dtype=torch.int32)
+    for offsets, sizes in parts:
+        covered[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+    assert tile(shape, parts) == bool((covered == 1).all())
 
 
 def test_a_block_of_a_split_parameter_is_described_in_global_coordinates():
@@ -172,6 +190,46 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
         for case, before, after in zip(CASES, saved[rank], resumed[rank], strict=True):
             # Parameters, states and counters when saved; the losses that follow; and where they lead.
             assert before == after, case
+
+
+class Backwards(nn.Module):
+    """Units that are used in another order than they are declared in; sums of three ranks depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(33, 33) for _ in range(5))
+
+    def forward(self, x):
+        for block in reversed(self.blocks):
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def backwards(folder: str, first: int) -> list[list[float]]:
+    found = []
+    for stage in (0, 1, 2, 3):
+        torch.manual_seed(first)
+        engine = zerocli.shard(Backwards(), lr=1e-2, stage=stage, bucket_nbytes=1 << 20)
+        saver = Saver(engine, f"{folder}/{stage}", asynchronous=False)
+        assert resume(engine, f"{folder}/{stage}").step == first - 1
+        losses = []
+        for step in range(first, 8):
+            generator = torch.Generator().manual_seed(10 * step + engine.collectives.rank)
+            loss = engine(torch.randn(5, 33, generator=generator))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            if step == 3 and first == 1:
+                saver.save(step)
+        saver.close()
+        engine.close()
+        found.append(losses[-4:])
+    return found
+
+
+def test_resumed_equals_uninterrupted_on_three_ranks_whatever_the_order_of_units(tmp_path):
+    saved = run_ranks(3, backwards, str(tmp_path), 1)
+    assert run_ranks(3, backwards, str(tmp_path), 4) == saved
 
 
 def test_a_checkpoint_loads_bitwise_at_every_stage_placement_and_world(tmp_path):
@@ -383,6 +441,25 @@ def test_the_newest_are_kept_and_those_at_multiples(tmp_path):
         saver.save(step)
     saver.close()
     assert [found.step for found in Folder(tmp_path).newest_first()] == [10, 9, 8, 4]
+
+
+def test_damaged_checkpoints_of_later_steps_never_take_the_place_of_whole_ones(tmp_path):
+    """A resume that passed over steps 7 and 9 saves step 5: with one to keep, that is step 5."""
+    _, engine = engine_of({"stage": 2})
+    saver = Saver(engine, tmp_path, keep=1, asynchronous=False)
+    for step in (4, 7):
+        saver.save(step)
+        Folder(tmp_path).of(step).rename(tmp_path / f"{step}")
+    saver.save(9)
+    for step in (4, 7):
+        (tmp_path / f"{step}").rename(Folder(tmp_path).of(step))
+    for step in (7, 9):
+        (Folder(tmp_path).of(step) / "rank-00000.bin").write_bytes(b"")
+    assert resume(engine, tmp_path).step == 4
+    saver.save(5)
+    saver.close()
+    assert resume(engine, tmp_path).step == 5
+    assert [found.step for found in Folder(tmp_path).committed()] == [9, 7, 5]
 
 
 def test_nothing_is_resumed_from_an_empty_folder(tmp_path):

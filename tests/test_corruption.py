@@ -8,18 +8,24 @@ import os
 import pickle
 import random
 import re
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
 from runs import losses, train
-from test_checkpoint import engine_of, everything
+from test_checkpoint import engine_of, everything, save_at
 from test_checkpoint import train as steps
 
-from zerocli.checkpoint import Damaged, Folder, Saver, load, resume
+from zerocli.checkpoint import Damaged, Folder, Mismatch, Saver, load, resume
 from zerocli.checkpoint import manifest as manifests
-from zerocli.files import DirectFile
+from zerocli.files import DirectFile, write_text
+from zerocli.metrics import Line, MetricsFile
 
 NUM_CORRUPTIONS = 240
 
@@ -35,6 +41,12 @@ def saved(tmp_path_factory):
     saver.close()
     assert saver.failure is None
     return Folder(folder).of(2), everything(engine)
+
+
+@pytest.fixture(scope="module")
+def target():
+    """An engine to load into."""
+    return engine_of({"stage": 3, "precision": "bf16"}, seed=3)[1]
 
 
 def flip(path: Path, draw: random.Random) -> str:
@@ -188,7 +200,87 @@ def _deep(path: Path) -> None:
     (path / "manifest.json").write_text('{"sha256":"' + "[" * 100000)
 
 
+def _a_piece_twice(path: Path) -> None:
+    """As many elements as there should be, some of them twice and others never."""
+
+    def change(manifest):
+        tensor = manifest["tensors"]["parameters/frozen"]
+        [[offsets, sizes, *place]] = tensor["pieces"]
+        assert (offsets, sizes) == ([0, 0], [5, 3])
+        tensor["pieces"] = [[[0, 0], [2, 3], *place], [[0, 0], [2, 3], *place], [[4, 0], [1, 3], *place]]
+
+    rewrite(path, change)
+
+
+def _a_piece_too_large(path: Path) -> None:
+    os.truncate(path / "rank-00000.bin", 1 << 40)  # sparse: it takes no room
+
+    def change(manifest):
+        manifest["files"][0][1] = 1 << 40
+        manifest["tensors"]["random/0/cpu"]["shape"] = [1 << 39]
+        manifest["tensors"]["random/0/cpu"]["pieces"] = [[[0], [1 << 39], 0, 0, "0" * 64]]
+
+    rewrite(path, change)
+
+
+def _another_step(path: Path) -> None:
+    rewrite(path, lambda m: m.update(step=3))
+
+
+def _a_random_state_of_another_size(path: Path) -> None:
+    def change(manifest):
+        state = manifest["tensors"]["random/0/cpu"]
+        state["shape"] = state["pieces"][0][1] = [16]
+
+    rewrite(path, change)
+
+
+def _a_random_state_that_is_none(path: Path) -> None:
+    def change(manifest):
+        [_, [numel], _, at, _] = piece = manifest["tensors"]["random/0/cpu"]["pieces"][0]
+        data = bytearray((path / "rank-00000.bin").read_bytes())
+        data[at : at + numel] = b"\xff" * numel
+        (path / "rank-00000.bin").write_bytes(data)
+        piece[4] = manifests.hashlib.sha256(b"\xff" * numel).hexdigest()
+
+    rewrite(path, change)
+
+
+def _integers_for_floats(path: Path) -> None:
+    rewrite(path, lambda m: m["tensors"]["parameters/scalar"].update(dtype="int32"))
+
+
+def _infinite(path: Path) -> None:
+    rewrite(path, lambda m: m["values"].update(updates=float("inf")))
+
+
+def _no_number(path: Path) -> None:
+    rewrite(path, lambda m: m["values"]["loss_scale"].update(scale=float("nan")))
+
+
+def _a_name_twice(path: Path) -> None:
+    text = json.dumps(json.loads((path / "manifest.json").read_text())["manifest"])
+    text = text[:-1] + ', "step": 2}'
+    digest = manifests.hashlib.sha256(text.encode()).hexdigest().encode()
+    data = manifests._HEAD + digest + manifests._MIDDLE + text.encode() + manifests._TAIL
+    (path / "manifest.json").write_bytes(data)
+
+
+def _a_manifest_of_many_gigabytes(path: Path) -> None:
+    os.truncate(path / "manifest.json", 1 << 40)
+
+
 HOSTILE = {
+    _a_piece_twice: "do not make it up",
+    _a_piece_too_large: "more than any has",
+    _another_step: "its manifest is of step 3",
+    _a_random_state_of_another_size: "no random state",
+    _a_random_state_that_is_none: "its random state is none",
+    _integers_for_floats: "parameters/scalar is torch.int32 in the checkpoint",
+    _infinite: "is not a number",
+    _no_number: "is not a number",
+    _a_name_twice: "a name is there twice",
+    _a_manifest_of_many_gigabytes: "its manifest of 1099511627776 bytes is none",
     _newer: "format version 2; this zerocli reads version 1",
     _climbs: "names a file '../outside.bin'",
     _absolute: "names a file",
@@ -216,12 +308,84 @@ def test_hostile_checkpoints_are_refused_and_run_no_code(saved, tmp_path, monkey
     _, engine = engine_of({"stage": 3, "precision": "bf16"}, seed=3)
     before = everything(engine)
     said: list[str] = []
-    with pytest.raises(Damaged, match="none of the 1 checkpoints"):
+    try:
         resume(engine, copy.parent, said.append)
+        raise AssertionError("it was loaded")
+    except Mismatch as error:
+        said.append(str(error))
+    except Damaged as error:
+        assert "none of the 1 checkpoints" in str(error)
     assert HOSTILE[act] in said[0], said
     assert not Path("exploded").exists()
-    if "rank-00000.bin is damaged" not in HOSTILE[act]:
+    if not any(late in HOSTILE[act] for late in ("rank-00000.bin is damaged", "not a number", "state is none")):
         assert everything(engine) == before
+
+
+def refused(folder: str) -> str:
+    _, engine = engine_of({"stage": 3}, seed=3)
+    with pytest.raises(Damaged) as error:
+        load(engine, Folder(folder).of(2))
+    return str(error.value)
+
+
+def test_what_one_rank_alone_finds_wrong_is_refused_on_all(tmp_path):
+    run_ranks(2, save_at, str(tmp_path), {"stage": 3}, 2)
+
+    def change(manifest):
+        state = manifest["tensors"]["random/1/cpu"]
+        state["shape"] = state["pieces"][0][1] = [16]
+
+    rewrite(Folder(tmp_path).of(2), change)
+    assert all("random/1/cpu is no random state" in said for said in run_ranks(2, refused, str(tmp_path)))
+
+
+LEAVES = st.one_of(
+    st.sampled_from(
+        [0, 1, 2, 7, -1, 2**31, 2**63, 10**30, 1.5, float("nan"), float("inf"), True, None, "", "x", [], {}]
+    ),
+    st.integers(0, 6000),
+    st.sampled_from(["float64", "int32", "int64", "uint8", "bool", "../x", "rank-00001.bin"]),
+)
+
+
+def places(node, path=()):
+    """Every place of a JSON document."""
+    yield path
+    for key, child in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield from places(child, (*path, key))
+
+
+@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_manifest_with_anything_anywhere_is_refused_or_loads_the_same(saved, target, tmp_path_factory, data):
+    """A checksum that holds, and any one place of it replaced, removed or said twice: nothing else ever comes of it."""
+    path, expected = saved
+    copy = tmp_path_factory.getbasetemp() / "altered" / path.name
+    shutil.rmtree(copy.parent, ignore_errors=True)
+    shutil.copytree(path, copy)
+    manifest = json.loads((path / "manifest.json").read_text())["manifest"]
+    place = data.draw(st.sampled_from([place for place in places(manifest) if place]))
+    act = data.draw(st.sampled_from(["replace", "remove", "repeat"]))
+
+    def change(manifest):
+        *above, last = place
+        node = manifest
+        for key in above:
+            node = node[key]
+        if act == "replace":
+            node[last] = data.draw(LEAVES)
+        elif act == "remove":
+            del node[last]
+        elif isinstance(node, list):
+            node.append(node[last])
+
+    rewrite(copy, change)
+    try:
+        load(target, copy)
+    except (Damaged, Mismatch):
+        return
+    if place[0] != "values":  # of those a number may be another number
+        assert everything(target) == expected
 
 
 def test_nothing_that_loads_a_checkpoint_can_unpickle(monkeypatch, saved):
@@ -235,6 +399,18 @@ def test_nothing_that_loads_a_checkpoint_can_unpickle(monkeypatch, saved):
     _, engine = engine_of({"stage": 3, "precision": "bf16"}, seed=3)
     load(engine, saved[0])
     assert everything(engine) == saved[1]
+
+
+def test_a_config_out_of_a_checkpoint_never_names_code(tmp_path):
+    from zerocli.commands.train import own_config
+
+    _, engine = engine_of({"stage": 2})
+    for name, model in (("plain", {"layers": 2}), ("code", {"factory": "os:getcwd"}), ("odd", "factory")):
+        saver = Saver(engine, tmp_path / name / "checkpoints", asynchronous=False)
+        saver.save(1, {"config": {"model": model}})
+        saver.close()
+        expected = str(tmp_path / name / "config.json") if name == "plain" else "tiny"
+        assert own_config(str(tmp_path / name), "tiny") == expected
 
 
 # -- a full disk ---------------------------------------------------------------------------------------------------
@@ -267,6 +443,48 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
     assert saver.failure is None and resume(engine, tmp_path).step == 5
     load(engine, Folder(tmp_path).of(1))
     assert everything(engine) == expected
+
+
+def test_lines_of_metrics_wait_for_room_and_are_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    run_ranks(1, write_lines, str(path))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(9))
+
+
+def write_lines(path: str) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    said: list[str] = []
+    metrics = MetricsFile(Path(path), said.append)
+    lines = [Line(step, 1.0, 1.0, 1.0, 1, 1.0, 1.0, {}, 0, {}, {}, {}, False) for step in range(9)]
+    metrics.write(lines[0])
+    room = os.path.getsize(path) * 5 // 2  # of two lines and a half
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+    for line in lines[1:6]:
+        metrics.write(line)
+        metrics.sync()
+        assert Path(path).read_text().endswith("}\n")
+    assert len(Path(path).read_text().splitlines()) == 2 and len(said) == 1 and path in said[0]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    for line in lines[6:]:
+        metrics.write(line)
+    metrics.close()
+
+
+def test_a_file_that_cannot_be_written_keeps_what_it_held(tmp_path):
+    path = tmp_path / "config.json"
+    write_text(path, "before")
+    run_ranks(1, write_too_much, str(path))
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["config.json"]
+    write_text(path, "after")
+    assert path.read_text() == "after"
+
+
+def write_too_much(path: str) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    with pytest.raises(OSError, match="too large") as error:
+        write_text(Path(path), "x" * 1000)
+    assert error.value.filename == path
 
 
 def test_a_run_on_a_full_disk_goes_on_and_ends_with_what_it_could_not_save(tmp_path):

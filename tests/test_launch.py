@@ -1,6 +1,8 @@
 """Launch: however a run ends, no process is left, and the rank that failed first is the one that is told of."""
 
+import contextlib
 import errno
+import io
 import json
 import os
 import signal
@@ -14,6 +16,7 @@ import pytest
 
 from zerocli import launch, worker
 from zerocli.errors import UserError
+from zerocli.job import Tee, say
 from zerocli.launch import RunOptions
 
 WAIT = "import time; time.sleep(600)"
@@ -313,3 +316,22 @@ def test_torchrun_makes_a_rank_and_comes_before_slurm():
     assert alone and alone["LOCAL_RANK"] == "0" and int(alone["MASTER_PORT"]) > 0
     with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT"):
         worker.worker_environment({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_no_room_for_a_log_takes_nothing_from_the_terminal(capfd):
+    """And rank 0, which writes to both, hears of no broken pipe."""
+    with open("/dev/full", "wb", buffering=0) as log:
+        tee = Tee(log)
+        writer = os.dup(tee.writer)
+        tee.start()
+        for text in (b"one\n", b"two\n"):
+            os.write(writer, text)
+        os.close(writer)
+        tee.join(30)
+    assert capfd.readouterr().err == "one\ntwo\n"
+
+
+def test_nobody_listening_ends_no_run():
+    with open("/dev/full", "wb", buffering=0) as full:
+        with contextlib.redirect_stderr(io.TextIOWrapper(full, write_through=True)):
+            say("to nobody")

@@ -141,9 +141,23 @@ def test_the_newest_whole_one_is_taken_and_what_was_passed_over_is_said(tmp_path
     said = resumed.said[0]
     assert "checkpoint of step 4 passed over: rank-00001.bin is damaged within bytes" in said
     assert "checkpoint of step 3 passed over: it was not finished" in said and "resuming after step 2" in said
-    assert "note: optimizer.lr was 0.0" in said and "is 0.001 now" in said
+    assert "note: optimizer.lr was 0.0" in said and "is 0.001 now" in said and "sequences" not in said
     assert not list((run / "checkpoints").glob("*.tmp"))
     assert {found.step for found in Folder(run / "checkpoints").newest_first()} == {6, 4}
+
+
+def test_a_run_goes_on_with_another_batch_in_its_data_and_says_so(tmp_path):
+    """At a rate of almost nothing a step's loss is that of its samples, whichever step they are in."""
+    still = ("optimizer.lr=1e-30", "optimizer.weight_decay=0", "optimizer.schedule=constant")
+    assert train(tmp_path / "each", *still, "train.batch=1", "train.steps=8").codes == [0, 0]
+    of_pairs = list(losses(tmp_path / "each").values())
+    run = tmp_path / "run"
+    assert train(run, *still, "train.steps=2").codes == [0, 0]
+    resumed = train(run, *still, "train.batch=3", "train.steps=3", resume=True)
+    assert resumed.codes == [0, 0] and "note: a step was of 4 sequences and is of 6 now" in resumed.said[0]
+    assert losses(run)[3] == pytest.approx(sum(of_pairs[4:7]) / 3, rel=1e-6)
+    split = train(run, *still, "train.batch=6", "train.steps=4", world=1, resume=True)
+    assert split.codes == [0] and "resuming after step 3" in split.said[0] and "sequences and is" not in split.said[0]
 
 
 def test_a_run_with_nothing_whole_left_stops_and_one_with_nothing_saved_starts(tmp_path):
@@ -201,5 +215,8 @@ def test_the_command_saves_on_sigterm_and_resumes_with_the_runs_own_config(tmp_p
     assert f"stopped after step {step}" in said and "SIGTERM: saving" in said
     code, said = as_rank_0(tmp_path, [*command[3:], "--resume", "--steps", str(step + 2)])
     assert code == 0 and f"resuming after step {step}" in said, said
+    (tmp_path / "run/config.json").unlink()  # the checkpoint has it too
+    code, said = as_rank_0(tmp_path, [*command[3:], "--resume", "--steps", str(step + 3)])
+    assert code == 0 and "config.json is gone: written again" in said and f"resuming after step {step + 2}" in said
     rows = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert rows == list(range(1, step + 3))
+    assert rows == list(range(1, step + 4))

@@ -99,6 +99,10 @@ def run(args: Sequence[str] | None = None) -> int:
         return _fail(describe(error.format_message()), error.exit_code)
     except UserError as error:
         return _fail(describe(str(error), error.hint), error.exit_code)
+    except OSError as error:
+        if _wants_traceback() or not (error.strerror and error.filename):
+            return _fail(_describe_bug(error), 1)
+        return _fail(describe(f"{error.filename}: {error.strerror}"), 1)  # a disk's doing, or its owner's
     except Exception as error:
         return _fail(_describe_bug(error), 1)
 

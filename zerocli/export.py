@@ -7,10 +7,14 @@ transposed) is held whole.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import math
+import os
 import shutil
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,15 +25,17 @@ from typing import Any
 import torch
 
 from zerocli import safetensors
-from zerocli.checkpoint.folder import Folder
+from zerocli.checkpoint.folder import MANIFEST, Folder
 from zerocli.checkpoint.manifest import Damaged, Manifest, Tensor
 from zerocli.checkpoint.manifest import read as read_manifest
 from zerocli.checkpoint.reader import Reader
 from zerocli.config import Config, from_dict
-from zerocli.errors import FAILURE, UserError
+from zerocli.errors import DOES_NOT_FIT, FAILURE, UserError
+from zerocli.files import sync_folder, write_text
 from zerocli.models import hugging
 from zerocli.models.hugging import Mapping
 from zerocli.safetensors import Entry
+from zerocli.sizes import format_bytes
 
 NUM_THREADS = 12
 """Pieces, or tensors to be turned over, that are on their way at once."""
@@ -47,68 +53,117 @@ class Exported:
     parameters: int
     nbytes: int
     note: str
+    model: bool
+    """Whether the config.json beside the weights says which model they are of."""
 
 
-def find(run: str, step: int | None, say: Callable[[str], None]) -> tuple[Path, Manifest]:
-    """Return the newest whole checkpoint of a run (or the one of `step`), or the one whose own folder `run` is."""
-    path = Path(run)
-    if (path / "manifest.json").exists():
-        return path, _opened(path)
-    folder = Folder(path / "checkpoints")
-    found = [each for each in folder.committed() if step in (None, each.step)]
-    for each in found:
-        try:
-            return each.path, read_manifest(each.path)
-        except Damaged as error:
-            say(f"checkpoint of step {each.step} passed over: {error}")
-    others = ", ".join(str(each.step) for each in folder.committed()[:9])
-    raise UserError(
-        f"{run}: no whole checkpoint{'' if step is None else f' of step {step}'}"
-        + (f"; there are {others}" if others else ""),
-        hint="zerocli train --run-dir RUN --set checkpoint.every=100",
-    )
+def export(
+    run: str, step: int | None, out: Path, dtype: str, file_nbytes: int, say: Callable[[str], None] = lambda text: None
+) -> Exported:
+    """Write the parameters of a run's newest whole checkpoint (or that of `step`) to `out`, whole or not at all.
 
-
-def _opened(path: Path) -> Manifest:
-    try:
-        return read_manifest(path)
-    except Damaged as error:
-        raise UserError(f"{path}: {error}", exit_code=FAILURE) from None
-
-
-def export(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: int) -> Exported:
-    """Write the checkpoint's parameters to `out`; it is there whole or not at all."""
+    `run` may also be a checkpoint's own folder. Damage is often met only on the way: what was written until there is
+    removed, and the checkpoint before it is taken, unless this one was asked for.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already and is not an empty folder", hint="another OUT")
+    found = candidates(run, step)
+    for path in found:
+        try:
+            return write(path, read_manifest(path), out, dtype, file_nbytes)
+        except Damaged as error:
+            if len(found) == 1:
+                hint = "" if step is None else "without --step it is the newest whole one"
+                raise UserError(f"{path}: {error}", hint=hint, exit_code=FAILURE) from None
+            say(f"{path.name} passed over: {error}")
+    raise UserError(f"{run}: none of its {len(found)} checkpoints is whole", exit_code=FAILURE)
+
+
+def candidates(run: str, step: int | None) -> list[Path]:
+    """Return the checkpoints to try, newest first; never none."""
+    path = Path(run)
+    if (path / MANIFEST).exists():
+        if step is not None and not path.name.endswith(f"-{step:08d}"):
+            raise UserError(f"{run}: is a checkpoint itself, and not of step {step}", hint="the run's folder as RUN")
+        return [path]
+    try:
+        found = Folder(path / "checkpoints").committed()
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
+    wanted = [each.path for each in found if step in (None, each.step)]
+    if not wanted:
+        others = ", ".join(str(each.step) for each in found[:9])
+        raise UserError(
+            f"{run}: no whole checkpoint{'' if step is None else f' of step {step}'}"
+            + (f"; there are {others}" if others else ""),
+            hint=f"--step {found[0].step}" if found else "zerocli train --run-dir RUN --set checkpoint.every=100",
+        )
+    return wanted
+
+
+def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: int) -> Exported:
+    """Write one checkpoint's parameters to `out`, which is absent or empty; raise Damaged where it is not whole."""
     config = _config(manifest)
     reason = hugging.known(config.model) if config else "the checkpoint does not say which model it is of"
     names = [name.removeprefix("parameters/") for name in manifest.tensors if name.startswith("parameters/")]
-    mapped = list(hugging.mappings(config.model)) if config and not reason else [Mapping(n, (n,)) for n in names]
-    zeros = list(hugging.absent(config.model)) if config and not reason else []
-    aside = out.with_name(out.name + ".tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
+    mapped = [Mapping(n, (n,)) for n in names]
+    zeros: list[tuple[str, int]] = []
+    if config and not reason:
+        # One more than there are is enough to see that it is of another model, whatever its config says.
+        mapped = list(itertools.islice(hugging.mappings(config.model), len(names) + 1))
+        zeros = list(itertools.islice(hugging.absent(config.model), len(names) + 1))
+    told = {mapping.ours for mapping in mapped}
+    if missing := sorted(told - set(names)):
+        raise Damaged(f"it has no parameter {missing[0]}, which the model of its config has")
+    if beside := sorted(set(names) - told):
+        raise Damaged(f"it has a parameter {beside[0]}, which the model of its config has not")
+    with _aside(out) as aside:
         files = _write(path, manifest, mapped, zeros, aside, DTYPES[dtype], file_nbytes)
         about: dict[str, Any] = {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
         if config and not reason:
             about = hugging.config_json(config.model, config.train.seq, about["torch_dtype"])
         elif config:
             about = manifest.values["config"]
-        (aside / "config.json").write_text(json.dumps(about, indent=2) + "\n")
-        if out.exists():
-            out.rmdir()
-        aside.rename(out)
-    except Damaged as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(f"{path}: {error}", hint="--step with an older checkpoint", exit_code=FAILURE) from None
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(f"{out}: cannot be written ({error.strerror})", exit_code=FAILURE) from None
+        write_text(aside / "config.json", json.dumps(about, indent=2) + "\n")
     numel = sum(math.prod(manifest.tensors[f"parameters/{name}"].shape) for name in names)
     nbytes = sum((out / file).stat().st_size for file in files)
     note = f"own names: {reason}" if reason else f"Hugging Face names ({config.model.family})" if config else ""
-    return Exported(manifest.step, files, numel, nbytes, note)
+    return Exported(manifest.step, files, numel, nbytes, note, config is not None)
+
+
+@contextlib.contextmanager
+def _aside(out: Path) -> Iterator[Path]:
+    """Give a new folder to write into, which becomes `out`; should anything fail, nothing of it is left.
+
+    One that is there (the current folder, a disk's own) is not replaced: the files go into it, the config last.
+    """
+    target = out.absolute()
+    within = target if target.exists() else target.parent
+    aside = None
+    try:
+        within.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f"{target.name}.export-", suffix=".tmp", dir=within))
+        aside.chmod(0o777 & ~_umask())
+        yield aside
+        sync_folder(aside)
+        if within == target:
+            for file in sorted(aside.iterdir(), key=lambda file: file.name == "config.json"):
+                file.rename(target / file.name)
+            aside.rmdir()
+        else:
+            aside.rename(target)
+        sync_folder(within)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror})", exit_code=FAILURE) from None
+    finally:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _config(manifest: Manifest) -> Config | None:
@@ -122,9 +177,7 @@ def _config(manifest: Manifest) -> Config | None:
 def _entries(manifest: Manifest, mapped: list[Mapping], dtype: torch.dtype) -> Iterator[tuple[Mapping, list[Entry]]]:
     """Yield each of our parameters with the tensors that it becomes."""
     for mapping in mapped:
-        tensor = manifest.tensors.get(f"parameters/{mapping.ours}")
-        if tensor is None:
-            raise Damaged(f"it has no parameter {mapping.ours}")
+        tensor = manifest.tensors[f"parameters/{mapping.ours}"]
         kind = dtype if tensor.dtype.is_floating_point else tensor.dtype
         rows = mapping.rows or tensor.shape[:1]
         if sum(rows) != sum(tensor.shape[:1]):
@@ -153,6 +206,13 @@ def _write(
             groups.append([])
         groups[-1].append((mapping, entries))
         total += nbytes
+    free = shutil.disk_usage(aside).free
+    if total > free:
+        raise UserError(
+            f"{aside.parent}: {format_bytes(total)} needed, {format_bytes(free)} free there",
+            hint="an OUT on another disk, or --dtype bf16",
+            exit_code=DOES_NOT_FIT,
+        )
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     names = names if len(groups) > 1 else [safetensors.SINGLE]
     with Reader(path, manifest) as reader:
@@ -163,7 +223,7 @@ def _write(
                 _fill(reader, aside / name, group, threads)
     weight_map = {e.name: name for name, group in zip(names, groups, strict=True) for _, es in group for e in es}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (aside / safetensors.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    write_text(aside / safetensors.INDEX, json.dumps(index, indent=2) + "\n")
     return names
 
 

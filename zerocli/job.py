@@ -36,7 +36,9 @@ SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """Tell the user; nobody listening, or no room for a log, ends no run."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 class Rank:
@@ -126,7 +128,8 @@ class Tee(threading.Thread):
     def run(self) -> None:
         with contextlib.suppress(OSError):  # a pty ends with EIO, a pipe with no bytes
             while chunk := os.read(self.reader, 65536):
-                self.log.write(chunk)
+                with contextlib.suppress(OSError):  # a full disk: the terminal still hears
+                    self.log.write(chunk)
                 with contextlib.suppress(OSError):
                     os.write(2, chunk)
         self.log.close()

@@ -14,6 +14,7 @@ from typing import Any
 from zerocli import machine
 from zerocli.errors import UserError
 from zerocli.job import Job, say
+from zerocli.occupied import occupy
 
 PORT_ATTEMPTS = 3
 JOB_FILE = "job"
@@ -59,11 +60,12 @@ def launch(
     say(f"the same by hand: {torchrun_line(num_ranks, arguments)}")
     say(f"run folder: {run_dir}")
     command = list(worker or [sys.executable, "-m", "zerocli", *arguments])
-    for _ in range(PORT_ATTEMPTS):
-        job = Job(command, num_ranks, run_dir, saves=saves(config))
-        code = job.run()
-        if not job.port_was_taken():
-            break
+    with occupy(run_dir):
+        for _ in range(PORT_ATTEMPTS):
+            job = Job(command, num_ranks, run_dir, saves=saves(config))
+            code = job.run()
+            if not job.port_was_taken():
+                break
     job.tell()
     return code
 

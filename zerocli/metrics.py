@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zerocli.engine import Engine, StepResult
+from zerocli.files import pwrite_all
 from zerocli.lanes import WaitReading
 
 
@@ -161,21 +162,51 @@ def fragmentation(engine: Engine) -> int:
 
 
 class MetricsFile:
-    """Appends lines to RUN/metrics.jsonl, each in one write; mends a torn last line left by a killed run."""
+    """Appends lines to RUN/metrics.jsonl, each whole or absent; mends a torn last line left by a killed run.
 
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        size = os.fstat(self._fd).st_size
-        if size and not path.read_bytes().endswith(b"\n"):
-            whole = path.read_bytes().rfind(b"\n") + 1
-            os.ftruncate(self._fd, whole)
+    A disk that is full ends no training: lines wait, and are written once there is room.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None] = lambda text: None) -> None:
+        self._path, self._say = path, say
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._end = os.fstat(self._fd).st_size
+        self._waiting = b""
+        """Lines that are not in the file yet."""
+        self._failed = False
+        if self._end and not path.read_bytes().endswith(b"\n"):
+            self._end = path.read_bytes().rfind(b"\n") + 1
+            os.ftruncate(self._fd, self._end)
 
     def write(self, line: Line) -> None:
-        os.write(self._fd, (json.dumps(line.as_dict()) + "\n").encode())
+        self._waiting += (json.dumps(line.as_dict()) + "\n").encode()
+        self._try(self._append)
+        self._failed = self._failed and bool(self._waiting)
 
     def sync(self) -> None:
         """Have what was written on the disk: no checkpoint is ahead of its run's lines."""
-        os.fsync(self._fd)
+        self._try(lambda: os.fsync(self._fd))
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Write what still waits; raise OSError where that cannot be."""
+        try:
+            self._append()
+        finally:
+            os.close(self._fd)
+
+    def _append(self) -> None:
+        try:
+            pwrite_all(self._fd, memoryview(self._waiting), self._end)
+        except OSError:
+            os.ftruncate(self._fd, self._end)  # half a line would be taken for a whole one by the next that is added
+            raise
+        self._end += len(self._waiting)
+        self._waiting = b""
+
+    def _try(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except OSError as error:
+            if not self._failed:
+                self._say(f"{self._path}: {error.strerror}; its lines are written once they can be")
+            self._failed = True

@@ -37,9 +37,9 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
             )
         if found.step:
             tell(f"resuming after step {found.step}: {found.path}")
-            for line in changes(config, found.values.get("config", {})):
+            for line in changes(config, found.values.get("config")):
                 tell(line)
-            batches.begun = (found.step, int(found.values["samples"]))
+            batches.begun = (found.step, samples_of(found))
         else:
             tell(f"nothing to resume: no checkpoint in {options.run_dir}; starting at step 1")
     if config.train.init_from and not found.step:
@@ -48,10 +48,26 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
     return found.step + 1
 
 
-def changes(config: Config, saved: dict[str, Any]) -> list[str]:
+def samples_of(found: Resumed) -> int:
+    """Return how far in its data the run was; raise UserError where the checkpoint does not say."""
+    samples = found.values.get("samples")
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
+        raise UserError(
+            f"{found.path}: does not say how far in its data it is: it was not saved by zerocli train",
+            hint=f"zerocli export {found.path} DIR, then --init-from DIR in another --run-dir",
+            exit_code=FAILURE,
+        )
+    return samples
+
+
+def changes(config: Config, saved: Any) -> list[str]:
     """Return a line for each key that decides the numbers and is not what it was when the checkpoint was saved."""
+    if not isinstance(saved, dict):
+        return []
     now = to_dict(config)
-    return [
+    before, after = global_batch(saved), global_batch(now)
+    lines = [f"note: a step was of {before} sequences and is of {after} now"] if before and before != after else []
+    return lines + [
         f"note: {section}.{key} was {saved[section][key]!r} and is {value!r} now"
         for section in ("train", "optimizer", "data", "model")
         for key, value in now[section].items()
@@ -59,3 +75,12 @@ def changes(config: Config, saved: dict[str, Any]) -> list[str]:
         and saved[section].get(key, value) != value
         and (section, key) not in NO_NUMBERS
     ]
+
+
+def global_batch(config: dict[str, Any]) -> int:
+    """Return the sequences of a step of a run's config, 0 where it does not say."""
+    try:
+        train, parallel = config["train"], config["parallel"]
+        return int(train["batch"] * train["accumulate"] * (parallel["ranks"] // parallel["tp"]))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
+        return 0

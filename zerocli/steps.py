@@ -68,7 +68,7 @@ def run_steps(
     stopped = ""
     with contextlib.ExitStack() as stack:
         stack.enter_context(long_lived())
-        metrics = MetricsFile(Path(options.run_dir) / "metrics.jsonl") if rank == 0 else None
+        metrics = MetricsFile(Path(options.run_dir) / "metrics.jsonl", say) if rank == 0 else None
         saver = make_saver(config, options, engine, rank) if saves(config) else None
         if saver is not None:
             watchdog.watch(saver.progress)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -23,10 +25,12 @@ from zerocli.config import Config, to_dict
 from zerocli.data import Batches, open_source
 from zerocli.engine import Engine
 from zerocli.errors import UserError
+from zerocli.files import sync_folder, write_text
 from zerocli.job import EXIT_PREEMPTED, say
 from zerocli.launch import JOB_FILE, RunOptions
 from zerocli.metrics import Line
 from zerocli.models import Decoder, build
+from zerocli.occupied import occupy
 from zerocli.optim import arguments_of
 from zerocli.plan.factory import build_factory
 from zerocli.plan.inputs import plan_config
@@ -44,8 +48,11 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
     """Be one rank of a run, watched by `observer`; return the exit code."""
     refuse_check_of_masks(config, options)
     open_process_group()
+    # A launcher of ours has the folder already; of torchrun's or SLURM's ranks the first takes it.
+    first = "ZEROCLI_PARENT" not in os.environ and (not dist.is_initialized() or dist.get_rank() == 0)
     try:
-        return _train(config, options, observer or Observer())
+        with occupy(options.run_dir) if first else contextlib.nullcontext():
+            return _train(config, options, observer or Observer())
     except TierError as error:
         raise UserError(str(error), hint=error.hint or "", exit_code=1) from error
     except RuntimeError as error:
@@ -53,6 +60,12 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
         if gone is None:
             raise
         raise lost.explain(gone.what, gone.reason, gone.missing, options.run_dir) from error
+    except OSError as error:
+        if not error.strerror:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        fact, hint = lost.standing(options.run_dir)
+        raise UserError(f"{where}{error.strerror}; {fact}", hint=hint, exit_code=1) from error
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
             dist.destroy_process_group()
@@ -69,12 +82,14 @@ def _train(config: Config, options: RunOptions, observer: Observer) -> int:
     engine = observer.build(lambda: make_engine(config, probe=options.probe))
     if rank == 0:
         (run_dir / "checkpoints").mkdir(exist_ok=True)
+        for folder in (run_dir, run_dir.absolute().parent):  # or the power could take the run with all it has saved
+            sync_folder(folder)
         say(report.opening(config, engine))
     first = begin(config, options, engine, batches, rank)
     if rank == 0:
         Folder(run_dir / "checkpoints").sweep()
-        (run_dir / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-        (run_dir / JOB_FILE).write_text(job_name())
+        write_text(run_dir / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
+        write_text(run_dir / JOB_FILE, job_name())
     # The reference starts from the very same values: take them before the first update.
     start = engine.state_dict() if options.check else None
     lines: list[Line] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,9 @@ from zerocli.models import hugging
 from zerocli.models.hugging import Mapping
 from zerocli.safetensors import Weights
 from zerocli.unit import MASTER
+
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Types whose values are the weights' own."""
 
 
 @torch.no_grad()
@@ -35,7 +39,7 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
     problems = [line for name, extent in shapes.items() if (line := _mismatch(by_name[name], extent.shape, weights))]
     if problems:
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise UserError(*[f"{path}: {line}" for line in problems[:8]], *more, hint="the model's own config.json")
+        raise UserError(*[f"{path}: {line}" for line in problems[:8]], *more, hint=_hint(path))
     engine.settle()
     for flat in engine.flats():
         source, covered = source_of(flat, MASTER)
@@ -48,7 +52,20 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
                 values = _read(by_name[entry.name], shapes[entry.name].shape, box, weights)
                 source.write(at + box.start, values.to(source.dtype))
     spread(engine)
-    return "own names" if own else f"Hugging Face names ({model.family})"
+    names = "own names" if own else f"Hugging Face names ({model.family})"
+    return names + _unused(weights, {name for mapping in by_name.values() for name in mapping.theirs})
+
+
+def _unused(weights: Weights, used: set[str]) -> str:
+    """Return what to say of tensors that no parameter took: layers that this model lacks, biases, masks."""
+    left = sorted(weights.entries.keys() - used)
+    more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+    return f"; not used: {', '.join(left[:4])}{more}" if left else ""
+
+
+def _hint(path: str) -> str:
+    config = Path(path, "config.json")
+    return f"zerocli train {config} --init-from {path}" if config.is_file() else "the config of the weights' own model"
 
 
 def _found(mapping: Mapping, weights: Weights) -> Mapping:
@@ -63,7 +80,10 @@ def _mismatch(mapping: Mapping, ours: tuple[int, ...], weights: Weights) -> str:
     for name, rows in zip(mapping.theirs, mapping.rows or ours[:1] or (1,), strict=True):
         if name not in weights.entries:
             return f"has no tensor {name}"
-        shape = weights.entries[name][1].shape
+        entry = weights.entries[name][1]
+        if entry.dtype not in WEIGHT_DTYPES:
+            return f"{name} is {str(entry.dtype).removeprefix('torch.')}: quantized weights have no scale here"
+        shape = entry.shape
         wanted = (rows, *ours[1:]) if ours else ()
         wanted = tuple(reversed(wanted)) if mapping.transposed else wanted
         longer = mapping.leading and len(shape) == len(wanted) and shape[0] >= wanted[0] and shape[1:] == wanted[1:]

@@ -7,14 +7,18 @@ global one (`Extent`).
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zerocli.shards import Span
 
 PIECE_NUMEL = 4 << 20
 """Largest box, in elements: what is checked by one checksum, and read whole where any of it is wanted."""
+
+MAX_CUT_DIMS = 12
+"""Dimensions in which a tensor may be cut: more than any model's have, few enough to look at every corner of a box."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,27 @@ def _row(shape: tuple[int, ...], row: int, start: int, stop: int, limit: int) ->
     base = row * math.prod(shape[1:])
     for box in _boxes(shape[1:], start - base, stop - base, limit):
         yield Box((row, *box.offsets), (1, *box.sizes), base + box.start)
+
+
+def tile(shape: tuple[int, ...], parts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Say whether boxes (offsets, sizes) cover a tensor of `shape`, each element once: no gap, nothing twice.
+
+    A box is known by its corners, with alternating signs: their sums over all boxes are those of the whole tensor's
+    corners if, and only if, the boxes tile it. That takes 2^dims steps a box, whatever the boxes are.
+    """
+    if not math.prod(shape):
+        return not any(math.prod(sizes) for _, sizes in parts)
+    cut = [d for d, n in enumerate(shape) if any(offsets[d] or sizes[d] != n for offsets, sizes in parts)]
+    if len(cut) > MAX_CUT_DIMS:
+        return False
+    corners: dict[tuple[int, ...], int] = {}
+    for sign, offsets, sizes in [(-1, (0,) * len(shape), shape), *((1, *part) for part in parts)]:
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(offsets[d] + end * sizes[d] for d, end in zip(cut, ends, strict=True))
+            count = corners.pop(corner, 0) + (sign if sum(ends) % 2 == 0 else -sign)
+            if count:
+                corners[corner] = count
+    return not corners
 
 
 def boxes_of(extent: Extent, shape: tuple[int, ...], run: Span, limit: int = PIECE_NUMEL) -> Iterator[Box]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -12,6 +13,8 @@ from pathlib import Path
 STEP = re.compile(r"step-(\d{8,})")
 MANIFEST, UNFINISHED = "manifest.json", "manifest.json.part"
 """A checkpoint's list of contents, and its name until it is committed."""
+OLD = ".old.tmp"
+"""What a checkpoint's name ends with once it is to be removed, or another of its step is about to be committed."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,23 @@ class Folder:
         """Return those that were committed, newest first."""
         return [found for found in self.newest_first() if os.path.lexists(found.path / MANIFEST)]
 
+    def recover(self) -> list[int]:
+        """Put back what was set aside for a new checkpoint of its step that was never committed; return the steps."""
+        steps = []
+        for aside in self.path.glob(f"step-*{OLD}") if self.path.is_dir() else ():
+            path = aside.with_name(aside.name.removesuffix(OLD))
+            name = STEP.fullmatch(path.name)
+            if name is None or not os.path.lexists(aside / MANIFEST) or os.path.lexists(path / MANIFEST):
+                continue
+            with contextlib.suppress(OSError):  # where nothing may be changed, what stands is still to be read
+                shutil.rmtree(path, ignore_errors=True)
+                aside.rename(path)
+                steps.append(int(name[1]))
+        return steps
+
     def sweep(self) -> list[Path]:
         """Remove what killed runs left half written, and return it."""
+        self.recover()
         left = list(self.path.glob("step-*.tmp")) if self.path.is_dir() else []
         # Between its two renames a save has its final name, and its manifest not yet.
         left += [each.path for each in self._found() if not os.path.lexists(each.path / MANIFEST)
@@ -57,15 +75,19 @@ class Folder:
             shutil.rmtree(path, ignore_errors=True)
         return left
 
-    def prune(self, keep: int, keep_every: int) -> list[int]:
-        """Remove all but the newest `keep` and those at multiples of `keep_every` steps (0: none); return the steps."""
+    def prune(self, newest: int, keep: int, keep_every: int) -> list[int]:
+        """Remove all but the `keep` up to step `newest` and those at multiples of `keep_every` (0: none); return steps.
+
+        `newest` was just written. What is of a later step was there before, and a resume passed it over: it counts
+        for nothing, or a damaged one would be kept in the place of a whole one.
+        """
         removed = []
-        for found in self.committed()[keep:]:
+        for found in [found for found in self.committed() if found.step <= newest][keep:]:
             if keep_every and found.step % keep_every == 0:
                 continue
             # Without its manifest it is no checkpoint any more, however far the rest of the removal comes.
             (found.path / MANIFEST).unlink(missing_ok=True)
-            aside = found.path.with_name(found.path.name + ".old.tmp")
+            aside = found.path.with_name(found.path.name + OLD)
             shutil.rmtree(aside, ignore_errors=True)
             found.path.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)

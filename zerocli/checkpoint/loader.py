@@ -17,7 +17,7 @@ from zerocli.checkpoint import state
 from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.manifest import Damaged, Unfinished
 from zerocli.checkpoint.manifest import read as read_manifest
-from zerocli.checkpoint.members import control_group
+from zerocli.checkpoint.members import control_group, members_of
 from zerocli.checkpoint.parts import LoadPlanner
 from zerocli.checkpoint.reader import Reader
 from zerocli.checkpoint.saver import describe
@@ -59,9 +59,16 @@ def _load(engine: Engine, path: Path, group: dist.ProcessGroup | None) -> dict[s
         reader.close()
     state.spread(engine)
     state.restore_values(engine, manifest.values)
-    for act in afterwards:
-        act()
+    _agreed(lambda: _finish(afterwards), group)
     return manifest.values
+
+
+def _finish(acts: list[Callable[[], None]]) -> None:
+    for act in acts:
+        try:
+            act()
+        except RuntimeError as error:  # bytes that no generator has ever had
+            raise Damaged(f"its random state is none ({str(error)[:200]})") from None
 
 
 def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
@@ -87,6 +94,9 @@ def resume(engine: Engine, folder: str | Path, say: Callable[[str], None] = lamb
     Returns step 0 where nothing was ever saved; raises Damaged where something was and none of it is whole.
     """
     group = control_group(engine)
+    if members_of(engine).rank == 0:
+        for step in Folder(folder).recover():
+            say(f"checkpoint of step {step} put back: another was to replace it, and was not finished")
     found = [[(each.step, str(each.path)) for each in Folder(folder).newest_first()]]
     if group is not None:
         # Rank 0's view counts: all must try the same ones.

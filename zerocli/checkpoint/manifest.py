@@ -18,12 +18,16 @@ from typing import Any
 
 import torch
 
-from zerocli.checkpoint.folder import MANIFEST, UNFINISHED
+from zerocli.checkpoint.boxes import tile
+from zerocli.checkpoint.folder import MANIFEST, STEP, UNFINISHED
+from zerocli.files import unique_names
 
 VERSION = 1
 FILE = re.compile(r"rank-\d{5,}\.bin")
 MAX_NBYTES = 1 << 30
 """A longer manifest is no manifest."""
+MAX_PIECE_NBYTES = 1 << 28
+"""A larger piece is none of ours: each is held whole while it is hashed."""
 DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -114,14 +118,15 @@ def decode(data: bytes) -> Manifest:
     if hashlib.sha256(text).hexdigest().encode() != data[len(_HEAD) : start]:
         raise Damaged("its manifest does not match its own checksum")
     try:
-        body = json.loads(text)
+        body = json.loads(text, object_pairs_hook=unique_names)
         if body["format"] != "zerocli checkpoint":
             raise Damaged(f"its format is {str(body['format'])[:40]!r}")
         if body["version"] != VERSION:
-            raise Damaged(f"it has format version {body['version']}; this zerocli reads version {VERSION}")
+            found = str(body["version"])[:40]
+            raise Damaged(f"it has format version {found}; this zerocli reads version {VERSION}")
         return _judge(body)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
-        raise Damaged(f"its manifest is malformed ({type(error).__name__}: {error})") from None
+        raise Damaged(f"its manifest is malformed ({type(error).__name__}: {str(error)[:200]})") from None
 
 
 def _judge(body: dict[str, Any]) -> Manifest:
@@ -129,6 +134,8 @@ def _judge(body: dict[str, Any]) -> Manifest:
     for name in files:
         if not FILE.fullmatch(name):
             raise Damaged(f"its manifest names a file {name[:80]!r}, which is none of a checkpoint's")
+    if len(files) != len(body["files"]):
+        raise Damaged("its manifest names a file twice")
     names = list(files)
     tensors: dict[str, Tensor] = {}
     for name, entry in body["tensors"].items():
@@ -144,10 +151,13 @@ def _judge(body: dict[str, Any]) -> Manifest:
             )
             if not all(a + b <= c for a, b, c in zip(piece.offsets, piece.sizes, shape, strict=True)):
                 raise Damaged(f"a piece of {name} lies outside of it")
-            if piece.position + piece.numel * tensor.dtype.itemsize > files[piece.file]:
+            nbytes = piece.numel * tensor.dtype.itemsize
+            if piece.position + nbytes > files[piece.file]:
                 raise Damaged(f"a piece of {name} lies outside of {piece.file}")
+            if nbytes > MAX_PIECE_NBYTES:
+                raise Damaged(f"a piece of {name} has {nbytes} bytes, more than any has")
             tensor.pieces.append(piece)
-        if sum(piece.numel for piece in tensor.pieces) != math.prod(shape):
+        if not tile(shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces]):
             raise Damaged(f"the pieces of {name} do not make it up")
         tensors[name] = tensor
     if not isinstance(body["values"], dict):
@@ -188,6 +198,9 @@ def read(folder: Path) -> Manifest:
         if nbytes > MAX_NBYTES:
             raise Damaged(f"its manifest of {nbytes} bytes is none")
         manifest = decode(file.read(nbytes))
+    named = STEP.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise Damaged(f"its manifest is of step {manifest.step}, whatever its folder is called")
     for name, expected in manifest.files.items():
         fd = open_file(folder, name)
         nbytes = os.fstat(fd).st_size

@@ -131,7 +131,7 @@ class Saver:
         if self._rank == 0:
             self._say(f"checkpoint of step {step} saved in {seconds:.1f} s: {writer.folder}{self._advice(snapshot)}")
             with contextlib.suppress(OSError):  # what cannot be removed now can be the next time
-                self.folder.prune(self._keep, self._keep_every)
+                self.folder.prune(step, self._keep, self._keep_every)
 
     def _advice(self, snapshot: Snapshot) -> str:
         """Return what would spare training a wait that it has just had for want of buffer; nothing the second time."""
@@ -153,6 +153,7 @@ class Saver:
             return
         with contextlib.suppress(OSError):  # a disk that is gone answers none of this, and the failure is to be told
             shutil.rmtree(writer.aside, ignore_errors=True)  # on a full disk its space is wanted
+            self.folder.recover()
             before = [found.step for found in self.folder.committed()]
             stays = f"that of step {before[0]} stays" if before else "there is none before it"
             free = shutil.disk_usage(self.folder.path).free if self.folder.path.is_dir() else 0

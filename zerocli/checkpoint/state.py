@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -158,21 +159,31 @@ def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Ca
         if buffer.numel():
             land(prefix + name, tuple(buffer.shape), buffer.dtype, buffer.copy_)
     compare(parts, manifest)
+    now = _random_states(engine)
     for where, take in _random_takers(engine).items():
         name = f"random/{members.rank}/{where}"
         # Among other ranks a saved random state means nothing.
-        if name in manifest.tensors and manifest.values.get("world") == members.world:
-            land(name, manifest.tensors[name].shape, torch.uint8, take)
+        if name not in manifest.tensors or manifest.values.get("world") != members.world:
+            continue
+        saved = manifest.tensors[name]
+        if (saved.dtype, saved.shape) != (now[where].dtype, tuple(now[where].shape)):
+            raise Damaged(f"its {name} is no random state of this torch's: {list(saved.shape)} of {saved.dtype}")
+        land(name, saved.shape, saved.dtype, take)
     return parts, afterwards
 
 
 def compare(parts: dict[str, Part], manifest: Manifest) -> None:
-    """Raise Mismatch unless the checkpoint holds exactly these tensors, with these shapes."""
+    """Raise Mismatch unless the checkpoint holds exactly these tensors, with these shapes, floats where they are."""
     saved = manifest.tensors
     wrong = [
         f"{name} has shape {list(saved[name].shape)} in the checkpoint, {list(part.shape)} here"
         for name, part in parts.items()
         if name in saved and saved[name].shape != part.shape
+    ]
+    wrong += [
+        f"{name} is {saved[name].dtype} in the checkpoint, {part.dtype} here"
+        for name, part in parts.items()
+        if name in saved and saved[name].dtype.is_floating_point != part.dtype.is_floating_point
     ]
     missing = [name for name in parts if name not in saved]
     kinds = ("parameters/", "optimizer/")
@@ -192,17 +203,24 @@ def _listed(names: list[str]) -> str:
 
 
 def restore_values(engine: Engine, values: dict[str, Any]) -> None:
-    """Set the counters of a checkpoint."""
+    """Set the counters of a checkpoint; raise Damaged where they are none."""
     try:
-        engine.steps = int(values["steps"])
+        steps, updates = values["steps"], values["updates"]
+        scale, scalars = values["loss_scale"], values["optimizer"]["scalars"]
+        for number in (steps, updates, *scale.values(), *scalars.values()):
+            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+                raise ValueError(f"{str(number)[:40]!r} is not a number")
+        if steps < 0 or not 0 <= updates <= steps or scale["scale"] < 0:
+            raise ValueError(f"{updates} updates in {steps} steps, loss scale {scale['scale']}")
+        engine.steps = int(steps)
         # A new tensor: an update may still be reading the old one.
-        engine.updates = torch.full_like(engine.updates, float(values["updates"]))
+        engine.updates = torch.full_like(engine.updates, float(updates))
         if engine.precision.name == values["precision"]:  # a run in another precision starts with its own scale
-            engine.loss_scale.load(values["loss_scale"])
-        engine.optimizer.load_scalars(int(values["updates"]), values["optimizer"]["scalars"])
+            engine.loss_scale.load(scale)
+        engine.optimizer.load_scalars(int(updates), scalars)
         engine.reducer.adopt(values["reduce_order"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Damaged(f"its values are malformed ({type(error).__name__}: {error})") from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise Damaged(f"its values are malformed ({type(error).__name__}: {str(error)[:200]})") from None
 
 
 @torch.no_grad()

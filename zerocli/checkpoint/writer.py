@@ -2,7 +2,9 @@
 
 Order of a save, which is what makes it whole or absent: each rank writes and syncs its file in `step-N.tmp`; when all
 have, rank 0 writes and syncs `manifest.json.part` beside them, renames the folder to `step-N`, and last of all renames
-the manifest, which commits it. Whatever happens before that leaves a folder that no reader takes for a checkpoint.
+the manifest, which commits it. Whatever happens before that leaves a folder that no reader takes for a checkpoint. One
+of the same step, if there is one, is set aside just before; should the new one never be committed, `Folder.recover`
+puts it back.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from torch.futures import Future
 from tiers.base import PAGE_NBYTES, round_up
 from tiers.pages import memory_of
 from zerocli.checkpoint import manifest as manifests
-from zerocli.checkpoint.folder import MANIFEST, UNFINISHED
+from zerocli.checkpoint.folder import MANIFEST, OLD, UNFINISHED
 from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
 from zerocli.checkpoint.progress import Progress
 from zerocli.checkpoint.snapshot import Batch, Snapshot
-from zerocli.files import DirectFile, pwrite_all
+from zerocli.files import DirectFile, pwrite_all, sync_folder
 
 NUM_THREADS = 8
 """Slots that are hashed and written at once: about half of them keep a fast disk busy while the others are hashed."""
@@ -86,7 +88,7 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # The coordinator alone comes here, once every rank has planned and before any writes.
         with self._progress.by_itself("planning"):
-            self.aside.mkdir(parents=True)
+            make_folder(self.aside)
         return plans
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
@@ -175,11 +177,10 @@ class Writer(StorageWriter):
         finally:
             os.close(fd)
         sync_folder(self.aside)
-        if self.folder.exists():  # a damaged one of the same step, or it would have been resumed from
-            replaced = self.folder.with_name(self.folder.name + ".old.tmp")
+        replaced = self.folder.with_name(self.folder.name + OLD)
+        if self.folder.exists():  # of the same step: it goes once this one is there, and comes back if it never is
             shutil.rmtree(replaced, ignore_errors=True)
             self.folder.rename(replaced)
-            shutil.rmtree(replaced, ignore_errors=True)
         self._probe("checkpoint rename")
         self.aside.rename(self.folder)
         self._probe("checkpoint commit")
@@ -187,16 +188,17 @@ class Writer(StorageWriter):
         self.committed = True
         sync_folder(self.folder)
         sync_folder(self.folder.parent)
+        self._probe("checkpoint committed")
+        shutil.rmtree(replaced, ignore_errors=True)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
 
-def sync_folder(path: Path) -> None:
-    """Have the folder's names on the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it that are missing; the names of these are on the disk, its own is not yet."""
+    if not path.parent.exists():
+        make_folder(path.parent)
+        sync_folder(path.parent.parent)
+    path.mkdir()

@@ -32,9 +32,8 @@ def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as
         raise UserError(f"--file-size {file_size}: {error}") from None
     from zerocli import export
 
-    path, manifest = export.find(run, step, say)
     began = time.perf_counter()
-    done = export.export(path, manifest, Path(out), dtype, max(1, file_nbytes))
+    done = export.export(run, step, Path(out), dtype, max(1, file_nbytes), say)
     seconds = time.perf_counter() - began
     rate = done.nbytes / seconds / 1e9
     say(
@@ -42,7 +41,7 @@ def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as
         f"{'file' if len(done.files) == 1 else 'files'}, {format_bytes(done.nbytes)} in {seconds:.1f} s "
         f"({rate:.2f} GB/s); {done.note}"
     )
-    say(f"try: zerocli train --init-from {out}")
+    say(f"try: zerocli train {f'{out}/config.json ' if done.model else ''}--init-from {out}")
     if as_json:
         document = {"schema": 1, "step": done.step, "out": out, "files": done.files, "parameters": done.parameters}
         print(json.dumps(document | {"bytes": done.nbytes, "seconds": seconds, "names": done.note}), flush=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 import re
 import time
@@ -155,9 +157,24 @@ def default_run_dir(name: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def own_config(run_dir: str, default: str) -> str:
-    """Return the config that the run in a folder was started with, for a `--resume` that names none."""
-    path = Path(run_dir, "config.json")
-    return str(path.absolute()) if path.is_file() else default
+    """Return the config that the run in a folder was started with, for a `--resume` that names none.
+
+    Where its file is gone and a checkpoint is there, the checkpoint's is written again; but never one that names code.
+    """
+    path = Path(run_dir, "config.json").absolute()
+    found = [] if path.is_file() else Folder(Path(run_dir, "checkpoints")).committed()
+    if found:
+        from zerocli.checkpoint.manifest import Damaged, read  # with torch: not for every start
+        from zerocli.files import write_text
+
+        for each in found:
+            with contextlib.suppress(Damaged, OSError, TypeError, ValueError):
+                config = read(each.path).values.get("config")
+                if isinstance(config, dict) and not dict(config.get("model") or {}).get("factory"):
+                    write_text(path, json.dumps(config, indent=2) + "\n")
+                    say(f"{path} is gone: written again from the checkpoint of step {each.step}")
+                    break
+    return str(path) if path.is_file() else default
 
 
 def newest_run(name: str) -> str:

@@ -1,0 +1,55 @@
+"""A run folder has one run at a time: a second would take the first one's half-written checkpoint for a dead run's."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from zerocli.errors import UserError
+
+LOCK = "lock"
+"""In the run folder; the kernel lets go of it with the process that holds it, however that ends."""
+PATIENCE_SECONDS = 3.0
+"""How long a run that is just ending may take to let go."""
+
+
+@contextlib.contextmanager
+def occupy(run_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Have the run folder to oneself; raise UserError, with who has it, where another run does."""
+    fd = os.open(Path(run_dir, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if _locked(fd):
+            with contextlib.suppress(OSError):  # who we are is worth a word, and no run
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        else:
+            who = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+            raise UserError(
+                f"{run_dir}: a run is under way there ({who})",
+                hint="another --run-dir; or end that run first, by SIGTERM if it is to be saved (if its machine is gone: "
+                f"remove {Path(run_dir, LOCK)})",
+            )
+        yield
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    """Say whether the lock is ours; a file system that knows no locks has nobody else's either."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(PATIENCE_SECONDS / 30)
