@@ -32,8 +32,8 @@ def occupy(run_dir: str | os.PathLike[str]) -> Iterator[None]:
             who = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
             raise UserError(
                 f"{run_dir}: a run is under way there ({who})",
-                hint="another --run-dir; or end that run first, by SIGTERM if it is to be saved (if its machine is gone: "
-                f"remove {Path(run_dir, LOCK)})",
+                hint="another --run-dir; or end that run first, by SIGTERM if it is to be saved; "
+                f"if its machine is gone, remove {Path(run_dir, LOCK)}",
             )
         yield
     finally:
