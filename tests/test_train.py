@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import runs
 
 SMALL = ["--steps", "4", "--batch", "2", "--seq", "32", "--set", "model.layers=2", "--set", "model.hidden=32"]
 KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second", "peak", "comm", "wait"}
@@ -56,16 +57,17 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
 def test_stages_worlds_and_splits_see_the_same_data(tmp_path):
     """One global batch of 4: two ranks, one rank with two micro-steps, four ranks."""
     losses = {}
-    for name, arguments in {
-        "two": ["--stage", "3", "--ranks", "2", "--batch", "2"],
-        "one": ["--stage", "0", "--ranks", "1", "--batch", "4"],
-        "accumulated": ["--stage", "2", "--ranks", "1", "--batch", "2", "--set", "train.accumulate=2"],
-        "four": ["--stage", "1", "--ranks", "4", "--batch", "1"],
-        "global": ["--stage", "2", "--ranks", "2", "--batch", "1", "--set", "train.global_batch=4"],
-    }.items():
-        done = run(tmp_path, "train", *SMALL, *arguments, "--run-dir", name)
-        assert done.returncode == 0, done.stderr
+    for name, world, sets in (
+        ("two", 2, ["zero.stage=3", "train.batch=2"]),
+        ("one", 1, ["zero.stage=0", "train.batch=4"]),
+        ("accumulated", 1, ["zero.stage=2", "train.batch=2", "train.accumulate=2"]),
+        ("four", 4, ["zero.stage=1", "train.batch=1"]),
+        ("global", 2, ["zero.stage=2", "train.batch=1", "train.global_batch=4"]),
+    ):
+        ended = runs.train(tmp_path / name, "train.seq=32", "checkpoint.every=0", *sets, world=world)
+        assert ended.codes == [0] * world, ended.said
         losses[name] = [row["loss"] for row in lines(tmp_path / name)]
+        assert len(losses[name]) == 6
     for name, values in losses.items():
         assert values == pytest.approx(losses["two"], rel=1e-5), name
 
@@ -126,8 +128,8 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):
     last = lines(tmp_path / "run")[-1]
     assert not math.isfinite(last["loss"]) or not math.isfinite(last["grad_norm"])
     assert last["step"] < 30
-    going_on = run(tmp_path, "train", *SMALL, *wild, "--set", "train.on_nan=continue", "--run-dir", "on")
-    assert going_on.returncode == 0 and lines(tmp_path / "on")[-1]["step"] == 30
+    sets = [*(word for word in wild if "=" in word), "train.on_nan=continue", "train.steps=30", "checkpoint.every=0"]
+    assert runs.train(tmp_path / "on", *sets).codes == [0, 0] and lines(tmp_path / "on")[-1]["step"] == 30
 
 
 @pytest.fixture
