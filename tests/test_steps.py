@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
+
+from zerocli.metrics import History
 from zerocli.steps import long_lived
 
 
@@ -25,3 +28,14 @@ def test_the_collector_passes_over_what_was_there_and_comes_back_to_it():
         assert before() is not None and within() is None
     gc.collect()
     assert before() is None and gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("num_steps", [1, 9, 10, 11, 1000])
+def test_a_month_of_steps_stays_in_bounds_with_its_first_and_newest(monkeypatch, num_steps):
+    monkeypatch.setattr(History, "KEPT", 5)
+    history = History()
+    for step in range(num_steps):
+        history.append(step)
+    assert history.num_steps == num_steps and len(history) <= 10
+    assert history[0] == 0 and history[1:] == list(range(num_steps))[max(1, num_steps - len(history) + 1) :]
+    assert len(history) >= min(num_steps, 6)

@@ -78,6 +78,22 @@ class Line:
         return dict(self.__dict__)
 
 
+class History(list[Line]):
+    """A run's lines as it goes, the first and the newest `KEPT` or more: a month has millions, its file has all."""
+
+    KEPT = 10_000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def append(self, line: Line) -> None:
+        super().append(line)
+        self.num_steps += 1
+        if len(self) > 2 * self.KEPT:
+            del self[1 : self.KEPT + 1]
+
+
 _Issued = tuple[StepResult, Readback, tuple[dict[str, int], dict[str, int]], WaitReading]
 """A step on its way: its result, every rank's values, bytes moved by the two axes of ranks, waits."""
 

@@ -13,7 +13,7 @@ from zerocli.engine import Engine
 from zerocli.job import say
 from zerocli.launch import RunOptions
 from zerocli.memory import HELD, model_states
-from zerocli.metrics import Line
+from zerocli.metrics import History, Line
 from zerocli.optim import arguments_of, make_optimizer
 from zerocli.precision import precision
 from zerocli.sizes import format_bytes, format_count
@@ -91,7 +91,7 @@ def summary(
     config: Config,
     options: RunOptions,
     engine: Engine,
-    lines: list[Line],
+    lines: History,
     held: dict[str, int],
     checked: dict[str, Any] | None,
 ) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def summary(
         "ranks": engine.collectives.world * engine.tensor_parallel.world,
         "tp": engine.tensor_parallel.world,
         "parameters": engine.numel,
-        "steps": len(lines),
+        "steps": lines.num_steps,
         "first_loss": lines[0].loss,
         "final_loss": lines[-1].loss,
         "tokens_per_second": sum(x.tokens for x in settled) / sum(x.seconds for x in settled),

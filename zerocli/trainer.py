@@ -28,7 +28,7 @@ from zerocli.errors import UserError
 from zerocli.files import sync_folder, write_text
 from zerocli.job import EXIT_PREEMPTED, say
 from zerocli.launch import JOB_FILE, RunOptions
-from zerocli.metrics import Line
+from zerocli.metrics import History, Line
 from zerocli.models import Decoder, build
 from zerocli.occupied import occupy
 from zerocli.optim import arguments_of
@@ -92,7 +92,7 @@ def _train(config: Config, options: RunOptions, observer: Observer) -> int:
         write_text(run_dir / JOB_FILE, job_name())
     # The reference starts from the very same values: take them before the first update.
     start = engine.state_dict() if options.check else None
-    lines: list[Line] = []
+    lines = History()
     try:
         with Watchdog(engine, config.train.watchdog, lambda text: end_process(text, options.run_dir)) as watchdog:
             stopped = run_steps(config, options, engine, batches, rank, first, lines, watchdog)
@@ -106,7 +106,7 @@ def _train(config: Config, options: RunOptions, observer: Observer) -> int:
         if rank == 0:
             say(stopped or f"nothing is left to train: step {first - 1} of {config.train.steps} was saved")
             if options.json and not (lines and observer.tells):
-                about = {"schema": 1, "run_dir": options.run_dir, "steps": len(lines), "stopped": stopped}
+                about = {"schema": 1, "run_dir": options.run_dir, "steps": lines.num_steps, "stopped": stopped}
                 print(json.dumps(about), flush=True)
         return EXIT_PREEMPTED if stopped else 0
     checked = compare(config, start, lines, batches, rank, engine.collectives.world) if start else None
