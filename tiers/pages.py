@@ -34,6 +34,7 @@ class Registrar:
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._process = os.getpid()
 
     @property
     def available(self) -> bool:
@@ -51,7 +52,9 @@ class Registrar:
         return f"cudaHostRegister gave error {code}"
 
     def unregister(self, address: int) -> None:
-        """Unpin memory that `register` pinned, once no copy uses it."""
+        """Unpin memory that `register` pinned, once no copy uses it; a forked child has nothing pinned."""
+        if os.getpid() != self._process:
+            return
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             if _code(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
