@@ -50,17 +50,17 @@ CASES = [
     (1, 3, "stream"),
     (2, 3, "stream"),
     (2, 2, "stream"),
-    (1, 1, "stream"),
     (2, 3, "cpu"),
-    (1, 2, "cpu"),
     (2, 1, "cpu"),
 ]
+HALF = {"precision": "bf16", "accumulate": 3}
 
 
 @pytest.mark.parametrize(("world", "stage", "update"), CASES)
 def test_placement_never_changes_a_loss(tmp_path, world, stage, update):
     common = {"stage": stage, "nvme_path": (str(tmp_path),), **NVME, "update": update, "staging_nbytes": 96000}
-    for variant in ({}, {"accumulate": 3}, {"precision": "bf16"}, {"precision": "bf16", "accumulate": 3}):
+    some = [{"accumulate": 3}, {"precision": "bf16"}] if (world, stage, update) == (2, 3, "stream") else []
+    for variant in ({}, HALF, *some):
         steps = 8 if variant else 20
         reference = losses(world, stage=stage, steps=steps, **variant)
         placements = PLACEMENTS[stage][:2] if variant or update == "cpu" else PLACEMENTS[stage]
