@@ -333,5 +333,8 @@ def test_no_room_for_a_log_takes_nothing_from_the_terminal(capfd):
 
 def test_nobody_listening_ends_no_run():
     with open("/dev/full", "wb", buffering=0) as full:
-        with contextlib.redirect_stderr(io.TextIOWrapper(full, write_through=True)):
-            say("to nobody")
+        nobody = io.TextIOWrapper(full, write_through=True)
+        with pytest.raises(OSError):
+            print("to nobody", file=nobody, flush=True)
+        with contextlib.redirect_stderr(nobody):
+            say("to nobody")  # would raise as well
