@@ -105,6 +105,12 @@ class Mover:
             self.copy_of(store)
         self._copies.clear()
 
+    def forget(self, store: StagedStore) -> None:
+        """Give up the store's copy, if there is one."""
+        self._next_use.pop(store, None)
+        if self.copy_of(store) is not None:
+            self._evict(store)
+
     def _idle(self) -> list[StagedStore]:
         return [store for store, copy in self._copies.items() if copy.arriving is None or copy.arriving.done]
 
@@ -147,3 +153,7 @@ class StagedStore(Store):
         """Start reading the whole store into host memory."""
         self._traffic[f"{self.kind} staged"] += self.nbytes
         return self._track(self.tier.read(self._block, memory[: self.nbytes]))
+
+    def free(self) -> None:
+        self._mover.forget(self)
+        super().free()

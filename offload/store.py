@@ -55,6 +55,11 @@ class Store:
             transfer.synchronize()
         self._open.clear()
 
+    def free(self) -> None:
+        """Give the array's memory back, once no transfer touches it."""
+        self.settle()
+        self.tier.free(self._block)
+
     def _track(self, transfer: Transfer) -> Transfer:
         transfer.what = self.what
         self._open = [t for t in self._open if not t.done or t.error is not None]

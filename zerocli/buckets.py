@@ -107,30 +107,30 @@ class Bucket:
 
 
 class Pool:
-    """At most `count` buckets, made when first needed and then used in turn."""
+    """At most `count` buckets for each size and dtype, made when first needed and then used in turn."""
 
     def __init__(self, count: int, device: torch.device, waits: Waits) -> None:
         self._count, self._device, self._waits = count, device, waits
-        self.buckets: list[Bucket] = []
+        self._kinds: dict[tuple[int, torch.dtype], list[Bucket]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Bucket:
-        """Return a bucket whose last use is over; `numel` and `dtype` are always the same."""
-        if len(self.buckets) < self._count:
-            self.buckets.append(Bucket(torch.empty(numel, dtype=dtype, device=self._device)))
-            return self.buckets[-1]
-        bucket = self.buckets.pop(0)
-        self.buckets.append(bucket)
+        """Return a bucket whose last use is over."""
+        buckets = self._kinds.setdefault((numel, dtype), [])
+        if len(buckets) < self._count:
+            buckets.append(Bucket(torch.empty(numel, dtype=dtype, device=self._device)))
+            return buckets[-1]
+        bucket = buckets.pop(0)
+        buckets.append(bucket)
         if bucket.busy is not None:
             with self._waits.waiting(bucket.busy.cause):
                 bucket.busy.do()
             bucket.busy = None
         return bucket
 
+    def all(self) -> list[Bucket]:
+        return [bucket for buckets in self._kinds.values() for bucket in buckets]
+
     def clear(self) -> None:
         """Forget what the buckets were busy with: it is done."""
-        for bucket in self.buckets:
+        for bucket in self.all():
             bucket.busy = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(bucket.memory.nbytes for bucket in self.buckets)

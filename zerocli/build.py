@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from offload.tierset import TierSet, shortage
 from tiers.base import Tier
 from zerocli import materialise
 from zerocli.comm import Collectives
+from zerocli.errors import Refused
 from zerocli.settings import Settings
 from zerocli.sizes import format_bytes
 from zerocli.stage import Stage
@@ -60,8 +63,8 @@ class Builder:
         self._placement, self._tiers, self._mover, self._chunk = placement, tiers, mover, chunk
         self._tensor_parallel = tensor_parallel
         self._device = collectives.device
-        single = settings.accumulate == 1 and settings.reduce == "compute"
-        self._grad_dtype = compute if single else torch.float32
+        self._single = settings.accumulate == 1 and settings.reduce == "compute"
+        self._mixed = mixes(model, compute)
 
     def build(self) -> list[Unit]:
         """Return the units, filled with initial values; raise DoesNotFit before anything is allocated."""
@@ -69,18 +72,43 @@ class Builder:
         claimed = claim_parameters(self._model, find_units(self._model, self._settings.units))
         units = [unit for unit, _ in claimed]
         for unit, named in claimed:
-            build_flats(unit, named, self._group_of, self._compute, self._stage, self._collectives)
+            self.lay_out(unit, named, lambda p: p.requires_grad)
         plans = self._preflight(units)
         materialise.place_buffers(self._model, fresh, self._collectives, self._device)
-        for unit in units:
-            for flat in unit.flats:
-                self._fill(flat, fresh, plans[id(flat)])
-        self._allocate_gradients(units, plans)
+        for flat in _flats(units):
+            self._fill(flat, fresh, plans[id(flat)])
+        self._allocate_gradients([flat for unit in reversed(units) for flat in unit.trainable], plans)
         materialise.reset_buffer_owners(self._model, fresh, self._settings.seed, self._device)
         return units
 
     def _group_of(self, name: str, parameter: nn.Parameter) -> int:
         return decay_group(name, parameter) + REPLICATED * self._tensor_parallel.replicates(name)
+
+    def place(self, units: list[Unit], flats: list[Flat], values: Callable[[Flat], torch.Tensor]) -> None:
+        """Fill new flats of units whose others are placed already."""
+        plans = plan_pieces(units, self._placement, self._sizes)
+        for flat in flats:
+            self._place(flat, values(flat), plans[id(flat)])
+        self._allocate_gradients([flat for flat in flats if flat.trainable], plans)
+
+    def lay_out(
+        self, unit: Unit, named: Sequence[tuple[str, nn.Parameter]], trains: Callable[[nn.Parameter], bool]
+    ) -> None:
+        """Give a unit the flats of its parameters, those that train apart from the others; allocates nothing."""
+        build_flats(unit, named, self._group_of, self._dtype_of, trains, self._stage, self._collectives)
+
+    def _dtype_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+        """Return what a parameter computes in: its own dtype where the user has asked for that, or the precision's."""
+        if not parameter.dtype.is_floating_point:
+            return parameter.dtype
+        if parameter.dtype == torch.float64:
+            raise Refused(f"{name} is float64, and training is in fp32, bf16 or fp16: call model.float() before shard")
+        if matches(self._settings.keep_fp32, name, parameter) or (self._mixed and parameter.dtype == torch.float32):
+            return torch.float32
+        return self._compute
+
+    def _grad_dtype(self, flat: Flat) -> torch.dtype:
+        return flat.dtype if self._single else torch.float32
 
     # -- where things go -------------------------------------------------------------------------------------------
 
@@ -113,7 +141,7 @@ class Builder:
         own = flat.own.numel
         sizes = {"parameters": own * flat.dtype.itemsize}
         if flat.trainable:
-            sizes["gradients"] = own * self._grad_dtype.itemsize
+            sizes["gradients"] = own * self._grad_dtype(flat).itemsize
             sizes["optimizer"] = own * 4 * len(self._record_arrays(flat))
         return sizes
 
@@ -130,9 +158,12 @@ class Builder:
 
         with torch.no_grad():
             whole = materialise.whole_values(flat, fresh, initialise, self._collectives, self._device)
-            self._place_parameters(flat, whole, plan.tiers["parameters"])
-            if flat.trainable:
-                self._place_states(flat, whole[flat.held.start : flat.held.stop], plan.tiers["optimizer"])
+            self._place(flat, whole, plan)
+
+    def _place(self, flat: Flat, whole: torch.Tensor, plan: Plan) -> None:
+        self._place_parameters(flat, whole, plan.tiers["parameters"])
+        if flat.trainable:
+            self._place_states(flat, whole[flat.held.start : flat.held.stop], plan.tiers["optimizer"])
 
     def _place_parameters(self, flat: Flat, whole: torch.Tensor, tier: str) -> None:
         mine = whole[flat.own.start : flat.own.stop]
@@ -169,28 +200,28 @@ class Builder:
         if flat.record is None:
             flat.states = {name: torch.zeros_like(held, dtype=torch.float32) for name in self._states}
 
-    def _allocate_gradients(self, units: list[Unit], plans: dict[int, Plan]) -> None:
-        """Give each trainable flat its gradient: a shard, or a part of one arena in the order backward fills it.
+    def _allocate_gradients(self, flats: list[Flat], plans: dict[int, Plan]) -> None:
+        """Give trainable flats their gradients: a shard, or a part of one arena in the order given, backward's.
 
         In one arena neighbours are reduced together, however small they are.
         """
-        flats = [flat for unit in reversed(units) if (flat := unit.trainable) is not None]
         if self._stage.gradients:
             for flat in flats:
                 tier, numel = plans[id(flat)].tiers["gradients"], flat.held.numel
                 if tier == HBM:
-                    flat.grad = torch.zeros(numel, dtype=self._grad_dtype, device=self._device)
+                    flat.grad = torch.zeros(numel, dtype=self._grad_dtype(flat), device=self._device)
                 else:
                     opened = self._tiers.open(tier, "gradients")
-                    flat.grad_store = Store(opened, "gradients", numel, self._grad_dtype, self._tiers.traffic)
+                    flat.grad_store = Store(opened, "gradients", numel, self._grad_dtype(flat), self._tiers.traffic)
             return
-        total = sum(flat.layout.total for flat in flats)
-        arena = torch.zeros(total, dtype=self._grad_dtype, device=self._device)
-        at = 0
-        for flat in flats:
-            flat.grad_full = arena[at : at + flat.layout.total]
-            flat.grad = flat.grad_full[flat.held.start : flat.held.stop]
-            at += flat.layout.total
+        for dtype in dict.fromkeys(self._grad_dtype(flat) for flat in flats):
+            alike = [flat for flat in flats if self._grad_dtype(flat) == dtype]
+            arena = torch.zeros(sum(flat.layout.total for flat in alike), dtype=dtype, device=self._device)
+            at = 0
+            for flat in alike:
+                flat.grad_full = arena[at : at + flat.layout.total]
+                flat.grad = flat.grad_full[flat.held.start : flat.held.stop]
+                at += flat.layout.total
 
 
 def plan_pieces(units: list[Unit], placement: Placement, sizes: Callable[[Flat], dict[str, int]]) -> dict[int, Plan]:
@@ -214,6 +245,21 @@ def _needed(plans: dict[int, Plan]) -> Counter[str]:
 def _flats(units: list[Unit]) -> Iterator[Flat]:
     for unit in units:
         yield from unit.flats
+
+
+def matches(choice: Any, name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is chosen by a regular expression found in its name, several of them, or a function."""
+    if choice is None:
+        return False
+    if callable(choice):
+        return bool(choice(name, parameter))
+    patterns = [choice] if isinstance(choice, str) else choice
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def mixes(model: nn.Module, compute: torch.dtype) -> bool:
+    """Whether the user has put some parameters of a model into the compute dtype and left others in fp32."""
+    return compute != torch.float32 and any(p.dtype == compute for p in model.parameters())
 
 
 def decay_group(name: str, parameter: nn.Parameter) -> int:

@@ -127,6 +127,7 @@ class Collectives:
         here = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if here else 0
         self.world = dist.get_world_size(group) if here else 1
+        self.backend = dist.get_backend(group) if here and self.world > 1 else ""
         # Only a CPU needs the future: on a GPU the collective is ordered by the lane it is issued on.
         self._async = device.type == "cpu"
         self.nbytes: Counter[str] = Counter()

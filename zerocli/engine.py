@@ -8,31 +8,36 @@ one and parameters that stay resident are the same code with trivial values.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from offload import ACTIVATIONS, HBM, KINDS, parse_placement, per_rank
 from offload.mover import Mover, StagedStore
 from offload.stack import Stack
 from offload.tierset import TierSet
 from tiers.registry import available
-from zerocli import states
+from zerocli import agreement as agreements
+from zerocli import relayout, states, whole
 from zerocli.activations import Activations
+from zerocli.agreement import Agreement
 from zerocli.build import Builder
 from zerocli.comm import Collectives
+from zerocli.errors import Refused
 from zerocli.gather import Gatherer
+from zerocli.hooks import Hooks
 from zerocli.lanes import Waits
+from zerocli.modules import register_method
 from zerocli.optim import FlatOptimizer, Group, StepValues, make_optimizer
+from zerocli.parameters import Gradients, guard, unguard
 from zerocli.precision import LossScale, precision
 from zerocli.reduce import Reducer
 from zerocli.settings import Settings
@@ -81,33 +86,15 @@ class Engine:
         self.steps = 0
         self.updates = torch.zeros((), device=self.device)
         self._micro = 0
-        self._backward_units: set[int] = set()
-        self._open_inputs: dict[int, int] = {}
+        self._gradients = Gradients()
+        self._held_whole = 0
 
         self.units = self._build_units()
-        self.gatherer = Gatherer(
-            self.units,
-            self.collectives,
-            self.device,
-            self.waits,
-            settings.probe,
-            settings.gather_buffers,
-            before_gather=self._bring_up_to_date,
-            look_ahead=self._look_ahead,
-        )
-        self.reducer = Reducer(
-            self.units,
-            self.stage,
-            self.collectives,
-            self.device,
-            self.waits,
-            settings.probe,
-            settings.bucket_nbytes,
-            torch.float32 if settings.reduce == "fp32" else self.precision.compute,
-            # Where parameters move, the engine says when a unit is through; elsewhere its last gradient does.
-            eager=not self.gatherer.moves,
-            tensor_parallel=self.tensor_parallel,
-        )
+        for flat in self.flats():
+            for parameter, entry in zip(flat.parameters, flat.layout.entries, strict=True):
+                guard(parameter, entry.name, self._gradients)
+            flat.note_values() if flat.buffer is not None else flat.detach()
+        self.connect()
         away = any(flat.away for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
         self.updater = Updater(self.optimizer, self.groups, self.device, on_cpu, self._chunk)
@@ -117,10 +104,50 @@ class Engine:
         # Tensor-parallel ranks have equal checkpoints: each keeps a part, unless told not to.
         equal = self.tensor_parallel if settings.partition_activations else Collectives.alone(self.device)
         self.activations = Activations(stack, equal, self.device, self.waits)
-        for unit in self.units:
-            self._wrap_forward(unit, recompute=unit in recomputed)
+        self.hooks = Hooks(self, recomputed)
         self.collectives.take_nbytes()
         self.tensor_parallel.take_nbytes()
+
+    def connect(self) -> None:
+        """Make what gathers and reduces the units' flats as they are now."""
+        settings = self.settings
+        self._places = {id(flat): place for place, flat in enumerate(self.flats())}
+        self.gatherer = Gatherer(
+            self.units,
+            self.collectives,
+            self.device,
+            self.waits,
+            settings.probe,
+            settings.gather_buffers,
+            before_gather=self._bring_up_to_date,
+            look_ahead=self._look_ahead,
+            meet=lambda flat: self.agreement.meet(self._places[id(flat)]),
+        )
+        together = self.gatherer.moves and self.collectives.world > 1
+        together = together and (self.collectives.backend == "gloo" if settings.uneven is None else settings.uneven)
+        self.reducer = Reducer(
+            self.units,
+            self.stage,
+            self.collectives,
+            self.device,
+            self.waits,
+            settings.probe,
+            settings.bucket_nbytes,
+            reduce_fp32=settings.reduce == "fp32",
+            # Where parameters move, the engine says when a unit is through; elsewhere its last gradient does.
+            eager=not self.gatherer.moves,
+            together=together,
+            tensor_parallel=self.tensor_parallel,
+            unexpected=self._join_backward,
+        )
+        self.agreement = Agreement(
+            self.collectives,
+            together,
+            self.waits,
+            ready=lambda: self.reducer.ready,
+            launch=self.reducer.launch,
+            join=lambda place: self.gatherer.join(list(self.flats())[place]),
+        )
 
     # -- building --------------------------------------------------------------------------------------------------
 
@@ -139,121 +166,61 @@ class Engine:
         self._chunk = stream_chunk(settings.staging_nbytes, len(self.optimizer.state_names))
         names = self.optimizer.state_names
         compute = self.precision.compute
-        builder = Builder(
+        self._builder = Builder(
             *(self.model, settings, self.stage, compute, self.collectives, self.tensor_parallel),
             *(names, self.placement, self.tiers, self.mover, self._chunk),
         )
-        return builder.build()
-
-    def _wrap_forward(self, unit: Unit, recompute: bool) -> None:
-        module, root = unit.module, unit.index == 0
-        body = module.forward
-        if self.settings.compile and not root:
-            body = torch.compile(body)
-        if recompute:
-            body = self._recomputed(unit, body)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if root and self.precision.compute != torch.float32:
-                args, kwargs = tree_map(self._cast_input, (args, kwargs))
-            return self._run_unit(unit, body, args, kwargs)
-
-        module.forward = forward  # type: ignore[method-assign]
-
-    def _recomputed(self, unit: Unit, body: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `body` with only its input kept for backward, where it runs again."""
-
-        def inner(spec: TreeSpec, *leaves: Any) -> Any:
-            args, kwargs = tree_unflatten(leaves, spec)
-            self.gatherer.need(unit)
-            with self.gatherer.pinned(unit), self.gatherer.saving():  # inside the checkpoint's own hooks
-                return body(*args, **kwargs)
-
-        def outer(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = tree_flatten((args, kwargs))
-            if not torch.is_grad_enabled() or not self.activations.takes(unit.name, leaves):
-                return body(*args, **kwargs)
-            with self.activations.keeping(unit.name, leaves):
-                return checkpoint(inner, spec, *leaves, use_reentrant=False)
-
-        return outer
-
-    def _cast_input(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value.to(self.precision.compute)
-        return value
+        return self._builder.build()
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
 
-    def _run_unit(self, unit: Unit, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a unit's forward with its parameters whole."""
-        gatherer = self.gatherer
-        gatherer.enter(unit)
-        finished = False
-        try:
-            with gatherer.pinned(unit), gatherer.saving():
-                if gatherer.moves and torch.is_grad_enabled():
-                    self._watch_input(unit, args, kwargs)
-                output = body(*args, **kwargs)
-                if gatherer.moves:
-                    output = tree_map(lambda value: self._watch_output(unit, value), output)
-            finished = True
-        finally:
-            if unit.index == 0 and not (finished and torch.is_grad_enabled()):
-                gatherer.settle(quietly=not finished)  # no backward follows, or none that is known
-                gatherer.lose_place()
-        if not self.reducer.active:  # else this is a recomputation, and backward comes next
-            gatherer.release(unit)
-        self.settings.probe("forward")
-        return output
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        """Let a method other than `forward` use the module's own parameters: they are whole while it runs."""
+        register_method(module, name)
 
-    def _watch_input(self, unit: Unit, args: Any, kwargs: Any) -> None:
-        """Ask autograd to say when the unit's input has its gradient: the unit's backward is then over.
+    def before_forward(self) -> None:
+        """Take up parameters that were unfrozen since; called before each forward that is not part of another."""
+        if torch.is_grad_enabled() and relayout.unfrozen(self):
+            relayout.refit(self, self._builder)
 
-        Autograd runs what was recorded last first, so all of the unit's nodes run before the one that made its input.
-        """
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                self._open_inputs[unit.index] = self._open_inputs.get(unit.index, 0) + 1
-                value.register_hook(lambda grad: self._leave_backward(unit))
-                return
-
-    def _watch_output(self, unit: Unit, value: Any) -> Any:
-        """Ask autograd to say when backward reaches the unit; an output that is a bare parameter leaves as a copy."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        if self.gatherer.locate(value) is not None:
-            value = value.clone()
-        if value.requires_grad:
-            value.register_hook(lambda grad: self._enter_backward(unit))
-        return value
-
-    def _enter_backward(self, unit: Unit) -> None:
-        if unit.index not in self._backward_units or not self.gatherer.holds(unit):
-            self._backward_units.add(unit.index)
-            self.gatherer.enter(unit, in_backward=True)
-
-    def _leave_backward(self, unit: Unit) -> None:
-        """Reduce and release a unit whose last call has passed its input's gradient on.
-
-        Every rank comes here at the same place of its backward, whichever parameters it used: so gathers and reductions
-        are issued in one order everywhere.
-        """
-        left = self._open_inputs[unit.index] = self._open_inputs.get(unit.index, 0) - 1
-        if self.reducer.active and left == 0:
-            self._backward_units.discard(unit.index)
-            if unit.trainable is not None:
-                self.reducer.complete(unit.trainable)
-            self.gatherer.release(unit)
-
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Accumulate the gradient of the mean of `loss` over the ranks and the step's backward passes."""
-        accumulate = self.settings.accumulate
         if loss.numel() != 1:
             raise ValueError(f"backward needs a loss of one element, not of shape {tuple(loss.shape)}")
+        if Engine._in_backward:
+            raise Refused("backward was called inside another backward")
+        if create_graph:
+            raise Refused(
+                "gradients of gradients are taken with torch.autograd.grad(..., create_graph=True) in the loss; "
+                "engine.backward(loss) then trains with them"
+            )
+        self._begin_backward()
+        Engine._in_backward = [self]
+        try:
+            if loss.requires_grad:
+                loss.register_hook(lambda grad: self.reducer.outermost())
+            self._seeded(loss).backward(retain_graph=retain_graph)
+            for engine in Engine._in_backward:
+                engine._end_backward()
+        except BaseException:
+            for engine in Engine._in_backward:
+                engine._abandon_backward()
+            raise
+        finally:
+            Engine._in_backward = []
+
+    _in_backward: ClassVar[list[Engine]] = []
+    """The engines that take part in the backward pass under way; the first one's `backward` was called."""
+
+    def _seeded(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times what gradients are to be multiplied by."""
+        return loss * (self.loss_scale.value / (self.collectives.world * self.settings.accumulate))
+
+    def _begin_backward(self) -> None:
+        accumulate = self.settings.accumulate
         if self._micro >= accumulate:
             raise RuntimeError(
                 f"backward was called {self._micro + 1} times before step(); shard(..., accumulate={self._micro + 1}) "
@@ -262,21 +229,58 @@ class Engine:
         with self.waits.waiting("optimizer"):
             self.updater.pump()  # units that forward did not use: their gradients are about to be replaced
         self.reducer.begin(first=self._micro == 0, last=self._micro == accumulate - 1)
-        seed = self.loss_scale.value / (self.collectives.world * accumulate)
-        try:
-            (loss * seed).backward()
-            self.reducer.finish()
-        except BaseException:
-            self.reducer.abandon()
-            self._backward_units.clear()
-            self._open_inputs.clear()
-            self.gatherer.settle(quietly=True)
-            self._micro = 0
-            self.activations.settle()
-            raise
-        self._backward_units.clear()
+        self._gradients.in_backward = True
+
+    def _join_backward(self, name: str) -> None:
+        """Take part in another engine's backward whose loss has reached this one; refuse any other."""
+        if not Engine._in_backward:
+            raise Refused(
+                f"a gradient of {name} arrived outside engine.backward(loss): call it instead of loss.backward()"
+            )
+        if self.loss_scale.active or Engine._in_backward[0].loss_scale.active:
+            raise Refused("two engines under one loss have one loss scale each under fp16: use bf16 or fp32")
+        self._begin_backward()
+        self.reducer.outermost()
+        Engine._in_backward.append(self)
+
+    def _end_backward(self) -> None:
+        self.agreement.meet(agreements.BACKWARD)
+        self.reducer.finish()
+        self.hooks.end_backward()
         self.gatherer.settle()
         self._micro += 1
+        self._gradients.in_backward, self._gradients.pending = False, True
+
+    def _abandon_backward(self) -> None:
+        """After an exception: the step's gradients are lost, and nothing of them is left."""
+        self.reducer.abandon()
+        self.hooks.abandon()
+        self.gatherer.settle(quietly=True)
+        self.activations.settle()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        self._micro = 0
+        self._gradients.in_backward = self._gradients.pending = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether backward has been called since the last step."""
+        return self._micro > 0
+
+    @property
+    def gradient_divisor(self) -> torch.Tensor:
+        """What gradients, as they are kept, are divided by to be the mean over ranks and passes."""
+        return self.loss_scale.value * (self._micro / self.settings.accumulate)
+
+    def got_gradient(self, flat: Flat, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has got a gradient in this step, on any rank. Collective."""
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that this step has accumulated so far."""
+        self.reducer.drop_grads()
+        self._forget_gradients()
 
     def _bring_up_to_date(self, flat: Flat) -> None:
         """Issue what is left of a flat's update; the host may have to wait for states on a disk, and compute for it."""
@@ -302,23 +306,26 @@ class Engine:
         """Clip by the exact global norm, update what this rank holds, and spread it; a non-finite step is skipped."""
         if self._micro == 0:
             raise RuntimeError("step() needs a backward(loss) before it")
-        if self._micro < self.settings.accumulate and not self.stage.gradients:
-            self.reducer.begin(first=False, last=True)  # the last micro-step never came: reduce what there is
-            self.reducer.finish()
+        if self._micro < self.settings.accumulate:
+            self.reducer.finish_early()
+        if self._held_whole:
+            raise Refused("step() inside `with engine.gathered(...)` would change what it gives: leave it first")
+        self.adopt_edits()
         self.settings.probe("optimizer")
         self.steps += 1
         lr = self.settings.lr(self.steps) if callable(self.settings.lr) else self.settings.lr
         with self.waits.waiting("optimizer"):
             values, norm = self._step_values(lr)
-            order = [unit.trainable for unit in self.gatherer.forward_order() if unit.trainable is not None]
-            self.updater.start(order, values, lambda flat: self.gatherer.refresh(flat.unit))
+            self.gatherer.agree_on_order()
+            order = [flat for unit in self.gatherer.forward_order() for flat in unit.trainable]
+            self.updater.start(order, values, self.gatherer.refresh)
             # Each spread ran beside the next update; a user who reads a parameter after this finds it whole.
             self.gatherer.settle()
             self._wait_for_resident()
         self.loss_scale.update(values.skip)
         self.gatherer.end_step()
-        self._open_inputs.clear()  # of forwards that no backward followed
-        self._micro = 0
+        self.hooks.end_step()
+        self._forget_gradients()
         return StepResult(self.steps, lr, norm, values.skip)
 
     def _wait_for_resident(self) -> None:
@@ -347,15 +354,22 @@ class Engine:
 
     def trainable(self) -> Iterator[Flat]:
         for unit in self.units:
-            if unit.trainable is not None:
-                yield unit.trainable
+            yield from unit.trainable
 
     def flats(self) -> Iterator[Flat]:
         for unit in self.units:
             yield from unit.flats
 
+    def adopt_edits(self) -> None:
+        """Take over parameters that were changed in place where they have an fp32 master beside them."""
+        for flat in self.trainable():
+            if flat.resident is not None and flat.dtype != torch.float32 and flat.edited():
+                states.adopt(flat, flat.resident, self.device)
+                flat.note_values()
+
     def settle(self) -> None:
         """Wait on the current stream until nothing of the engine's is in flight but transfers between tiers."""
+        self.adopt_edits()
         self.updater.pump()
         self.gatherer.settle()
         for flat in self.trainable():
@@ -365,6 +379,13 @@ class Engine:
     def close(self) -> None:
         """Give back what lies on other tiers; the engine cannot train after this."""
         self.updater.pump()
+        self.gatherer.settle()
+        self.hooks.close()
+        self.reducer.close()
+        for flat in self.flats():
+            if flat.resident is not None:  # the others have no values to give back, and say so
+                for parameter in flat.parameters:
+                    unguard(parameter)
         self.mover.close()
         self.tiers.close()
 
@@ -412,6 +433,30 @@ class Engine:
     def gather_control(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return every rank's copy of a small tensor, stacked, over both axes of ranks. Collective."""
         return self.tensor_parallel.gather_control(self.collectives.gather_control(tensor)).flatten(0, 1)
+
+    # -- whole parameters and gradients: see whole.py --------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gathered(self, *what: str | nn.Parameter | nn.Module, write: bool = False) -> Iterator[None]:
+        """While the body runs, these parameters have their whole values, on every rank; nothing given means all.
+
+        `what` is names, parameters or modules. With `write` changes made in place are kept, those of rank 0 on every
+        rank; without, a change is refused. Collective.
+        """
+        self.settle()
+        self._held_whole += 1
+        try:
+            with whole.gathered(self, what, write):
+                yield
+        finally:
+            self._held_whole -= 1
+
+    def grad(self, name: str) -> torch.Tensor | None:
+        """Return a parameter's whole gradient (fp32, on the CPU): the mean over the ranks and the passes made so far.
+
+        None if it got none on any rank. Between backward and step; collective.
+        """
+        return whole.gradient(self, name)
 
     # -- whole states, under the model's own names: see states.py --------------------------------------------------
 

@@ -27,6 +27,10 @@ class UserError(Exception):
         return "\n".join([*self.lines, f"try: {self.hint}"] if self.hint else self.lines)
 
 
+class Refused(RuntimeError):
+    """Something that sharding cannot do exactly, refused before it gives a wrong number; says what to do instead."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with a config: where it stands, what is wrong, what was probably meant."""

@@ -6,6 +6,10 @@ under such a view, so none is ever saved: while a sharded module runs, a saved-t
 gather buffer by (flat, offset, shape, stride), and backward takes the view anew from whichever buffer holds the unit
 then, gathering it if need be. Other tensors pass on to the hooks that were active before, so recomputation and
 save-on-CPU hooks work inside and outside. Memory is constant, and an unexpected order costs speed, never correctness.
+
+A view that somebody keeps in another way (an attribute of a custom function's context, a graph for second derivatives)
+shows in the use count of the buffer's storage: such a buffer is never refilled but left to whoever keeps the view, and
+a new one takes its place.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from typing import Any
 
 import torch
 
-from zerocli.comm import Collectives
+from zerocli.comm import Collectives, Pending
+from zerocli.errors import Refused
 from zerocli.lanes import Lane, Mark, Waits
 from zerocli.unit import Flat, Unit
 
@@ -33,6 +38,27 @@ class Buffer:
     used_at: int = 0
     views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """Parameter views by flat, made once."""
+    own_uses: int = 0
+    """Use count of the storage when nobody but us refers to it."""
+
+    def __post_init__(self) -> None:
+        self.storage = self.tensor.untyped_storage()
+
+    @property
+    def uses(self) -> int:
+        return torch._C._storage_Use_Count(self.storage._cdata)  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def aliased(self) -> bool:
+        """Whether somebody else keeps a view of it; asked while no parameter is one."""
+        return self.uses > self.own_uses
+
+    def views_of(self, flat: Flat) -> list[torch.Tensor]:
+        """Return the flat's parameters as views of the buffer; called while nobody else refers to it."""
+        if id(flat) not in self.views:
+            self.views[id(flat)] = flat.views(self.tensor)
+        self.own_uses = self.uses
+        return self.views[id(flat)]
 
 
 @dataclass(frozen=True)
@@ -41,8 +67,12 @@ class SavedView:
 
     flat: Flat
     offset: int
+    """In elements of its own dtype, which need not be the flat's (a complex view of real numbers)."""
     size: torch.Size
     stride: tuple[int, ...]
+    dtype: torch.dtype
+    conjugate: bool
+    negative: bool
 
 
 class Gatherer:
@@ -58,11 +88,12 @@ class Gatherer:
         buffers_per_class: int,
         before_gather: Callable[[Flat], None],
         look_ahead: Callable[[Sequence[Unit], Sequence[Unit]], None],
+        meet: Callable[[Flat], None],
     ) -> None:
         self._units, self._collectives, self._device = units, collectives, device
         self._waits, self._probe = waits, probe
         self._limit = buffers_per_class
-        self._before_gather, self._look_ahead = before_gather, look_ahead
+        self._before_gather, self._look_ahead, self._meet = before_gather, look_ahead, meet
         self._lane = Lane(device)
         self._pool: dict[tuple[int, torch.dtype], list[Buffer]] = {}
         self._buffer_of: dict[int, Buffer] = {}
@@ -70,6 +101,7 @@ class Gatherer:
         self._clock = 0
         self._order: list[int] = []
         self._seen: list[int] = []
+        self._update_order: list[Unit] | None = None
         self._cursor = 0
         self._hooks: list[tuple[Any, Any]] = []
         self.moves = any(flat.resident is None for unit in units for flat in unit.flats)
@@ -80,9 +112,12 @@ class Gatherer:
 
     # -- the order of use ------------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit, in_backward: bool = False) -> None:
-        """Make the unit's parameters whole for its forward or backward, and start bringing in what comes next."""
-        if torch.is_grad_enabled() or in_backward:
+    def enter(self, unit: Unit, record: bool) -> None:
+        """Make the unit's parameters whole for its forward or backward, and start bringing in what comes next.
+
+        `record` notes the use as one of a training step, in whose order the next step is prefetched.
+        """
+        if record:
             self._seen.append(unit.index)
         self._cursor = self._position_after(unit.index)
         self.need(unit)
@@ -93,9 +128,20 @@ class Gatherer:
             self._look_ahead(order[self._cursor :], order[: self._cursor])
 
     def forward_order(self) -> list[Unit]:
-        """Return all units in the order in which the next forward is expected to need them."""
+        """Return all units in the order in which a forward needs them: rank 0's, in the first step, on every rank.
+
+        Updates and the gathers after them follow it, so it must not depend on what this rank happened to run.
+        """
+        if self._update_order is not None:
+            return self._update_order
         first_use = {index: at for at, index in reversed(list(enumerate(self._seen)))}
         return sorted(self._units, key=lambda unit: first_use.get(unit.index, len(self._seen)))
+
+    def agree_on_order(self) -> None:
+        """Adopt rank 0's order of updates for good; collective the first time, free afterwards."""
+        if self._update_order is None:
+            indices = torch.tensor([unit.index for unit in self.forward_order()], device=self._device)
+            self._update_order = [self._units[index] for index in self._collectives.broadcast(indices).tolist()]
 
     def end_step(self) -> None:
         """Close the step's trace: the next one is prefetched in this order."""
@@ -123,8 +169,9 @@ class Gatherer:
 
     def need(self, unit: Unit) -> None:
         """Make the unit's parameters whole on the current stream; gathers what nobody has asked for yet."""
-        for flat in unit.flats:
-            self._need_flat(flat)
+        with self.pinned(unit):  # one flat of the unit must not take another's buffer
+            for flat in unit.flats:
+                self._need_flat(flat)
 
     def _need_flat(self, flat: Flat) -> None:
         if flat.resident is None and flat.buffer is None and flat.pending is None:
@@ -145,41 +192,53 @@ class Gatherer:
 
     def _fill(self, flat: Flat, buffer: Buffer) -> None:
         assert buffer.holder is None
-        self._before_gather(flat)  # its update, if there is one, is issued before its parameters are read
-        buffer.holder = flat
+        buffer.holder = flat  # before the ranks meet: meeting may gather other flats, into other buffers
         self._buffer_of[id(flat)] = buffer
-        if id(flat) not in buffer.views:
-            buffer.views[id(flat)] = flat.views(buffer.tensor)
-        with self._lane.run(after=buffer.freed):
+        buffer.views_of(flat)
+        try:
+            self._meet(flat)
+            flat.pending = self._gather(flat, buffer.tensor, buffer.freed)
+        except BaseException:
+            self._drop(flat)
+            raise
+
+    def _gather(self, flat: Flat, full: torch.Tensor, freed: Mark | None) -> Pending:
+        """Start filling memory with a flat's parameters, once nobody computes with what was there."""
+        self._before_gather(flat)  # its update, if there is one, is issued before its parameters are read
+        with self._lane.run(after=freed):
             if flat.written is not None:
                 flat.written.wait()
             self._probe("gather")
             if flat.param_store is None:
                 assert flat.shard is not None
-                flat.pending = self._collectives.all_gather(
-                    buffer.tensor, flat.shard, f"parameters of {flat.unit.title}"
-                )
-                return
+                return self._collectives.all_gather(full, flat.shard, f"parameters of {flat.unit.title}")
             # First this rank's slice, then everyone's. Streams wait here, and the host only for a disk that is behind:
             # the gather is issued now and not when the slice happens to come, so that all ranks keep one order.
-            own = buffer.tensor[flat.own.start : flat.own.stop]
+            own = full[flat.own.start : flat.own.stop]
             with self._waits.waiting("transfers"):
                 flat.param_store.fetch(0, own).wait()
-            flat.pending = self._collectives.all_gather(buffer.tensor, own, f"parameters of {flat.unit.title}")
+            return self._collectives.all_gather(full, own, f"parameters of {flat.unit.title}")
 
-    def refresh(self, unit: Unit) -> None:
+    def join(self, flat: Flat) -> None:
+        """Take part in a gather that other ranks need and this one does not."""
+        full = torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)
+        self._gather(flat, full, None).wait()
+
+    def refresh(self, flat: Flat) -> None:
         """After an update: spread the owned slices of resident parameters to the other ranks."""
-        for flat in unit.flats:
-            if flat.trainable and flat.resident is not None and flat.shard is not None and flat.held == flat.own:
-                with self._lane.run(after=flat.written):
-                    self._probe("gather")
-                    flat.pending = self._collectives.all_gather(
-                        flat.resident, flat.shard, f"parameters of {unit.title}"
-                    )
+        if flat.trainable and flat.resident is not None and flat.shard is not None and flat.held == flat.own:
+            with self._lane.run(after=flat.written):
+                self._probe("gather")
+                what = f"parameters of {flat.unit.title}"
+                flat.pending = self._collectives.all_gather(flat.resident, flat.shard, what)
 
     def holds(self, unit: Unit) -> bool:
         """Whether the unit's parameters are whole, or on their way."""
         return all(f.resident is not None or f.buffer is not None or f.pending is not None for f in unit.flats)
+
+    def in_use(self, unit: Unit) -> bool:
+        """Whether somebody computes with the unit's parameters."""
+        return self._pins[unit.index] > 0
 
     @contextlib.contextmanager
     def pinned(self, unit: Unit) -> Iterator[None]:
@@ -225,15 +284,23 @@ class Gatherer:
         self._cursor = 0
 
     def _vacate(self, flat: Flat) -> None:
+        changed = flat.changed_while_whole()
         buffer = self._buffer_of.pop(id(flat))
         buffer.holder, buffer.freed = None, Mark(self._device)
         flat.detach()
+        if changed:
+            raise Refused(
+                f"{changed[0]} was changed in place while it was gathered, and the change would be lost: change it "
+                f"outside forward, inside `with engine.gathered({changed[0]!r}, write=True)`"
+            )
 
     # -- the pool --------------------------------------------------------------------------------------------------
 
     def _free_buffer(self, flat: Flat) -> Buffer | None:
         """Return a buffer of the flat's size that holds nothing, making one while the class is under its limit."""
         buffers = self._pool.setdefault((flat.layout.total, flat.dtype), [])
+        # One that others keep views of is theirs: it goes with the last of them, and another takes its place.
+        buffers[:] = [buffer for buffer in buffers if buffer.holder is not None or not buffer.aliased]
         free = [buffer for buffer in buffers if buffer.holder is None]
         if free:
             return free[0]
@@ -245,14 +312,16 @@ class Gatherer:
         """Vacate the least recently used buffer of the class that nobody computes with; grow if all are in use."""
         buffers = self._pool[(flat.layout.total, flat.dtype)]
         idle = [b for b in buffers if b.holder and not self._pins[b.holder.unit.index]]
-        if not idle:
-            return self._grow(buffers, flat)
         # What was prefetched and never used goes last: it is the likeliest to be wanted next.
-        oldest = min(idle, key=lambda b: (b.holder is not None and b.holder.pending is not None, b.used_at))
-        assert oldest.holder is not None
-        self._need_flat(oldest.holder)
-        self._vacate(oldest.holder)
-        return oldest
+        idle.sort(key=lambda b: (b.holder is not None and b.holder.pending is not None, b.used_at))
+        for buffer in idle:
+            assert buffer.holder is not None
+            self._need_flat(buffer.holder)
+            self._vacate(buffer.holder)
+            if not buffer.aliased:
+                return buffer
+            buffers.remove(buffer)
+        return self._grow(buffers, flat)
 
     def _grow(self, buffers: list[Buffer], flat: Flat) -> Buffer:
         buffers.append(Buffer(torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)))
@@ -276,15 +345,23 @@ class Gatherer:
             for buffer in buffers:
                 start = buffer.tensor.data_ptr()
                 if start <= address < start + buffer.tensor.nbytes and buffer.holder is not None:
-                    offset = (address - start) // buffer.tensor.element_size()
-                    return SavedView(buffer.holder, offset, tensor.size(), tensor.stride())
+                    offset = (address - start) // tensor.element_size()
+                    bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+                    return SavedView(buffer.holder, offset, tensor.size(), tensor.stride(), *bits)
         return None
 
     def resolve(self, saved: SavedView) -> torch.Tensor:
         """Return the saved view anew, from the buffer that holds its flat now."""
         self._need_flat(saved.flat)
-        assert saved.flat.buffer is not None
-        return saved.flat.buffer.as_strided(saved.size, saved.stride, saved.offset)
+        buffer = saved.flat.buffer
+        assert buffer is not None
+        if saved.dtype == buffer.dtype:
+            return buffer.as_strided(saved.size, saved.stride, saved.offset)
+        view = torch.empty(0, dtype=saved.dtype, device=buffer.device)
+        start = buffer.storage_offset() * buffer.element_size() // saved.dtype.itemsize
+        view.set_(buffer.untyped_storage(), start + saved.offset, saved.size, saved.stride)
+        view = view.conj() if saved.conjugate else view
+        return torch._neg_view(view) if saved.negative else view
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

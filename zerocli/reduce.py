@@ -14,10 +14,13 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from zerocli.buckets import BucketPlan, Pool, Rest, fill, plan_buckets
+from zerocli.buckets import Bucket, BucketPlan, Pool, Rest, fill, plan_buckets
 from zerocli.comm import Collectives
+from zerocli.errors import Refused
 from zerocli.lanes import Lane, Waits
+from zerocli.parameters import drop_grad, take_grad
 from zerocli.shards import SHARD_ALIGN, Span
 from zerocli.stage import Stage
 from zerocli.tensor_parallel import TensorParallel
@@ -36,22 +39,32 @@ class Reducer:
         waits: Waits,
         probe: Callable[[str], None],
         bucket_nbytes: int,
-        wire: torch.dtype,
+        reduce_fp32: bool,
         eager: bool,
+        together: bool,
         tensor_parallel: TensorParallel,
+        unexpected: Callable[[str], None],
     ) -> None:
         self._stage, self._collectives, self._device = stage, collectives, device
-        self._waits, self._probe, self._eager = waits, probe, eager
-        self._wire, self._tensor_parallel = wire, tensor_parallel
+        self._waits, self._probe, self._eager, self._together = waits, probe, eager, together
+        self._reduce_fp32, self._tensor_parallel = reduce_fp32, tensor_parallel
+        self._unexpected = unexpected
+        self._bucket_nbytes = bucket_nbytes
         self._lane = Lane(device)
-        self._flats = [flat for unit in units if (flat := unit.trainable) is not None]
+        self._flats = [flat for unit in units for flat in unit.trainable]
         largest = max((flat.layout.total for flat in self._flats), default=0)
-        self._bucket_numel = min(largest, max(bucket_nbytes // wire.itemsize, collectives.world * SHARD_ALIGN))
+        self._bucket_numels = {dtype: self._bucket_numel(dtype) for dtype in {self._wire(f) for f in self._flats}}
+        # Of a gradient that is kept whole, as many elements at a time in fp32 as in fewer bits.
+        self._limits: dict[torch.dtype, int] = {}
+        for flat in self._flats:
+            if flat.grad_full is not None:
+                elements = max(1, bucket_nbytes // self._wire(flat).itemsize)
+                self._limits[flat.grad_full.dtype] = min(elements, self._limits.get(flat.grad_full.dtype, elements))
         # Two in turn; where gradients leave the device, enough for one whole unit to be on its way beside the next.
         leaves = any(flat.grad_store is not None for flat in self._flats)
-        count = min(8, -(-largest // self._bucket_numel) + 1) if leaves and largest else 2
+        smallest = min(self._bucket_numels.values(), default=0)
+        count = min(8, -(-largest // smallest) + 1) if leaves and smallest else 2
         self._buckets, self._lift = Pool(count, device, waits), Pool(count, device, waits)
-        self._bucket_limit = max(1, bucket_nbytes // wire.itemsize)
         self._run: list[torch.Tensor] = []
         """Gradients that lie one after another and are still to be all-reduced together."""
         self._plans: dict[int, list[BucketPlan]] = {}
@@ -59,24 +72,59 @@ class Reducer:
         self._order = list(reversed(self._flats))
         self._ordered_by_use = False
         self._arrived: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
+        self._nested: set[int] = set()
+        """Flats that got a gradient from a backward inside this one: only its end tells whether more will come."""
+        self._graph_task: int | None = None
         self._completed: list[Flat] = []
+        self._launched: set[int] = set()
+        """Flats whose gradients of this pass are on their way: nothing can be added to them."""
         self._next = 0
         self._unfinished: list[Rest] = []
         self._first = self._last = True
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
         """Norm of each piece of each gradient that this rank owns, by (flat, first column)."""
         self.active = False
-        for flat in self._flats:
-            for index, parameter in enumerate(flat.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(flat, index))
+        self.reduced = False
+        """Whether gradients that are kept whole have been summed over the ranks."""
+        self._handles = [self._register(flat, index) for flat in self._flats for index in range(len(flat.parameters))]
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _wire(self, flat: Flat) -> torch.dtype:
+        """The dtype in which a flat's gradients travel."""
+        return torch.float32 if self._reduce_fp32 else flat.dtype
+
+    def _bucket_numel(self, wire: torch.dtype) -> int:
+        largest = max(flat.layout.total for flat in self._flats if self._wire(flat) == wire)
+        return min(largest, max(self._bucket_nbytes // wire.itemsize, self._collectives.world * SHARD_ALIGN))
 
     def begin(self, first: bool, last: bool) -> None:
         """Open a backward pass: `first` and `last` of the step's micro-steps."""
         self._first, self._last, self.active = first, last, True
+        self.reduced = False
         self._next, self._completed = 0, []
+        self._launched.clear()
+        self._nested.clear()
+        self._graph_task = None
         self._norms.clear()
         for arrived in self._arrived.values():
             arrived.clear()
+        self.drop_grads()
+
+    def outermost(self) -> None:
+        """Take the graph that autograd is working on now for the pass's own; others are nested in it."""
+        self._graph_task = torch._C._current_graph_task_id()
+
+    def _register(self, flat: Flat, index: int) -> RemovableHandle:
+        """Ask to be told of a parameter's gradients, also where it is frozen for now."""
+        parameter = flat.parameters[index]
+        trains = parameter.requires_grad
+        handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._hook(flat, index))
+        parameter.requires_grad_(trains)
+        return handle
 
     def _hook(self, flat: Flat, index: int) -> Callable[[nn.Parameter], None]:
         # Python's collector does not see into a parameter's hooks: one that held us would keep all of it for good.
@@ -91,25 +139,43 @@ class Reducer:
 
     def _accumulated(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
         if not self.active:
-            raise RuntimeError("gradients arrived outside engine.backward(loss): call it instead of loss.backward()")
+            try:
+                self._unexpected(flat.layout.entries[index].name)
+            except BaseException:
+                self.drop_grads()
+                raise
         arrived = self._arrived[id(flat)]
-        arrived.add(index)
+        if id(flat) in self._launched:
+            raise Refused(
+                f"a gradient of {flat.layout.entries[index].name} arrived after those of its unit were reduced: its "
+                "module runs both inside and outside of a reentrant checkpoint; use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        if self._graph_task is not None and torch._C._current_graph_task_id() != self._graph_task:
+            self._nested.add(id(flat))
         if flat.grad_full is not None:
-            self._keep(flat, index, parameter)
-        if self._eager and len(arrived) == len(flat.parameters):
+            self._keep(flat, index, parameter, add=not self._first or index in arrived)
+        arrived.add(index)
+        if self._eager and len(arrived) == len(flat.parameters) and id(flat) not in self._nested:
             self.complete(flat)
 
-    def _keep(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
+    def _keep(self, flat: Flat, index: int, parameter: nn.Parameter, add: bool) -> None:
         """Move a gradient into the whole flat gradient that this rank keeps."""
-        assert flat.grad_full is not None and parameter.grad is not None
+        grad = take_grad(parameter)
+        assert flat.grad_full is not None and grad is not None
         places = self._places.get(id(flat))
         if places is None:
             places = self._places[id(flat)] = flat.views(flat.grad_full)
-        if self._first:
-            places[index].copy_(parameter.grad)
+        if add:
+            places[index].add_(grad)
         else:
-            places[index].add_(parameter.grad)
-        parameter.grad = None
+            places[index].copy_(grad)
+
+    def drop_grads(self) -> None:
+        """Leave nothing of what autograd has accumulated in the parameters."""
+        for flat in self._flats:
+            for parameter in flat.parameters:
+                drop_grad(parameter)
 
     def complete(self, flat: Flat) -> None:
         """Take the flat's gradients as final for this backward; what has not arrived by now counts as zero."""
@@ -118,11 +184,19 @@ class Reducer:
                 if index not in self._arrived[id(flat)]:
                     flat.grad_full[entry.offset : entry.offset + entry.numel].zero_()
         self._completed.append(flat)
-        self._launch_ready()
+        if not self._together:
+            self.launch(self.ready)
 
-    def _launch_ready(self) -> None:
-        ready = {id(flat) for flat in self._completed}
-        while self._next < len(self._order) and id(self._order[self._next]) in ready:
+    @property
+    def ready(self) -> int:
+        """How many flats can have been reduced by now, in the order that all ranks keep."""
+        done = {id(flat) for flat in self._completed}
+        waiting = (at for at, flat in enumerate(self._order) if at >= self._next and id(flat) not in done)
+        return next(waiting, len(self._order))
+
+    def launch(self, upto: int) -> None:
+        """Start reducing the first `upto` flats of the order, those that have not been."""
+        while self._next < upto:
             self._launch(self._order[self._next])
             self._next += 1
 
@@ -131,7 +205,7 @@ class Reducer:
         done = {id(flat) for flat in self._completed}
         for flat in [flat for flat in self._order if id(flat) not in done]:
             self.complete(flat)
-        assert self._next == len(self._order)
+        self.launch(len(self._order))
         self._reduce_run()
         for cause, rests in itertools.groupby(self._unfinished, key=lambda rest: rest.cause):
             with self._waits.waiting(cause):
@@ -141,9 +215,39 @@ class Reducer:
         if self._last:
             self._agree()
             self._measure()
-        self.active = False
+        self.active, self.reduced = False, self._last or self._stage.gradients
         if not self._ordered_by_use:
             self._adopt_order()
+
+    def finish_early(self) -> None:
+        """Take the passes made so far for all of the step's: reduce or measure what waited for the last one."""
+        if not self._stage.gradients:
+            self.begin(first=False, last=True)
+            self.finish()
+            return
+        self._agree()
+        self._measure()
+        for flat in self._flats:
+            if flat.grad_store is not None:
+                self._measure_stored(flat)
+
+    def _measure_stored(self, flat: Flat) -> None:
+        """Take the norms of a gradient that is kept off the device, piece by piece."""
+        store = flat.grad_store
+        assert store is not None
+        for plan in self._plans_of(flat):
+            piece = torch.empty(plan.columns.numel, dtype=store.dtype, device=self._device)
+            store.fetch(plan.columns.start, piece).wait()
+            self._measure_piece(flat, plan, piece)
+            if flat.own.start + plan.columns.stop > flat.replicated:
+                store.put(plan.columns.start, piece).synchronize()
+
+    def _measure_piece(self, flat: Flat, plan: BucketPlan, piece: torch.Tensor) -> None:
+        for columns in _measured(flat, plan.columns):
+            measured = piece[columns.start - plan.columns.start : columns.stop - plan.columns.start]
+            if flat.own.start + columns.start >= flat.replicated:
+                self._tensor_parallel.agree_(measured, f"gradients of {flat.unit.title}")
+            self._norms[self._flats.index(flat), columns.start] = _norm(measured)
 
     def _agree(self) -> None:
         """Make replicated gradients one: sums over other data-parallel ranks may have been rounded in another order."""
@@ -192,9 +296,7 @@ class Reducer:
                 rest.do()
         self._forget()
         self._run = []
-        for flat in self._flats:
-            for parameter in flat.parameters:
-                parameter.grad = None
+        self.drop_grads()
         self.active = False
 
     def _forget(self) -> None:
@@ -225,8 +327,10 @@ class Reducer:
 
     def _launch(self, flat: Flat) -> None:
         if flat.grad_full is None:
+            self._launched.add(id(flat))
             self._reduce_buckets(flat)
         elif self._last:
+            self._launched.add(id(flat))
             self._reduce_whole(flat)
 
     def _reduce_whole(self, flat: Flat) -> None:
@@ -241,7 +345,7 @@ class Reducer:
         if self._run and not _adjoin(self._run[-1], flat.grad_full):
             self._reduce_run()
         self._run.append(flat.grad_full)
-        if sum(part.numel() for part in self._run) >= self._bucket_limit:
+        if sum(part.nbytes for part in self._run) >= self._limits[flat.grad_full.dtype] * flat.grad_full.itemsize:
             self._reduce_run()
 
     def _reduce_run(self) -> None:
@@ -253,7 +357,7 @@ class Reducer:
         self._run = []
         with self._lane.run():
             self._probe("reduce")
-            for piece in Span(0, numel).pieces(self._bucket_limit):
+            for piece in Span(0, numel).pieces(self._limits[whole.dtype]):
                 pending = self._collectives.all_reduce(whole[piece.start : piece.stop], "gradients")
                 self._unfinished.append(Rest(pending.wait))
 
@@ -261,8 +365,8 @@ class Reducer:
         """Carry the unit's gradients to their owners, bucket by bucket, and free them."""
         sources: list[torch.Tensor | None] = []
         for parameter in flat.parameters:
-            sources.append(None if parameter.grad is None else parameter.grad.reshape(-1))
-            parameter.grad = None
+            grad = take_grad(parameter)
+            sources.append(None if grad is None else grad.reshape(-1))
         plans = self._plans_of(flat)
         if self._collectives.world == 1 and flat.grad is not None:
             # The bucket of a lone owner is its gradient shard itself.
@@ -271,7 +375,8 @@ class Reducer:
                 fill(part, plan, sources, add=not self._first)
             return
         for plan in plans:
-            bucket = self._buckets.take(self._bucket_numel, self._wire)
+            wire = self._wire(flat)
+            bucket = self._buckets.take(self._bucket_numels[wire], wire)
             memory = bucket.memory[: plan.numel]
             fill(memory, plan, sources)
             with self._lane.run():
@@ -283,7 +388,7 @@ class Reducer:
     def _plans_of(self, flat: Flat) -> list[BucketPlan]:
         plans = self._plans.get(id(flat))
         if plans is None:
-            plans = plan_buckets(flat.layout, self._collectives.world, self._bucket_numel)
+            plans = plan_buckets(flat.layout, self._collectives.world, self._bucket_numels[self._wire(flat)])
             self._plans[id(flat)] = plans
         return plans
 
@@ -317,7 +422,8 @@ class Reducer:
         store = flat.grad_store
         assert store is not None
         if not self._first or part.dtype != store.dtype:
-            lift = self._lift.take(self._bucket_numel // self._collectives.world, store.dtype)
+            numel = self._bucket_numels[self._wire(flat)] // self._collectives.world
+            lift = self._lift.take(numel, store.dtype)
             piece = lift.memory[: part.numel()]
             if self._first:
                 piece.copy_(part)
@@ -328,21 +434,21 @@ class Reducer:
         else:
             lift, piece = None, part
         if self._last:
-            for columns in _measured(flat, plan.columns):
-                measured = piece[columns.start - plan.columns.start : columns.stop - plan.columns.start]
-                if flat.own.start + columns.start >= flat.replicated:
-                    self._tensor_parallel.agree_(measured, f"gradients of {flat.unit.title}")
-                self._norms[self._flats.index(flat), columns.start] = _norm(measured)
+            self._measure_piece(flat, plan, piece)
         done = store.put(plan.columns.start, piece).wait
         if lift is not None:
             lift.busy = Rest(done, "transfers")
             self._unfinished.append(lift.busy)
         return done
 
+    def buckets(self) -> list[Bucket]:
+        """Return all reduction buckets."""
+        return [*self._buckets.all(), *self._lift.all()]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the reduction buckets."""
-        return self._buckets.nbytes + self._lift.nbytes
+        return sum(bucket.memory.nbytes for bucket in self.buckets())
 
 
 def _measured(flat: Flat, columns: Span) -> list[Span]:

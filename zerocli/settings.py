@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerocli.unit import UnitChoice
@@ -26,6 +27,9 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer: betas, eps, momentum, ..."""
     precision: str = "fp32"
+    keep_fp32: str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None = None
+    """Parameters that stay in fp32 under bf16 and fp16: regular expressions found in their names, or a function of name
+    and parameter. In a model that has parameters of the compute dtype already, those in fp32 stay so anyway."""
     accumulate: int = 1
     """Backward passes a step; their gradients are averaged, in fp32 when there is more than one."""
     clip: float | None = None
@@ -61,5 +65,9 @@ class Settings:
     """The data-parallel ranks, over which states are partitioned; by default all ranks, or those that `tp` leaves."""
     tp: int | DeviceMesh = 1
     """Neighbouring ranks that split each layer between them; or that axis of a mesh, whose other axis is `group`."""
+    uneven: bool | None = None
+    """Whether ranks may run different units in a step where parameters are partitioned: before each gather they then
+    tell each other what they need. By default over gloo, where that costs little; elsewhere different units are
+    refused."""
     probe: Callable[[str], None] = lambda name: None
     """Called before each gather, reduce and optimizer and after each unit's forward; tests inject delays here."""

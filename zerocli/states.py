@@ -38,7 +38,7 @@ def write_held(flat: Flat, name: str, values: torch.Tensor) -> None:
         flat.master.copy_(values)
 
 
-def _whole(engine: Engine, flat: Flat, held: torch.Tensor) -> torch.Tensor:
+def join_parts(engine: Engine, flat: Flat, held: torch.Tensor) -> torch.Tensor:
     """Return on the CPU the whole of what each rank holds a part of."""
     if held.numel() == flat.layout.total:
         return held.detach().to("cpu", copy=True)
@@ -47,10 +47,10 @@ def _whole(engine: Engine, flat: Flat, held: torch.Tensor) -> torch.Tensor:
     return whole.cpu()
 
 
-def _parameters(engine: Engine, flat: Flat) -> torch.Tensor:
+def whole_parameters(engine: Engine, flat: Flat) -> torch.Tensor:
     """Return a flat's parameters whole, as exact as they are kept."""
     if flat.trainable:
-        return _whole(engine, flat, read_held(flat, MASTER, engine.device))
+        return join_parts(engine, flat, read_held(flat, MASTER, engine.device))
     if flat.resident is not None:
         return flat.resident.cpu()
     held = flat.shard
@@ -58,7 +58,7 @@ def _parameters(engine: Engine, flat: Flat) -> torch.Tensor:
         assert flat.param_store is not None
         held = torch.empty(flat.own.numel, dtype=flat.dtype, device=engine.device)
         flat.param_store.fetch(0, held).synchronize()
-    return _whole(engine, flat, held)
+    return join_parts(engine, flat, held)
 
 
 def _forget_traffic(engine: Engine) -> None:
@@ -73,7 +73,7 @@ def model_state(engine: Engine) -> dict[str, torch.Tensor]:
     engine.settle()
     values: dict[int, torch.Tensor] = {}
     for flat in engine.flats():
-        whole = _parameters(engine, flat)
+        whole = whole_parameters(engine, flat)
         for parameter, entry, view in zip(flat.parameters, flat.layout.entries, flat.views(whole), strict=True):
             values[id(parameter)] = engine.tensor_parallel.join(entry.name, view.clone())
     _forget_traffic(engine)
@@ -118,13 +118,30 @@ def load_whole(flat: Flat, whole: torch.Tensor) -> None:
 
 
 @torch.no_grad()
+def adopt(flat: Flat, values: torch.Tensor, device: torch.device) -> None:
+    """Make whole values in the compute dtype the flat's parameters; the master of unchanged ones keeps all its bits."""
+    if flat.trainable and flat.dtype != torch.float32:
+        master = read_held(flat, MASTER, device)
+        held = values[flat.held.start : flat.held.stop]
+        write_held(flat, MASTER, torch.where(held != master.to(flat.dtype), held.float(), master))
+    mine = values[flat.own.start : flat.own.stop]
+    if flat.resident is not None:
+        if flat.resident is not values:
+            flat.resident.copy_(values)
+    elif flat.shard is not None:
+        flat.shard.copy_(mine)
+    elif flat.param_store is not None:
+        flat.param_store.put(0, mine.clone()).synchronize()
+
+
+@torch.no_grad()
 def optimizer_state(engine: Engine) -> dict[str, Any]:
     """See `Engine.optimizer_state_dict`."""
     engine.settle()
     states: dict[str, dict[str, torch.Tensor]] = {}
     for flat in engine.trainable():
         for key in engine.optimizer.state_names:
-            whole = _whole(engine, flat, read_held(flat, key, engine.device))
+            whole = join_parts(engine, flat, read_held(flat, key, engine.device))
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
                 states.setdefault(entry.name, {})[key] = engine.tensor_parallel.join(entry.name, view.clone())
     _forget_traffic(engine)

@@ -1,7 +1,7 @@
 """Units: the parameters that are gathered, computed with and released together.
 
-A unit's parameters live in flat buffers: one for the trainable ones and one for each dtype of frozen ones. Each rank
-owns one contiguous, aligned slice of each. Parameters are views: gathering a unit is one collective and no copy-out.
+A unit's parameters live in flat buffers: one for each dtype of trainable ones and of frozen ones. Each rank owns one
+contiguous, aligned slice of each. Parameters are views: gathering a unit is one collective and no copy-out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from torch import nn
 
 from offload import Record, Store
 from zerocli.comm import Collectives, Pending
+from zerocli.errors import Refused
 from zerocli.lanes import Mark
+from zerocli.parameters import attach, edited, edited_in_place, note_values, release
 from zerocli.shards import Layout, Span, lay_out, owned
 from zerocli.stage import Stage
 
@@ -92,21 +94,47 @@ class Flat:
     def attach(self, buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
         """Make the parameters views of `buffer`."""
         for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.data = view
+            attach(parameter, view)
+            note_values(parameter)
         self.buffer = buffer
 
     def detach(self) -> None:
-        """Leave the parameters with their shape but no memory; whoever reads them meets NaN, not stale numbers."""
-        for parameter, poison in zip(self.parameters, self._poison, strict=True):
-            parameter.data = poison
+        """Leave the parameters with their shape but no values: whoever reads them meets an error by name."""
+        for parameter, hollow in zip(self.parameters, self._hollow, strict=True):
+            release(parameter, hollow)
         self.buffer = None
+
+    def edited(self) -> list[str]:
+        """Return the names of parameters whose values somebody may have changed in place."""
+        return [e.name for e, p in zip(self.layout.entries, self.parameters, strict=True) if edited(p)]
+
+    def changed_while_whole(self) -> list[str]:
+        """Return the names of gathered parameters that were changed in place; of `p.data` only values tell."""
+        if not (names := self.edited()):
+            return []
+        known = [e.name for e, p in zip(self.layout.entries, self.parameters, strict=True) if edited_in_place(p)]
+        if known or self.buffer is None or (self.shard is None and self.param_store is None):
+            return known
+        kept = self.shard
+        if kept is None:
+            assert self.param_store is not None
+            kept = torch.empty(self.own.numel, dtype=self.dtype, device=self.buffer.device)
+            self.param_store.fetch(0, kept).synchronize()
+        gathered = self.buffer[self.own.start : self.own.stop]
+        return [] if torch.equal(gathered.view(torch.uint8), kept.view(torch.uint8)) else names
+
+    def note_values(self) -> None:
+        """Take the parameters' values for known, as they are."""
+        for parameter in self.parameters:
+            note_values(parameter, kept=self.resident is not None)
 
     def __post_init__(self) -> None:
         device = self.parameters[0].device
         kind = torch.device("cpu") if device.type == "meta" else device
         fill = float("nan") if self.dtype.is_floating_point else 0
         one = torch.full((1,), fill, dtype=self.dtype, device=kind)
-        self._poison = [one.expand(entry.shape) if entry.shape else one[0] for entry in self.layout.entries]
+        # NaN for whoever gets past Python's check of a released parameter: never stale numbers.
+        self._hollow = [one.expand(entry.shape) if entry.shape else one[0] for entry in self.layout.entries]
 
 
 class Unit:
@@ -117,8 +145,9 @@ class Unit:
         self.flats: list[Flat] = []
 
     @property
-    def trainable(self) -> Flat | None:
-        return next((flat for flat in self.flats if flat.trainable), None)
+    def trainable(self) -> list[Flat]:
+        """Its flats of trainable parameters, one for each dtype."""
+        return [flat for flat in self.flats if flat.trainable]
 
     @property
     def title(self) -> str:
@@ -226,17 +255,20 @@ def build_flats(
     unit: Unit,
     named: Sequence[tuple[str, nn.Parameter]],
     group_of: Callable[[str, nn.Parameter], int],
-    compute_dtype: torch.dtype,
+    dtype_of: Callable[[str, nn.Parameter], torch.dtype],
+    trains: Callable[[nn.Parameter], bool],
     stage: Stage,
     collectives: Collectives,
 ) -> None:
     """Lay the unit's parameters out into flats for this rank; allocates nothing."""
     kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for name, p in named:
-        if p.requires_grad and not p.dtype.is_floating_point:
-            raise ValueError(f"{name} is {p.dtype}: only real floating-point parameters can be trained")
-        dtype = compute_dtype if p.dtype.is_floating_point else p.dtype
-        kinds.setdefault((p.requires_grad, dtype), []).append((name, p))
+        if trains(p) and not p.dtype.is_floating_point:
+            raise Refused(
+                f"{name} is {p.dtype}: only real floating-point parameters can be trained; keep a complex one as a "
+                "real tensor of shape (..., 2) and use torch.view_as_complex in forward"
+            )
+        kinds.setdefault((trains(p), dtype_of(name, p)), []).append((name, p))
     for (trainable, dtype), members in kinds.items():
         groups = [group_of(name, p) if trainable else 0 for name, p in members]
         layout = lay_out([(n, tuple(p.shape), g) for (n, p), g in zip(members, groups, strict=True)], collectives.world)

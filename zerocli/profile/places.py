@@ -43,12 +43,12 @@ def tensors(engine: Engine) -> Iterator[tuple[str, str, torch.Tensor]]:
         ):
             if tensor is not None and tensor.numel():
                 yield category, f"{unit} {category}", tensor
-        if flat._poison:
-            yield "buffers", "released parameters", flat._poison[0]
+        if flat._hollow:
+            yield "buffers", "released parameters", flat._hollow[0]
     for buffers in engine.gatherer._pool.values():
         for buffer in buffers:
             yield "gathered", f"gather buffers of {buffer.tensor.numel()} elements", buffer.tensor
-    for bucket in (*engine.reducer._buckets.buckets, *engine.reducer._lift.buckets):
+    for bucket in engine.reducer.buckets():
         yield "buffers", "reduction buckets", bucket.memory
     for slot in engine.updater._slots:
         for memory in slot.buffers.values():

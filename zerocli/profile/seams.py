@@ -113,10 +113,10 @@ class Seams:
 
         def phase(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-                def run(*args: Any) -> Any:
+                def run(*args: Any, **kwargs: Any) -> Any:
                     self._push((name, ""))
                     try:
-                        return original(*args)
+                        return original(*args, **kwargs)
                     finally:
                         self._pop()
 
@@ -133,7 +133,7 @@ class Seams:
 
             return step
 
-        self._replace(engine, "_run_unit", run_unit)
+        self._replace(engine.hooks, "run_unit", run_unit)
         self._replace(engine, "backward", phase("backward"))
         self._replace(engine, "step", phase("optimizer"))
         self._replace(engine, "step", stepping)

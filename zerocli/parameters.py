@@ -1,0 +1,208 @@
+"""Parameters of a sharded model: reading one that is released, or a gradient that is not there, is an error by name.
+
+The objects stay the user's own `nn.Parameter`s; only their class changes, to one of two subclasses. Both cost nothing
+while a module computes: torch's dispatch to Python is off for the one, and nobody computes with the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocli.errors import Refused
+
+_DATA, _GRAD = torch._C.TensorBase.data, torch._C.TensorBase.grad  # type: ignore[attr-defined]
+_SHARDING = "_zerocli_sharding"
+
+_READABLE = frozenset(
+    "shape dtype device layout requires_grad is_leaf grad_fn grad ndim names itemsize nbytes _version _backward_hooks "
+    "_post_accumulate_grad_hooks is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_xpu is_mps is_nested "
+    "output_nr _grad_fn retains_grad grad_dtype".split()
+)
+"""Attributes that a released parameter still has: everything but values."""
+_CALLABLE = frozenset(
+    "numel nelement size dim ndimension stride element_size is_floating_point is_complex is_contiguous requires_grad_ "
+    "register_hook register_post_accumulate_grad_hook storage_offset __len__ is_signed is_inference".split()
+)
+
+
+class Gradients:
+    """Whether an engine holds gradients that `step` has not used yet: then `p.grad` is not what a user expects."""
+
+    def __init__(self) -> None:
+        self.pending = False
+        self.in_backward = False
+
+
+class Sharding:
+    """What a parameter knows of the engine that it belongs to."""
+
+    __slots__ = ("gradients", "handed_out", "name", "version")
+
+    def __init__(self, name: str, gradients: Gradients) -> None:
+        self.name, self.gradients = name, gradients
+        self.handed_out = False
+        """Whether somebody was given `p.data`, through which edits leave no trace but their values."""
+        self.version = 0
+        """torch's count of in-place edits when its values were last known."""
+
+
+class _Guarded(nn.Parameter):
+    """What both classes refuse: gradients are the engine's between backward and step."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        sharding: Sharding = self.__dict__[_SHARDING]
+        found: torch.Tensor | None = _GRAD.__get__(self)
+        if found is None and (sharding.gradients.pending or sharding.gradients.in_backward):
+            raise Refused(
+                f"the gradient of {sharding.name} is kept by the engine, not in p.grad: read it with "
+                f"engine.grad({sharding.name!r}), clip with shard(..., clip=...), drop it with engine.zero_grad()"
+            )
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        sharding: Sharding = self.__dict__[_SHARDING]
+        if value is not None or sharding.gradients.pending:
+            raise Refused(
+                f"a gradient assigned to {sharding.name} would be ignored, for the engine keeps gradients itself: "
+                "change the loss, register a hook on the parameter, or drop all gradients with engine.zero_grad()"
+            )
+        _GRAD.__set__(self, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class WholeParameter(_Guarded):
+    """A parameter whose values are there; it notes when `data` was handed out, for then edits may follow."""
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        self.__dict__[_SHARDING].handed_out = True
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        name = self.__dict__[_SHARDING].name
+        raise Refused(
+            f"{name} lies in the engine's memory, so its data cannot be replaced: copy into it inside "
+            f"`with engine.gathered({name!r}, write=True)`"
+        )
+
+
+class ReleasedParameter(_Guarded):
+    """A parameter without values for now: each rank holds a slice of it, or another tier does."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        allowed = attribute in _READABLE if name in ("__get__", "__set__") else name in _CALLABLE
+        if allowed:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        released = _first_released((args, kwargs))
+        raise Refused(
+            f"{released} has no values here: each rank holds a part of it, and it is whole only while its own module "
+            f"computes. Read it inside `with engine.gathered({released!r})`, change it with write=True; a method that "
+            "uses it is made known by engine.register_forward_method(module, name); whole weights are "
+            "engine.state_dict()"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ReleasedParameter({name_of(self)}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        raise Refused(
+            f"{name_of(self)} cannot be copied: this rank has a part of it only. engine.unsharded_model() gives an "
+            "independent whole copy of the model; zerocli.EMA(engine) keeps an average of its weights"
+        )
+
+
+def _first_released(values: Any) -> str:
+    if isinstance(values, ReleasedParameter):
+        return name_of(values)
+    if isinstance(values, dict):
+        values = values.values()
+    if isinstance(values, tuple | list) or type(values).__name__ == "dict_values":
+        for value in values:
+            if found := _first_released(value):
+                return found
+    return ""
+
+
+def name_of(parameter: torch.Tensor) -> str:
+    """Return the name that the model gives a sharded parameter."""
+    return str(parameter.__dict__[_SHARDING].name)
+
+
+def guard(parameter: nn.Parameter, name: str, gradients: Gradients) -> None:
+    """Make a parameter one of a sharded model; other subclasses of nn.Parameter, fake ones too, stay what they are."""
+    if isinstance(parameter, _Guarded):
+        raise Refused(f"{name} is sharded by another engine already: close that one, or shard another model")
+    if type(parameter) is nn.Parameter:
+        parameter.__dict__[_SHARDING] = Sharding(name, gradients)
+        parameter.__class__ = WholeParameter
+
+
+def unguard(parameter: nn.Parameter) -> None:
+    """Give a parameter back to its user."""
+    if isinstance(parameter, _Guarded):
+        parameter.__class__ = nn.Parameter
+        del parameter.__dict__[_SHARDING]
+
+
+def attach(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Give a parameter its values."""
+    if isinstance(parameter, _Guarded):
+        parameter.__class__ = WholeParameter
+    _DATA.__set__(parameter, values)
+
+
+def release(parameter: nn.Parameter, hollow: torch.Tensor) -> None:
+    """Take a parameter's values away; `hollow` has its shape and no memory of its own."""
+    _DATA.__set__(parameter, hollow)
+    if isinstance(parameter, _Guarded):
+        parameter.__class__ = ReleasedParameter
+
+
+def take_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return what autograd has accumulated in a parameter, dense, and leave nothing there."""
+    found: torch.Tensor | None = _GRAD.__get__(parameter)
+    if found is None:
+        return None
+    _GRAD.__set__(parameter, None)
+    return found.to_dense() if found.layout != torch.strided else found
+
+
+def drop_grad(parameter: nn.Parameter) -> None:
+    _GRAD.__set__(parameter, None)
+
+
+def edited_in_place(parameter: nn.Parameter) -> bool:
+    """Whether torch has counted an in-place change of a parameter since `note_values`."""
+    sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
+    return sharding is not None and parameter._version != sharding.version
+
+
+def edited(parameter: nn.Parameter) -> bool:
+    """Whether somebody may have changed a parameter's values since `note_values`: in place, or through `p.data`."""
+    sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
+    return sharding is not None and (sharding.handed_out or parameter._version != sharding.version)
+
+
+def note_values(parameter: nn.Parameter, kept: bool = False) -> None:
+    """Take a parameter's values for known; `kept` if they stay in this memory, where `p.data` may edit them."""
+    sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
+    if sharding is not None:
+        sharding.version = parameter._version
+        sharding.handed_out = sharding.handed_out and kept
