@@ -99,7 +99,7 @@ def replicated_digest(engine) -> str:
     engine.settle()
     digest = hashlib.sha256()
     for flat in engine.flats():
-        whole = states._whole(engine, flat, states.read_held(flat, MASTER, engine.device))
+        whole = states.join_parts(engine, flat, states.read_held(flat, MASTER, engine.device))
         digest.update(whole[flat.replicated :].numpy().tobytes())
     return digest.hexdigest()
 

@@ -19,6 +19,8 @@ from zerocli.lanes import Waits
 
 PASSES = {-1: "a forward pass without gradients", -2: "a backward pass"}
 FORWARD, BACKWARD = PASSES
+NOTHING = -3
+"""Needs no flat: is there to have its gradients reduced."""
 
 
 class Agreement:
@@ -37,20 +39,29 @@ class Agreement:
         self._ready, self._launch, self._join = ready, launch, join
 
     def meet(self, want: int) -> None:
-        """Return when all ranks are about to gather the flat `want`, or have all ended the same pass (FORWARD, ...)."""
+        """Return when all ranks are about to gather the flat `want`, or have all ended the same pass (FORWARD, ...).
+
+        NOTHING takes part in one exchange, and in the gather that comes of it, if any.
+        """
         while self.active:
             with self._waits.waiting("collectives"):
                 mine = torch.tensor([want, self._ready()])
                 wants, ready = self._collectives.gather_control(mine).T.tolist()
             self._launch(min(ready))
             needed = [each for each in wants if each >= 0]
-            if not needed:
+            if not needed and NOTHING not in wants:
                 if len(set(wants)) > 1:
                     ends = ", ".join(f"rank {rank} {PASSES[each]}" for rank, each in enumerate(wants))
-                    raise Refused(f"the ranks are at different places of the training loop: {ends} has ended")
+                    raise Refused(f"the ranks are at different places of the training loop, each at the end of: {ends}")
                 return
+            if not needed:
+                if want == NOTHING:
+                    return
+                continue
             # The one that most ranks wait for; of several the first.
             chosen = max(sorted(set(needed)), key=needed.count)
             if chosen == want:
                 return
             self._join(chosen)
+            if want == NOTHING:
+                return

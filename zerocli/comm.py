@@ -225,6 +225,12 @@ class Collectives:
             _all_gather(everyone.view(-1), tensor.reshape(-1), group=self.group)
         return everyone
 
+    def broadcast_indices(self, indices: list[int]) -> list[int]:
+        """Return rank 0's list of numbers, of which all ranks have as many, outside training steps."""
+        if self.world == 1 or self.backend == "fake":  # a fake group is rank 0's own
+            return indices
+        return self.broadcast(torch.tensor(indices, dtype=torch.int64, device=self.device)).tolist()
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite `tensor` with rank `source`'s, outside training steps."""
         if self.world > 1:

@@ -121,8 +121,7 @@ class Gatherer:
             self._seen.append(unit.index)
         self._cursor = self._position_after(unit.index)
         self.need(unit)
-        if self.moves:
-            self._prefetch()
+        self.prefetch()
         if self._far:
             order = [self._units[index] for index in self._order]
             self._look_ahead(order[self._cursor :], order[: self._cursor])
@@ -140,8 +139,8 @@ class Gatherer:
     def agree_on_order(self) -> None:
         """Adopt rank 0's order of updates for good; collective the first time, free afterwards."""
         if self._update_order is None:
-            indices = torch.tensor([unit.index for unit in self.forward_order()], device=self._device)
-            self._update_order = [self._units[index] for index in self._collectives.broadcast(indices).tolist()]
+            indices = self._collectives.broadcast_indices([unit.index for unit in self.forward_order()])
+            self._update_order = [self._units[index] for index in indices]
 
     def end_step(self) -> None:
         """Close the step's trace: the next one is prefetched in this order."""
@@ -155,15 +154,19 @@ class Gatherer:
                 return at + 1
         return len(self._order)
 
-    def _prefetch(self) -> None:
-        ahead = self._order[self._cursor : self._cursor + self._limit - 1]
+    def prefetch(self) -> bool:
+        """Start gathering what comes next, as far as there are buffers; return whether anything was started."""
+        started = False
+        ahead = self._order[self._cursor : self._cursor + self._limit - 1] if self.moves else []
         for index in ahead:
             for flat in self._units[index].flats:
                 if flat.resident is None and flat.buffer is None and flat.pending is None:
                     buffer = self._free_buffer(flat)
                     if buffer is None:
-                        return
+                        return started
                     self._fill(flat, buffer)
+                    started = True
+        return started
 
     # -- in and out ------------------------------------------------------------------------------------------------
 

@@ -184,6 +184,8 @@ class Hooks:
             for flat in unit.trainable:
                 self._engine.reducer.complete(flat)
             self._engine.gatherer.release(unit)
+            if not self._engine.gatherer.prefetch():  # where ranks meet before a gather, gradients are sent then
+                self._engine.agreement.meet(agreement.NOTHING)
 
     def cannot_follow(self, unit: Unit) -> None:
         """Take the unit's gradients for complete only when backward is over: its parameters are used elsewhere too."""

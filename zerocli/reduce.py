@@ -307,9 +307,8 @@ class Reducer:
     def _adopt_order(self) -> None:
         """From now on launch in the order in which rank 0's first backward completed the units."""
         place = {id(flat): i for i, flat in enumerate(self._flats)}
-        order = torch.tensor([place[id(flat)] for flat in self._completed], dtype=torch.int64, device=self._device)
-        order = self._collectives.broadcast(order)
-        self._order = [self._flats[i] for i in order.tolist()]
+        order = self._collectives.broadcast_indices([place[id(flat)] for flat in self._completed])
+        self._order = [self._flats[i] for i in order]
         self._ordered_by_use = True
 
     def order(self) -> list[int] | None:

@@ -90,8 +90,6 @@ def run(model: nn.Module, setup: Setup, recompute: UnitChoice = None) -> int:
         try:
             engine = Engine(model, dataclasses.replace(settings, **axes))
             sums = _trust(engine.tensor_parallel)
-            reducer = engine.reducer
-            reducer._adopt_order = lambda: _adopt(reducer)  # type: ignore[method-assign]
             for _ in range(2):
                 tokens = torch.zeros((2, setup.batch, setup.seq), dtype=torch.int64)
                 engine.backward(engine(tokens[0], tokens[1]))
@@ -109,11 +107,6 @@ def _choice(model: nn.Module) -> Any:
     """Return the units that a model names itself, or None for the repeated blocks."""
     named = getattr(model, "unit_modules", None)
     return named() if callable(named) else None
-
-
-def _adopt(reducer: Any) -> None:
-    """Adopt the order in which backward completed the units; there are no other ranks to agree with."""
-    reducer._order, reducer._ordered_by_use = list(reducer._completed), True
 
 
 def _trust(axis: TensorParallel) -> set[int]:
