@@ -7,10 +7,10 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel
-from zoo.blocks import Stack
-from zoo.case import case, refused
 
 import zerocli
+from zoo.blocks import Stack
+from zoo.case import case, refused
 
 WHOLE = refused("unsharded_model")
 

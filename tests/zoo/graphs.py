@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, jvp, vmap
+
 from zoo.blocks import WIDTH, Block, Regressor, Stack, pairs
 from zoo.case import case, either, refused
 
@@ -124,8 +125,9 @@ def old_graph(run):
     old = trainer(run.tokens(9, 4, 8))
     trainer.backward(trainer(run.tokens(0, 4, 8)))
     trainer.step()
-    trainer.backward(old)
-    trainer.step()
+    if run.sharded:  # plain torch may say that weights were changed in place, or say nothing
+        trainer.backward(old)
+        trainer.step()
 
 
 @case("old-graph-refused-then-going-on", also=("stage0", "stage3-cpu"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+
 from zoo.blocks import Block, Stack
 from zoo.case import case, either
 
@@ -59,7 +60,8 @@ def output_hooks(run):
     class Reversed(Stack):
         def body(self, x):
             x = self.blocks[0](x)
-            x.register_hook(lambda grad: -grad)
+            if x.requires_grad:
+                x.register_hook(lambda grad: -grad)
             return self.blocks[2](self.blocks[1](x))
 
     run.train(run.shard(Reversed), 3)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from zoo.blocks import Stack
-from zoo.case import case, refused, trained
 
 import zerocli
+from zoo.blocks import Stack
+from zoo.case import case, refused, trained
 
 
 @case("partial-accumulation-with-clip", also=("stage0", "stage1", "stage3-cpu"), gpu=True)

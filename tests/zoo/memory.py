@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
 from zoo.blocks import WIDTH, Block, Regressor, Stack, pairs
 from zoo.case import case, either, trained
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+
 from zoo.blocks import WIDTH, WORDS, Stack
 from zoo.case import case, trained
 

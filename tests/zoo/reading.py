@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
+
 from zoo.blocks import WIDTH, Block, Regressor, Stack, pairs
 from zoo.case import case, either, refused, trained
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
-import multiprocessing as mp
 import os
 import pickle
 import shutil
@@ -16,13 +15,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from ranks import _context
+
 WORLD = 2
 SECONDS = 30.0
 """How long a case may take."""
 GRACE = 5.0
 """How long a rank may take when another has ended otherwise than by equal numbers."""
-
-_context = mp.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,14 @@ class Server:
         self._folder = ""
 
     def run(self, case: str, variant: str, device: str, seconds: float = SECONDS) -> list[Outcome]:
-        """Return how the case ended on each rank; the ranks are used again only if they all ended alike and well."""
+        """Return how the case ended on each rank; the ranks are used again if all came to the same end of it."""
         if not self._ranks:
             self._start()
         for _, end in self._ranks:
             end.send_bytes(pickle.dumps((case, variant, device)))
         outcomes = self._answers(time.monotonic() + seconds)
         kinds = {outcome.kind for outcome in outcomes}
-        if kinds not in ({"exact"}, {"refused"}):
+        if len(kinds) > 1 or not kinds <= {"exact", "different", "refused"}:
             self.stop()
         return outcomes
 
@@ -78,6 +77,9 @@ class Server:
             process.start()
             there.close()
             self._ranks.append((process, here))
+        for _, end in self._ranks:
+            assert end.poll(120), "the ranks did not start"
+            end.recv_bytes()
 
     def stop(self) -> None:
         """End the ranks; the next case starts new ones."""
@@ -92,6 +94,7 @@ class Server:
 def _serve(rank: int, folder: str, end: Connection) -> None:
     import torch
     import torch.distributed as dist
+
     from zoo import cases
 
     torch.set_num_threads(1)
@@ -99,6 +102,7 @@ def _serve(rank: int, folder: str, end: Connection) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     references: dict[tuple[str, str], Any] = {}
     gc.freeze()
+    end.send_bytes(b"ready")
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             name, variant, device = pickle.loads(end.recv_bytes())

@@ -8,6 +8,7 @@ from collections import namedtuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+
 from zoo.blocks import WIDTH, Block, Regressor, Stack, pairs
 from zoo.case import case, trained
 

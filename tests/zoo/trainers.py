@@ -172,16 +172,16 @@ class PlainTrainer(Trainer):
         self.passes += 1
 
     def averaged(self) -> dict[str, torch.Tensor | None]:
-        """Return each parameter's fp32 gradient, averaged over ranks and passes; None if it has none on any rank."""
+        """Return each parameter's gradient, averaged over ranks and passes; None if it has none on any rank."""
         named = dict(self.model.named_parameters())
         grads = [_flat_grad(p) for p in named.values()]
-        packed = torch.cat([torch.tensor([float(p.grad is not None) for p in named.values()]), *grads])
+        packed = torch.cat([torch.tensor([float(p.grad is not None) for p in named.values()]).double(), *grads])
         dist.all_reduce(packed)
         there, values = packed[: len(named)], packed[len(named) :] / (self.run.world * max(self.passes, 1))
         parts = values.split([grad.numel() for grad in grads])
         return {
-            name: _like(part, p) if some else None
-            for (name, p), part, some in zip(named.items(), parts, there.tolist(), strict=True)
+            name: _like(part, self.masters[name]) if some else None
+            for (name, _), part, some in zip(named.items(), parts, there.tolist(), strict=True)
         }
 
     def step(self) -> None:
@@ -321,10 +321,10 @@ def _flat_grad(p: nn.Parameter) -> torch.Tensor:
     grad = torch.zeros_like(p) if p.grad is None else p.grad.detach()
     grad = grad.to_dense() if grad.is_sparse else grad
     grad = torch.view_as_real(grad) if grad.is_complex() else grad
-    return grad.flatten().float().cpu()
+    return grad.flatten().double().cpu()
 
 
 def _like(part: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
     if p.is_complex():
-        return torch.view_as_complex(part.view(*p.shape, 2)).to(p.device)
-    return part.view(p.shape).to(p.device)
+        return torch.view_as_complex(part.view(*p.shape, 2)).to(p)
+    return part.view(p.shape).to(p)
