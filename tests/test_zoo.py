@@ -7,7 +7,7 @@ import os
 import pytest
 from zoo.case import VARIANTS
 from zoo.cases import CASES
-from zoo.server import Server, missing_package
+from zoo.server import Server, failure, missing_package
 
 RUNS = [
     (name, variant)
@@ -29,11 +29,8 @@ def test_zoo(server, name, variant):
     case = CASES[name]
     if missing := missing_package(case.needs):
         pytest.skip(f"{missing} is not installed")
-    outcomes = server.run(name, variant, "cpu")
-    expected = case.expected(variant)
-    if not all(expected.admits(outcome.kind, outcome.text) for outcome in outcomes):
-        ends = "\n".join(f"rank {rank}: {outcome.kind}: {outcome.text}" for rank, outcome in enumerate(outcomes))
-        pytest.fail(f"{name} at {variant}: expected {expected}\n{ends}", pytrace=False)
+    if message := failure(case, variant, server.run(name, variant, "cpu")):
+        pytest.fail(message, pytrace=False)
 
 
 def test_the_zoo_is_large():

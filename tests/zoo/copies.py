@@ -70,7 +70,7 @@ def dpo_deepcopy(run):
     _dpo(run, trainer, copy.deepcopy(trainer.model))
 
 
-@case("dpo-reference-by-unsharded-model", also=("stage0", "stage3-cpu"), gpu=True)
+@case("dpo-reference-by-unsharded-model", also=("stage0", "stage3-cpu"))
 def dpo_unsharded(run):
     """The supported way to an independent whole copy, after some training."""
     trainer = run.shard(Stack)

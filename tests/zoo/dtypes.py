@@ -77,7 +77,7 @@ def _checks_dtypes(name: str, make, wanted, **about) -> None:
         run.train(trainer, 3)
 
 
-_checks_dtypes("fp32-head-in-a-bf16-model", Fp32Head, "head", also=("stage0", "stage3-cpu"), gpu=True)
+_checks_dtypes("fp32-head-in-a-bf16-model", Fp32Head, "head", also=("stage0", "stage3-cpu"))
 _checks_dtypes("fp32-router-in-a-bf16-model", RoutedStack, "router", also=("stage0", "stage3-cpu"), gpu=True)
 _checks_dtypes("fp32-adapters-in-a-bf16-model", Adapted, "a", also=("stage0", "stage3-cpu"))
 

@@ -38,7 +38,7 @@ def _next_token(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-@case("enter-at-an-inner-model", also=("stage3-cpu",), gpu=True)
+@case("enter-at-an-inner-model", also=("stage3-cpu",))
 def inner_model(run):
     """`m.model(x)`: the root's forward never runs, and its head gets no gradient."""
     trainer = run.shard(Wrapped)

@@ -9,7 +9,7 @@ from zoo.blocks import Block, Stack
 from zoo.case import case, either
 
 
-@case("forward-hooks", also=("stage3-cpu",), gpu=True)
+@case("forward-hooks", also=("stage3-cpu",))
 def forward_hooks(run):
     """Hooks that record activations and that change inputs and outputs, on units and inside them."""
     trainer = run.shard(Stack)

@@ -79,7 +79,7 @@ def customary(run):
         trainer.step()
 
 
-@case("zero-grad-of-the-engine", also=("stage0", "stage1", "stage3-cpu"), gpu=True)
+@case("zero-grad-of-the-engine", also=("stage0", "stage1", "stage3-cpu"))
 def zero_grad(run):
     """A pass is thrown away; the step is the next pass's alone."""
     trainer = run.shard(Stack, accumulate=2)
@@ -117,7 +117,7 @@ def no_gradient(run):
 # -- what decides an update --------------------------------------------------------------------------------------------
 
 
-@case("torch-scheduler", also=("stage3-cpu",), gpu=True)
+@case("torch-scheduler", also=("stage3-cpu",))
 def scheduler(run):
     trainer = run.shard(Stack, lr=3e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, T_max=4)
@@ -149,7 +149,6 @@ trained(
     Stack,
     settings={"optimizer": torch.optim.AdamW, "weight_decay": 0.0, "eps": 1e-5},
     also=("stage0", "stage3-cpu"),
-    gpu=True,
 )
 
 
@@ -246,7 +245,7 @@ def exception_in_backward(run):
         trainer.step()
 
 
-@case("evaluation-between-steps", gpu=True)
+@case("evaluation-between-steps")
 def evaluation(run):
     def make():
         model = Stack()

@@ -42,7 +42,7 @@ class AsComplex(nn.Module):
         return x + torch.view_as_real(turned).flatten(1)
 
 
-trained("view-as-complex", of(AsComplex), pairs, also=("stage3-cpu",), gpu=True)
+trained("view-as-complex", of(AsComplex), pairs, also=("stage3-cpu",))
 
 
 class KeepsAttribute(torch.autograd.Function):

@@ -114,7 +114,7 @@ def _generates(name: str, make, **about) -> None:
             trainer.step()
 
 
-_generates("generate-llama", llama, also=("stage0", "stage3-cpu"), gpu=True)
+_generates("generate-llama", llama, also=("stage0", "stage3-cpu"))
 _generates("generate-gpt2", gpt2)
 _generates("generate-t5", t5, also=("stage3-cpu",), gpu=True)
 

@@ -13,7 +13,7 @@ from zoo.blocks import WIDTH, Block, Regressor, Stack, pairs
 from zoo.case import case, either, refused, trained
 
 
-@case("l2-over-parameters", at3=refused("embed.weight", "gathered"), also=("stage0", "stage3-cpu"), gpu=True)
+@case("l2-over-parameters", at3=refused("embed.weight", "gathered"), also=("stage0", "stage3-cpu"))
 def l2(run):
     trainer = run.shard(Stack)
     for step in range(3):
@@ -136,7 +136,7 @@ trained("weight-norm-parametrized-inside-units", _with(NEW_WEIGHT), pairs)
 trained("weight-norm-parametrized-units", _with(NEW_WEIGHT, True), pairs, at3=either("weight", "gathered"))
 trained("spectral-norm-inside-units", _with(OLD_SPECTRAL), pairs)
 trained("spectral-norm-on-units", _with(OLD_SPECTRAL, True), pairs, at3=either("weight", "gathered"))
-trained("spectral-norm-parametrized-inside-units", _with(NEW_SPECTRAL), pairs, gpu=True)
+trained("spectral-norm-parametrized-inside-units", _with(NEW_SPECTRAL), pairs)
 
 
 class Symmetric(nn.Module):

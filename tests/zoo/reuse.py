@@ -48,7 +48,7 @@ class Universal(Regressor):
         return x
 
 
-trained("universal-transformer", Universal, pairs, also=("stage3-cpu",), gpu=True)
+trained("universal-transformer", Universal, pairs, also=("stage3-cpu",))
 trained("universal-transformer-recomputed", Universal, pairs, settings={"recompute": True})
 
 
@@ -139,7 +139,7 @@ class Tree(nn.Module):
         return F.mse_loss(self.node(list(x)), y)
 
 
-trained("recursive-net", Tree, _sequences, gpu=True)
+trained("recursive-net", Tree, _sequences)
 
 
 class TiedHead(Stack):
@@ -198,7 +198,7 @@ class AutoEncoder(nn.Module):
         return F.mse_loss(x, y)
 
 
-trained("tied-head", TiedHead, gpu=True)
+trained("tied-head", TiedHead)
 trained("tied-across-blocks", TiedBlocks)
 trained("tied-to-the-rest", TiedToOutside)
 trained("tied-by-function", FunctionalTie)
@@ -229,7 +229,6 @@ trained(
     "every-module-a-unit",
     Stack,
     settings={"units": lambda m: isinstance(m, nn.Linear | nn.LayerNorm | nn.Embedding)},
-    gpu=True,
 )
 
 

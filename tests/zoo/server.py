@@ -11,11 +11,14 @@ import shutil
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ranks import _context
+
+from zoo.case import VARIANTS, Case
 
 WORLD = 2
 SECONDS = 30.0
@@ -98,6 +101,7 @@ def _serve(rank: int, folder: str, end: Connection) -> None:
     from zoo import cases
 
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     os.environ.pop("RANK", None)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     references: dict[tuple[str, str], Any] = {}
@@ -109,8 +113,7 @@ def _serve(rank: int, folder: str, end: Connection) -> None:
             end.send_bytes(pickle.dumps(_outcome(cases.load(name), variant, device, folder, references)))
 
 
-def _outcome(case: Any, variant: str, device: str, folder: str, references: dict[Any, Any]) -> tuple[str, str]:
-    from zoo.case import VARIANTS
+def _outcome(case: Case, variant: str, device: str, folder: str, references: dict[Any, Any]) -> tuple[str, str]:
     from zoo.compare import differences
     from zoo.trainers import Run, is_refusal
 
@@ -139,6 +142,15 @@ def _outcome(case: Any, variant: str, device: str, folder: str, references: dict
                 trainer.engine.close()
         del run
         gc.collect()
+
+
+def failure(case: Case, variant: str, outcomes: Sequence[Outcome]) -> str:
+    """Return why the outcomes are not what the case expects of the variant, or an empty string."""
+    expected = case.expected(variant)
+    if all(expected.admits(outcome.kind, outcome.text) for outcome in outcomes):
+        return ""
+    ends = "\n".join(f"rank {rank}: {outcome.kind}: {outcome.text}" for rank, outcome in enumerate(outcomes))
+    return f"{case.name} at {variant}: expected {expected}\n{ends}"
 
 
 def missing_package(needs: tuple[str, ...]) -> str:

@@ -42,7 +42,7 @@ class Trees(Stack):
         return pair[0] + pair[1]["sum"] + pair[1]["list"][0]
 
 
-trained("tuples-and-dicts", Trees, also=("stage3-cpu",), gpu=True)
+trained("tuples-and-dicts", Trees, also=("stage3-cpu",))
 
 
 class Keywords(Block):

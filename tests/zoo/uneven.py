@@ -105,7 +105,6 @@ trained(
     Routed,
     lambda run, step: (run.randn(step, 2, WIDTH), run.randn(step + 50, 2, WIDTH)),
     at3=UNEVEN,
-    gpu=True,
 )
 
 
