@@ -147,11 +147,12 @@ class PlainTrainer(Trainer):
         settings = DEFAULTS | dict(settings)
         self.model, self.clip, self.lr = model, settings.get("clip"), settings["lr"]
         self.half = HALVES.get(settings.get("precision", "fp32"))
+        initial = {name: p.detach().clone() for name, p in model.named_parameters()}
         if self.half is not None:
             _to_half(model, self.half, settings.get("plain_fp32", ""))
         # Each parameter that computes in fewer bits has an fp32 copy, which the optimizer updates.
         self.masters = {
-            name: p if p.dtype not in HALVES.values() else nn.Parameter(p.detach().float())
+            name: p if p.dtype not in HALVES.values() else nn.Parameter(initial[name].float())
             for name, p in model.named_parameters()
         }
         make = settings.get("plain_optimizer") or _optimizer_by_name
