@@ -30,7 +30,7 @@ def half_frozen() -> Stack:
     return model
 
 
-@case("unfreeze-after-shard", also=("stage0", "stage3-cpu"), gpu=True)
+@case("unfreeze-after-shard", also=("stage0", "stage2-cpu", "stage3-cpu"), gpu=True)
 def unfreeze(run):
     """Discriminative fine-tuning: blocks are unfrozen as training goes on."""
     trainer = run.shard(half_frozen)

@@ -10,7 +10,7 @@ from zoo.blocks import Stack
 from zoo.case import case, refused, trained
 
 
-@case("partial-accumulation-with-clip", also=("stage0", "stage1", "stage3-cpu"), gpu=True)
+@case("partial-accumulation-with-clip", also=("stage0", "stage1", "stage2-cpu", "stage3-cpu"), gpu=True)
 def partial(run):
     """The last step of an epoch comes before all its passes were made."""
     trainer = run.shard(Stack, accumulate=4, clip=0.1)

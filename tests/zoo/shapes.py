@@ -12,7 +12,7 @@ from torch import nn
 from zoo.blocks import WIDTH, Block, Regressor, Stack, pairs
 from zoo.case import case, trained
 
-trained("plain", Stack, also=("stage0", "stage1", "stage3-cpu", "stage3-nvme"), gpu=True)
+trained("plain", Stack, also=("stage0", "stage1", "stage2-cpu", "stage3-cpu", "stage3-nvme"), gpu=True)
 trained("recomputed", Stack, settings={"recompute": True}, also=("stage3-cpu",))
 trained("no-units", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), _Mean()), lambda run, s: (run.randn(s, 4, WIDTH),))
 
@@ -127,13 +127,6 @@ class NoneOutputs(Stack):
 
 
 trained("units-that-return-none", NoneOutputs, also=("stage3-cpu",))
-
-
-class Generating(Block):
-    """Returns an iterator over its outputs."""
-
-    def forward(self, x):
-        yield from (super().forward(x).unbind(0))
 
 
 class Iterators(Stack):

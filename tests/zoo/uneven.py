@@ -45,7 +45,7 @@ _dropping(
     "layerdrop-per-rank",
     Dropping,
     lambda rank, step: (1 + rank,),
-    at3=UNEVEN,
+    at3=either("blocks.", "rank"),
     also=("stage0", "stage1", "stage3-cpu"),
     gpu=True,
 )
@@ -70,7 +70,7 @@ class Experts(nn.Module):
         return F.mse_loss(self.experts[expert](self.inner(x)), y)
 
 
-@case("experts-per-rank", at3=UNEVEN, also=("stage1",))
+@case("experts-per-rank", at3=either("experts.", "rank"), also=("stage1",))
 def experts_per_rank(run):
     trainer = run.shard(Experts)
     run.train(trainer, 3, lambda run, step: (*pairs(run, step), (run.rank * 2 + step) % 4))
@@ -120,12 +120,12 @@ class Tasks(Stack):
         return F.cross_entropy(self.heads[task](x[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-@case("task-heads-per-rank", at3=UNEVEN, also=("stage1",))
+@case("task-heads-per-rank", at3=either("heads.", "rank"), also=("stage1",))
 def heads_per_rank(run):
     run.train(run.shard(Tasks), 3, lambda run, step: (run.tokens(step, 4, 8), ("parse", "tag")[run.rank]))
 
 
-@case("task-heads-by-turns", also=("stage0", "stage1", "stage3-cpu"), gpu=True)
+@case("task-heads-by-turns", also=("stage0", "stage1", "stage2-cpu", "stage3-cpu"), gpu=True)
 def heads_by_turns(run):
     """Heads that had no gradient in a step keep their weights: no decay, no momentum."""
     run.train(run.shard(Tasks), 4, lambda run, step: (run.tokens(step, 4, 8), ("parse", "tag")[step % 2]))
