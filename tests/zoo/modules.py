@@ -125,7 +125,7 @@ class Convolutional(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
         self.layers = nn.Sequential(*(Convolutional.Layer() for _ in range(3)))
         self.head = nn.Linear(4, 5)
 

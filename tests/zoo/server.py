@@ -21,8 +21,8 @@ from ranks import _context
 from zoo.case import VARIANTS, Case
 
 WORLD = 2
-SECONDS = 30.0
-"""How long a case may take."""
+SECONDS = 60.0
+"""How long a case may take, the import of the packages it needs included."""
 GRACE = 5.0
 """How long a rank may take when another has ended otherwise than by equal numbers."""
 
