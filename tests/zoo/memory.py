@@ -105,6 +105,21 @@ trained(
     also=("stage3-cpu",),
     gpu=True,
 )
+
+
+class HalfFrozenRoot(Regressor):
+    """The rest, which stays while its blocks come and go, has the same two sizes as each of them."""
+
+    def __init__(self):
+        super().__init__(0)
+        self.first = HalfFrozen()
+        self.blocks = nn.ModuleList(HalfFrozen() for _ in range(3))
+
+    def body(self, x):
+        return self.first(super().body(self.first(x)))
+
+
+trained("frozen-and-trainable-in-the-rest-too", HalfFrozenRoot, pairs, also=("stage3-cpu",))
 trained("one-gather-buffer", Stack, settings={"gather_buffers": 1}, also=("stage3-cpu",))
 trained("one-gather-buffer-recomputed", Stack, settings={"gather_buffers": 1, "recompute": True})
 trained("many-gather-buffers", Stack, settings={"gather_buffers": 9})
