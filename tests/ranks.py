@@ -13,6 +13,7 @@ from typing import Any
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "pytest", "zerocli.api", "zerocli.models", "zerocli.models.parallel", "zerocli.trainer", "zerocli.start"]
+    + ["torch._dynamo"]  # any torch.optim optimizer imports it
 )
 
 
