@@ -99,8 +99,11 @@ def mix(stage: int, numel: int, ranks: int, nvme: bool) -> str:
     share = max(1, numel // ranks // (3 if nvme else 2))  # elements of each rank on each tier
     last = "+nvme" if nvme else ""
 
+    def size(nbytes: int) -> str:
+        return f"{max(1, share * nbytes >> 10)}KiB"
+
     def spread(nbytes: int) -> str:  # hbm budgets are a rank's own, others the node's
-        return f"hbm:{share * nbytes}+cpu{f':{share * nbytes * ranks}' if nvme else ''}{last}"
+        return f"hbm:{size(nbytes)}+cpu{f':{size(nbytes * ranks)}' if nvme else ''}{last}"
 
     kinds = {"optimizer": spread(8)}
     if stage >= 2:

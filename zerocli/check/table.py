@@ -17,11 +17,14 @@ NOT_FINITE = "not finite"
 def heading(name: str, checklist: Checklist, about: Result, tokens: str) -> list[str]:
     """Return the lines above the rows: what is compared, the table's head, and what rounding alone changes."""
     steps = checklist.steps
-    by = f"plain torch on {about['device']}, one process" if about["reference"] == "plain torch" else about["reference"]
+    ranks = about["ranks"]
     lines = [
         f"{name}: {about['parameters']:,} parameters, {about['precision']} ({about['precision_reason']})",
-        f"{steps} step{'s' if steps > 1 else ''} of {tokens} on {about['ranks']} rank{'s' if about['ranks'] > 1 else ''}, "
-        f"compared with {by}",
+        *textwrap.wrap(
+            f"{steps} step{'s' * (steps > 1)} of {tokens} on {ranks} rank{'s' * (ranks > 1)}, compared with "
+            f"{about['reference']} in one process",
+            WIDTH,
+        ),
         *([f"note: {about['note']}"] if about["note"] else []),
         *([f"note: {about['skipped']} of them overflowed and were skipped"] if about["skipped"] else []),
         *_legend(checklist),
@@ -41,7 +44,8 @@ def row_line(checklist: Checklist, row: Row, result: Result) -> str:
 
 def _legend(checklist: Checklist) -> list[str]:
     mixes = [row for row in checklist.rows if row.label == MIX]
-    return textwrap.wrap(f"{MIX}: {mixes[-1].offload}", WIDTH, break_long_words=True) if mixes else []
+    text = mixes[-1].offload.replace(",", ", ") if mixes else ""
+    return textwrap.wrap(f"{MIX}: {text}", WIDTH, subsequent_indent="     ", break_on_hyphens=False) if mixes else []
 
 
 def _width(checklist: Checklist) -> tuple[int, int]:
