@@ -17,10 +17,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-FACTOR = 16
-COMPILED_FACTOR = 64
-"""Of compiled blocks, whose fused kernels round elsewhere than the eager ones in the middle of a block, too."""
-
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -40,7 +36,7 @@ class Outcome:
         """Return a hash of every loss, norm and parameter: equal where all bits are."""
         found = hashlib.blake2b(struct.pack(f"{2 * len(self.losses)}d", *self.losses, *self.norms), digest_size=16)
         for name in self.parameters:
-            found.update(memoryview(self.parameters[name].contiguous().view(-1).numpy()))
+            found.update(self.parameters[name].contiguous().view(-1).numpy().data)
         return found.hexdigest()
 
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from zerocli import errors
 from zerocli.api import open_process_group
-from zerocli.check.compare import COMPILED_FACTOR, FACTOR, Differences, Gap, Outcome, Tolerance, differences, rounding
+from zerocli.check.compare import Differences, Gap, Outcome, Tolerance, differences, rounding
 from zerocli.check.plain import NotPlain, Plain, train
-from zerocli.check.rows import Checklist, Row
+from zerocli.check.rows import COMPILED_FACTOR, FACTOR, Checklist, Row
 from zerocli.config import Config
 from zerocli.engine import Engine
 from zerocli.errors import FAILURE, UserError
@@ -91,7 +91,7 @@ class Ranks:
     # -- models ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> dict[str, torch.Tensor]:
-        """Return the initial values, those of `zerocli train`; of a model that cannot be built so, its own. Collective."""
+        """Return the initial values of `zerocli train`, or a model's own where it cannot be built so. Collective."""
         try:
             engine = self._engine(Row(0))
         except UserError as error:
@@ -265,11 +265,13 @@ class Ranks:
 
     def _verdict(self, row: Row, outcome: Outcome | None, reference: Outcome, tolerance: Tolerance) -> Result:
         assert outcome is not None
+        outcome.parameters = {name: outcome.parameters[name] for name in reference.parameters}  # no buffers
         found = differences(outcome, reference)
         factor = COMPILED_FACTOR if row.compiled else FACTOR
         tensor, number = tolerance.first_beyond(found, factor), tolerance.first_step(found, factor)
         result: Result = {"verdict": "equal", "message": "", "first": None, **_numbers(found)}
-        if outcome.digest() == reference.digest():
+        result["digest"] = outcome.digest()
+        if result["digest"] == reference.digest():
             result["verdict"] = "identical"
         if tensor is not None:
             gap, allowed = tensor
@@ -279,21 +281,21 @@ class Ranks:
             result["message"] = f"{what} of step {step} is off by {value:.1e} of itself (allowed: {allowed:.1e})"
         if tensor is not None or number is not None:
             result["verdict"] = "differs"
-        elif not row.compiled and (other := self._other_bits(row, outcome)) is not None:
+        elif not row.compiled and (other := self._other_bits(row, result["digest"])) is not None:
             result["verdict"], result["message"] = "differs", f"not the same bits as {other}"
         return result
 
-    def _other_bits(self, row: Row, outcome: Outcome) -> Row | None:
+    def _other_bits(self, row: Row, digest: str) -> Row | None:
         """Return the earlier row whose bits these are not, though they should be.
 
-        Where states lie and what is recomputed never changes a number; nor does the stage, as long as the same sums are
-        made in the same order: those of two ranks, and of one backward pass. A GPU's kernels need not repeat themselves.
+        Where states lie and what is recomputed never changes a number; nor does the stage, as long as the same sums
+        are made in the same order: those of two ranks, and of one backward pass. A GPU's kernels may vary.
         """
         if torch.cuda.is_available():
             return None
         same_sums = self.world <= 2 and self.config.train.accumulate == 1
-        digest, first = self._bits.setdefault(0 if same_sums else row.stage, (outcome.digest(), row))
-        return first if digest != outcome.digest() else None
+        expected, first = self._bits.setdefault(0 if same_sums else row.stage, (digest, row))
+        return first if digest != expected else None
 
 
 def _numbers(found: Differences) -> Result:

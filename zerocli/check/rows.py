@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-STAGES = (0, 1, 2, 3)
+from offload import KINDS, parse_placement
+from zerocli.sizes import parse_bytes
+from zerocli.stage import STAGES
+
+FACTOR = 8
+"""How many times as much as rounding a row may differ; see [Note: tolerance] in compare.py."""
+COMPILED_FACTOR = 32
+"""The same of compiled blocks, whose fused kernels round elsewhere within a block, too."""
+TIERS = ("hbm", "dram", "nvme")
 NONE, MIX = "none", "mix"
 
 
@@ -68,16 +76,18 @@ def choose_rows(
     """Return every stage with every placement, each without and with recomputation, and compiled rows at the end.
 
     `offloads` narrows the placements down to those it names; `nvme` says whether a disk can be used, `compiler` whether
-    blocks can be compiled. One eager row is compiled too by default, all of them with `everything`.
+    blocks can be compiled. One eager row is compiled too by default, all of them with `everything`. A placement that a
+    stage cannot have is left out, unless both were asked for.
     """
     eager = [
         Row(stage, offload, label, recompute)
-        for stage in stages or STAGES
+        for stage in sorted(set(stages)) or range(len(STAGES))
         for label, offload in _placements(stage, offloads, numel, ranks, nvme)
         for recompute in (False, True)
+        if stages or allows(stage, offload)
     ]
     if everything and not offloads:
-        eager += [Row(stage, "activations=cpu", "act=cpu", True) for stage in stages or STAGES]
+        eager += [Row(stage, "activations=cpu", "act=cpu", True) for stage in sorted({row.stage for row in eager})]
     plain = [row for row in eager if not row.recompute]
     chosen = eager if everything else plain[-1:] if offloads else [row for row in plain if not row.offload][-1:]
     compiled = [dataclasses.replace(row, compiled=True) for row in chosen] if compiler else []
@@ -92,6 +102,15 @@ def _placements(stage: int, offloads: Sequence[str], numel: int, ranks: int, nvm
     if stage > 0:
         found += [("cpu", "cpu"), *([("nvme", "nvme")] if nvme else []), (MIX, mix(stage, numel, ranks, nvme))]
     return found
+
+
+def allows(stage: int, offload: str) -> bool:
+    """Say whether a stage can have a placement: what it does not partition stays on the device."""
+    try:
+        parse_placement(offload, [kind for kind in KINDS if getattr(STAGES[stage], kind)], TIERS, parse_bytes)
+    except ValueError:
+        return False
+    return True
 
 
 def mix(stage: int, numel: int, ranks: int, nvme: bool) -> str:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from zerocli.check.rows import MIX, Checklist, Row
+from zerocli.check.rows import FACTOR, MIX, Checklist, Row
 
 Result = Mapping[str, Any]
 WIDTH = 80
@@ -38,8 +38,10 @@ def heading(name: str, checklist: Checklist, about: Result, tokens: str) -> list
 def row_line(checklist: Checklist, row: Row, result: Result) -> str:
     """Return a row of the table; what there is to say of a bad one stands below the table."""
     cells = _cells(result) if "loss" in result else [""] * 4
-    verdict = {"differs": "DIFFERS", "error": "ERROR"}.get(result["verdict"], result["verdict"])
-    return _line(_width(checklist), str(row.stage), row.label, row.blocks, *cells, verdict)
+    said = str(result["verdict"])
+    return _line(
+        _width(checklist), str(row.stage), row.label, row.blocks, *cells, said.upper() if said in BAD else said
+    )
 
 
 def _legend(checklist: Checklist) -> list[str]:
@@ -54,9 +56,9 @@ def _width(checklist: Checklist) -> tuple[int, int]:
 
 
 def _line(width: tuple[int, int], stage: str, offload: str, blocks: str, *cells: str) -> str:
-    *numbers, verdict = cells
+    *numbers, said = cells
     right = "".join(f"  {number:>9}" for number in numbers)
-    return f"{stage:>5}  {offload:<{width[0]}}  {blocks:<{width[1]}}{right}  {verdict}".rstrip()
+    return f"{stage:>5}  {offload:<{width[0]}}  {blocks:<{width[1]}}{right}  {said}".rstrip()
 
 
 def _cells(numbers: Result) -> list[str]:
@@ -69,7 +71,7 @@ def _number(value: float | None) -> str:
     return "nan" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
-def closing(checklist: Checklist, about: Result, results: Mapping[int, Result], factor: float) -> list[str]:
+def closing(checklist: Checklist, about: Result, results: Mapping[int, Result]) -> list[str]:
     """Return the lines below the rows: each bad row explained, then the verdict and what was tolerated."""
     lines = [""]
     repeated: dict[str, list[Row]] = {}
@@ -82,10 +84,8 @@ def closing(checklist: Checklist, about: Result, results: Mapping[int, Result], 
             lines += textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="    ")
     if repeated:
         lines.append("")
-    lines += textwrap.wrap(verdict(checklist, results), WIDTH)
-    rounding = (
-        f"Columns are relative differences, the largest of any step or tensor. Allowed are {factor:g} times what "
-    )
+    lines += textwrap.wrap(f"{verdict(checklist, results)}{_same_bits(checklist, results)}", WIDTH)
+    rounding = f"Columns are relative differences, the largest of any step or tensor. Allowed are {FACTOR} times what "
     rounding += f"one rounding of every weight ({about['rounding']:.0e}) changes in the unsharded run (row `rounding`)"
     compiled = any(row.compiled for row in checklist.rows)
     lines += textwrap.wrap(f"{rounding}{', four times that where blocks are compiled' if compiled else ''}.", WIDTH)
@@ -128,6 +128,15 @@ def verdict(checklist: Checklist, results: Mapping[int, Result]) -> str:
     words = {"differs": "{n} differ{s}", "error": "{n} failed", "refused": "{n} refused"}
     said += [words[kind].format(n=n, s="s" * (n == 1)) for kind in words if (n := counts.get(kind))]
     return f"{'ok' if ok(results) else 'FAILED'}: {', '.join(said)}."
+
+
+def _same_bits(checklist: Checklist, results: Mapping[int, Result]) -> str:
+    eager = [
+        results[index] for index, row in enumerate(checklist.rows) if not row.compiled and "loss" in results[index]
+    ]
+    if len(eager) < 2 or len({result["digest"] for result in eager}) > 1:
+        return ""
+    return f" {len(eager)} have the same bits in every loss, norm and parameter."
 
 
 def ok(results: Mapping[int, Result]) -> bool:

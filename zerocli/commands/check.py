@@ -19,7 +19,7 @@ from offload import KINDS, parse_placement
 from zerocli import config as configs
 from zerocli import launch, machine
 from zerocli.check import table
-from zerocli.check.rows import Checklist, Row, choose_rows
+from zerocli.check.rows import TIERS, Checklist, choose_rows
 from zerocli.commands.train import arguments
 from zerocli.errors import DOES_NOT_FIT, FAILURE, UserError
 from zerocli.job import EXIT_OK, Job, say
@@ -30,7 +30,6 @@ STEPS = 3
 LARGEST = {"train.batch": 2, "train.seq": 128}
 """What a check takes of these unless told: differences show in little data as well as in much."""
 CHECKLIST, RESULTS = "checklist.json", "results.jsonl"
-FACTOR = 16
 KEYS = {
     "nvme_path": "offload.nvme_path",
     "ranks": "parallel.ranks",
@@ -90,7 +89,7 @@ def command(
         config, checklist, num_ranks = _choose(config, stage, offload, folder, given)
         if worker:
             return _be_rank(config, checklist, folder, given, alone=True)
-        code = _launch(checklist, folder, num_ranks, [str(ctx.info_name), *arguments(ctx)], given["as_json"], config)
+        code = _launch(checklist, folder, num_ranks, [str(ctx.info_name), *arguments(ctx)], given["as_json"])
         return code if code is not None else _show(config, checklist, folder, given["as_json"])
 
 
@@ -113,7 +112,7 @@ def _refuse(config: configs.Config, offloads: tuple[str, ...]) -> None:
     """Raise UserError for placements that no stage takes, and for masks that cannot be the same."""
     for text in offloads:
         try:
-            parse_placement(text, KINDS, ("hbm", "dram", "nvme"), parse_bytes)
+            parse_placement(text, KINDS, TIERS, parse_bytes)
         except ValueError as error:
             raise UserError(str(error)) from error
     if config.parallel.tp > 1 and config.model.dropout > 0:
@@ -186,7 +185,7 @@ def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, 
 
 def _fits(config: configs.Config, num_gpus: int, needed: dict[str, int]) -> None:
     """Raise UserError, exit code 3, where the unsharded run has no room."""
-    has = {"dram": machine.memory().available, "hbm": min((gpu.memory for gpu in machine.gpus()), default=0)}
+    has = {"dram": machine.memory().available, "hbm": min((gpu.nbytes for gpu in machine.gpus()), default=0)}
     for tier, what in (("hbm", "GPU memory"), ("dram", "host memory")):
         if needed[tier] > has[tier]:
             raise UserError(
@@ -202,11 +201,13 @@ def _fits(config: configs.Config, num_gpus: int, needed: dict[str, int]) -> None
 def _with_disk(config: configs.Config, folder: Path, numel: int, tell: Any) -> tuple[configs.Config, bool]:
     """Return the config with a folder for the nvme tier, and whether there is room in it."""
     paths = config.offload.nvme_path or (str(folder),)
+    for path in paths:
+        if not Path(path).is_dir():
+            raise UserError(f"--nvme-path {path}: there is no such folder")
     needed, free = 16 * numel + (256 << 20), min(machine.disk(path)[1] for path in paths)
     if free < needed:
-        tell(
-            f"no nvme rows: {format_bytes(free)} free in {', '.join(paths)}, {format_bytes(needed)} needed (--nvme-path)"
-        )
+        where = ", ".join(paths)
+        tell(f"no nvme rows: {format_bytes(needed)} needed, {format_bytes(free)} free in {where} (--nvme-path)")
         return config, False
     return dataclasses.replace(config, offload=dataclasses.replace(config.offload, nvme_path=paths)), True
 
@@ -214,22 +215,20 @@ def _with_disk(config: configs.Config, folder: Path, numel: int, tell: Any) -> t
 # -- running it --------------------------------------------------------------------------------------------------------
 
 
-def _launch(
-    checklist: Checklist, folder: Path, num_ranks: int, words: list[str], as_json: bool, config: configs.Config
-) -> int | None:
+def _launch(checklist: Checklist, folder: Path, num_ranks: int, words: list[str], as_json: bool) -> int | None:
     """Run the ranks until each row has a result; return the exit code of ranks that could not even begin, else None.
 
     A row that ends its ranks (a crash, or one of them fails alone) is an error, and new ranks go on behind it.
     """
-    for path in config.offload.nvme_path:
-        if not Path(path).is_dir():
-            raise UserError(f"--nvme-path {path}: there is no such folder")
     todo = checklist
     while todo.first < len(checklist.rows):
         (folder / CHECKLIST).write_text(json.dumps(todo.as_dict()))
         before = len(_entries(folder))
-        job = Job([sys.executable, "-m", "zerocli", *words], num_ranks, folder)
-        code = job.run()
+        for _ in range(launch.PORT_ATTEMPTS):
+            job = Job([sys.executable, "-m", "zerocli", *words], num_ranks, folder)
+            code = job.run()
+            if not job.port_was_taken():
+                break
         entries = _entries(folder)
         if len(entries) == before:  # not even the unsharded run
             job.tell()
@@ -262,7 +261,7 @@ def _be_rank(
         if "row" in entry:
             _print(table.row_line(checklist, checklist.rows[entry["row"]], entry), given["as_json"])
         elif checklist.first == 0:
-            _print("\n".join(table.heading(config.name, checklist, entry, _tokens(config))), given["as_json"])
+            _print("\n".join(table.heading(_name(config), checklist, entry, _tokens(config))), given["as_json"])
 
     ranks.work(config, checklist, keep)
     if not alone or os.environ.get("RANK") != "0":
@@ -271,6 +270,10 @@ def _be_rank(
     if missing:
         raise UserError(f"a rank failed alone; not run: {missing[0]} and what follows", exit_code=FAILURE)
     return _show(config, checklist, folder, given["as_json"])
+
+
+def _name(config: configs.Config) -> str:
+    return config.model.factory or config.name
 
 
 def _tokens(config: configs.Config) -> str:
@@ -283,9 +286,9 @@ def _show(config: configs.Config, checklist: Checklist, folder: Path, as_json: b
     """Show the verdict; return the exit code."""
     about = next(entry for entry in _entries(folder) if "row" not in entry)
     results = _results(folder)
-    _print("\n".join(table.closing(checklist, about, results, FACTOR)), as_json)
+    _print("\n".join(table.closing(checklist, about, results)), as_json)
     if as_json:
-        click.echo(json.dumps(table.document(config.name, checklist, about, results)))
+        click.echo(json.dumps(table.document(_name(config), checklist, about, results)))
     return EXIT_OK if table.ok(results) else FAILURE
 
 
