@@ -30,7 +30,7 @@ from zerocli.steps import micro_step
 from zerocli.trainer import build_factory, cap_device, make_engine, make_model, open_batches, resolve
 
 Result = dict[str, Any]
-GRACE_SECONDS = 15.0
+GRACE_SECONDS = 10.0
 """How long a rank whose row failed waits for the others: one that stands in a collective never comes."""
 REFERENCE_SECONDS = 24 * 3600.0
 
