@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import gc
+import itertools
 import json
 import math
 import time
@@ -33,6 +34,8 @@ Result = dict[str, Any]
 GRACE_SECONDS = 10.0
 """How long a rank whose row failed waits for the others: one that stands in a collective never comes."""
 REFERENCE_SECONDS = 24 * 3600.0
+_MEETINGS = itertools.count()
+"""Every rank comes to the same meetings in the same order; a number is used once in a process group's store."""
 
 
 def work(config: Config, checklist: Checklist, keep: Callable[[Result], None]) -> None:
@@ -67,7 +70,7 @@ class Ranks:
         if self.rank == 0:
             reference, tolerance, about = self._reference(start)
             keep(about)
-        self._meet("reference", None, REFERENCE_SECONDS)
+        self._meet(None, REFERENCE_SECONDS)
         del start
         for index, row in enumerate(checklist.rows):
             if index < checklist.first:
@@ -75,7 +78,7 @@ class Ranks:
             began = time.perf_counter()
             outcome, failure = self._row(row)
             seconds = REFERENCE_SECONDS if failure is None else GRACE_SECONDS
-            failed, alike = self._meet(f"row {index}", failure, seconds)
+            failed, alike = self._meet(failure, seconds)
             if self.rank == 0:
                 assert reference is not None and tolerance is not None
                 result = failed or self._verdict(row, outcome, reference, tolerance)
@@ -237,7 +240,7 @@ class Ranks:
             if row.compiled:
                 torch._dynamo.reset()
 
-    def _meet(self, what: str, mine: Result | None, seconds: float) -> tuple[Result | None, bool]:
+    def _meet(self, mine: Result | None, seconds: float) -> tuple[Result | None, bool]:
         """Return the first failure of any rank, once all have come here, and whether all ended the same way.
 
         Goes through the store: ranks that failed at different places must not meet in a collective. Raises on a rank
@@ -246,7 +249,8 @@ class Ranks:
         if self.world == 1:
             return mine, True
         store = dist.distributed_c10d._get_default_store()
-        keys = [f"zerocli/check/{what}/{rank}" for rank in range(self.world)]
+        meeting = next(_MEETINGS)
+        keys = [f"zerocli/check/{meeting}/{rank}" for rank in range(self.world)]
         store.set(keys[self.rank], json.dumps(mine))
         try:
             store.wait(keys, datetime.timedelta(seconds=seconds))
