@@ -21,6 +21,7 @@ from zerocli.check import table
 from zerocli.check.compare import Outcome, Tolerance, differences
 from zerocli.check.rows import FACTOR, Checklist, Row, choose_rows
 from zerocli.commands import check
+from zerocli.reduce import _norm
 
 HERE = Path(__file__).parent
 SMALL = ["train.batch=2", "train.seq=16", "model.layers=2", "model.hidden=32", "model.heads=2", "optimizer.lr=1e-2"]
@@ -170,6 +171,13 @@ def test_a_row_that_ends_its_ranks_is_an_error_and_new_ranks_go_on(tmp_path, mon
     results = check._results(tmp_path)
     assert [results[i]["verdict"] for i in range(3)] == ["equal", "error", "equal"]
     assert results[1]["message"] == "rank 1 was killed" and "ERROR" in capsys.readouterr().out
+
+
+def test_a_norm_on_a_cpu_keeps_its_digits_in_a_long_bucket():
+    piece = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
+    exact = torch.linalg.vector_norm(piece.double())
+    assert abs(_norm(piece).double() - exact) < 1e-6 * exact
+    assert abs(torch.linalg.vector_norm(piece).double() - exact) > 1e-5 * exact  # torch's own does not
 
 
 @pytest.fixture
