@@ -46,6 +46,7 @@ def checked_many(sources: list[str], rows: list[Row], sets: list[str]) -> dict[s
 def test_every_stage_and_placement_equals_plain_torch(tmp_path, extra):
     rows = list(choose_rows((), (), 40_000, 2, nvme=True, compiler=False))
     assert len(rows) == 2 * (1 + 3 * 4)
+    rows = rows[::3] if extra else rows  # some of each stage and placement
     about, results = run_ranks(2, checked, "tiny", rows, [*SMALL, *extra], str(tmp_path))[0]
     assert about["reference"] == "plain torch"
     assert [result["verdict"] for result in results] == ["equal"] * len(rows), results
@@ -72,7 +73,7 @@ def test_what_sharding_changes_is_found_and_named():
 def test_an_optimizer_that_torch_has_not_is_compared_with_the_engine_on_one_rank():
     about, results = run_ranks(2, checked_without_torchs_optimizer, "tiny", [Row(2)], SMALL)[0]
     assert about["reference"] == "the engine on one rank" and "has no" in about["note"]
-    assert [result["verdict"] for result in results] == ["equal"], results
+    assert [result["verdict"] for result in results] == ["identical"], results  # the same sums, in the same order
 
 
 def checked_without_torchs_optimizer(*args: Any) -> tuple[dict, list[dict]]:
