@@ -50,13 +50,17 @@ KEYS = {
 @click.option("--ranks", type=int, metavar="N", help="Processes; by default one per GPU, two without a GPU.")
 @click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.")
 @click.option("--steps", type=click.IntRange(1), default=STEPS, show_default=True, help="Optimizer steps to compare.")
-@click.option("--batch", type=int, metavar="N", help="Sequences per data-parallel rank and micro-step; at most 2.")
+@click.option(
+    "--batch", type=int, metavar="N", help="Sequences per rank and micro-step; by default the config's, at most 2."
+)
 @click.option("--seq", type=int, metavar="N", help="Tokens per sequence; by default the config's, at most 128.")
 @click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto.")
 @click.option("--data", metavar="PATH", help="Text file or folder, or tokens in .bin or .npy.")
 @click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated.")
-@click.option("--all", "everything", is_flag=True, help="Compile the blocks in every row, not in one; offload inputs.")
+@click.option(
+    "--all", "everything", is_flag=True, help="More rows: each with compiled blocks too, and offloaded activations."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.pass_context
 def command(
