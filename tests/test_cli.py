@@ -55,7 +55,16 @@ def failing(monkeypatch, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["train", "--help"], ["configs", "ls"], ["env", "--help"], ["fit", "--help"]]
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        ["train", "--help"],
+        ["configs", "ls"],
+        ["env", "--help"],
+        ["fit", "--help"],
+        ["check", "--help"],
+    ],
 )
 def test_start_up_does_not_import_torch(words):
     code = "import sys; from zerocli import cli; c = cli.run(sys.argv[1:]); sys.exit(c or 'torch' in sys.modules)"

@@ -27,6 +27,7 @@ COMMANDS = {
         "zerocli.commands.profile:command",
         "Run a few steps and show where the bytes and the seconds go, predicted beside measured.",
     ),
+    "check": ("zerocli.commands.check:command", "Say whether sharding changes a model's numbers."),
     "export": ("zerocli.commands.export:command", "Write a checkpoint's weights as safetensors, for other programs."),
     "configs": ("zerocli.commands.configs:command", "List, show and copy the bundled configs."),
     "env": ("zerocli.commands.env:command", "Show this machine: cores, memory and its limits, GPUs, disks."),

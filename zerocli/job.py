@@ -172,6 +172,11 @@ class Job:
             if self._exit_code() == EXIT_FAILURE:
                 say(f"logs of all ranks: {self.run_dir / 'logs'}")
 
+    def failure(self) -> str:
+        """Return what to tell of the failure that came first; an empty text where none did."""
+        cause = self._cause()
+        return describe_failure(cause) if cause else ""
+
     def port_was_taken(self) -> bool:
         """Say whether rank 0 failed because another program took its port between our choice and its use."""
         cause = self._cause()

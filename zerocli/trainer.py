@@ -163,9 +163,9 @@ def make_model(config: Config, device: str = "meta") -> nn.Module:
     return build(config.model, config.train.seq, device)
 
 
-def make_engine(config: Config, **changes: Any) -> Engine:
-    """Return the engine of a config; `changes` are fields of its settings."""
-    model = make_model(config)
+def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) -> Engine:
+    """Return the engine of a config, around its model or the one given; `changes` are fields of its settings."""
+    model = make_model(config) if model is None else model
     optimizer = config.optimizer
     units = model.unit_modules() if isinstance(model, Decoder) else None
     settings = Settings(

@@ -10,8 +10,8 @@ from typing import Any
 from zerocli.errors import UserError
 
 
-def build_factory(factory: str) -> Any:
-    """Return the module that `package.module:callable` builds, on the meta device; UserError says why not.
+def build_factory(factory: str, device: str = "meta") -> Any:
+    """Return the module that `package.module:callable` builds, without memory unless told; UserError says why not.
 
     The user names the function on the command line: nothing of a config file is ever run.
     """
@@ -24,7 +24,7 @@ def build_factory(factory: str) -> Any:
         found = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-        with torch.device("meta"):
+        with torch.device(device):
             model = found()  # type: ignore[operator]
     except (ImportError, AttributeError) as error:
         raise UserError(f"cannot import {factory}: {error}", hint="the folder that holds it, as PYTHONPATH") from error

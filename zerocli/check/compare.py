@@ -1,0 +1,173 @@
+"""Differences between a run and the unsharded one, and how large rounding alone makes them.
+
+[Note: tolerance] The unsharded run is made twice: from the model's initial values, and from values that are each moved
+by one rounding of the compute dtype. What that changes in a number is what rounding can do to it: hardly anything in
+most, everything in a bias whose true gradient is zero, as Adam divides noise by noise. Sharding adds the same numbers
+in another order, which is a rounding as well, so a row may differ by FACTOR times as much, and by FACTOR roundings of
+the number itself. A fixed tolerance would be too wide for the first kind and too narrow for the second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class Outcome:
+    """The numbers of a run: of each step, and of each parameter at the end (fp32, on the CPU)."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: Tensors
+    states: Mapping[str, Tensors] = field(default_factory=dict)
+    """The optimizer's arrays, by parameter."""
+    skipped: int = 0
+    """Steps whose gradients were not finite."""
+
+    def digest(self) -> str:
+        """Return a hash of every loss, norm and parameter: equal where all bits are."""
+        found = hashlib.blake2b(struct.pack(f"{2 * len(self.losses)}d", *self.losses, *self.norms), digest_size=16)
+        for name in self.parameters:
+            found.update(self.parameters[name].contiguous().view(-1).numpy().data)
+        return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far one tensor of a run is from the same tensor of the unsharded run."""
+
+    name: str
+    what: str
+    """`parameter`, or the name of the optimizer's array."""
+    rms: float
+    """Root mean square of the difference."""
+    scale: float
+    """Root mean square of the tensor itself, unsharded."""
+    largest: float
+    """Largest difference of an element."""
+
+    @property
+    def relative(self) -> float:
+        return _ratio(self.rms, self.scale)
+
+
+@dataclass(frozen=True)
+class Differences:
+    """A run beside the unsharded one: relative differences of losses and norms by step, and of each tensor."""
+
+    losses: list[float]
+    norms: list[float]
+    gaps: list[Gap]
+
+    @property
+    def loss(self) -> float:
+        return worst(self.losses)
+
+    @property
+    def norm(self) -> float:
+        return worst(self.norms)
+
+    def largest(self, parameters: bool) -> Gap | None:
+        """Return the parameter, or the optimizer's array, with the largest relative difference."""
+        found = [gap for gap in self.gaps if (gap.what == PARAMETER) == parameters]
+        return max(found, key=lambda gap: _order(gap.relative), default=None)
+
+
+PARAMETER = "parameter"
+
+
+def differences(run: Outcome, reference: Outcome) -> Differences:
+    """Return how far a run is from the unsharded one, tensors in the model's order."""
+    gaps = []
+    for name, expected in reference.parameters.items():
+        gaps.append(_gap(name, PARAMETER, run.parameters[name], expected))
+        mine = run.states.get(name, {})
+        for key, array in reference.states.get(name, {}).items():
+            if key in mine and mine[key].shape == array.shape:
+                gaps.append(_gap(name, key, mine[key], array))
+    return Differences(_relative(run.losses, reference.losses), _relative(run.norms, reference.norms), gaps)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding may change; see [Note: tolerance]."""
+
+    rounding: float
+    """One rounding of the compute dtype, relative."""
+    noise: Differences
+    """What it changes in the unsharded run."""
+
+    @property
+    def loss(self) -> float:
+        return max(self.noise.loss, self.rounding)
+
+    @property
+    def norm(self) -> float:
+        return max(self.noise.norm, self.rounding)
+
+    def first_beyond(self, found: Differences, factor: float) -> tuple[Gap, float] | None:
+        """Return the first tensor, in the model's order, that differs by more than rounding, and what is allowed."""
+        for gap, noise in zip(found.gaps, self.noise.gaps, strict=True):
+            # Parameters have an fp32 master, whatever they compute in; gradients are rounded to the compute dtype.
+            own = FP32_ROUNDING if gap.what == PARAMETER else self.rounding
+            allowed = factor * max(noise.rms, own * gap.scale)
+            if not gap.rms <= allowed:  # NaN is beyond everything
+                return gap, _ratio(allowed, gap.scale)
+        return None
+
+    def first_step(self, found: Differences, factor: float) -> tuple[str, int, float, float] | None:
+        """Return (what, step, difference, what is allowed) of the first loss or norm that differs by more."""
+        for step, pair in enumerate(zip(found.losses, found.norms, strict=True), start=1):
+            for what, value, allowed in zip(("loss", "gradient norm"), pair, (self.loss, self.norm), strict=True):
+                if not value <= factor * allowed:
+                    return what, step, value, factor * allowed
+        return None
+
+
+FP32_ROUNDING = torch.finfo(torch.float32).eps / 2
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Return the largest relative error of rounding to a dtype."""
+    return torch.finfo(dtype).eps / 2
+
+
+def worst(values: list[float]) -> float:
+    """Return the largest value; NaN is larger than any number."""
+    return max(values, key=_order, default=0.0)
+
+
+def _order(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _gap(name: str, what: str, mine: torch.Tensor, expected: torch.Tensor) -> Gap:
+    if torch.equal(mine, expected):
+        return Gap(name, what, 0.0, _rms(expected), 0.0)
+    delta = mine.double() - expected.double()
+    return Gap(name, what, _rms(delta), _rms(expected), delta.abs().max().item())
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    return math.sqrt(tensor.double().square().mean().item()) if tensor.numel() else 0.0
+
+
+def _relative(mine: list[float], expected: list[float]) -> list[float]:
+    """Return the relative differences; a step that both skipped, as it overflowed, is none."""
+    pairs = zip(mine, expected, strict=True)
+    same = [a == b or not (math.isfinite(a) or math.isfinite(b)) for a, b in zip(mine, expected, strict=True)]
+    return [0.0 if equal else _ratio(abs(a - b), abs(b)) for equal, (a, b) in zip(same, pairs, strict=True)]
+
+
+def _ratio(part: float, whole: float) -> float:
+    if part == 0:
+        return 0.0
+    return part / whole if whole else math.inf
