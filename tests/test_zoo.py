@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from zoo.case import VARIANTS
+import torch
+from zoo.case import EXACT, VARIANTS, either, refused
 from zoo.cases import CASES
+from zoo.compare import differences
 from zoo.server import Server, failure, missing_package
 
 RUNS = [
@@ -31,6 +33,20 @@ def test_zoo(server, name, variant):
         pytest.skip(f"{missing} is not installed")
     if message := failure(case, variant, server.run(name, variant, "cpu")):
         pytest.fail(message, pytrace=False)
+
+
+def test_no_difference_is_overlooked():
+    """The comparison finds wrong, missing, extra and non-finite values, and refusals without the expected words."""
+    right = {"loss #0": torch.tensor([1.0, 2.0]), "tokens #1": torch.tensor([3, 4])}
+    assert differences(dict(right), right, 1e-5) == []
+    assert differences(right | {"loss #0": torch.tensor([1.0, 2.0001])}, right, 1e-5)
+    assert differences(right | {"loss #0": torch.tensor([1.0, float("nan")])}, right, 1e-5)
+    assert differences(right | {"tokens #1": torch.tensor([3, 5])}, right, 1e-5)
+    assert differences({"loss #0": right["loss #0"]}, right, 1e-5)
+    assert differences(right | {"more #2": torch.zeros(1)}, right, 1e-5)
+    assert refused("gathered").admits("refused", "use engine.gathered")
+    assert not refused("gathered").admits("refused", "no") and not refused("gathered").admits("exact", "")
+    assert either("a").admits("exact", "") and not EXACT.admits("refused", "") and not either().admits("error", "")
 
 
 def test_the_zoo_is_large():

@@ -66,7 +66,7 @@ class Adapted(Stack):
         self.blocks = nn.ModuleList(Adapter() for _ in range(3))
 
 
-def _checks_dtypes(name: str, make, wanted, **about) -> None:
+def _checks_dtypes(name: str, make, **about) -> None:
     """Enter a mixed model that must train and keep each parameter's dtype."""
 
     @case(name, tolerance=NEAR, **about)
@@ -77,9 +77,9 @@ def _checks_dtypes(name: str, make, wanted, **about) -> None:
         run.train(trainer, 3)
 
 
-_checks_dtypes("fp32-head-in-a-bf16-model", Fp32Head, "head", also=("stage0", "stage3-cpu"))
-_checks_dtypes("fp32-router-in-a-bf16-model", RoutedStack, "router", also=("stage0", "stage3-cpu"), gpu=True)
-_checks_dtypes("fp32-adapters-in-a-bf16-model", Adapted, "a", also=("stage0", "stage3-cpu"))
+_checks_dtypes("fp32-head-in-a-bf16-model", Fp32Head, also=("stage0", "stage3-cpu"))
+_checks_dtypes("fp32-router-in-a-bf16-model", RoutedStack, also=("stage0", "stage3-cpu"), gpu=True)
+_checks_dtypes("fp32-adapters-in-a-bf16-model", Adapted, also=("stage0", "stage3-cpu"))
 
 
 class CastsHead(Stack):
