@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerocli.engine import Engine
+from zerocli.modules import tell_compiler
 from zerocli.settings import Settings
 
 
@@ -33,6 +34,7 @@ def shard(
     known = {key: value for key, value in settings.items() if key in Settings.__dataclass_fields__}
     options = dict(known.pop("options", {})) | {k: v for k, v in settings.items() if k not in known and k != "options"}
     open_process_group(known.get("device"))
+    tell_compiler()  # a user's own program may put torch.compile around the model
     return Engine(model, Settings(stage=stage, optimizer=optimizer, lr=lr, options=options, **known))
 
 

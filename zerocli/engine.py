@@ -64,7 +64,8 @@ class Engine:
     """A sharded model with its optimizer: call it, then `backward(loss)`, then `step()`."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self.model, self.settings = model, settings
+        self.model, self.settings = getattr(model, "_orig_mod", model), settings  # of torch.compile: what it compiles
+        self._call = model
         self.device = _indexed(settings.device) if settings.device is not None else _default_device(model)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -78,7 +79,7 @@ class Engine:
         data_parallel, mesh = open_axes(settings.tp, settings.group, self.device)
         self.collectives = Collectives(data_parallel, self.device)
         self.tensor_parallel = TensorParallel(mesh, self.device, self.waits)
-        self.tensor_parallel.split(model)
+        self.tensor_parallel.split(self.model)
         # Of split parameters, and the same again of replicated ones.
         self.groups = (Group(weight_decay=settings.weight_decay), Group(weight_decay=0.0)) * 2
         self.optimizer: FlatOptimizer = make_optimizer(settings.optimizer, settings.options)
@@ -175,7 +176,7 @@ class Engine:
     # -- forward and backward --------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
+        return self._call(*args, **kwargs)
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
         """Let a method other than `forward` use the module's own parameters: they are whole while it runs."""
@@ -219,7 +220,7 @@ class Engine:
         """Return the loss times what gradients are to be multiplied by."""
         return loss * (self.loss_scale.value / (self.collectives.world * self.settings.accumulate))
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, joining: bool = False) -> None:
         accumulate = self.settings.accumulate
         if self._micro >= accumulate:
             raise RuntimeError(
@@ -228,7 +229,7 @@ class Engine:
             )
         with self.waits.waiting("optimizer"):
             self.updater.pump()  # units that forward did not use: their gradients are about to be replaced
-        self.reducer.begin(first=self._micro == 0, last=self._micro == accumulate - 1)
+        self.reducer.begin(first=self._micro == 0, last=self._micro == accumulate - 1, joining=joining)
         self._gradients.in_backward = True
 
     def _join_backward(self, name: str) -> None:
@@ -239,7 +240,7 @@ class Engine:
             )
         if self.loss_scale.active or Engine._in_backward[0].loss_scale.active:
             raise Refused("two engines under one loss have one loss scale each under fp16: use bf16 or fp32")
-        self._begin_backward()
+        self._begin_backward(joining=True)
         self.reducer.outermost()
         Engine._in_backward.append(self)
 

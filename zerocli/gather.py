@@ -343,7 +343,10 @@ class Gatherer:
 
     def locate(self, tensor: torch.Tensor) -> SavedView | None:
         """Return where `tensor` lies in a flat if it is a view of a gather buffer."""
-        address = tensor.data_ptr()
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a wrapper of torch.func's: whoever keeps it keeps the buffer
+            return None
         for buffers in self._pool.values():
             for buffer in buffers:
                 start = buffer.tensor.data_ptr()

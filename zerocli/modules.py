@@ -8,21 +8,43 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import nn
 
 from zerocli.errors import Refused
-from zerocli.unit import Unit
+from zerocli.unit import Unit, outside
 
 _ENTRY = "_zerocli_entry"
+
+
+_uncompiled: list[Callable[..., Any]] = []
+
+
+def uncompiled(function: Callable[..., Any]) -> Any:
+    """Have a compiler that the user puts around the model leave a function alone, and compile what it calls."""
+    _uncompiled.append(function)
+    if "torch._dynamo" in sys.modules:
+        tell_compiler()
+    return function
+
+
+def tell_compiler() -> None:
+    """Name the functions that torch.compile is to leave alone; loads it, which takes a second."""
+    from torch._dynamo.decorators import skip
+
+    while _uncompiled:
+        skip(_uncompiled.pop())
 
 
 class Runner(Protocol):
     """What runs a sharded module's calls."""
 
     def run(self, entry: Entry, function: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+    def run_body(self, entry: Entry, args: Any, kwargs: Any) -> Any: ...
 
     def load_state_dict(self, state: Any, strict: bool) -> Any: ...
 
@@ -41,6 +63,7 @@ class Entry:
         self.called = False
         """Whether the forward that comes next belongs to a call that is under way."""
 
+    @uncompiled
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `module.__call__`, hooks and all."""
 
@@ -53,11 +76,12 @@ class Entry:
 
         return self.runner.run(self, called, args, kwargs)
 
+    @uncompiled
     def forward(self, args: Any, kwargs: Any) -> Any:
         """Run `module.forward`, as part of a call or by itself."""
         if self.called:
             self.called = False
-            return self.body(*args, **kwargs)
+            return self.runner.run_body(self, args, kwargs)
         return self.runner.run(self, self.body, args, kwargs)
 
 
@@ -101,16 +125,10 @@ def register_method(module: nn.Module, name: str) -> None:
 
 def outside_of_units(model: nn.Module, units: list[Unit]) -> Iterator[nn.Module]:
     """Yield the modules, but the model itself, that hold parameters of the rest: each may be called by itself."""
-    inner = [unit.name for unit in units if unit.index > 0]
     rest = {id(p) for flat in units[0].flats for p in flat.parameters}
-    seen: set[int] = {id(model)}
-    for name, module in model.named_modules(remove_duplicate=False):
-        inside = any(name == unit or name.startswith(unit + ".") for unit in inner)
+    for module in outside(model, {id(unit.module) for unit in units if unit.index > 0}):
         container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
-        if inside or container or id(module) in seen:
-            continue
-        seen.add(id(module))
-        if any(id(p) in rest for p in module.parameters()):
+        if module is not model and not container and any(id(p) in rest for p in module.parameters()):
             yield module
 
 
@@ -119,10 +137,12 @@ def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     class Sharded(original):  # type: ignore[valid-type, misc]
         _zerocli_class = original
 
+        @uncompiled
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return self.__dict__[_ENTRY].call(super().__call__, args, kwargs)
 
         @functools.wraps(original.forward)
+        @uncompiled
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return self.__dict__[_ENTRY].forward(args, kwargs)
 

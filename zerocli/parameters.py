@@ -24,7 +24,8 @@ _READABLE = frozenset(
 """Attributes that a released parameter still has: everything but values."""
 _CALLABLE = frozenset(
     "numel nelement size dim ndimension stride element_size is_floating_point is_complex is_contiguous requires_grad_ "
-    "register_hook register_post_accumulate_grad_hook storage_offset __len__ is_signed is_inference".split()
+    "register_hook register_post_accumulate_grad_hook storage_offset __len__ is_signed is_inference zeros_like "
+    "ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor".split()
 )
 
 

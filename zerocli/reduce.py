@@ -103,8 +103,8 @@ class Reducer:
         largest = max(flat.layout.total for flat in self._flats if self._wire(flat) == wire)
         return min(largest, max(self._bucket_nbytes // wire.itemsize, self._collectives.world * SHARD_ALIGN))
 
-    def begin(self, first: bool, last: bool) -> None:
-        """Open a backward pass: `first` and `last` of the step's micro-steps."""
+    def begin(self, first: bool, last: bool, joining: bool = False) -> None:
+        """Open a backward pass: `first` and `last` of the step's micro-steps; `joining` one that is under way."""
         self._first, self._last, self.active = first, last, True
         self.reduced = False
         self._next, self._completed = 0, []
@@ -114,7 +114,8 @@ class Reducer:
         self._norms.clear()
         for arrived in self._arrived.values():
             arrived.clear()
-        self.drop_grads()
+        if not joining:
+            self.drop_grads()
 
     def outermost(self) -> None:
         """Take the graph that autograd is working on now for the pass's own; others are nested in it."""

@@ -6,7 +6,7 @@ contiguous, aligned slice of each. Parameters are views: gathering a unit is one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -235,16 +235,26 @@ def claim_parameters(
             elif not _inside(found[before][1], found[i][1]):
                 holder[id(p)] = 0
     # A weight tied between a unit and a module outside of every unit must be there for both: the rest's too.
-    for path, module in model.named_modules(remove_duplicate=False):
-        inside = any(name and (path == name or path.startswith(name + ".")) for name, _ in found)
+    for module in outside(model, {id(unit) for name, unit in found if name}):
         for p in module.parameters(recurse=False):
-            if not inside:
-                holder[id(p)] = 0
+            holder[id(p)] = 0
     claimed: list[tuple[Unit, list[tuple[str, nn.Parameter]]]] = []
     for i, (name, module) in enumerate(found):
         mine = [(names[id(p)], p) for p in model.parameters() if holder.get(id(p), 0) == i]
         claimed.append((Unit(i, name, module), mine))
     return claimed
+
+
+def outside(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
+    """Yield the module and all in it that can be reached without passing through one of the units (by id)."""
+    seen: set[int] = set()
+    left = [module]
+    while left:
+        here = left.pop()
+        if id(here) not in seen and id(here) not in units:
+            seen.add(id(here))
+            yield here
+            left.extend(here.children())
 
 
 def _inside(inner: nn.Module, outer: nn.Module) -> bool:
