@@ -32,6 +32,7 @@ from zerocli.build import Builder
 from zerocli.comm import Collectives
 from zerocli.gather import Gatherer
 from zerocli.lanes import Waits
+from zerocli.named import IncompatibleKeys
 from zerocli.optim import FlatOptimizer, Group, StepValues, make_optimizer
 from zerocli.precision import LossScale, precision
 from zerocli.reduce import Reducer
@@ -422,9 +423,13 @@ class Engine:
         """
         return states.model_state(self)
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load full, unsharded tensors under the model's own names; every rank passes the same."""
-        states.load_model_state(self, state)
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
+        """Load full, unsharded tensors under the model's own names; every rank passes the same. Collective.
+
+        `strict` raises ValueError where a name is missing or unknown; otherwise what is there is loaded, and both are
+        returned. Another shape is always refused. A tied weight needs one of its names; several must be equal.
+        """
+        return states.load_model_state(self, state, strict)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's full states on the CPU, by parameter name, with its counters. Collective."""

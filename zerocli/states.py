@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zerocli.named import IncompatibleKeys, match
 from zerocli.unit import MASTER, Flat
 
 if TYPE_CHECKING:
@@ -84,24 +85,29 @@ def model_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load_model_state(engine: Engine, state: Mapping[str, torch.Tensor]) -> None:
+def load_model_state(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
     """See `Engine.load_state_dict`."""
     engine.settle()
     own, tp = engine.model.state_dict(keep_vars=True), engine.tensor_parallel
-    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    wrong = sorted(n for n in own.keys() & state.keys() if tp.whole_shape(n, own[n].shape) != state[n].shape)
-    if missing or unknown or wrong:
-        raise ValueError(f"state_dict does not match: missing {missing}, unknown {unknown}, other shape {wrong}")
-    source = {id(value): state[name] for name, value in own.items()}
+    matched = match(engine.model, state, tp)
+    matched.require(strict)
     for flat in engine.flats():
+        sources = [matched.names.get(id(parameter)) for parameter in flat.parameters]
+        if not any(sources):
+            continue
         dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
         whole = torch.zeros(flat.layout.total, dtype=dtype, device=engine.device)
-        for parameter, entry, view in zip(flat.parameters, flat.layout.entries, flat.views(whole), strict=True):
-            view.copy_(tp.part(entry.name, source[id(parameter)]))
+        if not all(sources):
+            whole.copy_(_parameters(engine, flat))  # the others stay as they are
+        for source, entry, view in zip(sources, flat.layout.entries, flat.views(whole), strict=True):
+            if source is not None:
+                view.copy_(tp.part(entry.name, state[source]))
         load_whole(flat, whole)
-    for name, value in own.items():
-        if not isinstance(value, nn.Parameter):
-            value.copy_(state[name])
+    for value in own.values():
+        if not isinstance(value, nn.Parameter) and id(value) in matched.names:
+            value.copy_(state[matched.names[id(value)]])
+    _forget_traffic(engine)
+    return IncompatibleKeys(matched.missing, matched.unexpected)
 
 
 def load_whole(flat: Flat, whole: torch.Tensor) -> None:
