@@ -8,9 +8,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from zerocli.api import shard as shard
+    from zerocli.ema import EMA as EMA
     from zerocli.engine import Engine as Engine
 
-_LAZY = {"shard": "zerocli.api", "Engine": "zerocli.engine"}
+_LAZY = {"shard": "zerocli.api", "Engine": "zerocli.engine", "EMA": "zerocli.ema"}
 
 
 def __getattr__(name: str) -> Any:

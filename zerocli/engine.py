@@ -41,6 +41,7 @@ from zerocli.sizes import parse_bytes
 from zerocli.stage import stage as stage_of
 from zerocli.tensor_parallel import TensorParallel, open_axes
 from zerocli.unit import Flat, Unit, recomputed_units
+from zerocli.unshard import unsharded_model
 from zerocli.update import Updater, choose_update, stream_chunk
 
 
@@ -430,6 +431,13 @@ class Engine:
         returned. Another shape is always refused. A tied weight needs one of its names; several must be equal.
         """
         return states.load_model_state(self, state, strict)
+
+    def unsharded_model(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
+        """Return an independent, whole, plain copy of the model, which later steps do not change. Collective.
+
+        Its parameters are fp32, as in `state_dict()`, or of `dtype`; buffers, ties and requires_grad are the model's.
+        """
+        return unsharded_model(self, device, dtype)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's full states on the CPU, by parameter name, with its counters. Collective."""

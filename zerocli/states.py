@@ -39,13 +39,18 @@ def write_held(flat: Flat, name: str, values: torch.Tensor) -> None:
         flat.master.copy_(values)
 
 
-def _whole(engine: Engine, flat: Flat, held: torch.Tensor) -> torch.Tensor:
-    """Return on the CPU the whole of what each rank holds a part of."""
-    if held.numel() == flat.layout.total:
+def whole_of(engine: Engine, total: int, held: torch.Tensor) -> torch.Tensor:
+    """Return on the CPU the whole, of `total` elements, of what each rank holds a part of. Collective."""
+    if held.numel() == total:
         return held.detach().to("cpu", copy=True)
-    whole = torch.empty(flat.layout.total, dtype=held.dtype, device=engine.device)
+    whole = torch.empty(total, dtype=held.dtype, device=engine.device)
     engine.collectives.all_gather(whole, held).wait()
     return whole.cpu()
+
+
+def _whole(engine: Engine, flat: Flat, held: torch.Tensor) -> torch.Tensor:
+    """Return on the CPU the whole of what each rank holds a part of."""
+    return whole_of(engine, flat.layout.total, held)
 
 
 def _parameters(engine: Engine, flat: Flat) -> torch.Tensor:
@@ -69,12 +74,15 @@ def _forget_traffic(engine: Engine) -> None:
 
 
 @torch.no_grad()
-def model_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """See `Engine.state_dict`."""
+def model_state(engine: Engine, held: Mapping[int, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """See `Engine.state_dict`; `held` has, by a flat's id, what this rank holds of other values for its parameters."""
     engine.settle()
     values: dict[int, torch.Tensor] = {}
     for flat in engine.flats():
-        whole = _parameters(engine, flat)
+        if held is not None and id(flat) in held:
+            whole = _whole(engine, flat, held[id(flat)].to(engine.device))
+        else:
+            whole = _parameters(engine, flat)
         for parameter, entry, view in zip(flat.parameters, flat.layout.entries, flat.views(whole), strict=True):
             values[id(parameter)] = engine.tensor_parallel.join(entry.name, view.clone())
     _forget_traffic(engine)
