@@ -30,13 +30,14 @@ def copy_module(
     """Return a deep copy of `model` whose parameters have the values of `state`, without what sharding added to it.
 
     No parameter's memory is copied: each is replaced by its new one. Ties and requires_grad are kept, and hooks that
-    are not this package's own. `dtype` is of floating-point parameters and buffers, by default as in `state`.
+    are not this package's own. `dtype` is of floating-point parameters and buffers; by default parameters are fp32,
+    frozen ones that are kept in fewer bits too, so that the copy computes in one dtype, and buffers as they are.
     """
     memo: dict[int, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) and id(value) not in memo:
             # Always a tensor of its own: what `state` holds belongs to the caller.
-            new = state[name].to(device, _dtype(state[name], dtype), copy=True)
+            new = state[name].to(device, _dtype(state[name], dtype or torch.float32), copy=True)
             memo[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
     for b in model.buffers():
         memo[id(b)] = b.detach().to(device, _dtype(b, dtype), copy=True)
