@@ -39,6 +39,8 @@ def copy_module(
             # Always a tensor of its own: what `state` holds belongs to the caller.
             new = state[name].to(device, _dtype(state[name], dtype or torch.float32), copy=True)
             memo[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
+    if left := [name for name, value in model.named_parameters() if id(value) not in memo]:
+        raise ValueError(f"the model's state_dict() leaves out {left}: their values are not known; name them there too")
     for b in model.buffers():
         memo[id(b)] = b.detach().to(device, _dtype(b, dtype), copy=True)
     kept = [_strip(module) for module in model.modules()]
@@ -55,13 +57,11 @@ def _dtype(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether a function was made by this package around a user's module."""
-    for inner in (value, getattr(value, "__func__", None), getattr(value, "func", None)):
-        if (getattr(inner, "__module__", None) or "").split(".")[0] == "zerocli" and not isinstance(
-            getattr(value, "__self__", None), nn.Module
-        ):
-            return True
-    return False
+    """Whether a function was made by this package around a user's module; of its models' own parts none was."""
+    function = getattr(value, "__func__", None) or getattr(value, "func", None) or value
+    # By where it was written: functools.wraps gives it the name and module of what it is around.
+    where = getattr(function, "__globals__", {}).get("__name__", "")
+    return where.startswith("zerocli.") and not where.startswith("zerocli.models")
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
