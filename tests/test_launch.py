@@ -338,20 +338,3 @@ def test_nobody_listening_ends_no_run():
             print("to nobody", file=nobody, flush=True)
         with contextlib.redirect_stderr(nobody):
             say("to nobody")  # would raise as well
-
-
-def test_a_rank_that_is_done_ends_whatever_its_threads_are_in(tmp_path):
-    """Python's own end would wait for this one, and abort the process over one that is inside torch."""
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import atexit, threading\n"
-        "from zerocli import cli\n"
-        "threading.Thread(target=threading.Event().wait).start()\n"
-        "atexit.register(print, 'tidied up')\n"
-        "cli.run = lambda args: print('done') or 75\n"
-        "cli.main([])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], env=os.environ | {"RANK": "0"}, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 75 and done.stdout == "done\ntidied up\n", done

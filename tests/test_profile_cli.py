@@ -223,6 +223,24 @@ def look(target: Path, extra: str = "") -> dict:
     return json.loads(text.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
 
 
+def slow_optimizer(timeline: dict) -> None:
+    """Change a timeline as if all but what follows its last backward had taken a twentieth of the step."""
+    span = timeline["seconds"]
+    turn = max(end for phase, _, _, end in timeline["compute"] if phase == "backward")
+
+    def at(moment: float) -> float:
+        return moment / turn * 0.05 * span if moment < turn else span - (span - moment) / (span - turn) * 0.95 * span
+
+    for row in timeline["compute"]:
+        row[2:4] = map(at, row[2:4])
+    for row in timeline["spans"]:
+        row[2:4] = map(at, row[2:4])
+    for memory in timeline["memory"].values():
+        memory["times"] = [at(moment) for moment in memory["times"]]
+    for row in timeline["lives"]:
+        row[3:5] = [moment if moment is None else at(moment) for moment in row[3:5]]
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_the_page_renders_names_what_is_pointed_at_and_stays_light(runs, tmp_path):
     plain = tmp_path / "plain.html"
@@ -234,12 +252,13 @@ def test_the_page_renders_names_what_is_pointed_at_and_stays_light(runs, tmp_pat
     target = tmp_path / "page.html"
     name = "<img src=x onerror=console.error(1)>"  # a module may be called so; then it is shown, and not run
     document["timeline"]["lives"][0] = [name, "activations", 2**40, 0.0, None, "mm 2x2"]
+    slow_optimizer(document["timeline"])  # what the page shows must not depend on how fast this machine is
     page.write(str(target), [(name, document), ("b", trained)])
     found = look(target, "=100000")
     assert name in found["hover"][0]
     assert found["faults"] == [] and found["timelines"] == 1
     assert "blocks.0 activations (" in found["hover"][0] and "tensors, the largest " in found["hover"][0]
-    assert any(text.startswith(("compute: backward of", "compute: forward of")) for text in found["lanes"])
+    assert any(text.startswith("compute: optimizer") for text in found["lanes"])  # its longest span
     assert any(text.startswith("reduce: ") for text in found["lanes"])
     assert 0.05 < found["painted"][0] < 1 and found["zoomed"]
     assert found["dragged"] == pytest.approx(0.3)  # by half of what was in view, from 0.4

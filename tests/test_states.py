@@ -141,6 +141,89 @@ def test_a_state_dict_that_does_not_match_is_refused_by_name():
         engine.load_state_dict(state)
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.lm_head = nn.Linear(4, 5, bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.register_buffer("count", torch.zeros(1))
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x) + self.count
+
+
+def _tied_state(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {name: value.clone() for name, value in Tied().state_dict().items()}
+
+
+def _load_some(settings, state, strict):
+    """Load into a model of seed 1; return what the call gave, the state after it, and the loss's own view of it."""
+    torch.manual_seed(1)
+    model = Tied()
+    engine = zerocli.shard(model, lr=1e-2, **settings)
+    given = engine.load_state_dict(state, strict=strict)
+    loaded = engine.state_dict()
+    with torch.no_grad():
+        output = model(torch.arange(5)).float()
+    engine.close()
+    return given.missing_keys, given.unexpected_keys, loaded, output
+
+
+LOADS = [dict(stage=s) for s in range(4)] + [dict(stage=3, offload="cpu"), dict(stage=2, precision="bf16")]
+
+
+def _load_all(state, strict):
+    return [_load_some(settings, state, strict) for settings in LOADS]
+
+
+@pytest.mark.parametrize("lacks", ["lm_head.weight", "embed.weight", ""])
+def test_a_tied_weight_needs_one_of_its_names(lacks):
+    state = _tied_state(2)
+    state["count"] += 3
+    reference = Tied()
+    reference.load_state_dict(state)
+    expected = reference(torch.arange(5))
+    state.pop(lacks, None)
+    for settings, (missing, unexpected, _, output) in zip(LOADS, run_ranks(2, _load_all, state, True)[1], strict=True):
+        assert missing == unexpected == []
+        rough = 2e-2 if "precision" in settings else 1e-5
+        torch.testing.assert_close(output, expected, rtol=rough, atol=rough)
+
+
+def test_a_part_of_a_state_is_loaded_where_that_is_asked_for():
+    state, before = _tied_state(2), _tied_state(1)
+    for name in ("embed.weight", "lm_head.weight", "blocks.0.bias", "blocks.1.bias"):
+        del state[name]
+    state["unheard"] = torch.zeros(1)
+    for settings, (missing, unexpected, loaded, _) in zip(LOADS, run_ranks(2, _load_all, state, False)[0], strict=True):
+        assert sorted(missing) == ["blocks.0.bias", "blocks.1.bias", "embed.weight", "lm_head.weight"]
+        assert unexpected == ["unheard"]
+        for name, value in loaded.items():
+            wanted = state.get(name, before[name])
+            exact = "precision" not in settings or not name.startswith("blocks.1")  # frozen: kept in bf16
+            torch.testing.assert_close(value.float(), wanted, rtol=0 if exact else 1e-2, atol=0 if exact else 1e-2)
+
+
+def test_what_does_not_fit_is_refused_by_name_and_nothing_is_loaded():
+    engine = zerocli.shard(Tied(), stage=2)
+    before, state = engine.state_dict(), _tied_state(2)
+    with pytest.raises(ValueError, match=r"missing \['embed.weight', 'lm_head.weight'\], unknown \[\]"):
+        engine.load_state_dict({name: v for name, v in state.items() if "blocks" in name or name == "count"})
+    with pytest.raises(ValueError, match="embed.weight and lm_head.weight are one tied weight"):
+        engine.load_state_dict(state | {"lm_head.weight": state["embed.weight"] + 1}, strict=False)
+    with pytest.raises(ValueError, match=r"blocks.0.bias \(3,\), not \(4,\)"):
+        engine.load_state_dict(state | {"blocks.0.bias": torch.zeros(3)}, strict=False)
+    after = engine.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_the_engine_and_the_model_are_the_same_call():
     engine, model = _save(3, 1)
     batch = uneven_batch(1, slice(0, 24))

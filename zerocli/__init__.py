@@ -8,10 +8,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from zerocli.api import shard as shard
+    from zerocli.ema import EMA as EMA
     from zerocli.engine import Engine as Engine
     from zerocli.errors import Refused as Refused
 
-_LAZY = {"shard": "zerocli.api", "Engine": "zerocli.engine", "Refused": "zerocli.errors"}
+_LAZY = {"shard": "zerocli.api", "Engine": "zerocli.engine", "EMA": "zerocli.ema", "Refused": "zerocli.errors"}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ from tiers.base import Tier
 from zerocli import materialise
 from zerocli.comm import Collectives
 from zerocli.errors import Refused
+from zerocli.named import given, load_buffers
 from zerocli.settings import Settings
 from zerocli.sizes import format_bytes
 from zerocli.stage import Stage
@@ -68,6 +69,7 @@ class Builder:
 
     def build(self) -> list[Unit]:
         """Return the units, filled with initial values; raise DoesNotFit before anything is allocated."""
+        self._given = given(self._model, self._settings.state, self._tensor_parallel)
         fresh = materialise.replace_meta(self._model, self._device)
         claimed = claim_parameters(self._model, find_units(self._model, self._settings.units))
         units = [unit for unit, _ in claimed]
@@ -79,6 +81,8 @@ class Builder:
             self._fill(flat, fresh, plans[id(flat)])
         self._allocate_gradients([flat for unit in reversed(units) for flat in unit.trainable], plans)
         materialise.reset_buffer_owners(self._model, fresh, self._settings.seed, self._device)
+        if self._settings.state is not None:
+            load_buffers(self._model, self._settings.state)
         return units
 
     def _group_of(self, name: str, parameter: nn.Parameter) -> int:
@@ -150,14 +154,14 @@ class Builder:
 
     # -- filling ---------------------------------------------------------------------------------------------------
 
-    def _fill(self, flat: Flat, fresh: set[int], plan: Plan) -> None:
+    def _fill(self, flat: Flat, fresh: materialise.Fresh, plan: Plan) -> None:
         """Give a flat its initial values and the states this rank holds of it, each on its tier."""
 
         def initialise() -> None:
             materialise.initialise_modules(self._model, flat, self._settings.seed, self._device)
 
         with torch.no_grad():
-            whole = materialise.whole_values(flat, fresh, initialise, self._collectives, self._device)
+            whole = materialise.whole_values(flat, fresh, initialise, self._collectives, self._device, self._given)
             self._place(flat, whole, plan)
 
     def _place(self, flat: Flat, whole: torch.Tensor, plan: Plan) -> None:

@@ -5,8 +5,6 @@ Exit codes: 0 ok, 1 failure, 2 usage or config, 3 does not fit, 75 preempted aft
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import importlib
 import os
 import sys
@@ -85,23 +83,7 @@ def group(ctx: click.Context, debug: bool) -> None:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the program and leave with its exit code."""
-    code = run(args)
-    if _is_rank():
-        _leave(code)
-    sys.exit(code)
-
-
-def _leave(code: int) -> NoReturn:
-    """End this rank now that all it had to do is done.
-
-    Python would take itself apart first, and a thread that is inside torch then aborts the process: a run that had
-    come to its end would be called failed.
-    """
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody listens any more
-            stream.flush()
-    os._exit(code)
+    sys.exit(run(args))
 
 
 def run(args: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from zerocli import ending
 from zerocli.lanes import Mark
 
 # torch 2.13 renamed both; the old names warn there and the new ones are absent in 2.11.
@@ -125,6 +126,8 @@ class Collectives:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
         here = dist.is_available() and dist.is_initialized()
+        if here:
+            ending.arm()
         self.rank = dist.get_rank(group) if here else 0
         self.world = dist.get_world_size(group) if here else 1
         self.backend = dist.get_backend(group) if here and self.world > 1 else ""

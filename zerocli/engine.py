@@ -36,6 +36,7 @@ from zerocli.gather import Gatherer
 from zerocli.hooks import Hooks
 from zerocli.lanes import Waits
 from zerocli.modules import register_method
+from zerocli.named import IncompatibleKeys
 from zerocli.optim import FlatOptimizer, Group, StepValues, make_optimizer
 from zerocli.parameters import Gradients, guard, unguard
 from zerocli.precision import LossScale, precision
@@ -45,6 +46,7 @@ from zerocli.sizes import parse_bytes
 from zerocli.stage import stage as stage_of
 from zerocli.tensor_parallel import TensorParallel, open_axes
 from zerocli.unit import Flat, Unit, recomputed_units
+from zerocli.unshard import unsharded_model
 from zerocli.update import Updater, choose_update, stream_chunk
 
 
@@ -468,9 +470,21 @@ class Engine:
         """
         return states.model_state(self)
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load full, unsharded tensors under the model's own names; every rank passes the same."""
-        states.load_model_state(self, state)
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
+        """Load full, unsharded tensors under the model's own names; every rank passes the same. Collective.
+
+        `strict` raises ValueError where a name is missing or unknown; otherwise what is there is loaded, and both are
+        returned. Another shape is always refused. A tied weight needs one of its names; several must be equal.
+        """
+        self.hooks.generation += 1
+        return states.load_model_state(self, state, strict)
+
+    def unsharded_model(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
+        """Return an independent, whole, plain copy of the model, which later steps do not change. Collective.
+
+        Its parameters are fp32, as in `state_dict()`, or of `dtype`; buffers, ties and requires_grad are the model's.
+        """
+        return unsharded_model(self, device, dtype)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's full states on the CPU, by parameter name, with its counters. Collective."""

@@ -60,6 +60,8 @@ class Entry:
         self.before = module.__dict__.get("forward")
         """The forward that the user had set on the instance, if any."""
         self.body: Callable[..., Any] = module.forward
+        self.methods: list[str] = []
+        """Methods of the instance that were registered."""
         self.called = False
         """Whether the forward that comes next belongs to a call that is under way."""
 
@@ -101,6 +103,8 @@ def unwrap(module: nn.Module) -> None:
     entry: Entry | None = module.__dict__.pop(_ENTRY, None)
     if entry is not None:
         module.__class__ = type(module)._zerocli_class  # type: ignore[attr-defined]
+        for name in entry.methods:
+            module.__dict__.pop(name, None)
         if entry.before is not None:
             module.__dict__["forward"] = entry.before
 
@@ -121,6 +125,7 @@ def register_method(module: nn.Module, name: str) -> None:
         return entry.runner.run(entry, method, args, kwargs)
 
     module.__dict__[name] = run
+    entry.methods.append(name)
 
 
 def outside_of_units(model: nn.Module, units: list[Unit]) -> Iterator[nn.Module]:
@@ -156,7 +161,7 @@ def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
             made = original.__new__(original)
             memo[id(self)] = made
             entry: Entry = self.__dict__[_ENTRY]
-            state = {key: value for key, value in self.__dict__.items() if key != _ENTRY}
+            state = {key: value for key, value in self.__dict__.items() if key not in (_ENTRY, *entry.methods)}
             if entry.before is not None:
                 state["forward"] = entry.before
             made.__dict__.update(copy.deepcopy(state, memo))

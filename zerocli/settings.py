@@ -44,6 +44,8 @@ class Settings:
     """torch.compile each unit but the rest."""
     seed: int = 0
     """Of the initial values of a model built on the meta device."""
+    state: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor] | None = None
+    """Whole weights to start from, by name, or a function that returns one; they are read unit by unit."""
     bucket_nbytes: int = 32 << 20
     """Size of one reduction bucket; there are two."""
     gather_buffers: int = 2

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zerocli.named import IncompatibleKeys, match
 from zerocli.unit import MASTER, Flat
 
 if TYPE_CHECKING:
@@ -38,13 +39,18 @@ def write_held(flat: Flat, name: str, values: torch.Tensor) -> None:
         flat.master.copy_(values)
 
 
-def join_parts(engine: Engine, flat: Flat, held: torch.Tensor) -> torch.Tensor:
-    """Return on the CPU the whole of what each rank holds a part of."""
-    if held.numel() == flat.layout.total:
+def whole_of(engine: Engine, total: int, held: torch.Tensor) -> torch.Tensor:
+    """Return on the CPU the whole, of `total` elements, of what each rank holds a part of. Collective."""
+    if held.numel() == total:
         return held.detach().to("cpu", copy=True)
-    whole = torch.empty(flat.layout.total, dtype=held.dtype, device=engine.device)
+    whole = torch.empty(total, dtype=held.dtype, device=engine.device)
     engine.collectives.all_gather(whole, held).wait()
     return whole.cpu()
+
+
+def join_parts(engine: Engine, flat: Flat, held: torch.Tensor) -> torch.Tensor:
+    """Return on the CPU the whole of what each rank holds a part of."""
+    return whole_of(engine, flat.layout.total, held)
 
 
 def whole_parameters(engine: Engine, flat: Flat) -> torch.Tensor:
@@ -68,12 +74,15 @@ def _forget_traffic(engine: Engine) -> None:
 
 
 @torch.no_grad()
-def model_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """See `Engine.state_dict`."""
+def model_state(engine: Engine, held: Mapping[int, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """See `Engine.state_dict`; `held` has, by a flat's id, what this rank holds of other values for its parameters."""
     engine.settle()
     values: dict[int, torch.Tensor] = {}
     for flat in engine.flats():
-        whole = whole_parameters(engine, flat)
+        if held is not None and id(flat) in held:
+            whole = join_parts(engine, flat, held[id(flat)].to(engine.device))
+        else:
+            whole = whole_parameters(engine, flat)
         for parameter, entry, view in zip(flat.parameters, flat.layout.entries, flat.views(whole), strict=True):
             values[id(parameter)] = engine.tensor_parallel.join(entry.name, view.clone())
     _forget_traffic(engine)
@@ -84,24 +93,29 @@ def model_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load_model_state(engine: Engine, state: Mapping[str, torch.Tensor]) -> None:
+def load_model_state(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
     """See `Engine.load_state_dict`."""
     engine.settle()
     own, tp = engine.model.state_dict(keep_vars=True), engine.tensor_parallel
-    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    wrong = sorted(n for n in own.keys() & state.keys() if tp.whole_shape(n, own[n].shape) != state[n].shape)
-    if missing or unknown or wrong:
-        raise ValueError(f"state_dict does not match: missing {missing}, unknown {unknown}, other shape {wrong}")
-    source = {id(value): state[name] for name, value in own.items()}
+    matched = match(engine.model, state, tp)
+    matched.require(strict)
     for flat in engine.flats():
+        sources = [matched.names.get(id(parameter)) for parameter in flat.parameters]
+        if not any(sources):
+            continue
         dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
         whole = torch.zeros(flat.layout.total, dtype=dtype, device=engine.device)
-        for parameter, entry, view in zip(flat.parameters, flat.layout.entries, flat.views(whole), strict=True):
-            view.copy_(tp.part(entry.name, source[id(parameter)]))
+        if not all(sources):
+            whole.copy_(whole_parameters(engine, flat))  # the others stay as they are
+        for source, entry, view in zip(sources, flat.layout.entries, flat.views(whole), strict=True):
+            if source is not None:
+                view.copy_(tp.part(entry.name, state[source]))
         load_whole(flat, whole)
-    for name, value in own.items():
-        if not isinstance(value, nn.Parameter):
-            value.copy_(state[name])
+    for value in own.values():
+        if not isinstance(value, nn.Parameter) and id(value) in matched.names:
+            value.copy_(state[matched.names[id(value)]])
+    _forget_traffic(engine)
+    return IncompatibleKeys(matched.missing, matched.unexpected)
 
 
 def load_whole(flat: Flat, whole: torch.Tensor) -> None:
