@@ -9,8 +9,15 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from zerocli.api import shard as shard
     from zerocli.engine import Engine as Engine
+    from zerocli.groups import ParamGroup as ParamGroup
+    from zerocli.optim import FlatOptimizer as FlatOptimizer
 
-_LAZY = {"shard": "zerocli.api", "Engine": "zerocli.engine"}
+_LAZY = {
+    "shard": "zerocli.api",
+    "Engine": "zerocli.engine",
+    "ParamGroup": "zerocli.groups",
+    "FlatOptimizer": "zerocli.optim",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from zerocli.engine import Engine
+from zerocli.rules import OptimizerChoice
 from zerocli.settings import Settings
 
 
 def shard(
     model: nn.Module,
-    optimizer: str = "adamw",
-    lr: float | Callable[[int], float] = 3e-4,
+    optimizer: OptimizerChoice = "adamw",
+    lr: float | Callable[[int], float] | None = None,
     stage: int = 3,
     **settings: Any,
 ) -> Engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,9 @@ class Builder:
         tiers: TierSet,
         mover: Mover,
         chunk: int,
+        groups: Mapping[str, int],
     ) -> None:
+        self._groups = groups
         self._model, self._settings, self._stage = model, settings, stage
         self._compute, self._collectives, self._states = compute, collectives, tuple(state_names)
         self._placement, self._tiers, self._mover, self._chunk = placement, tiers, mover, chunk
@@ -80,7 +82,9 @@ class Builder:
         return units
 
     def _group_of(self, name: str, parameter: nn.Parameter) -> int:
-        return decay_group(name, parameter) + REPLICATED * self._tensor_parallel.replicates(name)
+        if name not in self._groups:
+            raise ValueError(f"{name} is trainable, but the optimizer instance was made without it")
+        return self._groups[name] + REPLICATED * self._tensor_parallel.replicates(name)
 
     # -- where things go -------------------------------------------------------------------------------------------
 
@@ -214,8 +218,3 @@ def _needed(plans: dict[int, Plan]) -> Counter[str]:
 def _flats(units: list[Unit]) -> Iterator[Flat]:
     for unit in units:
         yield from unit.flats
-
-
-def decay_group(name: str, parameter: nn.Parameter) -> int:
-    """Return 0 for parameters with weight decay, 1 for norms and biases."""
-    return 0 if parameter.dim() >= 2 else 1

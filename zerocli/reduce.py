@@ -59,6 +59,8 @@ class Reducer:
         self._order = list(reversed(self._flats))
         self._ordered_by_use = False
         self._arrived: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
+        self._received: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
+        """Parameters of each flat that got a gradient on this rank in any of the step's micro-steps."""
         self._completed: list[Flat] = []
         self._next = 0
         self._unfinished: list[Rest] = []
@@ -77,6 +79,9 @@ class Reducer:
         self._norms.clear()
         for arrived in self._arrived.values():
             arrived.clear()
+        if first:
+            for received in self._received.values():
+                received.clear()
 
     def _hook(self, flat: Flat, index: int) -> Callable[[nn.Parameter], None]:
         # Python's collector does not see into a parameter's hooks: one that held us would keep all of it for good.
@@ -138,12 +143,18 @@ class Reducer:
                 for rest in rests:
                     rest.do()
         self._forget()
+        for flat in self._flats:
+            self._received[id(flat)] |= self._arrived[id(flat)]
         if self._last:
             self._agree()
             self._measure()
         self.active = False
         if not self._ordered_by_use:
             self._adopt_order()
+
+    def received(self, flat: Flat) -> set[int]:
+        """Return the places of the flat's parameters that got a gradient on this rank in this step."""
+        return self._received[id(flat)]
 
     def _agree(self) -> None:
         """Make replicated gradients one: sums over other data-parallel ranks may have been rounded in another order."""
