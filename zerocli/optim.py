@@ -80,6 +80,8 @@ class FlatOptimizer(ABC):
 
     whole = False
     """Whether it needs whole parameters, in their own shapes."""
+    has_scalars = False
+    """Whether `advance` is to be called."""
 
     @abstractmethod
     def update(
@@ -103,6 +105,9 @@ class FlatOptimizer(ABC):
 
     def check(self, group: Group) -> None:  # noqa: B027 (optional)
         """Raise ValueError where the group's hyperparameters ask for what cannot be done."""
+
+    def advance(self, group: Group, at: At) -> None:  # noqa: B027 (optional)
+        """Before a step's updates: called for every pair of group and history that it updates on any rank."""
 
     def split(self, old: int, new: int) -> None:  # noqa: B027 (optional)
         """Some parameters of the history `old` go on as `new`; copy what is kept by history."""

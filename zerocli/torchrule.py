@@ -143,6 +143,7 @@ class TorchOptimizer(FlatOptimizer):
         self.template, self.state_names, self.defaults = template, tuple(arrays), template.defaults
         self._like = scalars
         """Of each scalar an example, for its type."""
+        self.has_scalars = bool(scalars)
         self._scalars: dict[tuple[int, int], dict[int, State]] = {}
         """By history and group, then by count. Scalars (such as `step`) are the same for every chunk of a step: those
         after this step and those after the one before."""
@@ -164,6 +165,11 @@ class TorchOptimizer(FlatOptimizer):
         for old in [key for key in known if key < count - 1]:
             del known[old]
         known[count] = {name: value for name, value in after.items() if name not in states}
+
+    def advance(self, group: Group, at: At) -> None:
+        """Make the step's scalars also on a rank that holds no element of these parameters: it may save them."""
+        one = torch.zeros(1)
+        self.update(one, one.clone(), None, {name: one.clone() for name in self.state_names}, group, at)
 
     def split(self, old: int, new: int) -> None:
         for (history, group), known in list(self._scalars.items()):

@@ -121,6 +121,9 @@ class Updater:
         flats = [flat for flat in flats if any(entry.name not in inactive for entry in flat.layout.entries)]
         self._values = {place.type: values.to(place) for place in {self._place(flat) for flat in flats}}
         self._updated = updated
+        if self._rule.has_scalars:
+            for group, history in self._pairs(flats):
+                self._rule.advance(values.groups[group], values.at(history))
         # A rule that needs whole parameters exchanges them: now, while all ranks do the same.
         together = [flat for flat in flats if self._rule.whole and self._needs_whole(flat, values)]
         for flat in together:
@@ -141,6 +144,11 @@ class Updater:
         resident = [flat for flat in flats if flat.away and flat.resident is not None]
         if self._jobs:
             self.pump(resident[-1] if resident else self._jobs[0].flat)
+
+    def _pairs(self, flats: Iterable[Flat]) -> list[tuple[int, int]]:
+        """Return (group, class of counts) of all parameters that are updated."""
+        entries = [entry for flat in flats for entry in flat.layout.entries if entry.name not in self._inactive]
+        return sorted({(entry.group % REPLICATED, self._counts.class_of(entry.name)) for entry in entries})
 
     def _needs_whole(self, flat: Flat, values: StepValues) -> bool:
         return any(self._rule.is_whole(values.groups[entry.group % REPLICATED]) for entry in flat.layout.entries)
