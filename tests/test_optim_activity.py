@@ -11,7 +11,16 @@ from torch import nn
 import zerocli
 
 STEPS = 8
-SHAPES = [(0, ""), (1, ""), (2, ""), (3, ""), (3, "cpu"), (3, "nvme"), (1, "optimizer=cpu"), (2, "grads=cpu,optimizer=nvme")]
+SHAPES = [
+    (0, ""),
+    (1, ""),
+    (2, ""),
+    (3, ""),
+    (3, "cpu"),
+    (3, "nvme"),
+    (1, "optimizer=cpu"),
+    (2, "grads=cpu,optimizer=nvme"),
+]
 
 
 class Heads(nn.Module):
@@ -130,7 +139,9 @@ def _one_rank_only(stage: int):
 def test_a_gradient_on_one_rank_is_enough():
     torch.manual_seed(3)
     model = Heads()
-    decays = [{"params": [p for p in model.parameters() if p.dim() == d], "weight_decay": 0.1 * (d - 1)} for d in (2, 1)]
+    decays = [
+        {"params": [p for p in model.parameters() if p.dim() == d], "weight_decay": 0.1 * (d - 1)} for d in (2, 1)
+    ]
     optimizer = torch.optim.AdamW(decays, lr=1e-2)
     for step in range(1, 4):
         optimizer.zero_grad()

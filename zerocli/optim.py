@@ -68,8 +68,8 @@ class StepValues:
 class FlatOptimizer(ABC):
     """An elementwise update rule on one-dimensional fp32 memory; subclass it for a rule of your own.
 
-    `shard(model, optimizer=MyRule(), ...)` calls `update` for piece after piece of the parameters. A piece may begin and
-    end anywhere within them, so each element's new value may depend only on that element of each array.
+    `shard(model, optimizer=MyRule(), ...)` calls `update` for piece after piece of the parameters. A piece may begin
+    and end anywhere within them, so each element's new value may depend only on that element of each array.
     """
 
     state_names: tuple[str, ...]

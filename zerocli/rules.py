@@ -39,7 +39,9 @@ class MuonWithAdamW(FlatOptimizer):
         adam = dict(options.pop("adamw", {}))
         unknown = sorted(set(options) - set(_MUON))
         if unknown:
-            raise ValueError(f"optimizer muon takes no {unknown[0]!r}; it takes {', '.join((*_MUON, 'matrices, adamw'))}")
+            raise ValueError(
+                f"optimizer muon takes no {unknown[0]!r}; it takes {', '.join((*_MUON, 'matrices, adamw'))}"
+            )
         template = Template.of(torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw", **options})
         muon = make_torch_rule(template)
         assert isinstance(muon, WholeOptimizer)

@@ -109,7 +109,7 @@ def probe(template: Template) -> tuple[bool, dict[tuple[int, ...], State]]:
 
 
 def make_torch_rule(template: Template) -> FlatOptimizer:
-    """Return the rule that runs an optimizer of torch's kind on flat memory, or on whole parameters if it needs them."""
+    """Return the rule that runs an optimizer of torch's kind on flat memory, or if need be on whole parameters."""
     elementwise, found = probe(template)
     same = [{k for k, v in s.items() if isinstance(v, torch.Tensor) and v.shape == shape} for shape, s in found.items()]
     arrays = tuple(name for name in next(iter(found.values())) if all(name in names for names in same))
@@ -157,7 +157,10 @@ class TorchOptimizer(FlatOptimizer):
         known = self._scalars.setdefault((at.history, group.index), {})
         state = None
         if count > 1:
-            state = {**states, **{n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in known[count - 1].items()}}
+            state = {
+                **states,
+                **{n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in known[count - 1].items()},
+            }
         after = self.template.run(master, grad, state, group)
         for name, array in states.items():
             if after.get(name) is not None and after[name] is not array:
@@ -183,7 +186,9 @@ class TorchOptimizer(FlatOptimizer):
 
     def load(self, name, history, group, count, numbers, tensors):  # type: ignore[no-untyped-def]
         if count:
-            self._scalars[history, group] = {count: {key: _typed(self._like.get(key), value) for key, value in numbers.items()}}
+            self._scalars[history, group] = {
+                count: {key: _typed(self._like.get(key), value) for key, value in numbers.items()}
+            }
 
     def forget(self) -> None:
         self._scalars = {}
@@ -233,9 +238,13 @@ class WholeOptimizer(FlatOptimizer):
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         kept = self._kept.get(name, {})
-        odd = [key for key, value in kept.items() if not _is_number(value) and not isinstance(value, torch.Tensor | None)]
+        odd = [
+            key for key, value in kept.items() if not _is_number(value) and not isinstance(value, torch.Tensor | None)
+        ]
         if odd:
-            raise ValueError(f"optimizer {self.template.name} keeps a state {odd[0]} that is no tensor: it cannot be saved")
+            raise ValueError(
+                f"optimizer {self.template.name} keeps a state {odd[0]} that is no tensor: it cannot be saved"
+            )
         return {key: value for key, value in kept.items() if isinstance(value, torch.Tensor) and value.dim()}
 
     def load(self, name, history, group, count, numbers, tensors):  # type: ignore[no-untyped-def]

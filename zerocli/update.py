@@ -20,7 +20,9 @@ from zerocli.comm import Collectives
 from zerocli.counts import Counts, within
 from zerocli.lanes import Lane, Mark
 from zerocli.optim import At, FlatOptimizer, FusedAdam, Group, StepValues
+from zerocli.rules import MuonWithAdamW
 from zerocli.shards import SHARD_ALIGN, Span
+from zerocli.torchrule import WholeOptimizer
 from zerocli.unit import MASTER, REPLICATED, Flat
 from zerocli.whole import update_whole
 
@@ -128,6 +130,7 @@ class Updater:
         together = [flat for flat in flats if self._rule.whole and self._needs_whole(flat, values)]
         for flat in together:
             self.before_update(flat)
+            assert isinstance(self._rule, WholeOptimizer | MuonWithAdamW)
             update_whole(flat, self._rule, values, self._counts, inactive, self._collectives)
             flat.written = Mark(self._device)
         flats = [flat for flat in flats if flat not in together]
@@ -187,6 +190,7 @@ class Updater:
         """Return the chunks that have something to update; one empty chunk where none of this rank's has."""
         spans = flat.chunks(self._chunk if flat.away else UPDATE_CHUNK[self._device.type])
         segments = self._counts.segments(flat.layout, self._inactive)
+        chosen: list[tuple[int, Span, tuple[tuple[Span, int], ...]]]
         if len(segments) == 1 and segments[0][0].numel == flat.layout.total:
             chosen = [(group, span, ((Span(0, span.numel), segments[0][1]),)) for group, span in spans]
         else:

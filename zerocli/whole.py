@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from zerocli.comm import Collectives
 from zerocli.counts import Counts
-from zerocli.optim import FlatOptimizer, StepValues
+from zerocli.optim import StepValues
+from zerocli.rules import MuonWithAdamW
 from zerocli.states import load_whole, read_held, write_held
+from zerocli.torchrule import WholeOptimizer
 from zerocli.unit import MASTER, REPLICATED, Flat
 
 
 def update_whole(
     flat: Flat,
-    rule: FlatOptimizer | Any,
+    rule: WholeOptimizer | MuonWithAdamW,
     values: StepValues,
     counts: Counts,
     inactive: frozenset[str],

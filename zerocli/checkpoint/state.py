@@ -1,8 +1,9 @@
 """What a checkpoint holds of an engine: parts under the model's own names, and values; captured, and restored.
 
 Names: `parameters/NAME` (the fp32 master, or a frozen parameter as it is), `optimizer/STATE/NAME`, `kept/STATE/NAME` (a
-state of another shape than the parameter's, which every rank has whole), and for what differs between ranks `buffers/RANK/NAME` and `random/RANK/WHERE`. None depends on world size, stage, placement or the degree of
-tensor parallelism.
+state of another shape than the parameter's, which every rank has whole), and for what differs between ranks
+`buffers/RANK/NAME` and `random/RANK/WHERE`. None depends on world size, stage, placement or the degree of tensor
+parallelism.
 """
 
 from __future__ import annotations
