@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -243,6 +245,11 @@ class HalvingInTorch(Lion):
 
 OPTIMIZERS = {
     "class": (torch.optim.AdamW, {}, lambda ps: torch.optim.AdamW(ps, lr=1e-2)),
+    "partial": (
+        functools.partial(torch.optim.RMSprop, weight_decay=0.2, alpha=0.9),
+        {},
+        lambda ps: torch.optim.RMSprop(ps, lr=1e-2, weight_decay=0.2, alpha=0.9),
+    ),
     "amsgrad": (
         torch.optim.Adam,
         {"amsgrad": True, "maximize": True},

@@ -67,7 +67,7 @@ def arrange(
         if named:
             raise ValueError(f"the optimizer instance has its own {', '.join(named)}: do not give any to shard")
         return _taken_over(model, optimizer)
-    lr, decays = _hyperparameters(optimizer, lr, weight_decay)
+    lr, decays = _hyperparameters(optimizer, rule, lr, weight_decay)
     base = lr(1) if callable(lr) else float(lr)
     kind_of = rule.kinds(model) if isinstance(rule, MuonWithAdamW) else (lambda name, parameter: "")
     keys: dict[str, tuple[int, bool, str]] = {}
@@ -97,18 +97,21 @@ def arrange(
 
 
 def _hyperparameters(
-    optimizer: Any, lr: float | Callable[[int], float] | None, weight_decay: float | None
+    optimizer: Any, rule: FlatOptimizer, lr: float | Callable[[int], float] | None, weight_decay: float | None
 ) -> tuple[float | Callable[[int], float], float | tuple[float]]:
     """Return learning rate and weight decay; the latter as a tuple where it spares nothing.
 
     A class is made as torch would make it: what is not given is its own default, for all parameters alike.
     """
-    accepted = inspect.signature(optimizer).parameters if isinstance(optimizer, type) else {}
+    made = not isinstance(optimizer, str | FlatOptimizer)
+    accepted = inspect.signature(optimizer).parameters if made else {}
     defaults = {
         name: parameter.default
         for name, parameter in accepted.items()
         if isinstance(parameter.default, int | float) and name in ("lr", "weight_decay")
     }
+    if made and isinstance(rule, TorchOptimizer | WholeOptimizer) and rule.template.decays:
+        defaults["weight_decay"] = rule.template.group["weight_decay"]
     rate = lr if lr is not None else defaults.get("lr", DEFAULT_LR)
     if weight_decay is not None:
         return rate, weight_decay

@@ -185,12 +185,16 @@ class FusedSGD(FlatOptimizer):
     def __init__(self, momentum: float = 0.0, nesterov: bool = False, maximize: bool = False) -> None:
         if nesterov and not momentum:
             raise ValueError("nesterov needs a momentum above 0")
-        self.defaults = {"momentum": momentum, "nesterov": nesterov, "maximize": maximize}
+        self.defaults = {"momentum": momentum, "nesterov": nesterov, "maximize": maximize, "dampening": 0.0}
         self.state_names = ("momentum_buffer",) if momentum else ()
 
     def check(self, group: Group) -> None:
         if group.options["momentum"] and not self.state_names:
             raise ValueError("momentum was 0 when the model was sharded, so there is no memory for it")
+        if group.options["dampening"]:
+            raise ValueError(
+                "dampening was 0 when the model was sharded: give it to shard, or to the optimizer instance"
+            )
 
     def update(self, master, grad, scale, states, group, at):  # type: ignore[no-untyped-def]
         options = group.options
