@@ -193,7 +193,7 @@ class FusedSGD(FlatOptimizer):
             raise ValueError("momentum was 0 when the model was sharded, so there is no memory for it")
         if group.options["dampening"]:
             raise ValueError(
-                "dampening was 0 when the model was sharded: give it to shard, or to the optimizer instance"
+                "dampening was 0 when the model was sharded: give it to shard, or to the instance"
             )
 
     def update(self, master, grad, scale, states, group, at):  # type: ignore[no-untyped-def]
