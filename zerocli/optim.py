@@ -192,9 +192,7 @@ class FusedSGD(FlatOptimizer):
         if group.options["momentum"] and not self.state_names:
             raise ValueError("momentum was 0 when the model was sharded, so there is no memory for it")
         if group.options["dampening"]:
-            raise ValueError(
-                "dampening was 0 when the model was sharded: give it to shard, or to the instance"
-            )
+            raise ValueError("dampening was 0 when the model was sharded: give it to shard, or to the instance")
 
     def update(self, master, grad, scale, states, group, at):  # type: ignore[no-untyped-def]
         options = group.options
