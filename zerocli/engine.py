@@ -96,7 +96,6 @@ class Engine:
         self.units = self._build_units()
         self.counts = Counts(self.device, self.rule.split)
         self.counts.add(entry.name for flat in self.trainable() for entry in flat.layout.entries)
-        self._all_active = torch.ones(0, dtype=torch.float64, device=self.device)
         self.optimizer = ShardedOptimizer(self, self.arranged, dict(model.named_parameters()))
         self.gatherer = Gatherer(
             self.units,
@@ -369,16 +368,14 @@ class Engine:
         """
         flats = list(self.trainable())
         received = [self.reducer.received(flat) for flat in flats]
-        numel = sum(len(flat.parameters) for flat in flats)
-        if self._all_active.numel() != numel:
-            self._all_active = torch.ones(numel, dtype=torch.float64, device=self.device)
         complete = all(len(got) == len(flat.parameters) for flat, got in zip(flats, received, strict=True))
-        mask = self._all_active
-        if not complete:
+        if complete:
+            sums = torch.ones(1 + sum(map(len, received)), dtype=torch.float64, device=self.device)
+        else:
             rows = zip(flats, received, strict=True)
             mine = [float(i in got) for flat, got in rows for i in range(len(flat.parameters))]
-            mask = torch.tensor(mine, dtype=torch.float64, device=self.device)
-        sums = torch.cat([self.reducer.squared_norm().reshape(1), mask])
+            sums = torch.tensor([0.0, *mine], dtype=torch.float64, device=self.device)
+        sums[0] = self.reducer.squared_norm()
         sums = self.tensor_parallel.total(self.collectives.sum_control(sums))
         if complete:
             return sums[0], frozenset()

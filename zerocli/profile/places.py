@@ -59,7 +59,6 @@ def tensors(engine: Engine) -> Iterator[tuple[str, str, torch.Tensor]]:
         yield "buffers", name, memory
     yield "buffers", "counters", engine.updates
     yield "buffers", "counters", engine.counts.values
-    yield "buffers", "counters", engine._all_active
     for place in engine.activations.stack._slots:
         if place.near:
             yield "activations", "checkpoints of blocks", place.tier.view(place.block)
