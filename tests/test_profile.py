@@ -158,7 +158,7 @@ def test_tensor_parallel_rows_are_of_what_a_rank_has(tmp_path):
     held = rows(document, "hbm")
     # The larger matrices are halved, norms and such are not; then ZeRO halves all of it again, with padding.
     numel = sum(each["numel"] // (2 if each["split"] else 1) for each in LEAVES)
-    assert numel / 2 * 4 <= held["parameters"] <= numel / 2 * 4 * 1.02
+    assert numel / 2 * 4 <= held["parameters"] <= numel / 2 * 4 * 1.03
     assert held["gradients"] == held["parameters"] and held["optimizer_states"] == 2 * held["parameters"]
     for row in document["rows"]:
         if row["category"] in ("parameters", "gradients", "optimizer_states", "gathered"):

@@ -73,7 +73,8 @@ def _wire(stage: int, layers: int, recompute: bool) -> tuple[dict[str, int], int
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_communication_is_the_papers(stage, layers, recompute):
     counted, padded, seen = run_ranks(2, _wire, stage, layers, recompute)[0]
-    control = 2 * 8  # the global norm: one fp64 scalar, all-reduced
+    # All-reduced in fp64: the global norm, and of each parameter whether it got a gradient.
+    control = 2 * 8 * (1 + 4 * layers + 2)
     whole = padded * 4
     expected = {
         0: {"all_reduce": 2 * whole, "all_gather": 0, "reduce_scatter": 0},

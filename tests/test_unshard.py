@@ -12,7 +12,6 @@ from ranks import run_ranks
 from torch import nn
 
 import zerocli
-from zerocli.unshard import copy_module
 
 
 class Policy(nn.Module):
@@ -125,23 +124,6 @@ def test_the_copy_is_the_users_own_module(found, case):
     for name, value in one["state"].items():
         if name.startswith(("embed", "blocks", "shift")):
             assert torch.equal(one["plain"][name], value), name
-
-
-def test_a_class_put_in_place_of_the_users_is_taken_off_the_copy_alone():
-    """As where sharding changes a module's class instead of its forward."""
-    model = nn.Sequential(nn.Linear(3, 3))
-    layer = model[0]
-
-    class ShardedLinear(nn.Linear):
-        _zerocli_class = nn.Linear
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise AssertionError("the sharded model's own")
-
-    layer.__class__ = ShardedLinear
-    made = copy_module(model, model.state_dict(), torch.device("cpu"))
-    assert type(made[0]) is nn.Linear and type(layer) is ShardedLinear
-    assert torch.equal(made(torch.ones(1, 3)), F.linear(torch.ones(1, 3), layer.weight, layer.bias))
 
 
 def test_the_model_is_as_before_after_a_copy_that_failed():

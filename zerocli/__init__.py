@@ -11,8 +11,17 @@ if TYPE_CHECKING:
     from zerocli.ema import EMA as EMA
     from zerocli.engine import Engine as Engine
     from zerocli.errors import Refused as Refused
+    from zerocli.groups import ParamGroup as ParamGroup
+    from zerocli.optim import FlatOptimizer as FlatOptimizer
 
-_LAZY = {"shard": "zerocli.api", "Engine": "zerocli.engine", "EMA": "zerocli.ema", "Refused": "zerocli.errors"}
+_LAZY = {
+    "shard": "zerocli.api",
+    "Engine": "zerocli.engine",
+    "EMA": "zerocli.ema",
+    "FlatOptimizer": "zerocli.optim",
+    "ParamGroup": "zerocli.groups",
+    "Refused": "zerocli.errors",
+}
 
 
 def __getattr__(name: str) -> Any:

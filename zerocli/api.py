@@ -12,13 +12,14 @@ from torch import nn
 
 from zerocli.engine import Engine
 from zerocli.modules import tell_compiler
+from zerocli.rules import OptimizerChoice
 from zerocli.settings import Settings
 
 
 def shard(
     model: nn.Module,
-    optimizer: str = "adamw",
-    lr: float | Callable[[int], float] = 3e-4,
+    optimizer: OptimizerChoice = "adamw",
+    lr: float | Callable[[int], float] | None = None,
     stage: int = 3,
     **settings: Any,
 ) -> Engine:

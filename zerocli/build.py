@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,9 @@ class Builder:
         tiers: TierSet,
         mover: Mover,
         chunk: int,
+        groups: Mapping[str, int],
     ) -> None:
+        self._groups = groups
         self._model, self._settings, self._stage = model, settings, stage
         self._compute, self._collectives, self._states = compute, collectives, tuple(state_names)
         self._placement, self._tiers, self._mover, self._chunk = placement, tiers, mover, chunk
@@ -86,7 +88,9 @@ class Builder:
         return units
 
     def _group_of(self, name: str, parameter: nn.Parameter) -> int:
-        return decay_group(name, parameter) + REPLICATED * self._tensor_parallel.replicates(name)
+        if name not in self._groups:
+            raise ValueError(f"{name} is trainable, but the optimizer instance was made without it")
+        return self._groups[name] + REPLICATED * self._tensor_parallel.replicates(name)
 
     def place(self, units: list[Unit], flats: list[Flat], values: Callable[[Flat], torch.Tensor]) -> None:
         """Fill new flats of units whose others are placed already."""
@@ -264,8 +268,3 @@ def matches(choice: Any, name: str, parameter: nn.Parameter) -> bool:
 def mixes(model: nn.Module, compute: torch.dtype) -> bool:
     """Whether the user has put some parameters of a model into the compute dtype and left others in fp32."""
     return compute != torch.float32 and any(p.dtype == compute for p in model.parameters())
-
-
-def decay_group(name: str, parameter: nn.Parameter) -> int:
-    """Return 0 for parameters with weight decay, 1 for norms and biases."""
-    return 0 if parameter.dim() >= 2 else 1

@@ -31,16 +31,20 @@ from zerocli.activations import Activations
 from zerocli.agreement import Agreement
 from zerocli.build import Builder
 from zerocli.comm import Collectives
+from zerocli.counts import Counts
 from zerocli.errors import Refused
+from zerocli.facade import ShardedOptimizer
 from zerocli.gather import Gatherer
+from zerocli.groups import arrange
 from zerocli.hooks import Hooks
 from zerocli.lanes import Waits
 from zerocli.modules import register_method
 from zerocli.named import IncompatibleKeys
-from zerocli.optim import FlatOptimizer, Group, StepValues, make_optimizer
+from zerocli.optim import FlatOptimizer, Group, StepValues
 from zerocli.parameters import Gradients, guard, unguard
 from zerocli.precision import LossScale, precision
 from zerocli.reduce import Reducer
+from zerocli.rules import make_optimizer, unsuitable
 from zerocli.settings import Settings
 from zerocli.sizes import parse_bytes
 from zerocli.stage import stage as stage_of
@@ -82,9 +86,14 @@ class Engine:
         self.collectives = Collectives(data_parallel, self.device)
         self.tensor_parallel = TensorParallel(mesh, self.device, self.waits)
         self.tensor_parallel.split(self.model)
-        # Of split parameters, and the same again of replicated ones.
-        self.groups = (Group(weight_decay=settings.weight_decay), Group(weight_decay=0.0)) * 2
-        self.optimizer: FlatOptimizer = make_optimizer(settings.optimizer, settings.options)
+        self.rule: FlatOptimizer = make_optimizer(settings.optimizer, settings.options)
+        if self.rule.whole and self.tensor_parallel.world > 1:
+            raise ValueError(f"optimizer {settings.optimizer} needs whole matrices, which tp splits: use tp=1")
+        self.arranged = arrange(
+            *(self.model, self.rule, settings.optimizer, settings.groups, settings.lr, settings.weight_decay)
+        )
+        if reason := unsuitable(self.rule, list(self.model.named_parameters())):
+            raise ValueError(reason)
         self.loss_scale = LossScale(self.precision.scales, self.device)
         self.steps = 0
         self.updates = torch.zeros((), device=self.device)
@@ -93,6 +102,9 @@ class Engine:
         self._held_whole = 0
 
         self.units = self._build_units()
+        self.counts = Counts(self.device, self.rule.split)
+        self.counts.add(entry.name for flat in self.trainable() for entry in flat.layout.entries)
+        self.optimizer = ShardedOptimizer(self, self.arranged, dict(self.model.named_parameters()))
         for flat in self.flats():
             for parameter, entry in zip(flat.parameters, flat.layout.entries, strict=True):
                 guard(parameter, entry.name, self._gradients)
@@ -100,7 +112,7 @@ class Engine:
         self.connect()
         away = any(flat.away for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
-        self.updater = Updater(self.optimizer, self.groups, self.device, on_cpu, self._chunk)
+        self.updater = Updater(self.rule, self.counts, self.collectives, self.device, on_cpu, self._chunk)
         recomputed = recomputed_units(self.units, settings.recompute or ACTIVATIONS in self.placement.shares)
         shares = self.placement.of(ACTIVATIONS)
         stack = Stack(lambda name: self.tiers.open(name, ACTIVATIONS), shares, len(recomputed), self.tiers.traffic)
@@ -166,12 +178,12 @@ class Engine:
         self.placement = per_rank(placement, self.local_world)
         self.tiers = TierSet(self.local_world, self.device, settings.nvme_path, settings.tier_options)
         self.mover = Mover(settings.staging_nbytes, self.tiers.open_cache)
-        self._chunk = stream_chunk(settings.staging_nbytes, len(self.optimizer.state_names))
-        names = self.optimizer.state_names
+        self._chunk = stream_chunk(settings.staging_nbytes, len(self.rule.state_names))
+        names = self.rule.state_names
         compute = self.precision.compute
         self._builder = Builder(
             *(self.model, settings, self.stage, compute, self.collectives, self.tensor_parallel),
-            *(names, self.placement, self.tiers, self.mover, self._chunk),
+            *(names, self.placement, self.tiers, self.mover, self._chunk, self.arranged.group_of),
         )
         return self._builder.build()
 
@@ -205,7 +217,8 @@ class Engine:
         try:
             if loss.requires_grad:
                 loss.register_hook(lambda grad: self.reducer.outermost())
-            self._seeded(loss).backward(retain_graph=retain_graph)
+            seed = self._loss_seed()
+            (loss if seed is None else loss * seed).backward(retain_graph=retain_graph)
             for engine in Engine._in_backward:
                 engine._end_backward()
         except BaseException:
@@ -217,10 +230,6 @@ class Engine:
 
     _in_backward: ClassVar[list[Engine]] = []
     """The engines that take part in the backward pass under way; the first one's `backward` was called."""
-
-    def _seeded(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times what gradients are to be multiplied by."""
-        return loss * (self.loss_scale.value / (self.collectives.world * self.settings.accumulate))
 
     def _begin_backward(self, joining: bool = False) -> None:
         accumulate = self.settings.accumulate
@@ -271,19 +280,31 @@ class Engine:
         """Whether backward has been called since the last step."""
         return self._micro > 0
 
-    @property
-    def gradient_divisor(self) -> torch.Tensor:
-        """What gradients, as they are kept, are divided by to be the mean over ranks and passes."""
-        return self.loss_scale.value * (self._micro / self.settings.accumulate)
-
     def got_gradient(self, flat: Flat, parameter: nn.Parameter) -> bool:
         """Whether a parameter has got a gradient in this step, on any rank. Collective."""
-        return True
+        index = next(i for i, p in enumerate(flat.parameters) if p is parameter)
+        mine = torch.tensor(float(index in self.reducer.received(flat)), device=self.device)
+        return bool(self.collectives.sum_control(mine).item())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that this step has accumulated so far."""
         self.reducer.drop_grads()
         self._forget_gradients()
+
+    def _loss_seed(self) -> torch.Tensor | None:
+        """Return what the loss is multiplied by before its backward; None: it is left as it is.
+
+        Gradients are summed over ranks and micro-steps, and divided by `gradient_divisor` in the update. Only fp16,
+        whose numbers end at 65504, divides by the ranks before the sum.
+        """
+        return self.loss_scale.value / self.collectives.world if self.loss_scale.active else None
+
+    @property
+    def gradient_divisor(self) -> torch.Tensor | float:
+        """What the gradients of this step, as they are kept, are divided by to be averages."""
+        if self.loss_scale.active:
+            return self.loss_scale.value * self._micro
+        return float(self.collectives.world * self._micro)
 
     def _bring_up_to_date(self, flat: Flat) -> None:
         """Issue what is left of a flat's update; the host may have to wait for states on a disk, and compute for it."""
@@ -315,13 +336,15 @@ class Engine:
             raise Refused("step() inside `with engine.gathered(...)` would change what it gives: leave it first")
         self.adopt_edits()
         self.settings.probe("optimizer")
+        groups = self.optimizer.hyperparameters(self.steps + 1)
         self.steps += 1
-        lr = self.settings.lr(self.steps) if callable(self.settings.lr) else self.settings.lr
+        lr = self.optimizer.base_lr
         with self.waits.waiting("optimizer"):
-            values, norm = self._step_values(lr)
             self.gatherer.agree_on_order()
+            squares, inactive = self._exchange()
+            values, norm = self._step_values(groups, squares, inactive)
             order = [flat for unit in self.gatherer.forward_order() for flat in unit.trainable]
-            self.updater.start(order, values, self.gatherer.refresh)
+            self.updater.start(order, values, self.gatherer.refresh, inactive)
             # Each spread ran beside the next update; a user who reads a parameter after this finds it whole.
             self.gatherer.settle()
             self._wait_for_resident()
@@ -337,27 +360,49 @@ class Engine:
             if flat.resident is not None and flat.written is not None:
                 flat.written.wait()
 
-    def _step_values(self, lr: float) -> tuple[StepValues, torch.Tensor]:
-        squares = self.tensor_parallel.total(self.collectives.sum_control(self.reducer.squared_norm()))
-        share = self._micro / self.settings.accumulate
-        scale = self.loss_scale.value * share
-        norm = squares.sqrt().float() / scale
+    def _exchange(self) -> tuple[torch.Tensor, frozenset[str]]:
+        """Return the squared norm of all gradients, and the parameters that got none on any rank.
+
+        Both come from one small exchange. A rank on which every gradient arrived knows the second without looking at
+        the result, so the host waits for the device only where some did not.
+        """
+        flats = list(self.trainable())
+        received = [self.reducer.received(flat) for flat in flats]
+        complete = all(len(got) == len(flat.parameters) for flat, got in zip(flats, received, strict=True))
+        if complete:
+            sums = torch.ones(1 + sum(map(len, received)), dtype=torch.float64, device=self.device)
+        else:
+            rows = zip(flats, received, strict=True)
+            mine = [float(i in got) for flat, got in rows for i in range(len(flat.parameters))]
+            sums = torch.tensor([0.0, *mine], dtype=torch.float64, device=self.device)
+        sums[0] = self.reducer.squared_norm()
+        sums = self.tensor_parallel.total(self.collectives.sum_control(sums))
+        if complete:
+            return sums[0], frozenset()
+        names = [entry.name for flat in flats for entry in flat.layout.entries]
+        return sums[0], frozenset(n for n, active in zip(names, sums[1:].tolist(), strict=True) if not active)
+
+    def _step_values(
+        self, groups: tuple[Group, ...], squares: torch.Tensor, inactive: frozenset[str]
+    ) -> tuple[StepValues, torch.Tensor]:
+        divisor = self.gradient_divisor
+        norm = squares.sqrt().float() / divisor
         finite = torch.isfinite(norm)
         skip = (~finite).float()
         factor = torch.ones_like(norm)
         if self.settings.clip is not None:
             factor = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
         # A skipped step must not divide by a NaN on its way to being ignored.
-        grad_scale = torch.where(finite, scale / factor, torch.ones_like(norm))
-        # A new tensor each step: an update of the last one may still be reading its own.
+        grad_scale = torch.where(finite, divisor / factor, torch.ones_like(norm))
+        # New tensors each step: an update of the last one may still be reading its own.
         self.updates = self.updates + (1 - skip)
-        return StepValues(lr, self.updates, grad_scale, skip), norm
+        self.counts.advance(inactive, 1 - skip)
+        return StepValues(groups, self.counts.values, grad_scale, skip), norm
 
     # -- looking in ------------------------------------------------------------------------------------------------
 
     def trainable(self) -> Iterator[Flat]:
-        for unit in self.units:
-            yield from unit.trainable
+        return (flat for flat in self.flats() if flat.trainable)
 
     def flats(self) -> Iterator[Flat]:
         for unit in self.units:

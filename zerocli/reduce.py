@@ -77,6 +77,8 @@ class Reducer:
         self._nested: set[int] = set()
         """Flats that got a gradient from a backward inside this one: only its end tells whether more will come."""
         self._graph_task: int | None = None
+        self._received: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
+        """Parameters of each flat that got a gradient on this rank in any of the step's micro-steps."""
         self._completed: list[Flat] = []
         self._launched: set[int] = set()
         """Flats whose gradients of this pass are on their way: nothing can be added to them."""
@@ -114,6 +116,9 @@ class Reducer:
         self._norms.clear()
         for arrived in self._arrived.values():
             arrived.clear()
+        if first:
+            for received in self._received.values():
+                received.clear()
         if not joining:
             self.drop_grads()
 
@@ -215,6 +220,8 @@ class Reducer:
                 for rest in rests:
                     rest.do()
         self._forget()
+        for flat in self._flats:
+            self._received[id(flat)] |= self._arrived[id(flat)]
         if self._last:
             self._agree()
             self._measure()
@@ -251,6 +258,10 @@ class Reducer:
             if flat.own.start + columns.start >= flat.replicated:
                 self._tensor_parallel.agree_(measured, f"gradients of {flat.unit.title}")
             self._norms[self._flats.index(flat), columns.start] = _norm(measured)
+
+    def received(self, flat: Flat) -> set[int]:
+        """Return the places of the flat's parameters that got a gradient on this rank in this step."""
+        return self._received[id(flat)]
 
     def _agree(self) -> None:
         """Make replicated gradients one: sums over other data-parallel ranks may have been rounded in another order."""

@@ -57,9 +57,10 @@ def refit(engine: Engine, builder: Builder) -> None:
     )
     for unit in changed:
         for flat in unit.trainable:
-            for name in engine.optimizer.state_names:
+            for name in engine.rule.state_names:
                 whole = _joined(flat, [state.get(name) for state in (saved[id(p)][1] for p in flat.parameters)], engine)
                 states.write_held(flat, name, whole[flat.held.start : flat.held.stop])
+    engine.counts.add(entry.name for unit in changed for flat in unit.trainable for entry in flat.layout.entries)
     engine.connect()
 
 
@@ -71,7 +72,7 @@ def _whole_values(engine: Engine, flat: Flat) -> _Saved:
     values = flat.views(states.whole_parameters(engine, flat))
     arrays: dict[str, list[torch.Tensor]] = {}
     if flat.trainable:
-        for name in engine.optimizer.state_names:
+        for name in engine.rule.state_names:
             arrays[name] = flat.views(states.join_parts(engine, flat, states.read_held(flat, name, engine.device)))
     return {
         id(parameter): (values[i].clone(), {name: views[i].clone() for name, views in arrays.items()})

@@ -14,8 +14,9 @@ from zerocli.job import say
 from zerocli.launch import RunOptions
 from zerocli.memory import HELD, model_states
 from zerocli.metrics import History, Line
-from zerocli.optim import arguments_of, make_optimizer
+from zerocli.optim import arguments_of
 from zerocli.precision import precision
+from zerocli.rules import make_optimizer
 from zerocli.sizes import format_bytes, format_count
 
 
@@ -103,7 +104,7 @@ def summary(
         1,
         engine.precision.compute.itemsize,
         config.train.accumulate,
-        len(engine.optimizer.state_names),
+        len(engine.rule.state_names),
     )
     return {
         "schema": 1,

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerocli.groups import ParamGroup
+from zerocli.rules import OptimizerChoice
 from zerocli.unit import UnitChoice
 
 
@@ -19,11 +21,16 @@ class Settings:
     """Everything that decides how a model is sharded and trained; see `zerocli.shard`."""
 
     stage: int = 2
-    optimizer: str = "adamw"
-    lr: float | Callable[[int], float] = 3e-4
-    """A number, or a function of the step (from 1)."""
-    weight_decay: float = 0.0
-    """Spares norms and biases: parameters of fewer than two dimensions."""
+    optimizer: OptimizerChoice = "adamw"
+    """A name (adamw, adam, sgd, muon, or any class of torch.optim), a class, an instance built on the model's
+    parameters, whose groups are taken over, or a `FlatOptimizer`."""
+    lr: float | Callable[[int], float] | None = None
+    """A number, or a function of the step (from 1); None: 3e-4, or what the optimizer's class or instance says."""
+    weight_decay: float | None = None
+    """Spares norms and biases: parameters of fewer than two dimensions. None: 0, or what the optimizer's class or
+    instance says, of all parameters."""
+    groups: Sequence[ParamGroup] = ()
+    """Parameters with a learning rate or a weight decay of their own, or frozen; the first that matches counts."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer: betas, eps, momentum, ..."""
     precision: str = "fp32"

@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-PARAM_ALIGN = 16
-"""Each parameter starts at a multiple of this many elements, so that matrix kernels get aligned addresses."""
 SHARD_ALIGN = 64
-"""Slices and weight-decay regions start at multiples of this, so vector kernels split the same at every stage."""
+"""Slices and optimizer groups start at multiples of this, so vector kernels split the same at every stage."""
+PARAM_ALIGN = SHARD_ALIGN
+"""Each parameter starts at a multiple of this many elements: matrix kernels get aligned addresses, and an update that
+leaves some parameters out splits vector kernels the same at every stage."""
 
 
 @dataclass(frozen=True)

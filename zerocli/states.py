@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zerocli.named import IncompatibleKeys, match
-from zerocli.unit import MASTER, Flat
+from zerocli.unit import MASTER, REPLICATED, Flat
 
 if TYPE_CHECKING:
     from zerocli.engine import Engine
@@ -131,6 +132,44 @@ def load_whole(flat: Flat, whole: torch.Tensor) -> None:
         flat.param_store.put(0, mine.to(flat.dtype)).synchronize()
 
 
+@dataclass(frozen=True)
+class History:
+    """What an optimizer keeps for one parameter beside arrays of its shape."""
+
+    count: int
+    """Updates made of it."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def histories(engine: Engine) -> dict[str, History]:
+    """Return the history of every trainable parameter; waits for the device."""
+    counts, rule = engine.counts.by_name(), engine.rule
+    found = {}
+    for flat in engine.trainable():
+        for entry in flat.layout.entries:
+            at, group = engine.counts.class_of(entry.name), entry.group % REPLICATED
+            numbers, tensors = rule.numbers(entry.name, at, group), rule.tensors(entry.name)
+            found[entry.name] = History(counts[entry.name], numbers, tensors)
+    return found
+
+
+def load_histories(engine: Engine, saved: Mapping[str, History]) -> None:
+    """Take up the histories of all trainable parameters."""
+    counts, rule = engine.counts, engine.rule
+    rule.forget()
+    # Parameters with the same numbers share a class of counts, whichever classes there were.
+    counts.adopt(
+        {name: history.count for name, history in saved.items()},
+        lambda name: tuple(sorted(saved[name].numbers.items())),
+    )
+    for flat in engine.trainable():
+        for entry in flat.layout.entries:
+            at, group, one = counts.class_of(entry.name), entry.group % REPLICATED, saved[entry.name]
+            tensors = {key: value.to(engine.device, copy=True) for key, value in one.tensors.items()}
+            rule.load(entry.name, at, group, one.count, one.numbers, tensors)
+
+
 @torch.no_grad()
 def adopt(flat: Flat, values: torch.Tensor, device: torch.device) -> None:
     """Make whole values in the compute dtype the flat's parameters; the master of unchanged ones keeps all its bits."""
@@ -154,25 +193,46 @@ def optimizer_state(engine: Engine) -> dict[str, Any]:
     engine.settle()
     states: dict[str, dict[str, torch.Tensor]] = {}
     for flat in engine.trainable():
-        for key in engine.optimizer.state_names:
+        for key in engine.rule.state_names:
             whole = join_parts(engine, flat, read_held(flat, key, engine.device))
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
                 states.setdefault(entry.name, {})[key] = engine.tensor_parallel.join(entry.name, view.clone())
     _forget_traffic(engine)
-    counters = {"steps": engine.steps, "updates": engine.updates.item()}
-    return {"state": states, **counters, "loss_scale": engine.loss_scale.state()}
+    kept = histories(engine)
+    for name, history in kept.items():
+        copies = {key: value.detach().cpu().clone() for key, value in history.tensors.items()}
+        states.setdefault(name, {}).update(copies)
+    return {
+        "state": states,
+        "steps": engine.steps,
+        "updates": engine.updates.item(),
+        "counts": {name: history.count for name, history in kept.items()},
+        "numbers": {name: dict(history.numbers) for name, history in kept.items() if history.numbers},
+        "loss_scale": engine.loss_scale.state(),
+        "param_groups": engine.optimizer.saved_groups(),
+    }
 
 
 @torch.no_grad()
 def load_optimizer_state(engine: Engine, saved: Mapping[str, Any]) -> None:
     """See `Engine.load_optimizer_state_dict`."""
     engine.settle()
+    known, loaded = set(engine.rule.state_names), {}
+    counts, numbers = saved.get("counts", {}), saved.get("numbers", {})
     for flat in engine.trainable():
-        for key in engine.optimizer.state_names:
+        for key in engine.rule.state_names:
             whole = torch.zeros(flat.layout.total, device=engine.device)
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
                 view.copy_(engine.tensor_parallel.part(entry.name, saved["state"][entry.name][key]))
             write_held(flat, key, whole[flat.held.start : flat.held.stop])
+        for entry in flat.layout.entries:
+            own = saved["state"].get(entry.name, {})
+            tensors = {key: value for key, value in own.items() if key not in known}
+            count = int(counts.get(entry.name, saved["updates"]))  # before counts were kept, one stood for all
+            loaded[entry.name] = History(count, numbers.get(entry.name, {}), tensors)
+    load_histories(engine, loaded)
     engine.steps = saved["steps"]
-    engine.updates.fill_(saved["updates"])
+    # A new tensor: an update may still be reading the old one.
+    engine.updates = torch.full_like(engine.updates, float(saved["updates"]))
     engine.loss_scale.load(saved["loss_scale"])
+    engine.optimizer.load_groups(saved.get("param_groups"), engine.steps)

@@ -23,8 +23,8 @@ from zerocli.stage import Stage
 MASTER = "master"
 """Name of the fp32 copy of parameters that compute in fewer bits."""
 
-REPLICATED = 2
-"""Groups from this one on are of parameters that all tensor-parallel ranks hold alike; they come last in a flat."""
+REPLICATED = 1 << 16
+"""Added to the group of parameters that all tensor-parallel ranks hold alike; they come last in a flat."""
 
 
 @dataclass(eq=False)

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from offload import Store
 from tiers.transfer import Transfer
+from zerocli.comm import Collectives
+from zerocli.counts import Counts, within
 from zerocli.lanes import Lane, Mark
-from zerocli.optim import FlatOptimizer, FusedAdam, Group, StepValues
+from zerocli.optim import At, FlatOptimizer, FusedAdam, Group, StepValues
+from zerocli.rules import MuonWithAdamW
 from zerocli.shards import SHARD_ALIGN, Span
-from zerocli.unit import MASTER, Flat
+from zerocli.torchrule import WholeOptimizer
+from zerocli.unit import MASTER, REPLICATED, Flat
+from zerocli.whole_update import update_whole
 
 UPDATE_CHUNK = {"cpu": 1 << 20, "cuda": 16 << 20}
 """Elements updated at a time, through an fp32 copy of their gradients. On a CPU all that they meet stays in cache; on a
@@ -36,6 +41,8 @@ class Job:
     flat: Flat
     group: int
     span: Span
+    segments: tuple[tuple[Span, int], ...]
+    """What of the chunk is updated, counted from its start, each with its class of counts; see counts.py."""
     last: bool
     """Whether it ends its flat."""
 
@@ -61,9 +68,15 @@ class Updater:
     """Updates flats in order; `chunk` is the elements of a chunk of states that are off the device."""
 
     def __init__(
-        self, optimizer: FlatOptimizer, groups: Sequence[Group], device: torch.device, on_cpu: bool, chunk: int
+        self,
+        rule: FlatOptimizer,
+        counts: Counts,
+        collectives: Collectives,
+        device: torch.device,
+        on_cpu: bool,
+        chunk: int,
     ) -> None:
-        self._optimizer, self._groups, self._device = optimizer, groups, device
+        self._rule, self._counts, self._collectives, self._device = rule, counts, collectives, device
         self.on_cpu = on_cpu
         self.before_update: Callable[[Flat], None] = lambda flat: None
         """Called before a flat's states change, on the lane of the change: a checkpoint may still be reading them."""
@@ -71,6 +84,7 @@ class Updater:
         self._fetching, self._updating = Lane(device), Lane(device)
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
         self._scratch: dict[str, torch.Tensor] = {}
+        self._inactive: frozenset[str] = frozenset()
         self._values: dict[str, StepValues] = {}
         """By type of device. Until they are replaced, in the next step, the device may still be reading them."""
         self._updated: Callable[[Flat], None] = lambda flat: None
@@ -92,16 +106,34 @@ class Updater:
         """Return where a flat is updated: where its states are, or for those off the device where that was chosen."""
         return torch.device("cpu") if self.on_cpu and flat.record is not None else self._device
 
-    def start(self, flats: Iterable[Flat], values: StepValues, updated: Callable[[Flat], None]) -> None:
+    def start(
+        self,
+        flats: Iterable[Flat],
+        values: StepValues,
+        updated: Callable[[Flat], None],
+        inactive: frozenset[str] = frozenset(),
+    ) -> None:
         """Begin to update the flats in order; `updated` is called after each, on the lane that its writes are on.
 
         What can be updated where it lies is done at once. The rest is issued bit by bit by `pump`, as the next forward
-        asks for it: its compute is then not queued behind the whole update.
+        asks for it: its compute is then not queued behind the whole update. Parameters in `inactive` are left alone.
         """
         self.pump()
-        flats = list(flats)
+        self._inactive = inactive
+        flats = [flat for flat in flats if any(entry.name not in inactive for entry in flat.layout.entries)]
         self._values = {place.type: values.to(place) for place in {self._place(flat) for flat in flats}}
         self._updated = updated
+        if self._rule.has_scalars:
+            for group, history in self._pairs(flats):
+                self._rule.advance(values.groups[group], values.at(history))
+        # A rule that needs whole parameters exchanges them: now, while all ranks do the same.
+        together = [flat for flat in flats if self._rule.whole and self._needs_whole(flat, values)]
+        for flat in together:
+            self.before_update(flat)
+            assert isinstance(self._rule, WholeOptimizer | MuonWithAdamW)
+            update_whole(flat, self._rule, values, self._counts, inactive, self._collectives)
+            flat.written = Mark(self._device)
+        flats = [flat for flat in flats if flat not in together]
         for flat in flats:
             if not flat.away:
                 for job in self._jobs_of(flat):
@@ -115,6 +147,14 @@ class Updater:
         resident = [flat for flat in flats if flat.away and flat.resident is not None]
         if self._jobs:
             self.pump(resident[-1] if resident else self._jobs[0].flat)
+
+    def _pairs(self, flats: Iterable[Flat]) -> list[tuple[int, int]]:
+        """Return (group, class of counts) of all parameters that are updated."""
+        entries = [entry for flat in flats for entry in flat.layout.entries if entry.name not in self._inactive]
+        return sorted({(entry.group % REPLICATED, self._counts.class_of(entry.name)) for entry in entries})
+
+    def _needs_whole(self, flat: Flat, values: StepValues) -> bool:
+        return any(self._rule.is_whole(values.groups[entry.group % REPLICATED]) for entry in flat.layout.entries)
 
     def pump(self, flat: Flat | None = None) -> None:
         """Issue the update up to and with this flat's, or all that is left; nothing to do if that was issued."""
@@ -147,8 +187,20 @@ class Updater:
         self._updated(flat)
 
     def _jobs_of(self, flat: Flat) -> list[Job]:
+        """Return the chunks that have something to update; one empty chunk where none of this rank's has."""
         spans = flat.chunks(self._chunk if flat.away else UPDATE_CHUNK[self._device.type])
-        return [Job(flat, group, span, i == len(spans) - 1) for i, (group, span) in enumerate(spans)]
+        segments = self._counts.segments(flat.layout, self._inactive)
+        chosen: list[tuple[int, Span, tuple[tuple[Span, int], ...]]]
+        if len(segments) == 1 and segments[0][0].numel == flat.layout.total:
+            chosen = [(group, span, ((Span(0, span.numel), segments[0][1]),)) for group, span in spans]
+        else:
+            held = [(segment.shifted(-flat.held.start), at) for segment, at in segments]
+            chosen = [(group, span, tuple(within(held, span))) for group, span in spans]
+            chosen = [job for job in chosen if job[2]] or [(0, Span(0, 0), ())]
+        return [
+            Job(flat, group % REPLICATED, span, parts, i == len(chosen) - 1)
+            for i, (group, span, parts) in enumerate(chosen)
+        ]
 
     # -- one chunk -------------------------------------------------------------------------------------------------
 
@@ -158,6 +210,8 @@ class Updater:
         for transfer in slot.leaving:
             transfer.wait()
         slot.leaving, slot.arriving, slot.parts = [], [], {}
+        if not job.segments:
+            return
         if flat.record is not None and not self._in_place(flat, flat.record.store):
             memory = self._take(job, slot, "record", torch.float32, flat.record.width(span.start, span.stop))
             slot.arriving.append(flat.record.fetch(span.start, span.stop, memory))
@@ -188,6 +242,8 @@ class Updater:
 
     def _update(self, job: Job, slot: Slot) -> None:
         """Update a chunk whose parts have arrived, and start sending them back."""
+        if not job.segments:
+            return
         flat, span, place = job.flat, job.span, self._place(job.flat)
         self.before_update(flat)
         for transfer in slot.arriving:
@@ -195,11 +251,14 @@ class Updater:
         arrays = self._arrays(job, slot)
         grad = self._grad(job, slot)
         target = self._target(job, slot)
-        group = self._groups[job.group]
+        values = self._values[place.type]
+        group = values.groups[job.group]
         # A piece in cache saves memory traffic; a GPU that waits for its link anyway is spared the launches.
         cached = place.type == "cpu" or not flat.away
-        for piece in Span(0, span.numel).pieces(UPDATE_CHUNK[place.type] if cached else span.numel):
-            self._update_piece(slice(piece.start, piece.stop), arrays, grad, target, group)
+        for segment, history in job.segments:
+            at = values.at(history)
+            for piece in segment.pieces(UPDATE_CHUNK[place.type] if cached else span.numel):
+                self._update_piece(slice(piece.start, piece.stop), arrays, grad, target, group, at)
         if flat.record is not None and "record" in slot.parts:
             slot.leaving.append(flat.record.put(span.start, span.stop, slot.parts["record"]))
         if flat.param_store is not None and "out" in slot.parts:
@@ -212,13 +271,13 @@ class Updater:
         grad: torch.Tensor,
         target: torch.Tensor | None,
         group: Group,
+        at: At,
     ) -> None:
         """Update a piece that fits the cache, down to the parameters it gives."""
         master = arrays[MASTER][part]
-        values = self._values[master.device.type]
-        piece, scale = self._fp32(grad[part], values)
-        states = {name: arrays[name][part] for name in self._optimizer.state_names}
-        self._optimizer.update(master, piece, scale, states, group, values)
+        piece, scale = self._fp32(grad[part], self._values[master.device.type])
+        states = {name: arrays[name][part] for name in self._rule.state_names}
+        self._rule.update(master, piece, scale, states, group, at)
         if target is not None:
             target[part].copy_(master, non_blocking=True)
 
@@ -323,12 +382,15 @@ def measure_cpu(numel: int = 32 << 20) -> float:
     arrays = {name: torch.rand(numel) for name in ("master", "exp_avg", "exp_avg_sq")}
     grad, out = torch.rand(numel).bfloat16(), torch.empty(numel, dtype=torch.bfloat16)
     one = torch.ones(())
-    updater = Updater(FusedAdam(True, (0.9, 0.99), 1e-8), (), torch.device("cpu"), True, numel)
-    updater._values = {"cpu": StepValues(1e-4, one, one, torch.zeros(()))}
+    rule, cpu = FusedAdam(True), torch.device("cpu")
+    group = Group(1e-4, 0.0, rule.defaults)
+    updater = Updater(rule, Counts(cpu), Collectives.alone(cpu), cpu, True, numel)
+    values = StepValues((group,), torch.ones(1), one, torch.zeros(()))
+    updater._values = {"cpu": values}
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
         for span in Span(0, numel).pieces(UPDATE_CHUNK["cpu"]):
-            updater._update_piece(slice(span.start, span.stop), arrays, grad, out, Group())
+            updater._update_piece(slice(span.start, span.stop), arrays, grad, out, group, values.at(0))
         best = min(best, time.perf_counter() - began)
     return best / numel

@@ -1,8 +1,9 @@
 """What a checkpoint holds of an engine: parts under the model's own names, and values; captured, and restored.
 
-Names: `parameters/NAME` (the fp32 master, or a frozen parameter as it is), `optimizer/STATE/NAME`, and for what differs
-between ranks `buffers/RANK/NAME` and `random/RANK/WHERE`. None depends on world size, stage, placement or the degree of
-tensor parallelism.
+Names: `parameters/NAME` (the fp32 master, or a frozen parameter as it is), `optimizer/STATE/NAME`, `kept/STATE/NAME` (a
+state of another shape than the parameter's, which every rank has whole), and for what differs between ranks
+`buffers/RANK/NAME` and `random/RANK/WHERE`. None depends on world size, stage, placement or the degree of tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
 from zerocli.checkpoint.sources import parameters_of, source_of
 from zerocli.shards import Span
+from zerocli.states import History, histories, load_histories
 from zerocli.unit import MASTER, Flat
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def extent_of(engine: Engine, name: str, shape: tuple[int, ...]) -> Extent:
 def state_parts(engine: Engine) -> Iterator[Part]:
     """Yield the parts of parameters and optimizer states that this rank owns, in the order of the next update."""
     for flat in (flat for unit in engine.gatherer.forward_order() for flat in unit.flats):
-        names = [(MASTER, "parameters"), *((n, f"optimizer/{n}") for n in engine.optimizer.state_names)]
+        names = [(MASTER, "parameters"), *((n, f"optimizer/{n}") for n in engine.rule.state_names)]
         for array, prefix in names if flat.trainable else names[:1]:
             yield from _parts(engine, flat, array, prefix)
 
@@ -90,16 +92,43 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
     if rank == 0 or differs:
         parts += [tensor_part(f"buffers/{rank}/{name}", b.clone()) for name, b in buffers.items() if b.numel()]
     parts += [tensor_part(f"random/{rank}/{where}", state) for where, state in _random_states(engine).items()]
+    kept = histories(engine)
+    if rank == 0:
+        parts += [
+            tensor_part(f"kept/{key}/{name}", value.clone())
+            for name, history in kept.items()
+            for key, value in history.tensors.items()
+        ]
     values = {
         "world": members_of(engine).world,
         "precision": engine.precision.name,
         "steps": engine.steps,
         "updates": engine.updates.item(),
         "loss_scale": engine.loss_scale.state(),
-        "optimizer": {"states": list(engine.optimizer.state_names), "scalars": engine.optimizer.scalars()},
+        "optimizer": {
+            "states": list(engine.rule.state_names),
+            "groups": engine.optimizer.saved_groups(),
+            **_summary(kept),
+        },
         "reduce_order": engine.reducer.order(),
     }
     return parts, values
+
+
+def _summary(kept: dict[str, History]) -> dict[str, Any]:
+    """Return counts and scalars: those that most parameters have, and of each that has others its name."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for name, history in kept.items():
+        alike.setdefault((history.count, tuple(sorted(history.numbers.items()))), []).append(name)
+    if not alike:
+        return {"count": 0, "scalars": {}, "others": []}
+    common = max(alike, key=lambda key: len(alike[key]))
+    others = [
+        {"count": count, "scalars": dict(numbers), "parameters": names}
+        for (count, numbers), names in alike.items()
+        if (count, numbers) != common
+    ]
+    return {"count": common[0], "scalars": dict(common[1]), "others": others}
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -159,6 +188,12 @@ def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Ca
         if buffer.numel():
             land(prefix + name, tuple(buffer.shape), buffer.dtype, buffer.copy_)
     compare(parts, manifest)
+    kept: dict[str, dict[str, torch.Tensor]] = {}
+    for name, saved in manifest.tensors.items():
+        if name.startswith("kept/"):
+            _, key, owner = name.split("/", 2)
+            land(name, saved.shape, saved.dtype, functools.partial(kept.setdefault(owner, {}).__setitem__, key))
+    afterwards.append(lambda: restore_histories(engine, manifest.values, kept))
     now = _random_states(engine)
     for where, take in _random_takers(engine).items():
         name = f"random/{members.rank}/{where}"
@@ -205,11 +240,8 @@ def _listed(names: list[str]) -> str:
 def restore_values(engine: Engine, values: dict[str, Any]) -> None:
     """Set the counters of a checkpoint; raise Damaged where they are none."""
     try:
-        steps, updates = values["steps"], values["updates"]
-        scale, scalars = values["loss_scale"], values["optimizer"]["scalars"]
-        for number in (steps, updates, *scale.values(), *scalars.values()):
-            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-                raise ValueError(f"{str(number)[:40]!r} is not a number")
+        steps, updates, scale = values["steps"], values["updates"], values["loss_scale"]
+        _check_numbers(steps, updates, *scale.values())
         if steps < 0 or not 0 <= updates <= steps or scale["scale"] < 0:
             raise ValueError(f"{updates} updates in {steps} steps, loss scale {scale['scale']}")
         engine.steps = int(steps)
@@ -217,8 +249,34 @@ def restore_values(engine: Engine, values: dict[str, Any]) -> None:
         engine.updates = torch.full_like(engine.updates, float(updates))
         if engine.precision.name == values["precision"]:  # a run in another precision starts with its own scale
             engine.loss_scale.load(scale)
-        engine.optimizer.load_scalars(int(updates), scalars)
+        engine.optimizer.load_groups(values["optimizer"].get("groups"), engine.steps)
         engine.reducer.adopt(values["reduce_order"])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise Damaged(f"its values are malformed ({type(error).__name__}: {str(error)[:200]})") from None
+
+
+def _check_numbers(*numbers: Any) -> None:
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise ValueError(f"{str(number)[:40]!r} is not a number")
+
+
+def restore_histories(engine: Engine, values: dict[str, Any], tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Set what the optimizer keeps of each parameter beside its arrays; raise Damaged where it is malformed.
+
+    A checkpoint from before parameters were counted one by one has the number of updates for all of them.
+    """
+    try:
+        saved, updates = values["optimizer"], values["updates"]
+        rest = (saved.get("count", updates), saved["scalars"])
+        listed = {name: (row["count"], row["scalars"]) for row in saved.get("others", ()) for name in row["parameters"]}
+        for count, numbers in {id(pair): pair for pair in (rest, *listed.values())}.values():
+            _check_numbers(count, *numbers.values())
+            if not 0 <= count <= updates:
+                raise ValueError(f"a parameter with {count} updates of {updates}")
+        names = [entry.name for flat in engine.trainable() for entry in flat.layout.entries]
+        found = {name: listed.get(name, rest) for name in names}
+        load_histories(engine, {n: History(int(c), s, tensors.get(n, {})) for n, (c, s) in found.items()})
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise Damaged(f"its values are malformed ({type(error).__name__}: {str(error)[:200]})") from None
 

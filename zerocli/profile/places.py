@@ -58,6 +58,7 @@ def tensors(engine: Engine) -> Iterator[tuple[str, str, torch.Tensor]]:
     for name, memory in engine.model.named_buffers():
         yield "buffers", name, memory
     yield "buffers", "counters", engine.updates
+    yield "buffers", "counters", engine.counts.values
     for place in engine.activations.stack._slots:
         if place.near:
             yield "activations", "checkpoints of blocks", place.tier.view(place.block)
