@@ -1,0 +1,93 @@
+"""Law: any training program gives plain torch's numbers, at every stage and placement, or is refused clearly.
+
+Programs are random (tests/fuzz), run on two gloo ranks that serve all of them. ZEROCLI_FUZZ=5000 runs more of them,
+ZEROCLI_FUZZ_SEED=1 others, ZEROCLI_FUZZ_FEATURES=-bf16,-nvme leaves features out, ZEROCLI_FUZZ_PROGRAM runs one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from fuzz.check import check, report
+from fuzz.defects import DEFECTS
+from fuzz.draw import FEATURES, chosen_features, programs
+from fuzz.loop import Invalid
+from fuzz.program import Program, parse
+from fuzz.server import Ranks
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
+
+NUMBER = int(os.environ.get("ZEROCLI_FUZZ", "300"))
+SEED = int(os.environ.get("ZEROCLI_FUZZ_SEED", "0"))
+NO_CHECKS = [
+    HealthCheck.too_slow,
+    HealthCheck.data_too_large,
+    HealthCheck.filter_too_much,
+    HealthCheck.large_base_example,
+]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pair = Ranks()
+    yield pair
+    pair.close()
+
+
+def law(program: Program, ranks: Ranks) -> None:
+    try:
+        check(program, ranks)
+    except AssertionError as error:
+        pytest.fail(report(program, error), pytrace=False)
+
+
+def test_any_program_is_exact_or_refused(ranks):
+    @seed(SEED)
+    @settings(max_examples=NUMBER, deadline=None, database=None, print_blob=False, suppress_health_check=NO_CHECKS)
+    @given(program=programs(chosen_features()))
+    def holds(program: Program) -> None:
+        try:
+            law(program, ranks)
+        except Invalid:
+            reject()
+
+    holds()
+
+
+@pytest.mark.skipif("ZEROCLI_FUZZ_PROGRAM" not in os.environ, reason="runs the program in ZEROCLI_FUZZ_PROGRAM")
+def test_this_program(ranks):
+    law(parse(os.environ["ZEROCLI_FUZZ_PROGRAM"]), ranks)
+
+
+PLAIN = frozenset(("stage0", "stage1", "stage2", "mlp", "norm", "adamw", "buckets", "accumulate", "reuse", "tuple"))
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_fuzzer_finds_a_known_defect(defect, ranks):
+    """Each defect is found by few programs that are exact without it."""
+    found: list[Program] = []
+
+    @seed(1)
+    @settings(max_examples=40, deadline=None, database=None, suppress_health_check=NO_CHECKS, phases=[Phase.generate])
+    @given(program=programs(PLAIN))
+    def look(program: Program) -> None:
+        if found:
+            return
+        check(program, ranks)
+        try:
+            check(program, ranks, defect)
+        except AssertionError:
+            found.append(program)
+
+    look()
+    assert found, f"{defect} was found by none of 40 programs"
+
+
+def test_a_printed_program_is_the_program():
+    @seed(2)
+    @settings(max_examples=50, deadline=None, database=None, suppress_health_check=NO_CHECKS)
+    @given(program=programs(FEATURES))
+    def same(program: Program) -> None:
+        assert parse(repr(program)) == program
+
+    same()
