@@ -76,12 +76,15 @@ class _Drawing:
         if "unused" not in self.on:
             called = {call.block for call in calls}
             calls += [Call(block=index) for index in range(self.count) if index not in called]
+        if any(call.checkpoint == "reentrant" for call in calls):  # torch itself refuses the two together
+            self.on -= {"penalty"}
         steps = tuple(self.step(setting, len(calls)) for _ in range(2 + self.upto(2)))
         return Program(
             setting=setting,
             blocks=blocks,
             ties=ties,
             shared=self.upto(self.count - 1) if self.rarely("shared") else -1,
+            unused=self.rarely("unused"),
             calls=tuple(calls),
             entry=entry,
             returns="object" if self.rarely("returned_object") else "dict",
@@ -171,6 +174,6 @@ class _Drawing:
     def made(self, used: int, kind: str) -> int:
         if kind in ("drop", "plain_backward", "fail_forward"):
             return used
-        if kind in ("zero_grad",):
+        if kind in ("zero_grad", "fail_backward"):
             return 0
         return used + (2 if kind in TAKES_TWO else 1)

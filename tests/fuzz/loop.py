@@ -127,7 +127,7 @@ def run_pass(side: Side, at: int, number: int, one: Pass, made: int) -> int:
         if one.kind == "fail_forward":
             return made
         if not raised[0]:
-            return made + 1
+            raise Invalid("a backward that was to fail does not")
         side.zero_grad(after_error=True)
         return 0
     for rank in side.ranks:
@@ -136,7 +136,7 @@ def run_pass(side: Side, at: int, number: int, one: Pass, made: int) -> int:
 
 
 def _fails(side: Side, at: int, number: int, rank: int, one: Pass) -> bool:
-    options = {"fails": one.kind.removeprefix("fail_"), "at": one.at}
+    options = {"fails": one.kind.removeprefix("fail_"), "fails_at": one.at}
     try:
         loss = train_forward(side, at, number, rank, **options)[0]
         side.backward(rank, loss)
@@ -193,7 +193,6 @@ def _penalty(side: Side, at: int, number: int, rank: int) -> None:
     if grad is not None:
         loss = loss + grad.square().sum()
     side.note(rank, "loss", loss)
-    batch["x"].requires_grad_(False)
     side.backward(rank, loss)
 
 

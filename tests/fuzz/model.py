@@ -215,14 +215,15 @@ def make_part(block: Block) -> Part:
 
 
 class Model(nn.Module):
-    """The blocks, a head that every pass uses, and a parameter that none does."""
+    """The blocks, and a head that every pass uses."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(make_part(block) for block in program.blocks)
         self.head = nn.Linear(WIDTH, WIDTH)
         self.bias = nn.Parameter(torch.zeros(WIDTH))
-        self.unused = nn.Parameter(torch.ones(3, 2))
+        if program.unused:
+            self.unused = nn.Parameter(torch.ones(3, 2))
         for left, right in program.ties:
             _tie(self.blocks[left % len(self.blocks)], self.blocks[right % len(self.blocks)])
         if program.shared >= 0:
@@ -282,7 +283,7 @@ def run_calls(
 ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
     """Return the last value, the terms of the loss, and a value from the middle."""
     values, terms = [batch["x"]], []
-    fails, at = batch["fails"], batch["at"] % len(program.calls)
+    fails, at = batch["fails"], batch["fails_at"] % len(program.calls)
     for index, call in enumerate(program.calls):
         source = values[max(0, len(values) - 1 - call.arg)]
         also = values[max(0, len(values) - 1 - call.also)]
@@ -347,7 +348,9 @@ def make_model(program: Program) -> Model:
     return Model(program)
 
 
-def make_batch(program: Program, step: int, number: int, rank: int, fails: str = "", at: int = 0) -> dict[str, Any]:
+def make_batch(
+    program: Program, step: int, number: int, rank: int, fails: str = "", fails_at: int = 0
+) -> dict[str, Any]:
     """Return the batch of one rank's `number`th pass in a step."""
     generator = torch.Generator().manual_seed(((program.seed * 11 + step) * 11 + number) * 2 + rank)
     x = torch.randn(ROWS, WIDTH, generator=generator)
@@ -359,5 +362,5 @@ def make_batch(program: Program, step: int, number: int, rank: int, fails: str =
         "rank": rank,
         "step": step,
         "fails": fails,
-        "at": at,
+        "fails_at": fails_at,
     }

@@ -133,6 +133,8 @@ class Program(Plain):
     """Pairs of blocks whose first parameters are one, where they have the same shape."""
     shared: int = -1
     """A block that the model holds under a second name."""
+    unused: bool = False
+    """The model also has a parameter that nothing uses."""
     calls: tuple[Call, ...] = (Call(),)
     entry: str = "root"
     """root (`engine(batch)`); method (another method of the model, registered); outside (the loop calls the blocks)."""

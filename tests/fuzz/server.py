@@ -44,7 +44,10 @@ def _serve(rank: int, folder: str, connection: Any) -> None:
             dist.barrier()
         except BaseException:
             answer = ("error", traceback.format_exc())
-        connection.send_bytes(pickle.dumps(answer))
+        try:
+            connection.send_bytes(pickle.dumps(answer))
+        except OSError:
+            os._exit(0)
 
 
 class Ranks:
