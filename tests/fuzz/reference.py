@@ -44,8 +44,10 @@ class Reference(Side):
     def backward(self, rank: int, loss: torch.Tensor, retain: bool = False) -> None:
         if not loss.requires_grad:
             raise Invalid("a loss that no parameter leads to")
-        loss.backward(retain_graph=retain)
         self.passes += 1
+        if self.passes > WORLD * self.program.setting.accumulate:
+            raise Invalid("more backward passes than accumulate allows")
+        loss.backward(retain_graph=retain)
         for p in self.model.parameters():
             if p.grad is not None:
                 self.sums[p] = self.sums[p] + p.grad if p in self.sums else p.grad.clone()
