@@ -13,6 +13,8 @@ from fuzz.check import check, report
 from fuzz.defects import DEFECTS
 from fuzz.draw import FEATURES, chosen_features, programs
 from fuzz.loop import Invalid
+from fuzz.plain import NOT_OFFERED
+from fuzz.plain import PLAIN as PLAIN_ENGINE
 from fuzz.program import Program, parse
 from fuzz.server import Ranks
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
@@ -34,9 +36,9 @@ def ranks():
     pair.close()
 
 
-def law(program: Program, ranks: Ranks) -> None:
+def law(program: Program, ranks: Ranks, engine: str = "") -> None:
     try:
-        check(program, ranks)
+        check(program, ranks, engine)
     except AssertionError as error:
         pytest.fail(report(program, error), pytrace=False)
 
@@ -83,6 +85,19 @@ def test_the_fuzzer_finds_a_known_defect(defect, ranks):
 
     look()
     assert found, f"{defect} was found by none of 40 programs"
+
+
+def test_the_fuzzer_finds_nothing_wrong_with_plain_data_parallel_training(ranks):
+    @seed(3)
+    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=NO_CHECKS)
+    @given(program=programs(FEATURES - NOT_OFFERED))
+    def holds(program: Program) -> None:
+        try:
+            law(program, ranks, PLAIN_ENGINE)
+        except Invalid:
+            reject()
+
+    holds()
 
 
 def test_a_printed_program_is_the_program():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -207,6 +207,21 @@ PASSES: dict[str, Callable[[Side, int, int, int], None]] = {
     "penalty": _penalty,
 }
 BACKWARDS = {"train": 1, "drop": 0, "again": 2, "two": 2, "both": 2, "both_reversed": 2, "leaf": 1, "penalty": 1}
+
+
+@torch.no_grad()
+def edit(parameters: Iterable[torch.Tensor]) -> None:
+    """Change parameters in place, by more than bf16 rounds."""
+    for p in parameters:
+        p.mul_(0.5).add_(0.1)
+
+
+@torch.no_grad()
+def note_copy(side: Side, model: Model, rank: int, step: int, number: int) -> None:
+    """Note what a copy of the model gives, as it is and after an edit of its own parameters."""
+    side.note(rank, "loss of the copy", evaluate(side, model, rank, step, number))
+    edit(model.parameters())
+    side.note(rank, "loss of the copy, edited", evaluate(side, model, rank, step, number))
 
 
 def evaluate(side: Side, model: Model, rank: int, step: int, number: int, call: Any = None) -> torch.Tensor:

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from fuzz.loop import Invalid, Side, evaluate, run
+from fuzz.loop import Invalid, Side, edit, evaluate, note_copy, run
 from fuzz.model import forward, make_model
 from fuzz.program import WORLD, Event, Program
 
 LEARNING_RATE = {"sgd": 0.1, "adamw": 0.05}
 OPTIONS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}, "adamw": {"betas": (0.9, 0.99), "eps": 1e-2}}
 """A large eps: a gradient that is zero but for rounding must not become a step of full size."""
+
+
+def make_optimizer(program: Program, model: nn.Module) -> torch.optim.Optimizer:
+    """Return torch's own optimizer; weight decay spares parameters of fewer than two dimensions, as zerocli's does."""
+    setting = program.setting
+    kind: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[setting.optimizer]
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    spared = [p for p in model.parameters() if p.dim() < 2]
+    return kind(
+        [{"params": decayed, "weight_decay": setting.weight_decay}, {"params": spared, "weight_decay": 0.0}],
+        lr=LEARNING_RATE[setting.optimizer],
+        **OPTIONS[setting.optimizer],
+    )
 
 
 class Reference(Side):
@@ -24,15 +39,9 @@ class Reference(Side):
         super().__init__(program, tuple(range(WORLD)))
         self.stop_at = stop_at
         self.model = make_model(program)
-        setting = program.setting
-        kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[setting.optimizer]
-        decayed = [p for p in self.model.parameters() if p.dim() >= 2]
-        spared = [p for p in self.model.parameters() if p.dim() < 2]
-        self.optimizer = kind(
-            [{"params": decayed, "weight_decay": setting.weight_decay}, {"params": spared, "weight_decay": 0.0}],
-            lr=LEARNING_RATE[setting.optimizer],
-            **OPTIONS[setting.optimizer],
-        )
+        self.note_all("dtypes", _dtypes(program, self.model))
+        self.model.float()
+        self.optimizer = make_optimizer(program, self.model)
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
         """Of the gradients of all ranks and passes."""
         self.passes = 0
@@ -89,7 +98,10 @@ class Reference(Side):
         match event.kind:
             case "freeze" | "unfreeze":
                 part.requires_grad_(event.kind == "unfreeze")
-            case "no_grad" | "inference" | "deepcopy" | "unsharded":
+            case "deepcopy" | "unsharded":
+                for rank in self.ranks:
+                    note_copy(self, copy.deepcopy(self.model), rank, step, number)
+            case "no_grad" | "inference":
                 for rank in self.ranks:
                     self.note(rank, "loss", evaluate(self, self.model, rank, step, number))
             case "state":
@@ -97,11 +109,9 @@ class Reference(Side):
             case "gathered":
                 self.note_all("parameters", {n: p.float().numpy().copy() for n, p in self.model.named_parameters()})
             case "edit" | "plain_edit":
-                for p in part.parameters():
-                    p.mul_(0.9).add_(0.01)
+                edit(part.parameters())
             case "load" | "plain_load":
-                for p in self.model.parameters():
-                    p.mul_(0.9).add_(0.01)
+                edit(self.model.parameters())
             case "grad":
                 means = self.means()
                 for name, p in part.named_parameters():
@@ -112,6 +122,18 @@ class Reference(Side):
                 pass
             case _:
                 raise AssertionError(event)
+
+
+def _dtypes(program: Program, model: nn.Module) -> dict[str, str]:
+    """Return the dtype that each parameter must have: a mixed model keeps its own, a uniform one is cast."""
+    named = dict(model.named_parameters())
+    mixed = len({p.dtype for p in named.values()}) > 1
+    cast = program.setting.precision == "bf16" and not mixed
+    kept = program.setting.keep_fp32
+    return {
+        name: str(torch.bfloat16 if cast and not (kept and re.search(kept, name)) else p.dtype)
+        for name, p in named.items()
+    }
 
 
 def expected(program: Program, stop_at: str = "") -> dict[int, list[tuple[str, Any]]]:

@@ -13,17 +13,13 @@ from torch import nn
 
 import zerocli
 from fuzz.defects import DEFECTS
-from fuzz.loop import Side, Stopped, evaluate, run
+from fuzz.loop import Side, edit, evaluate, note_copy, run
 from fuzz.model import Part, forward, make_model
+from fuzz.plain import PLAIN, PlainEngine, refused_type
 from fuzz.program import Event, Program
 from fuzz.reference import LEARNING_RATE, OPTIONS
 
-
-class _NotYet(Exception):
-    """Stands for `zerocli.Refused` where there is none."""
-
-
-Refused: type[Exception] = getattr(zerocli, "Refused", _NotYet)
+Refused = refused_type()
 
 
 @dataclass(frozen=True)
@@ -75,10 +71,11 @@ class Sharded(Side):
         self.rank = dist.get_rank()
         super().__init__(program, (self.rank,))
         self.model = make_model(program)
-        self.engine = shard(program, self.model, nvme_path)
+        self.engine = PlainEngine(program, self.model) if defect == PLAIN else shard(program, self.model, nvme_path)
+        self.note(self.rank, "dtypes", {name: str(p.dtype) for name, p in self.model.named_parameters()})
         if program.entry == "method":
             self.engine.register_forward_method(self.model, "graph")
-        self.defect = DEFECTS[defect](self.model, program, self.rank) if defect else None
+        self.defect = DEFECTS[defect](self.model, program, self.rank) if defect in DEFECTS else None
 
     def forward(self, rank: int, batch: dict[str, Any]) -> Any:
         if self.defect is not None:
@@ -124,20 +121,16 @@ class Sharded(Side):
                     whole = {n: p.detach().float().numpy().copy() for n, p in self.model.named_parameters()}
                 self.note(rank, "parameters", whole)
             case "edit":
-                with engine.gathered(part, write=True), torch.no_grad():
-                    _edit(part)
+                with engine.gathered(part, write=True):
+                    edit(part.parameters())
             case "plain_edit":
-                with torch.no_grad():
-                    _edit(part)
+                edit(part.parameters())
             case "load" | "plain_load":
-                state = {name: value * 0.9 + 0.01 for name, value in engine.state_dict().items()}
+                state = {name: value * 0.5 + 0.1 for name, value in engine.state_dict().items()}
                 (engine if event.kind == "load" else self.model).load_state_dict(state)
             case "deepcopy" | "unsharded":
                 other = copy.deepcopy(self.model) if event.kind == "deepcopy" else engine.unsharded_model()
-                with torch.no_grad():
-                    self.note(rank, "loss", evaluate(self, other, rank, step, number))
-                    for p in other.parameters():
-                        p.zero_()
+                note_copy(self, other, rank, step, number)
             case "grad":
                 names = {id(p): name for name, p in self.model.named_parameters()}
                 for name, p in part.named_parameters():
@@ -153,11 +146,6 @@ class Sharded(Side):
         if way == 0:
             return lambda: torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return self.model.zero_grad if way == 1 else lambda: next(part.parameters()).grad
-
-
-def _edit(part: nn.Module) -> None:
-    for p in part.parameters():
-        p.mul_(0.9).add_(0.01)
 
 
 def run_program(program: Program, nvme_path: str, defect: str = "") -> Outcome:
@@ -176,6 +164,3 @@ def run_program(program: Program, nvme_path: str, defect: str = "") -> Outcome:
         return Outcome(records, label, str(error))
     finally:
         side.engine.close()
-
-
-__all__ = ["Outcome", "Refused", "Stopped", "run_program"]
