@@ -160,6 +160,8 @@ class _Drawing:
             kind = self.draw(st.sampled_from(special)) if special and len(passes) < 4 and self.upto(4) == 4 else "train"
             if kind in TAKES_TWO and target - used < 2 or kind == "leaf" and not self.takes_leaf(setting):
                 kind = "train"
+            if kind == "plain_backward" and used:  # what a refusal leaves of earlier passes is nobody's promise
+                kind = "train"
             passes.append(Pass(kind, self.upto(calls - 1) if kind.startswith("fail") else 0))
             used = self.made(used, kind)
         after = ()
