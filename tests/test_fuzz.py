@@ -7,6 +7,7 @@ ZEROCLI_FUZZ_SEED=1 others, ZEROCLI_FUZZ_FEATURES=-bf16,-nvme leaves features ou
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 from fuzz.check import check, report
@@ -15,8 +16,10 @@ from fuzz.draw import FEATURES, chosen_features, programs
 from fuzz.loop import Invalid
 from fuzz.plain import NOT_OFFERED
 from fuzz.plain import PLAIN as PLAIN_ENGINE
-from fuzz.program import Program, parse
+from fuzz.program import Event, Program, Setting, Step, parse
+from fuzz.reference import expected
 from fuzz.server import Ranks
+from fuzz.sharded import Outcome
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 
 NUMBER = int(os.environ.get("ZEROCLI_FUZZ", "300"))
@@ -37,10 +40,13 @@ def ranks():
 
 
 def law(program: Program, ranks: Ranks, engine: str = "") -> None:
+    failure = ""
     try:
         check(program, ranks, engine)
     except AssertionError as error:
-        pytest.fail(report(program, error), pytrace=False)
+        failure = report(program, error)
+    if failure:
+        pytest.fail(failure, pytrace=False)
 
 
 def test_any_program_is_exact_or_refused(ranks):
@@ -98,6 +104,33 @@ def test_the_fuzzer_finds_nothing_wrong_with_plain_data_parallel_training(ranks)
             reject()
 
     holds()
+
+
+class Answers(Ranks):
+    """Ranks that give prepared outcomes."""
+
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        self.outcomes = outcomes
+
+    def run(self, program: Program, defect: str = "") -> list[Outcome]:
+        return self.outcomes
+
+
+def test_a_refusal_counts_only_where_it_may_be_on_every_rank_and_with_the_state_kept():
+    copied = Step(before=(Event("deepcopy"),))
+    program = Program(Setting(stage=3), steps=(Step(), copied))
+    where = "step 1 event 0 deepcopy"
+    right = [Outcome(records, where, "not here") for records in expected(program, stop_at=where).values()]
+    check(program, Answers(right))
+    with pytest.raises(AssertionError, match="some ranks only"):
+        check(program, Answers([right[0], replace(right[1], refused="")]))
+    with pytest.raises(AssertionError, match="nothing in it may be"):
+        check(program, Answers([replace(outcome, refused="step 1 pass 0 train") for outcome in right]))
+    with pytest.raises(AssertionError, match="nothing in it may be"):
+        check(replace(program, setting=Setting(stage=1)), Answers(right))
+    moved = [replace(o, records=[*o.records[:-1], expected(program)[0][-1]]) for o in right]
+    with pytest.raises(AssertionError, match="end: state"):
+        check(program, Answers(moved))
 
 
 def test_a_printed_program_is_the_program():

@@ -16,6 +16,7 @@ import ranks
 from fuzz.program import WORLD, Program
 
 HANG_SECONDS = 20.0
+START_SECONDS = 120.0
 LATE_SECONDS = 3.0
 """How long one rank may go on after another has failed: it waits for a collective that never comes."""
 
@@ -34,6 +35,7 @@ def _serve(rank: int, folder: str, connection: Any) -> None:
     warnings.simplefilter("ignore")
     os.environ.pop("RANK", None)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    connection.send_bytes(b"ready")
     while True:
         try:
             program, defect = pickle.loads(connection.recv_bytes())
@@ -68,6 +70,11 @@ class Ranks:
             there.close()
             self._ends.append(here)
             self._processes.append(process)
+        for rank, end in enumerate(self._ends):
+            if not end.poll(START_SECONDS):
+                self.close()
+                raise TimeoutError(f"rank {rank} did not start in {START_SECONDS:.0f} s")
+            end.recv_bytes()
 
     def close(self) -> None:
         """End the ranks; the next program starts new ones."""
