@@ -72,8 +72,9 @@ NEEDED = {"unused_moves": frozenset(("unused", "decay", "odd_step"))}
 """Features without which a defect changes nothing."""
 
 
+@pytest.mark.parametrize("engine", ["", PLAIN_ENGINE])
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_the_fuzzer_finds_a_known_defect(defect, ranks):
+def test_the_fuzzer_finds_a_known_defect(defect, engine, ranks):
     """Each defect is found by few programs that are exact without it."""
     found: list[Program] = []
 
@@ -83,9 +84,9 @@ def test_the_fuzzer_finds_a_known_defect(defect, ranks):
     def look(program: Program) -> None:
         if found:
             return
-        check(program, ranks)
+        check(program, ranks, engine)
         try:
-            check(program, ranks, defect)
+            check(program, ranks, f"{engine}+{defect}")
         except AssertionError:
             found.append(program)
 

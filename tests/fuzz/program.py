@@ -26,6 +26,9 @@ class Plain:
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # hypothesis would print the defaults too
+
 
 @dataclass(frozen=True, repr=False)
 class Block(Plain):

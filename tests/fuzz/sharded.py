@@ -67,15 +67,19 @@ def shard(program: Program, model: nn.Module, nvme_path: str) -> Any:
 
 
 class Sharded(Side):
+    """`defect` names a defect, the engine `plain`, or both with a plus between them."""
+
     def __init__(self, program: Program, nvme_path: str, defect: str = "") -> None:
         self.rank = dist.get_rank()
         super().__init__(program, (self.rank,))
         self.model = make_model(program)
-        self.engine = PlainEngine(program, self.model) if defect == PLAIN else shard(program, self.model, nvme_path)
+        plain = PLAIN in defect.split("+")
+        self.engine = PlainEngine(program, self.model) if plain else shard(program, self.model, nvme_path)
         self.note(self.rank, "dtypes", {name: str(p.dtype) for name, p in self.model.named_parameters()})
         if program.entry == "method":
             self.engine.register_forward_method(self.model, "graph")
-        self.defect = DEFECTS[defect](self.model, program, self.rank) if defect in DEFECTS else None
+        found = [DEFECTS[name] for name in defect.split("+") if name in DEFECTS]
+        self.defect = found[0](self.model, program, self.rank) if found else None
 
     def forward(self, rank: int, batch: dict[str, Any]) -> Any:
         if self.defect is not None:
