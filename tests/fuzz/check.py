@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -144,5 +145,6 @@ def _must_equal(got: list[tuple[str, Any]], want: list[tuple[str, Any]], toleran
 def report(program: Program, error: BaseException) -> str:
     """Return what failed, the program, and the command that runs it alone."""
     text = repr(program)
-    command = f"ZEROCLI_FUZZ_PROGRAM={shlex.quote(text)} python -m pytest tests/test_fuzz.py -k this_program"
+    quoted = shlex.quote(text) if re.search(r'["$`\\\\]', text) else f'"{text}"'
+    command = f"ZEROCLI_FUZZ_PROGRAM={quoted} python -m pytest tests/test_fuzz.py -k this_program"
     return f"{error}\n\nprogram:\n{text}\n\nrun it alone:\n{command}"

@@ -107,9 +107,7 @@ class _Drawing:
             accumulate=1 + self.upto(2) if "accumulate" in self.on else 1,
             precision="bf16" if half else "fp32",
             reduce="fp32" if half else "compute",
-            keep_fp32=self.draw(st.sampled_from(("head", r"blocks\.0\b")))
-            if half and self.rarely("keep_fp32", 3)
-            else "",
+            keep_fp32=self.draw(st.sampled_from(("head", "blocks.0"))) if half and self.rarely("keep_fp32", 3) else "",
             bucket_nbytes=self.draw(st.sampled_from((1 << 16, 512))) if "buckets" in self.on else 1 << 16,
             clip=0.1 if self.rarely("clip") else None,
             optimizer=self.of("sgd", ("adamw",)),
