@@ -1,0 +1,1 @@
+"""Random training programs, run on sharded ranks and in plain torch, and compared."""

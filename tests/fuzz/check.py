@@ -1,0 +1,150 @@
+"""The law: a program's numbers are plain torch's, or an operation that may be refused is, on every rank."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fuzz.program import Program, simplest_setting
+from fuzz.reference import expected
+from fuzz.server import Ranks
+
+TOLERANCE = {"fp32": 5e-6, "bf16": 0.1}
+"""Absolute and relative, against torch in fp32."""
+BETWEEN_STAGES = 3e-2
+"""In bf16: two stages may round a parameter to different neighbours, 1/256 apart."""
+
+
+class Differs(AssertionError):
+    """The sharded program is not what torch makes of it."""
+
+
+@dataclass(frozen=True)
+class MayRefuse:
+    """An operation that zerocli may refuse instead of being exact."""
+
+    operation: str
+    applies: Callable[[Program, str], bool]
+    """Whether the program has the operation at this label (`step 0 pass 1 train`)."""
+    keeps_state: bool = True
+    """Whether the parameters are then what they were before the refused operation."""
+
+
+def _has_event(program: Program, kind: str) -> bool:
+    return any(event.kind == kind for step in program.steps for event in step.before)
+
+
+def _kinds(program: Program) -> set[str]:
+    blocks = [*program.blocks, *(child for block in program.blocks for child in block.children)]
+    return {block.kind for block in blocks}
+
+
+MAY_REFUSE = (
+    MayRefuse(
+        "an in-place edit of a parameter outside engine.gathered(write=True)",
+        lambda p, label: _has_event(p, "plain_edit"),
+        keeps_state=False,
+    ),
+    MayRefuse(
+        "model.load_state_dict instead of engine.load_state_dict",
+        lambda p, label: _has_event(p, "plain_load"),
+        keeps_state=False,
+    ),
+    MayRefuse("copy.deepcopy(model) while parameters are released", lambda p, label: p.moves and "deepcopy" in label),
+    MayRefuse("a gradient of a gradient (create_graph=True)", lambda p, label: "penalty" in label),
+    MayRefuse(
+        "reentrant torch.utils.checkpoint around a block",
+        lambda p, label: any(call.checkpoint == "reentrant" for call in p.calls),
+    ),
+    MayRefuse(
+        "a view of a released weight kept as an attribute of an autograd.Function's ctx",
+        lambda p, label: p.moves and "ctx_attr" in _kinds(p),
+    ),
+    MayRefuse(
+        "a released weight that left its block inside an object torch does not know, read outside",
+        lambda p, label: p.moves and "scale" in _kinds(p) and any(call.style == "object" for call in p.calls),
+    ),
+    MayRefuse(
+        "a module entered from outside whose parameters are not a unit's own: the model's forward has them",
+        lambda p, label: p.moves and p.entry == "outside" and (p.setting.units != "class" or bool(p.ties)),
+    ),
+)
+
+
+def may_refuse(program: Program, label: str) -> MayRefuse | None:
+    return next((rule for rule in MAY_REFUSE if rule.applies(program, label)), None)
+
+
+def compare(got: list[tuple[str, Any]], want: list[tuple[str, Any]], tolerance: float) -> str:
+    """Return the first difference between two records in words, or nothing."""
+    for (label, value), (right_label, right) in zip(got, want, strict=False):
+        if label != right_label:
+            return f"did {label!r} where torch does {right_label!r}"
+        if difference := _difference(value, right, tolerance):
+            return f"{label}: {difference}"
+    return f"{len(got)} records instead of {len(want)}" if len(got) != len(want) else ""
+
+
+def _difference(got: Any, want: Any, tolerance: float) -> str:
+    if isinstance(want, dict):
+        if got.keys() != want.keys():
+            return f"names {sorted(got.keys() ^ want.keys())} on one side only"
+        found = {name: _difference(got[name], want[name], tolerance) for name in want}
+        return "; ".join(f"{name} {text}" for name, text in found.items() if text)
+    if want is None or got is None or isinstance(want, str | bool):
+        return "" if type(want) is type(got) and want == got else f"{got!r} instead of {want!r}"
+    got, want = np.asarray(got), np.asarray(want)
+    if got.shape != want.shape:
+        return f"shape {got.shape} instead of {want.shape}"
+    if np.allclose(got, want, rtol=tolerance, atol=tolerance):
+        return ""
+    if got.ndim == 0:
+        return f"{float(got):.7g} instead of {float(want):.7g}"
+    return f"differs by up to {np.abs(got - want).max():.3g}"
+
+
+def check(program: Program, ranks: Ranks, defect: str = "") -> None:
+    """Raise AssertionError unless the law holds; Invalid if plain torch cannot run the program."""
+    want: Any = expected(program)
+    got = ranks.run(program, defect)
+    precision = program.setting.precision
+    if any(outcome.refused for outcome in got):
+        label, message = got[0].refused, got[0].message
+        if len({outcome.refused for outcome in got}) > 1:
+            raise Differs(f"refused by some ranks only: {[(o.refused, o.message) for o in got]}")
+        rule = may_refuse(program, label)
+        if rule is None:
+            raise Differs(f"{label} was refused, and nothing in it may be: {message}")
+        if label == "shard":
+            return
+        want = expected(program, stop_at=label)
+        for rank, outcome in enumerate(got):
+            *before, end = want[rank]
+            _must_equal(outcome.records[: len(before)], before, TOLERANCE[precision], rank)
+            if rule.keeps_state:
+                _must_equal(outcome.records[-1:], [end], TOLERANCE[precision], rank)
+        return
+    if precision != "fp32":
+        unsharded = ranks.run(simplest_setting(program))
+        for rank, outcome in enumerate(got):
+            _must_equal(outcome.records, unsharded[rank].records, BETWEEN_STAGES, rank)
+    for rank, outcome in enumerate(got):
+        _must_equal(outcome.records, want[rank], TOLERANCE[precision], rank)
+
+
+def _must_equal(got: list[tuple[str, Any]], want: list[tuple[str, Any]], tolerance: float, rank: int) -> None:
+    if difference := compare(got, want, tolerance):
+        raise Differs(f"rank {rank}, {difference}")
+
+
+def report(program: Program, error: BaseException) -> str:
+    """Return what failed, the program, and the command that runs it alone."""
+    text = repr(program)
+    quoted = shlex.quote(text) if re.search(r'["$`\\\\]', text) else f'"{text}"'
+    command = f"ZEROCLI_FUZZ_PROGRAM={quoted} python -m pytest tests/test_fuzz.py -k this_program"
+    return f"{error}\n\nprogram:\n{text}\n\nrun it alone:\n{command}"

@@ -1,0 +1,170 @@
+"""A program on one rank of a sharded model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerocli
+from fuzz.defects import DEFECTS
+from fuzz.loop import Side, edit, evaluate, note_copy, run
+from fuzz.model import Part, forward, make_model
+from fuzz.plain import PLAIN, PlainEngine, refused_type
+from fuzz.program import Event, Program
+from fuzz.reference import LEARNING_RATE, OPTIONS
+
+Refused = refused_type()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank reports of a program."""
+
+    records: list[tuple[str, Any]]
+    refused: str = ""
+    """The operation that was refused, and ended the program."""
+    message: str = ""
+
+
+def leaf(module: nn.Module) -> bool:
+    return not any(True for _ in module.children())
+
+
+def shard(program: Program, model: nn.Module, nvme_path: str) -> Any:
+    setting = program.setting
+    more: dict[str, Any] = {}
+    if setting.keep_fp32:
+        more["keep_fp32"] = setting.keep_fp32
+    if setting.units == "list":
+        more["units"] = [model.blocks[index % len(model.blocks)] for index in setting.chosen]  # type: ignore[union-attr]
+    elif setting.units != "default":
+        more["units"] = Part if setting.units == "class" else leaf
+    return zerocli.shard(
+        model,
+        optimizer=setting.optimizer,
+        lr=LEARNING_RATE[setting.optimizer],
+        stage=setting.stage,
+        weight_decay=setting.weight_decay,
+        options=OPTIONS[setting.optimizer],
+        precision=setting.precision,
+        accumulate=setting.accumulate,
+        clip=setting.clip,
+        recompute=setting.recompute,
+        bucket_nbytes=setting.bucket_nbytes,
+        gather_buffers=setting.gather_buffers,
+        reduce=setting.reduce,
+        offload=setting.offload,
+        nvme_path=(nvme_path,),
+        staging_nbytes=1 << 20,
+        **more,
+    )
+
+
+class Sharded(Side):
+    """`defect` names a defect, the engine `plain`, or both with a plus between them."""
+
+    def __init__(self, program: Program, nvme_path: str, defect: str = "") -> None:
+        self.rank = dist.get_rank()
+        super().__init__(program, (self.rank,))
+        self.model = make_model(program)
+        plain = PLAIN in defect.split("+")
+        self.engine = PlainEngine(program, self.model) if plain else shard(program, self.model, nvme_path)
+        self.note(self.rank, "dtypes", {name: str(p.dtype) for name, p in self.model.named_parameters()})
+        if program.entry == "method":
+            self.engine.register_forward_method(self.model, "graph")
+        found = [DEFECTS[name] for name in defect.split("+") if name in DEFECTS]
+        self.defect = found[0](self.model, program, self.rank) if found else None
+
+    def forward(self, rank: int, batch: dict[str, Any]) -> Any:
+        if self.defect is not None:
+            self.defect.before_forward()
+        return forward(self.model, self.program, batch, self.engine)
+
+    def backward(self, rank: int, loss: torch.Tensor, retain: bool = False) -> None:
+        if self.defect is not None:
+            loss = self.defect.loss(loss)
+        self.engine.backward(loss, **({"retain_graph": True} if retain else {}))
+
+    def zero_grad(self, after_error: bool = False) -> None:
+        if not after_error or hasattr(self.engine, "zero_grad"):
+            self.engine.zero_grad()
+
+    def step(self) -> float:
+        return self.engine.step().grad_norm.item()
+
+    def state(self) -> dict[str, Any]:
+        return {name: value.float().numpy() for name, value in self.engine.state_dict().items()}
+
+    def must_refuse(self, what: str, operation: Callable[[], Any]) -> None:
+        try:
+            operation()
+        except Refused:
+            self.note(self.rank, what, "refused")
+        else:
+            self.note(self.rank, what, "accepted")
+
+    def event(self, event: Event, step: int, number: int) -> None:
+        part = self.model.blocks[event.block % len(self.model.blocks)]
+        engine, rank = self.engine, self.rank
+        match event.kind:
+            case "freeze" | "unfreeze":
+                part.requires_grad_(event.kind == "unfreeze")
+            case "no_grad" | "inference":
+                with torch.no_grad() if event.kind == "no_grad" else torch.inference_mode():
+                    self.note(rank, "loss", evaluate(self, self.model, rank, step, number, engine))
+            case "state":
+                self.note(rank, "state", self.state())
+            case "gathered":
+                with engine.gathered(), torch.no_grad():
+                    whole = {n: p.detach().float().numpy().copy() for n, p in self.model.named_parameters()}
+                self.note(rank, "parameters", whole)
+            case "edit":
+                with engine.gathered(part, write=True):
+                    edit(part.parameters())
+            case "plain_edit":
+                edit(part.parameters())
+            case "load" | "plain_load":
+                state = {name: value * 0.5 + 0.1 for name, value in engine.state_dict().items()}
+                (engine if event.kind == "load" else self.model).load_state_dict(state)
+            case "deepcopy" | "unsharded":
+                other = copy.deepcopy(self.model) if event.kind == "deepcopy" else engine.unsharded_model()
+                note_copy(self, other, rank, step, number)
+            case "grad":
+                names = {id(p): name for name, p in self.model.named_parameters()}
+                for name, p in part.named_parameters():
+                    self.note(rank, f"gradient of {name}", engine.grad(names[id(p)]))
+            case "hand_grad":
+                self.must_refuse("a gradient changed by hand", self._by_hand(part, event.block % 3))
+            case "optimizer_state":
+                engine.load_optimizer_state_dict(engine.optimizer_state_dict())
+            case _:
+                raise AssertionError(event)
+
+    def _by_hand(self, part: nn.Module, way: int) -> Callable[[], Any]:
+        if way == 0:
+            return lambda: torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        return self.model.zero_grad if way == 1 else lambda: next(part.parameters()).grad
+
+
+def run_program(program: Program, nvme_path: str, defect: str = "") -> Outcome:
+    """Run a program on this rank; a refusal ends it, and then only its state is noted."""
+    try:
+        side = Sharded(program, nvme_path, defect)
+    except Refused as error:
+        return Outcome([], "shard", str(error))
+    try:
+        run(side)
+        return Outcome(side.records[side.rank])
+    except Refused as error:
+        records, label = side.records[side.rank], side.label
+        side.label = "end"
+        side.note(side.rank, "state", side.state())
+        return Outcome(records, label, str(error))
+    finally:
+        side.engine.close()

@@ -1,0 +1,144 @@
+"""Law: any training program gives plain torch's numbers, at every stage and placement, or is refused clearly.
+
+Programs are random (tests/fuzz), run on two gloo ranks that serve all of them. ZEROCLI_FUZZ=5000 runs more of them,
+ZEROCLI_FUZZ_SEED=1 others, ZEROCLI_FUZZ_FEATURES=-bf16,-nvme leaves features out, ZEROCLI_FUZZ_PROGRAM runs one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+from fuzz.check import check, report
+from fuzz.defects import DEFECTS
+from fuzz.draw import FEATURES, chosen_features, programs
+from fuzz.loop import Invalid
+from fuzz.plain import NOT_OFFERED
+from fuzz.plain import PLAIN as PLAIN_ENGINE
+from fuzz.program import Event, Program, Setting, Step, parse
+from fuzz.reference import expected
+from fuzz.server import Ranks
+from fuzz.sharded import Outcome
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
+
+NUMBER = int(os.environ.get("ZEROCLI_FUZZ", "300"))
+SEED = int(os.environ.get("ZEROCLI_FUZZ_SEED", "0"))
+NO_CHECKS = [
+    HealthCheck.too_slow,
+    HealthCheck.data_too_large,
+    HealthCheck.filter_too_much,
+    HealthCheck.large_base_example,
+]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pair = Ranks()
+    yield pair
+    pair.close()
+
+
+def law(program: Program, ranks: Ranks, engine: str = "") -> None:
+    failure = ""
+    try:
+        check(program, ranks, engine)
+    except AssertionError as error:
+        failure = report(program, error)
+    if failure:
+        pytest.fail(failure, pytrace=False)
+
+
+def test_any_program_is_exact_or_refused(ranks):
+    @seed(SEED)
+    @settings(max_examples=NUMBER, deadline=None, database=None, print_blob=False, suppress_health_check=NO_CHECKS)
+    @given(program=programs(chosen_features()))
+    def holds(program: Program) -> None:
+        try:
+            law(program, ranks)
+        except Invalid:
+            reject()
+
+    holds()
+
+
+@pytest.mark.skipif("ZEROCLI_FUZZ_PROGRAM" not in os.environ, reason="runs the program in ZEROCLI_FUZZ_PROGRAM")
+def test_this_program(ranks):
+    law(parse(os.environ["ZEROCLI_FUZZ_PROGRAM"]), ranks)
+
+
+PLAIN = frozenset(("stage0", "stage1", "stage2", "mlp", "norm", "adamw", "buckets", "accumulate", "reuse", "tuple"))
+NEEDED = {"unused_moves": frozenset(("unused", "decay", "odd_step"))}
+"""Features without which a defect changes nothing."""
+
+
+@pytest.mark.parametrize("engine", ["", PLAIN_ENGINE])
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_fuzzer_finds_a_known_defect(defect, engine, ranks):
+    """Each defect is found by few programs that are exact without it."""
+    found: list[Program] = []
+
+    @seed(1)
+    @settings(max_examples=40, deadline=None, database=None, suppress_health_check=NO_CHECKS, phases=[Phase.generate])
+    @given(program=programs(PLAIN | NEEDED.get(defect, frozenset())))
+    def look(program: Program) -> None:
+        if found:
+            return
+        check(program, ranks, engine)
+        try:
+            check(program, ranks, f"{engine}+{defect}")
+        except AssertionError:
+            found.append(program)
+
+    look()
+    assert found, f"{defect} was found by none of 40 programs"
+
+
+def test_the_fuzzer_finds_nothing_wrong_with_plain_data_parallel_training(ranks):
+    @seed(3)
+    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=NO_CHECKS)
+    @given(program=programs(FEATURES - NOT_OFFERED))
+    def holds(program: Program) -> None:
+        try:
+            law(program, ranks, PLAIN_ENGINE)
+        except Invalid:
+            reject()
+
+    holds()
+
+
+class Answers(Ranks):
+    """Ranks that give prepared outcomes."""
+
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        self.outcomes = outcomes
+
+    def run(self, program: Program, defect: str = "") -> list[Outcome]:
+        return self.outcomes
+
+
+def test_a_refusal_counts_only_where_it_may_be_on_every_rank_and_with_the_state_kept():
+    copied = Step(before=(Event("deepcopy"),))
+    program = Program(Setting(stage=3), steps=(Step(), copied))
+    where = "step 1 event 0 deepcopy"
+    right = [Outcome(records, where, "not here") for records in expected(program, stop_at=where).values()]
+    check(program, Answers(right))
+    with pytest.raises(AssertionError, match="some ranks only"):
+        check(program, Answers([right[0], replace(right[1], refused="")]))
+    with pytest.raises(AssertionError, match="nothing in it may be"):
+        check(program, Answers([replace(outcome, refused="step 1 pass 0 train") for outcome in right]))
+    with pytest.raises(AssertionError, match="nothing in it may be"):
+        check(replace(program, setting=Setting(stage=1)), Answers(right))
+    moved = [replace(o, records=[*o.records[:-1], expected(program)[0][-1]]) for o in right]
+    with pytest.raises(AssertionError, match="end: state"):
+        check(program, Answers(moved))
+
+
+def test_a_printed_program_is_the_program():
+    @seed(2)
+    @settings(max_examples=50, deadline=None, database=None, suppress_health_check=NO_CHECKS)
+    @given(program=programs(FEATURES))
+    def same(program: Program) -> None:
+        assert parse(repr(program)) == program
+
+    same()
