@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from zerocli.engine import Engine
-from zerocli.modules import tell_compiler
 from zerocli.rules import OptimizerChoice
 from zerocli.settings import Settings
 
@@ -37,6 +37,21 @@ def shard(
     open_process_group(known.get("device"))
     tell_compiler()  # a user's own program may put torch.compile around the model
     return Engine(model, Settings(stage=stage, optimizer=optimizer, lr=lr, options=options, **known))
+
+
+@functools.cache
+def tell_compiler() -> None:
+    """Have torch.compile leave the runtime's own functions alone: between them it compiles the user's.
+
+    Loads the compiler, which takes a second. `zerocli.models` is compiled as a user's own model is.
+    """
+    from torch._dynamo import trace_rules
+
+    runtime = (
+        "activations agreement comm engine gather hooks lanes modules parameters reduce relayout states unit update"
+    )
+    for name in ("offload", "tiers", *(f"zerocli.{module}" for module in runtime.split())):
+        trace_rules.add(name)
 
 
 def open_process_group(device: torch.device | str | None = None) -> None:

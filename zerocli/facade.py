@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "_shown" in vars(self):
             raise RuntimeError("parameters are in groups from the start: give shard groups=[zerocli.ParamGroup(...)]")
-        super().add_param_group(param_group)
+        # Without the wrapper that loads torch's compiler, which takes each rank a second.
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return `engine.optimizer_state_dict()`. Collective."""

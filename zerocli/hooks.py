@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerocli import agreement
 from zerocli.errors import Refused
-from zerocli.modules import Entry, outside_of_units, uncompiled, unwrap, wrap
+from zerocli.modules import Entry, outside_of_units, unwrap, wrap
 from zerocli.unit import Unit
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ class Hooks:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    @uncompiled
     def run(self, entry: Entry, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call of a sharded module."""
         engine, unit = self._engine, entry.unit
@@ -70,13 +69,11 @@ class Hooks:
             args, kwargs = tree_map(self._cast_input, (args, kwargs))
         return self.run_unit(unit, function, args, kwargs)
 
-    @uncompiled
     def run_body(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         """Run a module's forward within its call; a checkpoint of the user's, with hooks of its own, may be between."""
         with self._engine.gatherer.saving():
             return entry.body(*args, **kwargs)
 
-    @uncompiled
     def run_unit(self, unit: Unit, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function with the unit's parameters whole."""
         engine, gatherer, grad = self._engine, self._engine.gatherer, torch.is_grad_enabled()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -18,25 +17,6 @@ from zerocli.errors import Refused
 from zerocli.unit import Unit, outside
 
 _ENTRY = "_zerocli_entry"
-
-
-_uncompiled: list[Callable[..., Any]] = []
-
-
-def uncompiled(function: Callable[..., Any]) -> Any:
-    """Have a compiler that the user puts around the model leave a function alone, and compile what it calls."""
-    _uncompiled.append(function)
-    if "torch._dynamo" in sys.modules:
-        tell_compiler()
-    return function
-
-
-def tell_compiler() -> None:
-    """Name the functions that torch.compile is to leave alone; loads it, which takes a second."""
-    from torch._dynamo.decorators import skip
-
-    while _uncompiled:
-        skip(_uncompiled.pop())
 
 
 class Runner(Protocol):
@@ -65,7 +45,6 @@ class Entry:
         self.called = False
         """Whether the forward that comes next belongs to a call that is under way."""
 
-    @uncompiled
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `module.__call__`, hooks and all."""
 
@@ -78,7 +57,6 @@ class Entry:
 
         return self.runner.run(self, called, args, kwargs)
 
-    @uncompiled
     def forward(self, args: Any, kwargs: Any) -> Any:
         """Run `module.forward`, as part of a call or by itself."""
         if self.called:
@@ -94,7 +72,7 @@ def wrap(module: nn.Module, unit: Unit, runner: Runner) -> Entry:
     entry = Entry(unit, module, runner)
     module.__dict__.pop("forward", None)
     module.__dict__[_ENTRY] = entry
-    module.__class__ = _sharded_class(type(module))
+    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
     return entry
 
 
@@ -142,12 +120,10 @@ def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     class Sharded(original):  # type: ignore[valid-type, misc]
         _zerocli_class = original
 
-        @uncompiled
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return self.__dict__[_ENTRY].call(super().__call__, args, kwargs)
 
         @functools.wraps(original.forward)
-        @uncompiled
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return self.__dict__[_ENTRY].forward(args, kwargs)
 

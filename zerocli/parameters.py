@@ -13,7 +13,8 @@ from torch import nn
 
 from zerocli.errors import Refused
 
-_DATA, _GRAD = torch._C.TensorBase.data, torch._C.TensorBase.grad  # type: ignore[attr-defined]
+_DATA: Any = torch._C.TensorBase.data
+_GRAD: Any = torch._C.TensorBase.grad
 _SHARDING = "_zerocli_sharding"
 
 _READABLE = frozenset(
@@ -89,7 +90,8 @@ class WholeParameter(_Guarded):
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         self.__dict__[_SHARDING].handed_out = True
-        return _DATA.__get__(self)  # type: ignore[no-any-return]
+        found: torch.Tensor = _DATA.__get__(self)
+        return found
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -158,7 +160,7 @@ def guard(parameter: nn.Parameter, name: str, gradients: Gradients) -> None:
 def unguard(parameter: nn.Parameter) -> None:
     """Give a parameter back to its user."""
     if isinstance(parameter, _Guarded):
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         del parameter.__dict__[_SHARDING]
 
 
