@@ -47,10 +47,8 @@ def tell_compiler() -> None:
     """
     from torch._dynamo import trace_rules
 
-    runtime = (
-        "activations agreement comm engine gather hooks lanes modules parameters reduce relayout states unit update"
-    )
-    for name in ("offload", "tiers", *(f"zerocli.{module}" for module in runtime.split())):
+    runtime = "activations agreement comm engine gather hooks lanes modules parameters reduce relayout states unit"
+    for name in ("offload", "tiers", "zerocli.update", *(f"zerocli.{module}" for module in runtime.split())):
         trace_rules.add(name)
 
 

@@ -109,6 +109,14 @@ class Engine:
             for parameter, entry in zip(flat.parameters, flat.layout.entries, strict=True):
                 guard(parameter, entry.name, self._gradients)
             flat.note_values() if flat.buffer is not None else flat.detach()
+        names = {id(p): e.name for f in self.flats() for e, p in zip(f.layout.entries, f.parameters, strict=True)}
+        self._owners = [
+            (module._parameters, key, parameter, names[id(parameter)])
+            for module in self.model.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        """Where each parameter hangs in the model."""
         self.connect()
         away = any(flat.away for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
@@ -218,7 +226,11 @@ class Engine:
             if loss.requires_grad:
                 loss.register_hook(lambda grad: self.reducer.outermost())
             seed = self._loss_seed()
-            (loss if seed is None else loss * seed).backward(retain_graph=retain_graph)
+            if seed is None:
+                loss.backward(retain_graph=retain_graph)
+            else:
+                with self.hooks.unscaled_outside(loss, seed):
+                    (loss * seed).backward(retain_graph=retain_graph)
             for engine in Engine._in_backward:
                 engine._end_backward()
         except BaseException:
@@ -334,6 +346,7 @@ class Engine:
             self.reducer.finish_early()
         if self._held_whole:
             raise Refused("step() inside `with engine.gathered(...)` would change what it gives: leave it first")
+        self._refuse_replaced()
         self.adopt_edits()
         self.settings.probe("optimizer")
         groups = self.optimizer.hyperparameters(self.steps + 1)
@@ -353,6 +366,15 @@ class Engine:
         self.hooks.end_step()
         self._forget_gradients()
         return StepResult(self.steps, lr, norm, values.skip)
+
+    def _refuse_replaced(self) -> None:
+        """Refuse to go on without a parameter that a module has lost, or beside one that it was given instead."""
+        for owner, key, parameter, name in self._owners:
+            if owner.get(key) is not parameter:
+                raise Refused(
+                    f"{name} is not the parameter that was sharded, and would not be trained: copy values into the old "
+                    f"one inside `with engine.gathered({name!r}, write=True)`, or shard the changed model anew"
+                )
 
     def _wait_for_resident(self) -> None:
         """Order the compute stream after the updates of parameters that it reads without a gather."""

@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from torch.utils.checkpoint import checkpoint
 
 from zerocli import agreement
+from zerocli.ends import Ends
 from zerocli.errors import Refused
 from zerocli.modules import Entry, outside_of_units, unwrap, wrap
 from zerocli.unit import Unit
@@ -39,6 +40,7 @@ class Hooks:
         """Units of which some call cannot be followed: their gradients are complete only when backward is over."""
         self.generation = 0
         """Counts the changes of parameters: graphs of an earlier one are refused."""
+        self._ends = Ends()
         self._modules = [unit.module for unit in engine.units]
         for unit in engine.units:
             entry = wrap(unit.module, unit, self)
@@ -81,7 +83,9 @@ class Hooks:
         if outermost:
             engine.before_forward()
             gatherer = engine.gatherer
-        with _outside_inference():
+            if grad and engine.loss_scale.active:
+                self._ends.note_inputs((args, kwargs))
+        with _plain_tensors():
             gatherer.enter(unit, record=grad)
         self._depth += 1
         finished = False
@@ -159,11 +163,17 @@ class Hooks:
             if value.requires_grad and torch.is_grad_enabled():
                 if outermost:
                     value.register_hook(lambda grad: self._check(generation))
+                    if engine.loss_scale.active:
+                        self._ends.note_output(value)
                 if engine.gatherer.moves:
                     value.register_hook(lambda grad: self._enter_backward(unit))
             return value
 
         return tree_map(watch, output)
+
+    def unscaled_outside(self, loss: torch.Tensor, scale: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """While the body runs a backward of the loss times `scale`, tensors outside the model see nothing of it."""
+        return self._ends.unscaled(loss, scale)
 
     def _check(self, generation: int) -> None:
         if generation != self.generation:
@@ -198,10 +208,12 @@ class Hooks:
 
     def end_backward(self) -> None:
         self._backward_units.clear()
+        self._ends.clear()
 
     def abandon(self) -> None:
         """Forget the calls that a failed backward was to go through."""
         self._backward_units.clear()
+        self._ends.clear()
         self._open.clear()
         self._unsure.update(unit.index for unit in self._engine.units)  # until the step ends
 
@@ -214,10 +226,10 @@ class Hooks:
 
 
 @contextlib.contextmanager
-def _outside_inference() -> Iterator[None]:
-    """Make tensors that training can use later, also where the caller is in inference mode."""
-    if not torch.is_inference_mode_enabled():
+def _plain_tensors() -> Iterator[None]:
+    """Make tensors that training can use later, also inside the caller's inference mode or torch.func transform."""
+    if not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
         yield
         return
-    with torch.inference_mode(False), torch.no_grad():
+    with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
         yield

@@ -148,6 +148,11 @@ def name_of(parameter: torch.Tensor) -> str:
     return str(parameter.__dict__[_SHARDING].name)
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter of a sharded model."""
+    return isinstance(tensor, _Guarded)
+
+
 def guard(parameter: nn.Parameter, name: str, gradients: Gradients) -> None:
     """Make a parameter one of a sharded model; other subclasses of nn.Parameter, fake ones too, stay what they are."""
     if isinstance(parameter, _Guarded):
@@ -173,7 +178,7 @@ def attach(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 def release(parameter: nn.Parameter, hollow: torch.Tensor) -> None:
     """Take a parameter's values away; `hollow` has its shape and no memory of its own."""
-    _DATA.__set__(parameter, hollow)
+    attach(parameter, hollow)
     if isinstance(parameter, _Guarded):
         parameter.__class__ = ReleasedParameter
 

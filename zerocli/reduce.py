@@ -197,7 +197,9 @@ class Reducer:
 
     @property
     def ready(self) -> int:
-        """How many flats can have been reduced by now, in the order that all ranks keep."""
+        """How many flats can have been reduced by now in this pass, in the order that all ranks keep."""
+        if not self.active:
+            return 0
         done = {id(flat) for flat in self._completed}
         waiting = (at for at, flat in enumerate(self._order) if at >= self._next and id(flat) not in done)
         return next(waiting, len(self._order))

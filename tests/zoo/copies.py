@@ -129,15 +129,15 @@ def ema_gathered(run):
 
 
 class PlainEMA:
-    """What `zerocli.EMA` must be equal to: an average that starts at the model's values."""
+    """What `zerocli.EMA` must be equal to: torch's AveragedModel, whose first update takes the model's values."""
 
     def __init__(self, trainer, decay: float) -> None:
         self.trainer, self.decay = trainer, decay
-        self.average = {name: value.clone() for name, value in trainer.state().items()}
+        self.average: dict[str, torch.Tensor] = {}
 
     def update(self) -> None:
         for name, value in self.trainer.state().items():
-            self.average[name].lerp_(value, 1 - self.decay)
+            self.average.setdefault(name, value.clone()).lerp_(value, 1 - self.decay)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.average

@@ -253,7 +253,8 @@ def compiled(run):
 @case("torch-compile-before-shard", below3=either("compile"), at3=either("compile"))
 def compiled_before(run):
     torch._dynamo.reset()
-    trainer = run.shard(torch.compile(run.build(Stack), backend="aot_eager"))
+    model = torch.compile(run.build(Stack), backend="aot_eager")
+    trainer = run.shard(model) if run.sharded else run.shard(model._orig_mod)  # the engine names what was compiled
     for step in range(3):
         trainer.backward(trainer(run.tokens(step, 4, 8)))
         trainer.step()
