@@ -192,6 +192,11 @@ def take_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     return found.to_dense() if found.layout != torch.strided else found
 
 
+def has_grad(parameter: nn.Parameter) -> bool:
+    """Whether autograd has accumulated something in a parameter."""
+    return _GRAD.__get__(parameter) is not None
+
+
 def drop_grad(parameter: nn.Parameter) -> None:
     _GRAD.__set__(parameter, None)
 

@@ -20,7 +20,7 @@ from zerocli.buckets import Bucket, BucketPlan, Pool, Rest, fill, plan_buckets
 from zerocli.comm import Collectives
 from zerocli.errors import Refused
 from zerocli.lanes import Lane, Waits
-from zerocli.parameters import drop_grad, take_grad
+from zerocli.parameters import drop_grad, has_grad, take_grad
 from zerocli.shards import SHARD_ALIGN, Span
 from zerocli.stage import Stage
 from zerocli.tensor_parallel import TensorParallel
@@ -146,6 +146,8 @@ class Reducer:
         return accumulated
 
     def _accumulated(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
+        if not has_grad(parameter):  # autograd came by with nothing to add
+            return
         if not self.active:
             try:
                 self._unexpected(flat.layout.entries[index].name)

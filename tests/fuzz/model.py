@@ -66,7 +66,7 @@ class Part(nn.Module):
         elif isinstance(x, Parcel):
             style, (x, h, tokens) = "object", (x.x, x.h, x.tokens)
         first = next(iter(self.parameters()), None)
-        if first is not None and first.dtype != x.dtype:
+        if first is not None:
             x, h = x.to(first.dtype), h.to(first.dtype)
         y, more = self.run(x, h, tokens)
         if self.boom:

@@ -161,11 +161,8 @@ def instance(run):
     rest = [p for p in model.parameters() if id(p) not in known]
     groups = [{"params": first, "lr": 1e-3, "weight_decay": 0.3}, {"params": rest}]
     rule = torch.optim.AdamW(groups, lr=2e-2, weight_decay=0.1, eps=1e-5)
-    settings = (
-        {"optimizer": rule, "lr": None, "weight_decay": None}
-        if run.sharded
-        else {"plain_optimizer": lambda masters, settings: rule}
-    )
+    sharded = {"optimizer": rule, "lr": None, "weight_decay": None}  # the instance has its own
+    settings = sharded if run.sharded else {"plain_optimizer": lambda masters, settings: rule}
     trainer = run.shard(model, **settings)
     run.train(trainer, 3)
 
