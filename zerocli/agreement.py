@@ -14,13 +14,14 @@ from collections.abc import Callable
 import torch
 
 from zerocli.comm import Collectives
-from zerocli.errors import Refused
 from zerocli.lanes import Waits
 
-PASSES = {-1: "a forward pass without gradients", -2: "a backward pass"}
-FORWARD, BACKWARD = PASSES
+FORWARD = -1
+"""Needs no flat for now: a call of the model ends. Returns when nobody does, so that ranks leave the call together."""
+BACKWARD = -2
+"""Ends a backward pass: returns when all ranks do."""
 NOTHING = -3
-"""Needs no flat: is there to have its gradients reduced."""
+"""Needs no flat: is there to have its gradients reduced. Returns after one exchange and the gather it leads to."""
 
 
 class Agreement:
@@ -39,23 +40,15 @@ class Agreement:
         self._ready, self._launch, self._join = ready, launch, join
 
     def meet(self, want: int) -> None:
-        """Return when all ranks are about to gather the flat `want`, or have all ended the same pass (FORWARD, ...).
-
-        NOTHING takes part in one exchange, and in the gather that comes of it, if any.
-        """
+        """Return when all ranks are about to gather the flat `want`, or at the end that FORWARD, ... describe."""
         while self.active:
             with self._waits.waiting("collectives"):
                 mine = torch.tensor([want, self._ready()])
                 wants, ready = self._collectives.gather_control(mine).T.tolist()
             self._launch(min(ready))
             needed = [each for each in wants if each >= 0]
-            if not needed and NOTHING not in wants:
-                if len(set(wants)) > 1:
-                    ends = ", ".join(f"rank {rank} {PASSES[each]}" for rank, each in enumerate(wants))
-                    raise Refused(f"the ranks are at different places of the training loop, each at the end of: {ends}")
-                return
             if not needed:
-                if want == NOTHING:
+                if want != BACKWARD or set(wants) == {BACKWARD}:
                     return
                 continue
             # The one that most ranks wait for; of several the first.

@@ -102,7 +102,7 @@ class Hooks:
             if outermost and not (finished and grad):
                 gatherer.settle(quietly=not finished)  # no backward follows, or none that is known
                 gatherer.lose_place()
-        if outermost and not grad:
+        if outermost:  # what the user does next, a collective of their own maybe, finds all ranks out of this call
             engine.agreement.meet(agreement.FORWARD)
         if not engine.reducer.active:  # else this is a recomputation, and backward comes next
             gatherer.release(unit)
