@@ -47,6 +47,6 @@ class Refusing(Sound):
     """Fails on every rank, but not where one process trains alone."""
 
     def weigh(self) -> float:
-        if hasattr(self.left, "forward") and "forward" in vars(self):
+        if type(self) is not Refusing:  # a sharded module is of a subclass
             raise ArithmeticError("no engine, please")
         return 1.0

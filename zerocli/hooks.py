@@ -160,7 +160,7 @@ class Hooks:
                 return value
             if engine.gatherer.moves and engine.gatherer.locate(value) is not None:
                 value = value.clone()
-            if value.requires_grad and torch.is_grad_enabled():
+            if value.grad_fn is not None and torch.is_grad_enabled():  # a leaf outlives the call, and so would its hook
                 if outermost:
                     value.register_hook(lambda grad: self._check(generation))
                     if engine.loss_scale.active:

@@ -200,9 +200,12 @@ class Ranks:
         engine = make_engine(self.config, stage=0, accumulate=passes, group=self.alone, tp=1, offload="")
         generator = torch.Generator().manual_seed(0)
         signs = {name: torch.randint(0, 2, v.shape, generator=generator) * 2 - 1 for name, v in start.items()}
-        engine.load_state_dict(
-            {name: v * (1 + signs[name] * off) if v.is_floating_point() else v for name, v in start.items()}
+        moved = {name: v * (1 + signs[name] * off) if v.is_floating_point() else v for name, v in start.items()}
+        tied = (
+            dict(engine.model.named_parameters(remove_duplicate=False)).keys()
+            - dict(engine.model.named_parameters()).keys()
         )
+        engine.load_state_dict({name: v for name, v in moved.items() if name not in tied})  # one name of each weight
         return self._train(engine, range(self.replicas), engine.collectives.world)
 
     def _train(self, engine: Engine, replicas: range, world: int) -> Outcome:
