@@ -84,8 +84,8 @@ def test_communication_is_the_papers(stage, layers, recompute):
     }[stage]
     assert counted == expected
     if stage == 3:
-        # Over gloo ranks meet before each gather, after each unit's backward and at the end of each pass: each tells the
-        # others two integers.
+        # Over gloo ranks meet before each gather, after each unit's backward and at the end of each pass: each tells
+        # the others two integers.
         met = seen["all_gather"] - expected["all_gather"]
         gathers = 2 * (layers + 1)
         assert met % (2 * 16) == 0 and gathers < met // (2 * 16) <= gathers + (layers + 1) + 2

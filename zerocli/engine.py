@@ -431,9 +431,12 @@ class Engine:
             yield from unit.flats
 
     def adopt_edits(self) -> None:
-        """Take over parameters that were changed in place where they have an fp32 master beside them."""
-        for flat in self.trainable():
-            if flat.resident is not None and flat.dtype != torch.float32 and flat.edited():
+        """Take over parameters that were moved, or changed in place where they have an fp32 master beside them."""
+        for flat in self.flats():
+            if flat.resident is None:
+                continue
+            flat.put_back()
+            if flat.trainable and flat.dtype != torch.float32 and flat.edited():
                 states.adopt(flat, flat.resident, self.device)
                 flat.note_values()
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -51,11 +52,17 @@ class Hooks:
         for module in outside_of_units(engine.model, engine.units):
             wrap(module, engine.units[0], self)
             self._modules.append(module)
+        # It would move the weights into memory of its own, which the engine does not know.
+        self._recurrent = [module for module in engine.model.modules() if isinstance(module, nn.RNNBase)]
+        for module in self._recurrent:
+            module.__dict__["flatten_parameters"] = _leave_in_place
 
     def close(self) -> None:
         """Give the modules back to their user."""
         for module in self._modules:
             unwrap(module)
+        for module in self._recurrent:
+            module.__dict__.pop("flatten_parameters", None)
 
     def load_state_dict(self, state: Any, strict: bool) -> Any:
         return self._engine.load_state_dict(state, strict=strict)
@@ -223,6 +230,10 @@ class Hooks:
         self._open.clear()
         self._unsure.clear()
         self.generation += 1
+
+
+def _leave_in_place() -> None:
+    """Stand in for RNNBase.flatten_parameters."""
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ class Gradients:
 class Sharding:
     """What a parameter knows of the engine that it belongs to."""
 
-    __slots__ = ("gradients", "handed_out", "name", "version")
+    __slots__ = ("address", "gradients", "handed_out", "name", "version")
 
     def __init__(self, name: str, gradients: Gradients) -> None:
         self.name, self.gradients = name, gradients
@@ -49,6 +49,8 @@ class Sharding:
         """Whether somebody was given `p.data`, through which edits leave no trace but their values."""
         self.version = 0
         """torch's count of in-place edits when its values were last known."""
+        self.address = 0
+        """Where they were."""
 
 
 class _Guarded(nn.Parameter):
@@ -201,6 +203,12 @@ def drop_grad(parameter: nn.Parameter) -> None:
     _GRAD.__set__(parameter, None)
 
 
+def moved(parameter: nn.Parameter) -> bool:
+    """Whether somebody has put a parameter into other memory since `note_values`, as RNN.flatten_parameters() does."""
+    sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
+    return sharding is not None and parameter.data_ptr() != sharding.address
+
+
 def edited_in_place(parameter: nn.Parameter) -> bool:
     """Whether torch has counted an in-place change of a parameter since `note_values`."""
     sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
@@ -217,5 +225,5 @@ def note_values(parameter: nn.Parameter, kept: bool = False) -> None:
     """Take a parameter's values for known; `kept` if they stay in this memory, where `p.data` may edit them."""
     sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
     if sharding is not None:
-        sharding.version = parameter._version
+        sharding.version, sharding.address = parameter._version, parameter.data_ptr()
         sharding.handed_out = sharding.handed_out and kept

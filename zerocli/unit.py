@@ -16,7 +16,7 @@ from offload import Record, Store
 from zerocli.comm import Collectives, Pending
 from zerocli.errors import Refused
 from zerocli.lanes import Mark
-from zerocli.parameters import attach, edited, edited_in_place, note_values, release
+from zerocli.parameters import attach, edited, edited_in_place, moved, note_values, release
 from zerocli.shards import Layout, Span, lay_out, owned
 from zerocli.stage import Stage
 
@@ -108,12 +108,28 @@ class Flat:
         """Return the names of parameters whose values somebody may have changed in place."""
         return [e.name for e, p in zip(self.layout.entries, self.parameters, strict=True) if edited(p)]
 
+    def put_back(self) -> None:
+        """Take parameters that were moved to other memory back into the flat, with the values that they have there."""
+        assert self.resident is not None
+        for entry, parameter in zip(self.layout.entries, self.parameters, strict=True):
+            if moved(parameter):
+                view = self.resident[entry.offset : entry.offset + entry.numel].view(entry.shape)
+                view.copy_(parameter.detach())
+                attach(parameter, view)
+                note_values(parameter, kept=True)
+
     def changed_while_whole(self) -> list[str]:
-        """Return the names of gathered parameters that were changed in place; of `p.data` only values tell."""
+        """Return the names of gathered parameters that were changed; of `p.data` and moved ones only values tell."""
+        if not any(edited(p) or moved(p) for p in self.parameters):
+            return []
+        assert self.buffer is not None
+        rows = list(zip(self.layout.entries, self.parameters, self.views(self.buffer), strict=True))
+        if elsewhere := [e.name for e, p, view in rows if moved(p) and not torch.equal(p.detach(), view)]:
+            return elsewhere
         if not (names := self.edited()):
             return []
-        known = [e.name for e, p in zip(self.layout.entries, self.parameters, strict=True) if edited_in_place(p)]
-        if known or self.buffer is None or (self.shard is None and self.param_store is None):
+        known = [e.name for e, p, _ in rows if edited_in_place(p) and not moved(p)]
+        if known or (self.shard is None and self.param_store is None):
             return known
         kept = self.shard
         if kept is None:
