@@ -5,15 +5,20 @@ rank to rank, before each gather the ranks tell each other which flat they need 
 needs, one after another; who does not need it takes part all the same. A rank that has reached the end of its pass
 says so and serves the others until all have. The exchange also carries how many flats are ready to be reduced: as many
 are reduced, everywhere, as are ready on every rank.
+
+Where that would cost too much, between GPUs, ranks compare at the end of each step what they have gathered. If it was
+not the same, some have computed with another unit's parameters: the step changes nothing, and all ranks refuse it.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
 import torch
 
 from zerocli.comm import Collectives
+from zerocli.errors import Refused
 from zerocli.lanes import Waits
 
 FORWARD = -1
@@ -38,9 +43,15 @@ class Agreement:
     ) -> None:
         self._collectives, self.active, self._waits = collectives, active, waits
         self._ready, self._launch, self._join = ready, launch, join
+        self._trace: list[int] = []
+        """The flats gathered in this step, in order."""
+        self._suspect: tuple[torch.Tensor, list[int]] | None = None
+        """Whether ranks have gathered different flats in the last step, on the device, and what this one did."""
 
     def meet(self, want: int) -> None:
         """Return when all ranks are about to gather the flat `want`, or at the end that FORWARD, ... describe."""
+        if want >= 0:
+            self._trace.append(want)
         while self.active:
             with self._waits.waiting("collectives"):
                 mine = torch.tensor([want, self._ready()])
@@ -58,3 +69,33 @@ class Agreement:
             self._join(chosen)
             if want == NOTHING:
                 return
+
+    def compare(self) -> torch.Tensor | None:
+        """End a step: return whether ranks have gathered different flats in it (1.0), on the device. Collective.
+
+        None where they have agreed on each.
+        """
+        trace, self._trace = self._trace, []
+        if self.active or self._collectives.world == 1 or not trace:
+            return None
+        mine = torch.full((1,), zlib.crc32(repr(trace).encode()), dtype=torch.int64, device=self._collectives.device)
+        everyone = self._collectives.gather_control(mine)
+        differs = (everyone != everyone[0]).any().float()
+        self._suspect = differs, trace
+        return differs
+
+    def refuse(self, name_of: Callable[[int], str]) -> None:
+        """Refuse the step that was compared last if ranks differed in it; waits for that point of the device's work."""
+        suspect, self._suspect = self._suspect, None
+        if suspect is None or not suspect[0].item():
+            return
+        trace, device = suspect[1], self._collectives.device
+        lengths = self._collectives.gather_control(torch.tensor([len(trace)], device=device)).flatten().tolist()
+        padded = torch.tensor(trace + [-1] * (max(lengths) - len(trace)), device=device)
+        everyone = self._collectives.gather_control(padded)
+        at = int((everyone != everyone[0]).any(0).nonzero()[0])
+        ran = ", ".join(f"rank {r} {name_of(i) if i >= 0 else 'none'}" for r, i in enumerate(everyone[:, at].tolist()))
+        raise Refused(
+            f"the ranks gathered different units in one step: {ran}. Nothing was updated. Pass shard(..., uneven=True) if "
+            "that is meant: ranks then agree on each unit before they gather it"
+        )

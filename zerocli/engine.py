@@ -163,8 +163,14 @@ class Engine:
             tensor_parallel=self.tensor_parallel,
             unexpected=self._join_backward,
         )
+        # Ranks talk over gloo, host to host, while their GPUs work.
+        talk = self.collectives
+        if together and talk.backend != "gloo":
+            ranks = dist.get_process_group_ranks(talk.group or dist.group.WORLD)
+            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            talk = Collectives(group, torch.device("cpu"))
         self.agreement = Agreement(
-            self.collectives,
+            talk,
             together,
             self.waits,
             ready=lambda: self.reducer.ready,
@@ -347,6 +353,7 @@ class Engine:
         if self._held_whole:
             raise Refused("step() inside `with engine.gathered(...)` would change what it gives: leave it first")
         self._refuse_replaced()
+        self._refuse_uneven()  # of the step before, where the device was not asked then
         self.adopt_edits()
         self.settings.probe("optimizer")
         groups = self.optimizer.hyperparameters(self.steps + 1)
@@ -355,7 +362,9 @@ class Engine:
         with self.waits.waiting("optimizer"):
             self.gatherer.agree_on_order()
             squares, inactive = self._exchange()
-            values, norm = self._step_values(groups, squares, inactive)
+            values, norm = self._step_values(groups, squares, inactive, self.agreement.compare())
+            if self.device.type == "cpu":
+                self._refuse_uneven()
             order = [flat for unit in self.gatherer.forward_order() for flat in unit.trainable]
             self.updater.start(order, values, self.gatherer.refresh, inactive)
             # Each spread ran beside the next update; a user who reads a parameter after this finds it whole.
@@ -366,6 +375,9 @@ class Engine:
         self.hooks.end_step()
         self._forget_gradients()
         return StepResult(self.steps, lr, norm, values.skip)
+
+    def _refuse_uneven(self) -> None:
+        self.agreement.refuse(lambda place: list(self.flats())[place].unit.title)
 
     def _refuse_replaced(self) -> None:
         """Refuse to go on without a parameter that a module has lost, or beside one that it was given instead."""
@@ -405,12 +417,16 @@ class Engine:
         return sums[0], frozenset(n for n, active in zip(names, sums[1:].tolist(), strict=True) if not active)
 
     def _step_values(
-        self, groups: tuple[Group, ...], squares: torch.Tensor, inactive: frozenset[str]
+        self,
+        groups: tuple[Group, ...],
+        squares: torch.Tensor,
+        inactive: frozenset[str],
+        uneven: torch.Tensor | None,
     ) -> tuple[StepValues, torch.Tensor]:
         divisor = self.gradient_divisor
         norm = squares.sqrt().float() / divisor
         finite = torch.isfinite(norm)
-        skip = (~finite).float()
+        skip = (~finite).float() if uneven is None else torch.maximum((~finite).float(), uneven)
         factor = torch.ones_like(norm)
         if self.settings.clip is not None:
             factor = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)

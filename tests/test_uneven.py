@@ -1,0 +1,74 @@
+"""Law: ranks that run different units are exact, or refused in that step with the units and the ranks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+import zerocli
+
+
+class Swapped(nn.Module):
+    """Blocks of one size on the same data, which ranks run in different orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.swaps = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = [0, 2, 1] if self.swaps and dist.get_rank() == 1 else [0, 1, 2]
+        loss = x.new_zeros(())
+        for index in order:
+            loss = loss + (1 + index) * torch.tanh(self.blocks[index](x)).square().mean()
+        return loss
+
+
+def _compared() -> tuple[str, bool]:
+    """Return what the step with different units says, and whether it changed anything."""
+    torch.manual_seed(0)
+    model = Swapped()
+    engine = zerocli.shard(model, stage=3, lr=0.1, uneven=False)
+    x = torch.ones(2, 8) * (1 + dist.get_rank())
+    engine.backward(model(x))
+    engine.step()
+    before = engine.state_dict()
+    model.swaps = True
+    engine.backward(model(x))
+    try:
+        engine.step()
+        said = ""
+    except zerocli.Refused as error:
+        said = str(error)
+    after = engine.state_dict()
+    return said, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_where_ranks_do_not_agree_first_a_difference_is_refused_before_the_update():
+    for said, unchanged in run_ranks(2, _compared):
+        assert re.search(r"rank 0 blocks\.(\d), rank 1 blocks\.(?!\1)\d", said) and "uneven=True" in said
+        assert unchanged
+
+
+def _agreed(stage: int) -> list[float]:
+    torch.manual_seed(0)
+    model = Swapped()
+    model.swaps = True
+    engine = zerocli.shard(model, stage=stage, lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 8) * (1 + dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_over_gloo_ranks_that_run_units_in_other_orders_are_exact(stage):
+    assert run_ranks(2, _agreed, stage) == run_ranks(2, _agreed, 0)
