@@ -96,6 +96,6 @@ class Agreement:
         at = int((everyone != everyone[0]).any(0).nonzero()[0])
         ran = ", ".join(f"rank {r} {name_of(i) if i >= 0 else 'none'}" for r, i in enumerate(everyone[:, at].tolist()))
         raise Refused(
-            f"the ranks gathered different units in one step: {ran}. Nothing was updated. Pass shard(..., uneven=True) if "
-            "that is meant: ranks then agree on each unit before they gather it"
+            f"the ranks gathered different units in one step: {ran}. Nothing was updated. Pass shard(..., "
+            "uneven=True) if that is meant: ranks then agree on each unit before they gather it"
         )

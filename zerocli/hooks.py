@@ -34,6 +34,8 @@ class Hooks:
     def __init__(self, engine: Engine, recomputed: list[Unit]) -> None:
         self._engine = engine
         self._depth = 0
+        self._recomputing = 0
+        """How many recomputed units are running, one inside the other."""
         self._backward_units: set[int] = set()
         self._open: Counter[int] = Counter()
         """Calls of each unit whose input has not had its gradient yet."""
@@ -128,12 +130,17 @@ class Hooks:
         def inner(spec: TreeSpec, *leaves: Any) -> Any:
             args, kwargs = tree_unflatten(leaves, spec)
             engine.gatherer.need(unit)
-            with engine.gatherer.pinned(unit), engine.gatherer.saving():  # inside the checkpoint's own hooks
-                return body(*args, **kwargs)
+            self._recomputing += 1
+            try:
+                with engine.gatherer.pinned(unit), engine.gatherer.saving():  # inside the checkpoint's own hooks
+                    return body(*args, **kwargs)
+            finally:
+                self._recomputing -= 1
 
         def outer(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = tree_flatten((args, kwargs))
-            if not torch.is_grad_enabled() or not engine.activations.takes(unit.name, leaves):
+            # Inside a unit that is recomputed as a whole there is nothing left to save.
+            if self._recomputing or not torch.is_grad_enabled() or not engine.activations.takes(unit.name, leaves):
                 return body(*args, **kwargs)
             with engine.activations.keeping(unit.name, leaves):
                 return checkpoint(inner, spec, *leaves, use_reentrant=False)
