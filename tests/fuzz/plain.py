@@ -25,14 +25,6 @@ NOT_OFFERED = frozenset(("bf16", "mixed", "keep_fp32", "stale", "hand_grad"))
 """Features of the engine that this one lacks."""
 
 
-class NoRefusals(Exception):
-    """Stands for `zerocli.Refused` where there is none."""
-
-
-def refused_type() -> type[Exception]:
-    return getattr(zerocli, "Refused", NoRefusals)
-
-
 @dataclass
 class StepResult:
     grad_norm: torch.Tensor
@@ -53,7 +45,7 @@ class PlainEngine:
     def _arrived(self, parameter: nn.Parameter) -> None:
         if not self.active:
             parameter.grad = None
-            raise refused_type()("call engine.backward(loss) instead of loss.backward()")
+            raise zerocli.Refused("call engine.backward(loss) instead of loss.backward()")
 
     def __call__(self, *args: Any) -> Any:
         return self.model(*args)

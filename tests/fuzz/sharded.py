@@ -15,11 +15,11 @@ import zerocli
 from fuzz.defects import DEFECTS
 from fuzz.loop import Side, edit, evaluate, note_copy, run
 from fuzz.model import Part, forward, make_model
-from fuzz.plain import PLAIN, PlainEngine, refused_type
+from fuzz.plain import PLAIN, PlainEngine
 from fuzz.program import Event, Program
 from fuzz.reference import LEARNING_RATE, OPTIONS
 
-Refused = refused_type()
+Refused = zerocli.Refused
 
 
 @dataclass(frozen=True)

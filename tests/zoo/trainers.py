@@ -106,7 +106,7 @@ class Run:
 
 
 def is_refusal(error: BaseException) -> bool:
-    return isinstance(error, getattr(zerocli, "Refused", ()))
+    return isinstance(error, zerocli.Refused)
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerocli import errors
 from zerocli.api import open_process_group
 from zerocli.check.compare import Differences, Gap, Outcome, Tolerance, differences, rounding
 from zerocli.check.plain import NotPlain, Plain, train
 from zerocli.check.rows import COMPILED_FACTOR, FACTOR, Checklist, Row
 from zerocli.config import Config
 from zerocli.engine import Engine
-from zerocli.errors import FAILURE, UserError
+from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
 from zerocli.job import say
 from zerocli.precision import precision
 from zerocli.steps import micro_step
@@ -98,7 +97,7 @@ class Ranks:
         try:
             engine = self._engine(Row(0))
         except UserError as error:
-            if not self.config.model.factory or error.exit_code != errors.USAGE:
+            if not self.config.model.factory or error.exit_code != USAGE:
                 raise
             self.built = "cpu"
             if self.rank == 0:
@@ -153,7 +152,7 @@ class Ranks:
             raise
         except Exception as error:
             if isinstance(error, MemoryError | torch.OutOfMemoryError):
-                raise UserError(f"the unsharded run does not fit: {error}", exit_code=errors.DOES_NOT_FIT) from error
+                raise UserError(f"the unsharded run does not fit: {error}", exit_code=DOES_NOT_FIT) from error
             raise UserError(
                 f"the model fails without sharding: {type(error).__name__}: {error}", exit_code=FAILURE
             ) from error
@@ -236,7 +235,7 @@ class Ranks:
             if engine is not None:
                 with contextlib.suppress(Exception):  # what matters is why it failed
                     engine.close()
-            refused = isinstance(error, (UserError, getattr(errors, "Refused", UserError)))
+            refused = isinstance(error, UserError | Refused)
             text = str(error) if refused else f"{type(error).__name__}: {error}"
             return None, {"verdict": "refused" if refused else "error", "message": text}
         finally:
