@@ -218,13 +218,13 @@ class Collectives:
                 dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def gather_control(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return every rank's copy of a small tensor, stacked in rank order."""
+    def gather_control(self, tensor: torch.Tensor, kind: str = "all_gather", what: str = "") -> torch.Tensor:
+        """Return every rank's copy of a small tensor, stacked in rank order; `kind` of `what` is what it prepares."""
         everyone = tensor.new_empty((self.world, *tensor.shape))
         if self.world == 1:
             return everyone.copy_(tensor)
         self.nbytes["control"] += everyone.nbytes
-        with self._noted("all_gather", ""):
+        with self._noted(kind, what):
             _all_gather(everyone.view(-1), tensor.reshape(-1), group=self.group)
         return everyone
 

@@ -176,7 +176,15 @@ class Engine:
             ready=lambda: self.reducer.ready,
             launch=self.reducer.launch,
             join=lambda place: self.gatherer.join(list(self.flats())[place]),
+            about=self._about,
         )
+
+    def _about(self, place: int) -> tuple[str, str]:
+        """Return the collective that ranks meet for: the gather of the flat at this place, or a reduction."""
+        if place >= 0:
+            return "all_gather", f"parameters of {list(self.flats())[place].unit.title}"
+        flat = self.reducer.newest
+        return ("reduce_scatter", f"gradients of {flat.unit.title}") if flat is not None else ("all_gather", "")
 
     # -- building --------------------------------------------------------------------------------------------------
 

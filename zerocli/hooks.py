@@ -164,26 +164,25 @@ class Hooks:
 
     def _watch_output(self, unit: Unit, output: Any, outermost: bool) -> Any:
         """Ask autograd to say when backward reaches the unit; an output that is a bare parameter leaves as a copy."""
+        return tree_map(lambda value: self._watch(unit, value, outermost), output)
+
+    def _watch(self, unit: Unit, value: Any, outermost: bool) -> Any:
         engine, generation = self._engine, self.generation
-
-        def watch(value: Any) -> Any:
-            if dataclasses.is_dataclass(value) and not isinstance(value, type):
-                for field in dataclasses.fields(value):
-                    watch(getattr(value, field.name, None))  # its tensors are watched; the object stays the user's
-            if not isinstance(value, torch.Tensor):
-                return value
-            if engine.gatherer.moves and engine.gatherer.locate(value) is not None:
-                value = value.clone()
-            if value.grad_fn is not None and torch.is_grad_enabled():  # a leaf outlives the call, and so would its hook
-                if outermost:
-                    value.register_hook(lambda grad: self._check(generation))
-                    if engine.loss_scale.active:
-                        self._ends.note_output(value)
-                if engine.gatherer.moves:
-                    value.register_hook(lambda grad: self._enter_backward(unit))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):  # its tensors are watched; the object stays the user's
+                self._watch(unit, getattr(value, field.name, None), outermost)
+        if not isinstance(value, torch.Tensor):
             return value
-
-        return tree_map(watch, output)
+        if engine.gatherer.moves and engine.gatherer.locate(value) is not None:
+            value = value.clone()
+        if value.grad_fn is not None and torch.is_grad_enabled():  # a leaf outlives the call, and so would its hook
+            if outermost:
+                value.register_hook(lambda grad: self._check(generation))
+                if engine.loss_scale.active:
+                    self._ends.note_output(value)
+            if engine.gatherer.moves:
+                value.register_hook(lambda grad: self._enter_backward(unit))
+        return value
 
     def unscaled_outside(self, loss: torch.Tensor, scale: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """While the body runs a backward of the loss times `scale`, tensors outside the model see nothing of it."""

@@ -206,6 +206,11 @@ class Reducer:
         waiting = (at for at, flat in enumerate(self._order) if at >= self._next and id(flat) not in done)
         return next(waiting, len(self._order))
 
+    @property
+    def newest(self) -> Flat | None:
+        """The flat whose reduction was started last in the pass under way."""
+        return self._order[self._next - 1] if self.active and self._next else None
+
     def launch(self, upto: int) -> None:
         """Start reducing the first `upto` flats of the order, those that have not been."""
         while self._next < upto:

@@ -120,9 +120,10 @@ def _explodes(records: dict[int, list[tuple[str, Any]]]) -> bool:
 
 
 def _refused_by_one_rank(program: Program) -> bool:
-    """Whether only one rank meets a weight that left its block: the other then waits for a rank that has failed."""
+    """Whether one rank alone meets what may be refused: the other then waits for a rank that has failed."""
     escapes = [c for c in program.calls if c.style == "object" and (c.when != "always" or c.other >= 0)]
-    return program.moves and "scale" in _kinds(program) and bool(escapes)
+    inner = [c for c in program.calls if c.inner and (c.when != "always" or c.other >= 0)]
+    return program.moves and bool(("scale" in _kinds(program) and escapes) or inner)
 
 
 def check(program: Program, ranks: Ranks, defect: str = "") -> None:
