@@ -80,7 +80,7 @@ def test_checkpoints_go_together_with_model_states_elsewhere(tmp_path):
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [4, 8, 16])
+@pytest.mark.parametrize("layers", [4, pytest.param(8, marks=pytest.mark.long), 16])
 def test_bytes_on_the_device_are_the_arithmetic(tmp_path, layers):
     for way in WAYS[:2]:
         engine = make(layers, **way)

@@ -119,6 +119,7 @@ def run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.long
 def test_a_wrong_factory_is_exit_1_with_one_document(tmp_path):
     words = [
         "check_models:ByRank",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from ranks import run_ranks
 from test_export import MODELS, config_of, expected, noisy, read_back
@@ -59,6 +60,7 @@ def start_from(path, sets, settings):
     return engine.state_dict()
 
 
+@pytest.mark.long
 def test_a_checkpoint_loads_bitwise_at_every_degree(tmp_path):
     """Both families are cut in their own ways; which ranks and stage a cut goes to is the same for both."""
     others = {

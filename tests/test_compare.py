@@ -11,6 +11,7 @@ COMPARE = Path(__file__).parents[1] / "benchmarks" / "compare.py"
 SMALL = "--device cpu --ranks 2 --layers 2 --hidden 32 --heads 2 --vocab 64 --seq 16 --rounds 1 --steps 2 --warmup 1"
 
 
+@pytest.mark.long
 def test_contestants_train_alike(tmp_path):
     document = tmp_path / "compare.json"
     command = [sys.executable, str(COMPARE), *SMALL.split(), "--contestants", "zero3,fsdp2", "--json", str(document)]

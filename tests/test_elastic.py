@@ -74,6 +74,7 @@ def whole(tmp_path_factory) -> dict[int, float]:
     return losses(folder)
 
 
+@pytest.mark.long
 def test_a_killed_rank_brings_the_job_back_from_its_checkpoint(tmp_path, whole):
     agent = torchrun(tmp_path, "--standalone", "--max-restarts", "1", log="log")
     try:

@@ -62,6 +62,7 @@ def test_a_rank_lost_in_its_last_save_ends_the_run_with_what_is_saved(tmp_path):
     assert "no checkpoint was written" in message and "Traceback" not in ended.said[0]
 
 
+@pytest.mark.long
 def test_the_command_says_how_to_go_on_after_a_rank_was_killed(tmp_path):
     sets = [word for each in (*TINY, *SETS, "train.steps=100000", "train.log_every=1000") for word in ("--set", each)]
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}

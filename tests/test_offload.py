@@ -48,7 +48,7 @@ def losses(world: int, **settings) -> list[float]:
 
 CASES = [
     (1, 3, "stream"),
-    (2, 3, "stream"),
+    pytest.param(2, 3, "stream", marks=pytest.mark.long),
     (2, 2, "stream"),
     (2, 3, "cpu"),
     (2, 1, "cpu"),
@@ -201,6 +201,7 @@ def _marathon(folder: str, text: str, room: int):
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "text", "room"),
     [

@@ -416,6 +416,7 @@ def test_a_degree_that_does_not_divide_is_refused_with_the_nearest_that_does():
         local_numel(build(odd, SEQ, "meta"), 2)
 
 
+@pytest.mark.long
 def test_train_counts_data_parallel_ranks_and_checks_against_one_process(tmp_path):
     shape = ["--seq", "32", "--batch", "2", "--set", "model.layers=2", "--ranks", "2", "--tp", "2", "--stage", "3"]
     done = subprocess.run(
