@@ -93,9 +93,8 @@ def case(
 
     def enter(program: Callable[[Any], None]) -> Callable[[Any], None]:
         assert name not in CASES, name
-        CASES[name] = Case(
-            name, program, below3, at3, QUICK if "stage2-cpu" not in also else (*QUICK, *also), tolerance, needs, gpu
-        )
+        quick = tuple(variant for variant in VARIANTS if variant in QUICK or (variant == "stage1" and variant in also))
+        CASES[name] = Case(name, program, below3, at3, quick, tolerance, needs, gpu)
         return program
 
     return enter
