@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -47,9 +48,10 @@ def tell_compiler() -> None:
     """
     from torch._dynamo import trace_rules
 
-    runtime = "activations agreement comm engine gather hooks lanes modules parameters reduce relayout states unit"
-    for name in ("offload", "tiers", "zerocli.update", *(f"zerocli.{module}" for module in runtime.split())):
-        trace_rules.add(name)
+    for name in sorted(sys.modules):
+        ours = name.startswith(("zerocli.", "offload.", "tiers.")) and not name.startswith("zerocli.models")
+        if ours and sys.modules[name].__spec__ is not None:
+            trace_rules.add(name)
 
 
 def open_process_group(device: torch.device | str | None = None) -> None:
