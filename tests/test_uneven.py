@@ -72,3 +72,33 @@ def _agreed(stage: int) -> list[float]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_over_gloo_ranks_that_run_units_in_other_orders_are_exact(stage):
     assert run_ranks(2, _agreed, stage) == run_ranks(2, _agreed, 0)
+
+
+class HalfUsed(nn.Module):
+    """One flat of parameters, of which each step uses a half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x).square().mean()
+
+
+def _sat_out(offload: str) -> tuple[bool, bool]:
+    """Return whether the unused half is as it was, as the engine has it and as the model computes with it."""
+    torch.manual_seed(0)
+    model = HalfUsed()
+    before = model.two.weight.detach().clone()
+    engine = zerocli.shard(model, stage=3, lr=0.1, precision="bf16", offload=offload)
+    for _ in range(3):
+        engine.backward(model(torch.ones(2, 8)))
+        engine.step()
+    with engine.gathered(model.two):
+        computed = torch.equal(model.two.weight.detach(), before.bfloat16())
+    return torch.equal(engine.state_dict()["two.weight"], before), computed
+
+
+@pytest.mark.parametrize("offload", ["", "cpu", "params=cpu", "params=cpu,optimizer=hbm"])
+def test_parameters_that_sit_a_step_out_keep_their_values_on_every_tier(offload):
+    assert run_ranks(2, _sat_out, offload) == [(True, True)] * 2

@@ -253,6 +253,8 @@ class Updater:
         target = self._target(job, slot)
         values = self._values[place.type]
         group = values.groups[job.group]
+        if "out" in slot.parts and target is not None and sum(s.numel for s, _ in job.segments) < span.numel:
+            target.copy_(arrays[MASTER])  # parameters that sit this step out are sent back with the others
         # A piece in cache saves memory traffic; a GPU that waits for its link anyway is spared the launches.
         cached = place.type == "cpu" or not flat.away
         for segment, history in job.segments:
