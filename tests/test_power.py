@@ -21,21 +21,31 @@ CHANGES = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 class Disk:
     """What of a folder a loss of power leaves: of each file and folder the state of its last sync, or a later one.
 
-    The strictest file system that POSIX allows: nothing is kept but what was synced, and anything else may be.
+    The strictest file system that POSIX allows: nothing is kept but what was synced, and anything else may be. What it
+    has seen stays open, so that no inode's number is given to another file while it stands for the first.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.files: dict[int, bytes] = {}
         self.folders: dict[int, dict[str, tuple[int, bool]]] = {root.stat().st_ino: {}}
+        self.held: dict[int, int] = {}
 
     def sync(self, fd: int) -> None:
         about = os.fstat(fd)
         path = Path(os.readlink(f"/proc/self/fd/{fd}"))
         if stat.S_ISDIR(about.st_mode):
             self.folders[about.st_ino] = listed(path)
+            for entry in path.iterdir():
+                self.hold(entry)
         else:
             self.files[about.st_ino] = path.read_bytes()
+        self.hold(path)
+
+    def hold(self, path: Path) -> None:
+        inode = path.lstat().st_ino
+        if inode not in self.held:
+            self.held[inode] = os.open(path, os.O_PATH | os.O_NOFOLLOW)
 
     def left(self, keeps: Callable[[], bool]) -> dict[str, bytes]:
         """Return the files after a loss of power; `keeps` says of each, and of each folder, if it kept all it had."""

@@ -44,10 +44,18 @@ class Agreement:
     ) -> None:
         self._collectives, self.active, self._waits = collectives, active, waits
         self._ready, self._launch, self._join, self._about = ready, launch, join, about
+        self._mine = torch.zeros(2, dtype=torch.int64)
+        self._everyone = torch.zeros(collectives.world, 2, dtype=torch.int64)
+        """What each rank said last: (the flat it wants, how many gradients are ready). Kept: a new one each time would
+        live until a thread of gloo's lets go of it, and be counted among whatever is made meanwhile."""
         self._trace: list[int] = []
         """The flats gathered in this step, in order."""
         self._suspect: tuple[torch.Tensor, list[int]] | None = None
         """Whether ranks have gathered different flats in the last step, on the device, and what this one did."""
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        return (self._mine, self._everyone) if self.active else ()
 
     def meet(self, want: int) -> None:
         """Return when all ranks are about to gather the flat `want`, or at the end that FORWARD, ... describe."""
@@ -55,8 +63,9 @@ class Agreement:
             self._trace.append(want)
         while self.active:
             with self._waits.waiting("collectives"):
-                mine = torch.tensor([want, self._ready()])
-                wants, ready = self._collectives.gather_control(mine, *self._about(want)).T.tolist()
+                self._mine[0], self._mine[1] = want, self._ready()
+                self._collectives.gather_control(self._mine, *self._about(want), out=self._everyone)
+                wants, ready = self._everyone.T.tolist()
             self._launch(min(ready))
             needed = [each for each in wants if each >= 0]
             if not needed:

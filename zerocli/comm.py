@@ -218,9 +218,11 @@ class Collectives:
                 dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def gather_control(self, tensor: torch.Tensor, kind: str = "all_gather", what: str = "") -> torch.Tensor:
+    def gather_control(
+        self, tensor: torch.Tensor, kind: str = "all_gather", what: str = "", out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return every rank's copy of a small tensor, stacked in rank order; `kind` of `what` is what it prepares."""
-        everyone = tensor.new_empty((self.world, *tensor.shape))
+        everyone = tensor.new_empty((self.world, *tensor.shape)) if out is None else out
         if self.world == 1:
             return everyone.copy_(tensor)
         self.nbytes["control"] += everyone.nbytes

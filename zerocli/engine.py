@@ -506,7 +506,7 @@ class Engine:
             count("optimizer_states", flat.master)
             for state in flat.states.values():
                 count("optimizer_states", state)
-        for buffer in self.model.buffers():
+        for buffer in (*self.model.buffers(), *(self.agreement.memory if self.device.type == "cpu" else ())):
             count("buffers", buffer)
         nbytes["gathered"] = self.gatherer.nbytes
         nbytes["activations"] = self.activations.stack.nbytes().get(HBM, 0)

@@ -59,6 +59,8 @@ def tensors(engine: Engine) -> Iterator[tuple[str, str, torch.Tensor]]:
         yield "buffers", name, memory
     yield "buffers", "counters", engine.updates
     yield "buffers", "counters", engine.counts.values
+    for memory in engine.agreement.memory:
+        yield "buffers", "agreement", memory
     for place in engine.activations.stack._slots:
         if place.near:
             yield "activations", "checkpoints of blocks", place.tier.view(place.block)
