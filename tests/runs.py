@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class Death:
     """Count only events whose name starts with this."""
     signal: int = signal.SIGKILL
     """0 is no signal: the rank's main thread stands still for good."""
+    act: Callable[[], None] | None = None
+    """Called instead, where something else than death is to happen; a function of a module's."""
 
 
 @dataclass
@@ -73,7 +76,10 @@ def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given:
         nonlocal count
         count += name.startswith(death.only)
         if rank in death.ranks and count == death.at and name.startswith(death.only):
-            os.kill(os.getpid(), death.signal) if death.signal else threading.Event().wait()
+            if death.act is not None:
+                death.act()
+            else:
+                os.kill(os.getpid(), death.signal) if death.signal else threading.Event().wait()
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.said{rank}", "w", buffering=1) as said, contextlib.redirect_stderr(said):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from offload.verify import Corrupted as Corrupted
     from zerocli.api import shard as shard
     from zerocli.ema import EMA as EMA
     from zerocli.engine import Engine as Engine
@@ -21,6 +22,7 @@ _LAZY = {
     "FlatOptimizer": "zerocli.optim",
     "ParamGroup": "zerocli.groups",
     "Refused": "zerocli.errors",
+    "Corrupted": "offload.verify",
 }
 
 
