@@ -4,10 +4,10 @@ Bytes are read as 64-bit words and laid out in rows of `COLUMNS`. Each column is
 by an odd number of its own, and the products added; all modulo 2^64. It costs one pass at the speed of memory, as a
 plain sum does, and no host synchronisation.
 
-What it finds: every change within one word, so every single flipped bit (an odd factor has an inverse modulo 2^64), and
-with a chance of about 1 - 2^-64 other bytes altogether, such as those of an earlier step or of another piece. The number
-of columns is prime, so that a page or a sector that lies where another should is found as well. What it does not find:
-words that change places within one column, and changes that somebody has made on purpose; it is no signature.
+What it finds: every change within one word, so every single flipped bit (an odd factor has an inverse modulo 2^64),
+and with a chance of about 1 - 2^-64 other bytes altogether, such as those of an earlier step or of another piece. The
+number of columns is prime, so that a page or a sector that lies where another should is found as well. What it does not
+find: words that change places within one column, and changes that somebody has made on purpose; it is no signature.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ import torch
 
 from offload.checksum import checksums
 from tiers.base import Block, as_bytes
+from tiers.copies import stream_position
 from tiers.errors import TierError, format_nbytes
 from tiers.transfer import Transfer
 
@@ -89,6 +90,8 @@ class Verifier(Unverified):
         """Numbers of pieces by (message, tier), from 1."""
         self._flags: dict[torch.cuda.Stream, torch.Tensor] = {}
         """By stream: the number of the first piece that differed there. Each has its own: none waits for another."""
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
+        """Streams to bring checksums to the host on."""
 
     def sums(self, block: Block, start: int = 0, nbytes: int | None = None) -> Unchecked:
         return Sums(self, block, start, block.nbytes if nbytes is None else nbytes) if block.tier.stores else _UNCHECKED
@@ -101,6 +104,18 @@ class Verifier(Unverified):
         """Take note that a piece differed in host memory; return the error to raise."""
         self._failure = self._failure or (message, tier)
         return _error(message, tier)
+
+    def bring(self, taken: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return checksums, whose memory was read back since, on the device that compares."""
+        if taken.is_cuda and device.type == "cpu":
+            # They are there: the write came after them, and the read after it. The current stream may be far behind.
+            if taken.device not in self._sides:
+                self._sides[taken.device] = torch.cuda.Stream(taken.device)
+            with torch.cuda.stream(self._sides[taken.device]):
+                return taken.cpu()
+        if taken.is_cuda:
+            taken.record_stream(torch.cuda.current_stream(taken.device))
+        return taken.to(device, non_blocking=True)
 
     def flag(self, differs: torch.Tensor, message: str, tier: str) -> None:
         """Take note, in the order of the current stream, whether a piece differed on the GPU."""
@@ -142,6 +157,9 @@ class Sums(Unchecked):
         data = as_bytes(source)
         if not data.numel():
             return
+        position = None if data.is_cuda else stream_position(data)
+        if position is not None:
+            position.synchronize()  # host memory that the caller's stream may still be filling
         with self._lock:
             cuts = self._cut(offset, offset + data.numel(), what)
             taken = checksums(data, [cut - offset for cut in cuts])
@@ -153,7 +171,7 @@ class Sums(Unchecked):
             return transfer
         with self._lock:
             cuts = self._cut(offset, offset + data.numel(), what)
-            return CheckedTransfer(transfer, self._comparison(cuts, data, what))
+            return CheckedTransfer(transfer, data, self._comparison(cuts, data, what))
 
     def peek(self, block: Block, offset: int, target: torch.Tensor, what: str) -> Transfer:
         data = as_bytes(target)
@@ -168,7 +186,7 @@ class Sums(Unchecked):
             if memory is not data:
                 data.copy_(memory[offset - cuts[0] :][: data.numel()])
 
-        return CheckedTransfer(block.tier.read(block, memory, self._start + cuts[0]), finish)
+        return CheckedTransfer(block.tier.read(block, memory, self._start + cuts[0]), memory, finish)
 
     def look(self, offset: int, memory: torch.Tensor, what: str) -> None:
         data = as_bytes(memory)
@@ -221,10 +239,7 @@ class Sums(Unchecked):
                 start = cuts[first]
                 part = memory[start - cuts[0] : cuts[last] - cuts[0]]
                 found = checksums(part, [cut - start for cut in cuts[first : last + 1]])
-                expected = taken[place : place + last - first]
-                if expected.is_cuda:
-                    expected.record_stream(torch.cuda.current_stream(expected.device))
-                differs = found != expected.to(found.device, non_blocking=found.is_cuda)
+                differs = found != self._verifier.bring(taken[place : place + last - first], found.device)
                 if found.is_cuda and not now:
                     self._verifier.flag(differs.any(), self._message(start, cuts[last], what), self._block.tier.name)
                 elif differs.any():
@@ -241,8 +256,9 @@ class Sums(Unchecked):
 class CheckedTransfer(Transfer):
     """A read that is compared, once, when it is first waited for; whoever waits for it hears how that ended."""
 
-    def __init__(self, inner: Transfer, compare: Callable[[bool], None]) -> None:
+    def __init__(self, inner: Transfer, memory: torch.Tensor, compare: Callable[[bool], None]) -> None:
         super().__init__(inner.nbytes)
+        self._on_host = not memory.is_cuda
         self.event = inner.event
         self._inner = inner
         self._compare: Callable[[bool], None] | None = compare
@@ -250,7 +266,8 @@ class CheckedTransfer(Transfer):
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        self._inner.wait()
+        # The host compares host memory, and is on no stream.
+        self._inner.synchronize() if self._on_host else self._inner.wait()
         self._finish(False)
 
     def synchronize(self) -> None:

@@ -17,7 +17,7 @@ from zerocli.lanes import Lane
 
 
 class VerifiedReads:
-    """Asks `verifier` on behalf of all ranks; `gather` returns every rank's copy of a small tensor. Free if inactive."""
+    """Asks `verifier` on behalf of all ranks; `gather` returns every rank's copy of a small tensor."""
 
     def __init__(
         self, verifier: Unverified, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor]

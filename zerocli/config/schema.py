@@ -144,7 +144,7 @@ class OffloadConfig:
     staging: int = setting(512 * 2**20, least=1, size=True)
     """Bytes of pinned memory through which nvme transfers pass."""
     verify: bool = setting(False)
-    """Whether everything that is read back from host memory or a disk is compared with checksums of what was written."""
+    """Whether all that is read back from host memory or a disk is compared with checksums of what was written."""
 
 
 @dataclass(frozen=True)
