@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import random
 import sys
 from collections import Counter
@@ -22,9 +23,11 @@ import zerocli
 from offload.checksum import COLUMNS, checksums
 from offload.mover import Mover, StagedStore
 from offload.store import Store
-from offload.verify import Verifier
+from offload.verify import Corrupted, Verifier
 from tiers.base import Block
+from tiers.errors import TierFull
 from tiers.registry import open_tier
+from zerocli.checkpoint.loader import load
 from zerocli.checkpoint.saver import Saver
 from zerocli.engine import Engine
 
@@ -189,7 +192,7 @@ def _with_and_without(folder: str) -> list[tuple[list[float], list[float]]]:
         (3, spill, {"update": "stream"}),
         (3, "cpu", {"optimizer": "muon", "lr": 1e-3}),
     ):
-        about = {"stage": stage, "offload": placement, "staging_nbytes": 96000, "steps": 4, **disk, **more}
+        about = {"stage": stage, "offload": placement, "staging_nbytes": 96000, "steps": 3, **disk, **more}
         found.append((train_uneven(**about), train_uneven(**about, verify=True)))
     return found
 
@@ -202,7 +205,7 @@ def test_verification_changes_no_number(tmp_path):
 
 def test_a_corrupt_piece_is_not_saved(tmp_path):
     training = Training(tmp_path, "optimizer", "cpu", verify=True)
-    training.run()
+    trained = training.run()
     engine = training.engine
     saver = Saver(engine, tmp_path / "checkpoints")
     saver.save(4)
@@ -219,6 +222,10 @@ def test_a_corrupt_piece_is_not_saved(tmp_path):
         saver.save(6)
     saver.close()
     assert [found.step for found in saver.folder.committed()] == [4]
+    for kind in ("optimizer", "params"):  # and what was saved loads, in pieces that begin anywhere, with no false alarm
+        again = Training(tmp_path, kind, "cpu", verify=True)
+        load(again.engine, saver.folder.of(4))
+        assert not differs(trained, again.engine.state_dict())
 
 
 def corrupt_own_states() -> None:
@@ -239,6 +246,13 @@ def test_a_run_ends_on_all_ranks_with_the_piece_and_what_is_saved(tmp_path):
         "the same launch, with train", "zerocli train"
     )
     assert sorted(losses(tmp_path / "run")) == [1, 2]  # a line is written one step late
+
+
+def test_an_error_of_a_tier_passes_from_rank_to_rank():
+    for error in (Corrupted("these bytes", tier="dram", hint="again"), TierFull(tier="nvme", needed=2, available=1)):
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is type(error) and str(copy) == str(error)
+        assert (copy.tier, copy.hint) == (error.tier, error.hint)
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
