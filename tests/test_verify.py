@@ -239,6 +239,7 @@ def corrupt_own_states() -> None:
 def test_a_run_ends_on_all_ranks_with_the_piece_and_what_is_saved(tmp_path):
     """Rank 1 reads corrupt states in the update of step 4: step 2 is saved, and no line is of a step after 3."""
     sets = ("zero.stage=2", "offload.placement=optimizer=cpu", "offload.verify=true", "model.layers=3")
+    sets += ("checkpoint.async=false",)
     run = train(tmp_path / "run", *sets, death=Death((1,), 4, "optimizer", act=corrupt_own_states))
     assert run.codes == [1, 1], run.said
     assert "the optimizer states of blocks.1 (" in run.said[1] and "are not what was written" in run.said[1]
