@@ -251,9 +251,10 @@ def compare(
             difference = abs(total.item() / (accumulate * replicas) - line.loss)
             result = [max(result[0], difference), max(result[1], difference / abs(line.loss))]
     if dist.is_initialized():
-        shared: list[Any] = [result]
-        dist.broadcast_object_list(shared, 0)
-        result = shared[0]
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        shared = torch.tensor(result, dtype=torch.float64, device=device)
+        dist.broadcast(shared, 0)
+        result = shared.tolist()
     chosen, _ = precision(config.train.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     tolerance = 1e-4 if chosen.name == "fp32" else 2e-2
     return {

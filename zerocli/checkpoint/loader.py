@@ -22,6 +22,7 @@ from zerocli.checkpoint.parts import LoadPlanner
 from zerocli.checkpoint.reader import Reader
 from zerocli.checkpoint.saver import describe
 from zerocli.engine import Engine
+from zerocli.exchange import exchange_json, first_problem
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
@@ -52,6 +53,7 @@ def _load(engine: Engine, path: Path, group: dist.ProcessGroup | None) -> dict[s
     reader = Reader(path, manifest)
     try:
         _agreed(reader.open, group)
+        # DCP exchanges its plans, and what failed, as pickles of its own: rank to rank over gloo, not the store.
         dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), process_group=group)
     except CheckpointException as error:
         raise Damaged(describe(error)) from None
@@ -79,10 +81,7 @@ def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
         result = act()
     except (Damaged, state.Mismatch, OSError) as error:
         problem = error if not isinstance(error, OSError) else Damaged(str(error))
-    if group is not None:
-        everyone: list[Exception | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, problem, group=group)
-        problem = next((each for each in everyone if each is not None), None)
+    problem = first_problem(problem, (Damaged, Unfinished, state.Mismatch), group)
     if problem is not None:
         raise problem
     return result
@@ -97,12 +96,11 @@ def resume(engine: Engine, folder: str | Path, say: Callable[[str], None] = lamb
     if members_of(engine).rank == 0:
         for step in Folder(folder).recover():
             say(f"checkpoint of step {step} put back: another was to replace it, and was not finished")
-    found = [[(each.step, str(each.path)) for each in Folder(folder).newest_first()]]
+    found = [(each.step, str(each.path)) for each in Folder(folder).newest_first()]
     if group is not None:
-        # Rank 0's view counts: all must try the same ones.
-        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+        found = exchange_json(found, group)[0]  # rank 0's view counts: all must try the same ones
     damaged = []
-    for step, path in found[0]:
+    for step, path in found:
         try:
             values = _load(engine, Path(path), group)
         except Unfinished as error:

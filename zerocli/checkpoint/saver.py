@@ -118,6 +118,7 @@ class Saver:
         self.progress.begin(step)
         try:
             self._planner.parts = snapshot.parts
+            # DCP exchanges its plans, and what failed, as pickles of its own: rank to rank over gloo, not the store.
             dcp.save({}, storage_writer=writer, planner=self._planner, process_group=self._group)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException alone
             self._fail(writer, step, error)
