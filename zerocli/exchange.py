@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tiers.pages import memory_of
+from zerocli.startup import STARTUP
 
 MOST_NBYTES = 64 << 20
 """More than any rank has to say; a length beyond it is not one of ours."""
@@ -17,7 +18,12 @@ MOST_NBYTES = 64 << 20
 
 def exchange_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's value, in rank order. Collective over a group of gloo's; values are what JSON can say."""
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    with STARTUP.waiting("an exchange of control values"):
+        return _exchange(json.dumps(value).encode(), group)
+
+
+def _exchange(text: bytes, group: dist.ProcessGroup | None) -> list[Any]:
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([mine.numel()]), group=group)
     sizes = [int(length) for length in lengths]

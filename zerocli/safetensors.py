@@ -20,6 +20,7 @@ import torch
 from tiers.pages import memory_of
 from zerocli.errors import FAILURE, UserError
 from zerocli.files import BlockFile, pread, unique_names
+from zerocli.startup import STARTUP
 
 DTYPES = {
     "F64": torch.float64,
@@ -165,7 +166,7 @@ class Weights:
         try:
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                memory = pread(fd, nbytes, entry.start + start * entry.dtype.itemsize)
+                memory = pread(fd, nbytes, entry.start + start * entry.dtype.itemsize, moved=STARTUP.move)
             finally:
                 os.close(fd)
         except OSError as error:

@@ -23,6 +23,7 @@ from zerocli.checkpoint.reader import Reader
 from zerocli.checkpoint.saver import describe
 from zerocli.engine import Engine
 from zerocli.exchange import exchange_json, first_problem
+from zerocli.startup import STARTUP
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
@@ -54,7 +55,8 @@ def _load(engine: Engine, path: Path, group: dist.ProcessGroup | None) -> dict[s
     try:
         _agreed(reader.open, group)
         # DCP exchanges its plans, and what failed, as pickles of its own: rank to rank over gloo, not the store.
-        dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), process_group=group)
+        with STARTUP.waiting(f"loading the checkpoint of step {manifest.step}"):
+            dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), process_group=group)
     except CheckpointException as error:
         raise Damaged(describe(error)) from None
     finally:

@@ -28,6 +28,7 @@ from tiers.pages import memory_of
 from zerocli.checkpoint.manifest import Damaged, Manifest, Piece, Tensor, open_file, read
 from zerocli.checkpoint.parts import LoadPlanner, Part
 from zerocli.files import pread
+from zerocli.startup import STARTUP
 
 NUM_THREADS = 4
 AHEAD = 2 * NUM_THREADS
@@ -72,7 +73,7 @@ class Reader(StorageReader):
         tensor = self.manifest.tensors[name]
         piece = tensor.pieces[index]
         nbytes = piece.numel * tensor.dtype.itemsize
-        memory = pread(self._fds[piece.file], nbytes, piece.position, self._direct.get(piece.file))
+        memory = pread(self._fds[piece.file], nbytes, piece.position, self._direct.get(piece.file), STARTUP.move)
         if len(memory) < nbytes or hashlib.sha256(memory_of(memory)).hexdigest() != piece.sha256:
             raise Damaged(
                 f"{piece.file} is damaged within bytes {piece.position} to {piece.position + nbytes} ({name})"
@@ -114,9 +115,13 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Fill the parts, box by box, through a bounded number of boxes in host memory."""
-        with contextlib.closing(self._boxes(plan.items, planner)) as boxes:  # or its threads would outlive our files
+        with (
+            STARTUP.by_itself(f"reading the checkpoint of step {self.manifest.step}"),
+            contextlib.closing(self._boxes(plan.items, planner)) as boxes,  # or its threads would outlive our files
+        ):
             for part, start, values in boxes:
                 part.source.write(start, values)
+                STARTUP.move()
         done: Future[None] = Future()
         done.set_result(None)
         return done
