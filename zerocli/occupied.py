@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zerocli.errors import UserError
+from zerocli.owner import OWNER, owned
 
 LOCK = "lock"
 """In the run folder; the kernel lets go of it with the process that holds it, however that ends."""
@@ -23,25 +24,27 @@ PATIENCE_SECONDS = 3.0
 def occupy(run_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Have the run folder to oneself; raise UserError, with who has it, where another run does."""
     fd = os.open(Path(run_dir, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        if _locked(fd):
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        locked, other, lock = _locked(fd), "", Path(run_dir, LOCK)
+        if locked is None:
+            other, lock = stack.enter_context(owned(run_dir, PATIENCE_SECONDS)), Path(run_dir, OWNER)
+        if locked or (locked is None and not other):
             with contextlib.suppress(OSError):  # who we are is worth a word, and no run
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         else:
-            who = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+            who = other or os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
             raise UserError(
                 f"{run_dir}: a run is under way there ({who})",
                 hint="another --run-dir; or end that run first, by SIGTERM if it is to be saved; "
-                f"if its machine is gone, remove {Path(run_dir, LOCK)}",
+                f"if its machine is gone, remove {lock}",
             )
         yield
-    finally:
-        os.close(fd)
 
 
-def _locked(fd: int) -> bool:
-    """Say whether the lock is ours; a file system that knows no locks has nobody else's either."""
+def _locked(fd: int) -> bool | None:
+    """Say whether the lock is ours; None where the file system knows no locks (ENOLCK, ENOSYS, EOPNOTSUPP)."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
@@ -49,7 +52,7 @@ def _locked(fd: int) -> bool:
             return True
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return True
+                return None
         if time.monotonic() > deadline:
             return False
         time.sleep(PATIENCE_SECONDS / 30)
