@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import re
 import signal
 import socket
@@ -16,8 +17,10 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 from runs import TINY
+from test_checkpoint import engine_of
 
 from zerocli import store
+from zerocli.checkpoint import Saver, load, parts, pickles
 from zerocli.checkpoint.manifest import Damaged, Unfinished
 from zerocli.errors import UserError
 from zerocli.exchange import exchange_json, first_problem
@@ -138,6 +141,7 @@ PICKLES = re.compile(r"\b\w+_object(_list)?\(|\bpickle\b|\btorch\.load\(|\bshelv
 ALLOWED = {
     "zerocli/ending.py": "py_object(",  # of ctypes: a reference count
     "zerocli/tokens.py": "allow_pickle=False",
+    "zerocli/checkpoint/pickles.py": "",  # reads what torch's checkpoints exchange, and refuses what is not data
     "zerocli/errors.py": "pickle would otherwise",  # a comment: multiprocessing's own pickles of errors
 }
 """Lines of our source that name any of these, and why they may."""
@@ -149,7 +153,68 @@ def test_nothing_of_ours_pickles_or_unpickles():
         place = str(path.relative_to(Path(store.__file__).parents[1]))
         for number, line in enumerate(path.read_text().splitlines(), 1):
             allowed = ALLOWED.get(place)
-            assert not PICKLES.search(line) or (allowed and allowed in line), f"{place}:{number}: {line}"
+            assert not PICKLES.search(line) or (allowed is not None and allowed in line), f"{place}:{number}: {line}"
+
+
+class Bomb:
+    """Makes a folder when it is read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.makedirs, (self.path, 0o755, True)
+
+
+def read_bombs(folder: str) -> tuple[str, bool, bool, list]:
+    """What becomes of an object that runs code, within what torch's checkpoints exchange and without."""
+    path, refused, received = f"{folder}/{dist.get_rank()}", "", [None, None]
+    with pickles.guarded():
+        try:
+            dist.all_gather_object(received, Bomb(path))
+        except pickle.UnpicklingError as error:
+            refused = str(error)
+        dist.all_gather_object(received, OSError(28, "No space left on device", "/file"))
+    within = os.path.exists(path)
+    dist.barrier()
+    dist.all_gather_object([None, None], Bomb(f"{folder}/1a"))
+    return refused, within, os.path.exists(f"{folder}/1a"), received
+
+
+def test_what_torchs_checkpoints_exchange_cannot_run_code(tmp_path):
+    """The same object runs where nobody reads it with care: the test would notice."""
+    for refused, within, without, received in run_ranks(2, read_bombs, str(tmp_path)):
+        assert "os.makedirs, which no plan or result is made of" in refused and not within and without
+        assert [str(each) for each in received] == [str(OSError(28, "No space left on device", "/file"))] * 2
+    for module, name in (
+        ("os", "system"),
+        ("builtins", "eval"),
+        ("torch", "load"),
+        ("zerocli.checkpoint.writer", "os"),
+    ):
+        assert not pickles.is_data(module, name)
+    for name in ("shutil.rmtree", "Writer.finish", "make_folder"):
+        assert not pickles.is_data("zerocli.checkpoint.writer", name)
+
+
+def test_saves_and_loads_read_other_ranks_with_care(tmp_path, monkeypatch):
+    _, engine = engine_of({"stage": 3})
+    seen = []
+    for planner in (parts.SavePlanner, parts.LoadPlanner):
+        plan = planner.create_local_plan
+
+        def look(self, plan=plan):
+            seen.append(pickles._within.guarded and dist.distributed_c10d._unpickler is pickles.Reader)
+            return plan(self)
+
+        monkeypatch.setattr(planner, "create_local_plan", look)
+    for asynchronous in (False, True):
+        saver = Saver(engine, tmp_path, asynchronous=asynchronous)
+        saver.save(1)
+        saver.close()
+    load(engine, saver.folder.of(1))
+    assert seen == [True] * 3 and not getattr(pickles._within, "guarded", False)
+    engine.close()
 
 
 def exchanged() -> tuple[list, str, str, object]:

@@ -19,6 +19,7 @@ from zerocli.checkpoint.manifest import Damaged, Unfinished
 from zerocli.checkpoint.manifest import read as read_manifest
 from zerocli.checkpoint.members import control_group, members_of
 from zerocli.checkpoint.parts import LoadPlanner
+from zerocli.checkpoint.pickles import guarded
 from zerocli.checkpoint.reader import Reader
 from zerocli.checkpoint.saver import describe
 from zerocli.engine import Engine
@@ -54,8 +55,7 @@ def _load(engine: Engine, path: Path, group: dist.ProcessGroup | None) -> dict[s
     reader = Reader(path, manifest)
     try:
         _agreed(reader.open, group)
-        # DCP exchanges its plans, and what failed, as pickles of its own: rank to rank over gloo, not the store.
-        with STARTUP.waiting(f"loading the checkpoint of step {manifest.step}"):
+        with STARTUP.waiting(f"loading the checkpoint of step {manifest.step}"), guarded():
             dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), process_group=group)
     except CheckpointException as error:
         raise Damaged(describe(error)) from None
