@@ -12,6 +12,7 @@ import errno
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Mapping, MutableMapping
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ CONNECT_SECONDS = 300.0
 """How long a rank waits for the store to come up where nobody says otherwise."""
 ANSWER_SECONDS = 1800.0
 """How long a question to the store may take: torch waits through it for ranks that start late."""
+RETRY_SECONDS = 0.1
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -45,30 +47,36 @@ def open_store(rank: int, world: int, seconds: float = CONNECT_SECONDS) -> dist.
     """Return the store of this run, which rank 0 keeps or torchrun; wait at most `seconds` for it to come up."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     patience = datetime.timedelta(seconds=seconds)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _connect(host, port, world, patience)
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = (_serve if rank == 0 and not agent else _connect)(host, port, world, patience)
+    store.set_timeout(datetime.timedelta(seconds=ANSWER_SECONDS))
+    if agent:
         # The store outlives a restart. Process groups made under the names of the attempt before find its dead
         # addresses, so each attempt has names of its own.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"zerocli/attempt-{attempt}-of-{world}", store)
-    if rank == 0:
-        store = _serve(host, port, world, patience)
-    else:
-        store = _connect(host, port, world, patience)
-    store.set_timeout(datetime.timedelta(seconds=ANSWER_SECONDS))
     return store
 
 
 def _connect(host: str, port: int, world: int, patience: datetime.timedelta) -> dist.TCPStore:
-    try:
-        return dist.TCPStore(host, port, world, is_master=False, timeout=patience, wait_for_workers=False)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise UserError(
-            f"the store that ranks meet at ({host}, port {port}) did not come up within "
-            f"{patience.total_seconds():.0f} s: rank 0 has not started, has ended, or cannot be reached",
-            hint="the log of rank 0, and whether this machine reaches MASTER_ADDR and MASTER_PORT",
-            exit_code=FAILURE,
-        ) from error
+    # torch tries once or twice, each time for the whole of its timeout, and complains at length: we wait ourselves.
+    deadline = time.monotonic() + patience.total_seconds()
+    while not _answers(host, port):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"the store that ranks meet at ({host}, port {port}) did not come up within "
+                f"{patience.total_seconds():.0f} s: rank 0 has not started, has ended, or cannot be reached",
+                hint="the log of rank 0, and whether this machine reaches MASTER_ADDR and MASTER_PORT",
+                exit_code=FAILURE,
+            )
+        time.sleep(RETRY_SECONDS)
+    return dist.TCPStore(host, port, world, is_master=False, timeout=patience, wait_for_workers=False)
+
+
+def _answers(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=CONNECT_SECONDS / 10):
+        return True
+    return False
 
 
 def _serve(host: str, port: int, world: int, patience: datetime.timedelta) -> dist.TCPStore:
