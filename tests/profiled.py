@@ -26,10 +26,11 @@ def _work(folder: str, sets: tuple[str, ...], plain: bool, resume: bool) -> None
     from zerocli.launch import RunOptions
     from zerocli.profile.observer import Observer
     from zerocli.profile.profiler import Profiler
+    from zerocli.watchdog import Watchdog
 
     config = configs.load("tiny", sets=sets, flags={})
     observer = Observer() if plain else Profiler()
-    trainer._train(config, RunOptions(folder, resume=resume), observer)
+    trainer._train(config, RunOptions(folder, resume=resume), observer, Watchdog(None, 0))
 
 
 def rows(document: dict[str, Any], tier: str) -> dict[str, int]:

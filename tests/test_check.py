@@ -163,7 +163,6 @@ def test_a_row_that_ends_its_ranks_is_an_error_and_new_ranks_go_on(tmp_path, mon
                 check._keep(self.folder, {"row": row, "verdict": "equal"})
             return 0
 
-        port_was_taken = staticmethod(lambda: False)
         failure = staticmethod(lambda: "rank 1 was killed")
 
     monkeypatch.setattr(check, "Job", FakeJob)

@@ -1,7 +1,6 @@
 """Launch: however a run ends, no process is left, and the rank that failed first is the one that is told of."""
 
 import contextlib
-import errno
 import io
 import json
 import os
@@ -154,19 +153,21 @@ def test_preempted_passes_through(tmp_path):
     assert run_stub(tmp_path, "sys.exit(75)") == 75
 
 
-def test_a_taken_port_is_tried_again_with_another(tmp_path, capfd):
-    body = f"""
-if rank == 0 and not (run / "again").exists():
-    (run / "again").write_text(os.environ["MASTER_PORT"])
-    worker.record_failure("DistNetworkError: ... {errno.errorcode[errno.EADDRINUSE]} ...", 1)
-    sys.exit(1)
-import time
-while not (run / "again").exists(): time.sleep(0.01)
-(run / f"port{{rank}}").write_text(os.environ["MASTER_PORT"])
+def test_rank_0_inherits_the_port_that_the_others_are_told(tmp_path):
+    """It listens from before the first rank starts: no other program can take it in between."""
+    body = """
+import socket
+fd = os.environ.get("ZEROCLI_STORE_FD")
+if rank == 0:
+    listener = socket.socket(fileno=int(fd))
+    assert listener.getsockname() == ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    listener.accept()
+else:
+    assert fd is None
+    socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60)
 """
     assert run_stub(tmp_path, body) == 0
-    assert (tmp_path / "port0").read_text() != (tmp_path / "again").read_text()
-    assert "EADDRINUSE" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

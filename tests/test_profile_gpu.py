@@ -29,6 +29,7 @@ def run(folder: Path, sets: tuple[str, ...], plain: bool = False) -> dict:
     from zerocli.launch import RunOptions
     from zerocli.profile.observer import Observer
     from zerocli.profile.profiler import Profiler
+    from zerocli.watchdog import Watchdog
 
     gc.collect()  # the engine before this one, of which the allocator's counters would still tell
     torch.cuda.empty_cache()
@@ -37,7 +38,7 @@ def run(folder: Path, sets: tuple[str, ...], plain: bool = False) -> dict:
     (folder / "text.txt").write_text("where the bytes lie and where the seconds go\n" * 2000)
     given = (*SETS, "train.precision=bf16", "data.tokenizer=bytes", f"data.path={folder / 'text.txt'}", *sets)
     config = configs.load("tiny", sets=given, flags={})
-    trainer._train(config, RunOptions(str(folder)), Observer() if plain else Profiler())
+    trainer._train(config, RunOptions(str(folder)), Observer() if plain else Profiler(), Watchdog(None, 0))
     return json.loads((folder / "profile.json").read_text())
 
 

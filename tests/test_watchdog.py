@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -15,12 +18,14 @@ from runs import STUCK, Death, Ended, train
 from test_checkpoint import engine_of
 
 import zerocli
-from tiers.transfer import Transfer
+from tiers.transfer import WAITED_FOR, Transfer
 from zerocli.beats import Beat
 from zerocli.checkpoint.progress import Progress
 from zerocli.comm import Collectives
 from zerocli.config import ModelConfig
+from zerocli.files import pread
 from zerocli.models import build
+from zerocli.startup import STARTUP
 from zerocli.watchdog import Axis, Watchdog
 
 SETS = ("zero.stage=3", "train.watchdog=3")
@@ -33,6 +38,31 @@ STUCK_COLLECTIVES = {
     "stopped": (Death((1,), 3, "forward", signal.SIGSTOP), r"rank 1 does not answer"),
 }
 STUCK_SAVES = {stage: Death((rank,), 1, f"checkpoint {stage}", 0) for stage, rank in STAGES.items()}
+STUCK_STARTS = {
+    "open": (
+        Death((1,), 1, "start opening", signal.SIGSTOP),
+        r"opening the process group has been stuck for \d+ s: rank 1 does not answer \(it was in opening the process",
+    ),
+    "build": (
+        Death((1,), 1, "start building", 0),
+        r"rank 1 (ended \(building the model has been stuck|had not arrived \(in building the model)",
+    ),
+    "build, stopped": (
+        Death((1,), 1, "start building", signal.SIGSTOP),
+        r"has been stuck for \d+ s.*: rank 1 does not answer",
+    ),
+    "load": (
+        Death((1,), 1, "start reading", 0),
+        r"rank 1 (ended \(reading the checkpoint of step 2 has been stuck|had not arrived \(in reading the checkpoint)",
+    ),
+    "load, stopped": (
+        Death((1,), 1, "start reading", signal.SIGSTOP),
+        r"loading the checkpoint of step 2 has been stuck for \d+ s: rank 1 does not answer",
+    ),
+}
+"""Where in its start rank 1 stands still or is stopped, and what rank 0 says of it."""
+if "ZEROCLI_TEST_LONG" not in os.environ:
+    STUCK_STARTS = {name: STUCK_STARTS[name] for name in ("open", "build", "load")}
 ABSENT = Death((1,), 1, "checkpoint write", signal.SIGSTOP)
 
 
@@ -43,12 +73,30 @@ def ended(tmp_path_factory) -> dict[str, Ended]:
     runs = {name: (death, "checkpoint.every=0", 0.5) for name, (death, _) in STUCK_COLLECTIVES.items()}
     runs |= {name: (death, "checkpoint.every=2", 3.0) for name, death in STUCK_SAVES.items()}
     runs["absent"] = (ABSENT, "checkpoint.async=false", 0.5)
+    for name, (death, _) in STUCK_STARTS.items():
+        runs[name] = (death, "checkpoint.every=2", 0.5 if death.signal else 20.0)
+    loads = [name for name in STUCK_STARTS if name.startswith("load")]
+    assert train(folder / loads[0], *SETS, "train.watchdog=30", "train.steps=2").codes == [0, 0]
+    for name in loads[1:]:
+        shutil.copytree(folder / loads[0], folder / name)
     with ThreadPoolExecutor(len(runs)) as threads:
         futures = {
-            name: threads.submit(train, folder / name, *SETS, also, death=death, grace=grace)
+            name: threads.submit(train, folder / name, *SETS, also, death=death, grace=grace, resume=name in loads)
             for name, (death, also, grace) in runs.items()
         }
         return {name: future.result() for name, future in futures.items()}
+
+
+@pytest.mark.parametrize("where", list(STUCK_STARTS))
+def test_a_stuck_start_names_its_stage_and_the_rank(ended, where):
+    """Before the first collective, while the engine is built, and while a checkpoint is read."""
+    run, (death, fact) = ended[where], STUCK_STARTS[where]
+    assert run.codes == [1, STUCK if death.signal else 1], run
+    assert re.search(fact, run.said[0]), run.said[0]
+    assert ("step 2 is saved" if where.startswith("load") else "no checkpoint was written") in run.said[0]
+    assert "try: " in run.said[0] and "Traceback" not in "".join(run.said)
+    if not death.signal:
+        assert re.search(r"^error: .* has been stuck for \d+ s on rank 1; ", run.said[1], re.M), run.said[1]
 
 
 @pytest.mark.parametrize("where", list(STUCK_COLLECTIVES))
@@ -73,6 +121,27 @@ def test_a_save_that_waits_for_a_rank_names_it_and_the_stage(ended):
     run = ended["absent"]
     assert run.codes == [1, STUCK], run
     assert re.search(r"checkpoint of step 2, commit, has been stuck for \d+ s: rank 1 does not answer", run.said[0])
+
+
+def test_what_comes_through_in_a_start_counts_however_little(tmp_path):
+    """Reading a large checkpoint is slow, and no stuck disk: every part of a read moves; so does a transfer."""
+    said: list[str] = []
+    dog, ago = Watchdog(None, 60.0, said.append), time.monotonic() - 100
+    (tmp_path / "file").write_bytes(bytes(100))
+    with STARTUP.by_itself("reading the checkpoint of step 2"), (tmp_path / "file").open("rb") as file:
+        assert dog._stuck_alone() == ""
+        STARTUP.moved = ago
+        assert dog._stuck_alone() == "reading the checkpoint of step 2 has been stuck for 100 s"
+        pread(file.fileno(), 50, 0, moved=STARTUP.move)
+        assert dog._stuck_alone() == "" and STARTUP.moved > ago
+        STARTUP.moved = ago
+        WAITED_FOR[0] = (Transfer(1), time.monotonic())
+        assert dog._stuck_alone() == ""
+        del WAITED_FOR[0]
+        with STARTUP.waiting("an exchange of control values"):  # that is for the others to say
+            STARTUP.moved = ago
+            assert dog._stuck_alone() == ""
+    assert dog._stuck_alone() == "" and not said
 
 
 def test_a_stuck_transfer_names_its_unit_and_its_piece():
@@ -137,11 +206,12 @@ def test_whoever_moves_is_waited_for():
     assert data.absent({1: Beat(idle=590, **after)}, set(), 7, 600) == "rank 1 had not arrived (after collective 6)"
     assert data.absent({1: Beat(idle=10, **writing)}, set(), 7, 600) == ""
     assert "had not arrived (in checkpoint" in data.absent({1: Beat(idle=590, **writing)}, set(), 7, 600)
-    assert data.absent({1: Beat(idle=10, **writing)}, {1}, 7, 600) == "rank 1 does not answer"
+    assert data.absent({1: Beat(idle=10, **writing)}, {1}, 7, 600).startswith("rank 1 does not answer (it was in ch")
     # It came to the commit, and commits alone: it holds the others up, and is no broken link.
     assert saves.absent({1: Beat(idle=10, **writing)}, set(), 2, 600) == ""
     assert "rank 1 had not arrived (in checkpoint" in saves.absent({1: Beat(idle=590, **writing)}, set(), 2, 600)
     assert "the link" in saves.absent({1: Beat(idle=590, **after)}, set(), 2, 600)
+    assert saves.absent({1: Beat(idle=10, **after)}, set(), 2, 600) == ""  # it has only just come
 
 
 def test_a_run_that_goes_on_hears_nothing_of_it(tmp_path):

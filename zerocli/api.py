@@ -15,6 +15,7 @@ from torch import nn
 from zerocli.engine import Engine
 from zerocli.rules import OptimizerChoice
 from zerocli.settings import Settings
+from zerocli.store import CONNECT_SECONDS, open_store, stay_on_loopback
 
 
 def shard(
@@ -54,8 +55,15 @@ def tell_compiler() -> None:
             trace_rules.add(name)
 
 
-def open_process_group(device: torch.device | str | None = None) -> None:
-    """Join the ranks that torchrun started, unless that was done already; a lone process stays alone."""
+def open_process_group(
+    device: torch.device | str | None = None,
+    connect_seconds: float = CONNECT_SECONDS,
+    met: Callable[[dist.Store], None] = lambda store: None,
+) -> None:
+    """Join the ranks that torchrun started, unless that was done already; a lone process stays alone.
+
+    `met` is called with the store as soon as that is reached, before this rank waits for any other.
+    """
     if dist.is_initialized() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return
     on_gpu = torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda")
@@ -65,18 +73,8 @@ def open_process_group(device: torch.device | str | None = None) -> None:
         shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
         torch.cuda.set_device(index % torch.cuda.device_count())
         backend = "gloo" if shared else "nccl"  # NCCL refuses two ranks on one GPU
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend)
-        return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend, store=_agent_store(world), rank=rank, world_size=world)
-
-
-def _agent_store(world: int) -> dist.Store:
-    """Return torchrun's store under names of this attempt's own.
-
-    The store outlives a restart. Process groups made under the names of the attempt before find its dead addresses.
-    """
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"zerocli/attempt-{attempt}-of-{world}", store)
+    stay_on_loopback()
+    store = open_store(rank, world, connect_seconds)
+    met(store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)

@@ -107,8 +107,13 @@ def lost_ranks(beats: Beats, pause: Callable[[], object]) -> str:
             if not beat.by_loss:
                 lines.append(f"rank {rank} ended ({beat.ended})")
         elif rank in silent:
-            lines.append(f"rank {rank} does not answer" + (f" (it was {beat.doing})" if beat and beat.doing else ""))
+            lines.append(silent_words(rank, beat))
     return "; ".join(lines) or "all ranks still answer: the link between them broke"
+
+
+def silent_words(rank: int, beat: Beat | None) -> str:
+    """Say that a rank does not answer, and what it was doing when it last did."""
+    return f"rank {rank} does not answer" + (f" (it was {beat.doing})" if beat is not None and beat.doing else "")
 
 
 def no_store(beats: Beats) -> str:
@@ -119,7 +124,11 @@ def no_store(beats: Beats) -> str:
 def _job_store() -> Any:
     """Return the process group's store."""
     # torch has no public way to the store that it was given.
-    store: Any = dist.distributed_c10d._get_default_store()
+    return cloned(dist.distributed_c10d._get_default_store())
+
+
+def cloned(store: Any) -> Any:
+    """Return another way to a store, where it has one."""
     with contextlib.suppress(Exception):
         return store.clone()  # a connection of its own: a blocked one elsewhere must not block us
     return store

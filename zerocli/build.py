@@ -22,6 +22,7 @@ from zerocli.named import given, load_buffers
 from zerocli.settings import Settings
 from zerocli.sizes import format_bytes
 from zerocli.stage import Stage
+from zerocli.startup import STARTUP
 from zerocli.tensor_parallel import TensorParallel
 from zerocli.unit import MASTER, REPLICATED, Flat, Unit, build_flats, claim_parameters, find_units
 
@@ -81,6 +82,7 @@ class Builder:
         materialise.place_buffers(self._model, fresh, self._collectives, self._device)
         for flat in _flats(units):
             self._fill(flat, fresh, plans[id(flat)])
+            STARTUP.move()
         self._allocate_gradients([flat for unit in reversed(units) for flat in unit.trainable], plans)
         materialise.reset_buffer_owners(self._model, fresh, self._settings.seed, self._device)
         if self._settings.state is not None:
@@ -218,6 +220,7 @@ class Builder:
         """
         if self._stage.gradients:
             for flat in flats:
+                STARTUP.move()
                 tier, numel = plans[id(flat)].tiers["gradients"], flat.held.numel
                 if tier == HBM:
                     flat.grad = torch.zeros(numel, dtype=self._grad_dtype(flat), device=self._device)

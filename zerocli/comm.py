@@ -108,6 +108,10 @@ class Issued:
     def over(self) -> bool:
         return self.pending is not None and self.pending.done
 
+    def restart(self) -> None:
+        """Count the time that it holds somebody up from now on."""
+        self.begun = time.monotonic()
+
     def end(self) -> None:
         """Count it as over."""
         self.pending = Pending(None, None)

@@ -48,6 +48,7 @@ from zerocli.rules import make_optimizer, unsuitable
 from zerocli.settings import Settings
 from zerocli.sizes import parse_bytes
 from zerocli.stage import stage as stage_of
+from zerocli.startup import STARTUP
 from zerocli.tensor_parallel import TensorParallel, open_axes
 from zerocli.unit import Flat, Unit, recomputed_units
 from zerocli.unshard import unsharded_model
@@ -86,6 +87,7 @@ class Engine:
         data_parallel, mesh = open_axes(settings.tp, settings.group, self.device)
         self.collectives = Collectives(data_parallel, self.device)
         self.tensor_parallel = TensorParallel(mesh, self.device, self.waits)
+        settings.watch(self)
         self.tensor_parallel.split(self.model)
         self.rule: FlatOptimizer = make_optimizer(settings.optimizer, settings.options)
         if self.rule.whole and self.tensor_parallel.world > 1:
@@ -173,7 +175,8 @@ class Engine:
         talk = self.collectives
         if together and talk.backend != "gloo":
             ranks = dist.get_process_group_ranks(talk.group or dist.group.WORLD)
-            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            with STARTUP.waiting("making a process group for control values"):
+                group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             talk = Collectives(group, torch.device("cpu"))
         self.agreement = Agreement(
             talk,

@@ -52,7 +52,7 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
 
     def __reduce__(self):
-        # Errors travel between ranks by pickle, which would otherwise call us with the message lines.
+        # multiprocessing's pickle would otherwise call us with the message lines.
         return type(self), (self.problems, self.hint)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from tiers.pages import Pages, memory_of
 
 BLOCK_NBYTES = 16 << 20
 """What a `BlockFile` writes at once."""
+READ_NBYTES = 64 << 20
+"""What `pread` reads at once: often enough to tell a slow disk from a stuck one."""
 
 
 class DirectFile:
@@ -115,8 +118,13 @@ class BlockFile:
         self._file.__exit__()
 
 
-def pread(fd: int, nbytes: int, at: int, direct: int | None = None) -> torch.Tensor:
-    """Return bytes of a file, fewer where it ends; through the descriptor `direct`, if given, around the page cache."""
+def pread(
+    fd: int, nbytes: int, at: int, direct: int | None = None, moved: Callable[[], None] = lambda: None
+) -> torch.Tensor:
+    """Return bytes of a file, fewer where it ends; through the descriptor `direct`, if given, around the page cache.
+
+    `moved` is called whenever some have come.
+    """
     before = at % PAGE_NBYTES if direct is not None else 0
     room = round_up(before + nbytes, PAGE_NBYTES) if direct is not None else nbytes
     memory = torch.empty(room + PAGE_NBYTES, dtype=torch.uint8)
@@ -124,14 +132,15 @@ def pread(fd: int, nbytes: int, at: int, direct: int | None = None) -> torch.Ten
     view, done = memory_of(memory), 0
     while done < before + nbytes:
         try:
-            got = os.preadv(fd if direct is None else direct, [view[done:]], at - before + done)
+            got = os.preadv(fd if direct is None else direct, [view[done : done + READ_NBYTES]], at - before + done)
         except OSError as error:
             if direct is None or error.errno != errno.EINVAL:
                 raise
-            return pread(fd, nbytes, at)
+            return pread(fd, nbytes, at, moved=moved)
         if not got:
             break
         done += got
+        moved()
     return memory[before : min(done, before + nbytes)]
 
 

@@ -8,7 +8,6 @@ and is shown, the others are consequences and stay in the logs.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -29,7 +28,7 @@ from zerocli.console import quoted, say
 from zerocli.errors import UserError
 from zerocli.lost import standing
 from zerocli.regular_files import open_regular, read_regular, remove
-from zerocli.worker import free_port
+from zerocli.worker import STORE_FD, listen_on_loopback
 
 POLL_SECONDS = 0.2
 TAIL_LINES, TAIL_NBYTES = 60, 256 << 10
@@ -43,7 +42,7 @@ SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class Rank:
     """One worker process, its log, and how it ended."""
 
-    def __init__(self, index: int, command: list[str], environ: dict[str, str], logs: Path):
+    def __init__(self, index: int, command: list[str], environ: dict[str, str], logs: Path, fds: tuple[int, ...] = ()):
         self.index = index
         self.code: int | None = None
         self.peak_nbytes = 0
@@ -61,6 +60,7 @@ class Rank:
             stdin=subprocess.DEVNULL,
             stdout=log if index else None,
             stderr=self.tee.writer if self.tee else log,
+            pass_fds=fds,
             start_new_session=True,  # Ctrl-C reaches the parent alone, and the rank's own children can be ended with it
         )
         if self.tee:
@@ -181,27 +181,23 @@ class Job:
         cause = self._cause()
         return describe_failure(cause) if cause else ""
 
-    def port_was_taken(self) -> bool:
-        """Say whether rank 0 failed because another program took its port between our choice and its use."""
-        cause = self._cause()
-        words = ("EADDRINUSE", os.strerror(errno.EADDRINUSE).lower())
-        text = str((cause.record() or {}).get("message", "")) if cause and cause.index == 0 else ""
-        return words[0] in text or words[1] in text.lower()
-
     def _start(self) -> None:
         environ = {
             **os.environ,
             "WORLD_SIZE": str(self.num_ranks),
             "LOCAL_WORLD_SIZE": str(self.num_ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
             "ZEROCLI_RUN_DIR": str(self.run_dir),
             "ZEROCLI_PARENT": str(os.getpid()),
         }
         environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // self.num_ranks)))
         environ.setdefault("PYTHONFAULTHANDLER", "1")
-        for index in range(self.num_ranks):
-            self.ranks.append(Rank(index, self.command, environ, self.run_dir / "logs"))
+        with listen_on_loopback() as store:  # rank 0 inherits it: nobody can take the port in between
+            environ |= {"MASTER_PORT": str(store.getsockname()[1]), STORE_FD: str(store.fileno())}
+            for index in range(self.num_ranks):
+                fds = (store.fileno(),) if index == 0 else ()
+                self.ranks.append(Rank(index, self.command, environ, self.run_dir / "logs", fds))
+                environ.pop(STORE_FD, None)
 
     def _watch(self) -> None:
         """Return when all ranks have ended, one has failed, or a signal wants us to stop."""

@@ -19,7 +19,6 @@ from zerocli.job import Job
 from zerocli.occupied import occupy
 from zerocli.regular_files import own_folder
 
-PORT_ATTEMPTS = 3
 JOB_FILE = "job"
 """In the run folder: the name of the elastic job that wrote its checkpoints."""
 
@@ -65,11 +64,8 @@ def launch(
     say(f"run folder: {run_dir}")
     command = list(worker or [sys.executable, "-m", "zerocli", *arguments])
     with occupy(run_dir):
-        for _ in range(PORT_ATTEMPTS):
-            job = Job(command, num_ranks, run_dir, saves=saves(config))
-            code = job.run()
-            if not job.port_was_taken():
-                break
+        job = Job(command, num_ranks, run_dir, saves=saves(config))
+        code = job.run()
     job.tell()
     return code
 

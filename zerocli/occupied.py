@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zerocli.console import quoted
 from zerocli.errors import UserError
+from zerocli.owner import OWNER, owned
 from zerocli.regular_files import open_regular
 
 LOCK = "lock"
@@ -25,25 +26,27 @@ PATIENCE_SECONDS = 3.0
 def occupy(run_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Have the run folder to oneself; raise UserError, with who has it, where another run does."""
     fd = open_regular(Path(run_dir, LOCK), os.O_RDWR | os.O_CREAT)
-    try:
-        if _locked(fd):
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        locked, other, lock = _locked(fd), "", Path(run_dir, LOCK)
+        if locked is None:
+            other, lock = stack.enter_context(owned(run_dir, PATIENCE_SECONDS)), Path(run_dir, OWNER)
+        if locked or (locked is None and not other):
             with contextlib.suppress(OSError):  # who we are is worth a word, and no run
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         else:
-            who = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+            who = other or os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
             raise UserError(
                 f"{run_dir}: a run is under way there ({who})",
                 hint="another --run-dir; or end that run first, by SIGTERM if it is to be saved; "
-                f"if its machine is gone, rm {quoted(Path(run_dir, LOCK))}",
+                f"if its machine is gone, rm {quoted(lock)}",
             )
         yield
-    finally:
-        os.close(fd)
 
 
-def _locked(fd: int) -> bool:
-    """Say whether the lock is ours; a file system that knows no locks has nobody else's either."""
+def _locked(fd: int) -> bool | None:
+    """Say whether the lock is ours; None where the file system knows no locks (ENOLCK, ENOSYS, EOPNOTSUPP)."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
@@ -51,7 +54,7 @@ def _locked(fd: int) -> bool:
             return True
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return True
+                return None
         if time.monotonic() > deadline:
             return False
         time.sleep(PATIENCE_SECONDS / 30)

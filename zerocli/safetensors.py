@@ -22,6 +22,7 @@ from zerocli.console import quoted
 from zerocli.errors import FAILURE, UserError
 from zerocli.files import BlockFile, pread
 from zerocli.regular_files import unique_names
+from zerocli.startup import STARTUP
 
 DTYPES = {
     "F64": torch.float64,
@@ -167,7 +168,7 @@ class Weights:
         try:
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                memory = pread(fd, nbytes, entry.start + start * entry.dtype.itemsize)
+                memory = pread(fd, nbytes, entry.start + start * entry.dtype.itemsize, moved=STARTUP.move)
             finally:
                 os.close(fd)
         except OSError as error:

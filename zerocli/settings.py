@@ -81,5 +81,7 @@ class Settings:
     """Whether ranks may run different units in a step where parameters are partitioned: before each gather they then
     tell each other what they need. By default over gloo, where that costs little; elsewhere different units are
     refused."""
+    watch: Callable[[Any], None] = lambda engine: None
+    """Called with the engine once its axes of ranks are open, before anything is built: a watchdog looks at them."""
     probe: Callable[[str], None] = lambda name: None
     """Called before each gather, reduce and optimizer and after each unit's forward; tests inject delays here."""

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from zerocli.comm import Collectives
 from zerocli.lanes import Lane, Waits
 from zerocli.shards import nearest_divisor
+from zerocli.startup import STARTUP
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -225,7 +226,8 @@ def open_axes(
     check_degree(tp, {"ranks": world})
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    with STARTUP.waiting("making the process groups of both axes"):
+        mesh = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
     return mesh["dp"].get_group(), mesh["tp"]
 
 

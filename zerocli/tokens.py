@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zerocli.errors import UserError, quote
+from zerocli.startup import STARTUP
 
 MAPPED_NBYTES = 16 * 2**20  # text files from this size on are mapped: each mapping holds a file open
 LIBRARY_NBYTES = 8 * 2**20
@@ -68,6 +69,7 @@ class TokenSource:
         for part in self.parts:
             for first, ids in _chunks(part, left):
                 self._check(part.name, first, ids)
+                STARTUP.move()
             left -= min(left, len(part.ids))
 
     def _check(self, name: str, first: int, ids: np.ndarray) -> None:
@@ -203,11 +205,11 @@ def _tokenize(texts: Sequence[Part], tokenizer: str) -> list[Part]:
         raise UserError(f"{tokenizer}: is not a tokenizer.json ({error})") from None
     parts = []
     for text in texts:
-        pieces = [
-            np.array(encoding.ids, np.uint32)
-            for piece in _pieces(text.ids)
-            for encoding in encoder.encode_batch([piece], add_special_tokens=False)
-        ]
+        pieces = []
+        for piece in _pieces(text.ids):
+            encodings = encoder.encode_batch([piece], add_special_tokens=False)
+            pieces += [np.array(encoding.ids, np.uint32) for encoding in encodings]
+            STARTUP.move()
         parts.append(Part(text.name, np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)))
     return parts
 

@@ -40,9 +40,11 @@ from zerocli.profile.observer import Observer
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.schedule import make_schedule
 from zerocli.settings import Settings
+from zerocli.startup import STARTUP
 from zerocli.steps import Diverged, micro_step, run_steps
+from zerocli.store import CONNECT_SECONDS
 from zerocli.tensor_parallel import local_numel
-from zerocli.watchdog import Watchdog, end_process
+from zerocli.watchdog import START_SECONDS, Watchdog, end_process
 from zerocli.worker import job_name
 
 
@@ -50,12 +52,15 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
     """Be one rank of a run, watched by `observer`; return the exit code."""
     refuse_check_of_masks(config, options)
     machine.allow_open_files(open_files(int(os.environ.get("WORLD_SIZE", "1"))))
-    open_process_group()
-    # A launcher of ours has the folder already; of torchrun's or SLURM's ranks the first takes it.
-    first = "ZEROCLI_PARENT" not in os.environ and (not dist.is_initialized() or dist.get_rank() == 0)
+    STARTUP.probe = options.probe
+    watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir))
     try:
-        with occupy(options.run_dir) if first else contextlib.nullcontext():
-            return _train(config, options, observer or Observer())
+        with watchdog:
+            join_ranks(config, watchdog)
+            # A launcher of ours has the folder already; of torchrun's or SLURM's ranks the first takes it.
+            first = "ZEROCLI_PARENT" not in os.environ and (not dist.is_initialized() or dist.get_rank() == 0)
+            with occupy(options.run_dir) if first else contextlib.nullcontext():
+                return _train(config, options, observer or Observer(), watchdog)
     except Corrupted as error:
         fact, hint = lost.standing(options.run_dir)
         raise UserError(f"{error}; nothing of this step is saved; {fact}", hint=hint, exit_code=1) from error
@@ -65,7 +70,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
         gone = severed(error)
         if gone is None:
             raise
-        raise lost.explain(gone.what, gone.reason, gone.missing, options.run_dir) from error
+        raise lost.explain(gone.what, gone.reason, gone.missing or watchdog.missing, options.run_dir) from error
     except OSError as error:
         if not error.strerror:
             raise
@@ -77,34 +82,54 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
             dist.destroy_process_group()
 
 
-def _train(config: Config, options: RunOptions, observer: Observer) -> int:
+def join_ranks(config: Config, watchdog: Watchdog) -> None:
+    """Open the process group, watched from the moment that its store is there."""
+
+    def met(store: dist.Store) -> None:
+        watchdog.meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store)
+        STARTUP.probe("start opening the process group")
+
+    limit = config.train.watchdog
+    with STARTUP.waiting("opening the process group"):
+        open_process_group(connect_seconds=max(limit, START_SECONDS) if limit else CONNECT_SECONDS, met=met)
+    if dist.is_initialized():  # by somebody else, before
+        watchdog.meet(dist.get_rank(), dist.get_world_size())
+
+
+def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Watchdog) -> int:
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     config = resolve(config, world)
-    batches = open_batches(config, check=rank == 0)
+    with STARTUP.by_itself("opening the data"):
+        batches = open_batches(config, check=rank == 0)
     run_dir = Path(options.run_dir)
     cap_device(config)
-    refuse_overwriting(options)
-    engine = observer.build(lambda: make_engine(config, probe=options.probe))
-    if rank == 0:
-        own_folder(run_dir / "checkpoints")
-        for folder in (run_dir, run_dir.absolute().parent):  # or the power could take the run with all it has saved
-            sync_folder(folder)
-        say(report.opening(config, engine))
-    first = begin(config, options, engine, batches, rank)
-    if rank == 0:
-        Folder(run_dir / "checkpoints").sweep()
-        write_text(run_dir / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
-        write_text(run_dir / JOB_FILE, job_name())
+    with STARTUP.by_itself("building the model"):
+        refuse_overwriting(options)
+        engine = observer.build(lambda: make_engine(config, probe=options.probe, watch=watchdog.attach))
+    with STARTUP.by_itself("preparing the run folder"):
+        if rank == 0:
+            own_folder(run_dir / "checkpoints")
+            for folder in (run_dir, run_dir.absolute().parent):  # or the power could take the run with all it has saved
+                sync_folder(folder)
+            say(report.opening(config, engine))
+    with STARTUP.by_itself("loading"):
+        first = begin(config, options, engine, batches, rank)
+    with STARTUP.by_itself("writing the run folder"):
+        if rank == 0:
+            Folder(run_dir / "checkpoints").sweep()
+            write_text(run_dir / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
+            write_text(run_dir / JOB_FILE, job_name())
     # The reference starts from the very same values: take them before the first update.
     start = engine.state_dict() if options.check else None
     lines = History()
     try:
-        with Watchdog(engine, config.train.watchdog, lambda text: end_process(text, options.run_dir)) as watchdog:
-            stopped = run_steps(config, options, engine, batches, rank, first, lines, watchdog)
-    except Diverged:
+        stopped = run_steps(config, options, engine, batches, rank, first, lines, watchdog)
+    except Diverged as error:
+        watchdog.close(error)
         observer.report(config, options, engine, lines)
         raise
+    watchdog.close()
     if lines:
         observer.report(config, options, engine, lines)  # before the reference's memory is there as well
     if stopped or not lines:
@@ -258,9 +283,10 @@ def compare(
             difference = abs(total.item() / (accumulate * replicas) - line.loss)
             result = [max(result[0], difference), max(result[1], difference / abs(line.loss))]
     if dist.is_initialized():
-        shared: list[Any] = [result]
-        dist.broadcast_object_list(shared, 0)
-        result = shared[0]
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        shared = torch.tensor(result, dtype=torch.float64, device=device)
+        dist.broadcast(shared, 0)
+        result = shared.tolist()
     chosen, _ = precision(config.train.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     tolerance = 1e-4 if chosen.name == "fp32" else 2e-2
     return {

@@ -1,9 +1,12 @@
-"""The watchdog: ends a run in which a collective, a transfer or a save is stuck, and says which, and who is missing.
+"""The watchdog: ends a run whose start, collective, transfer or save is stuck, and says which, and who is missing.
 
 All ranks begin the same collectives of an axis in one order and tell each other how many they have begun. So when one
 has been open for too long, the ranks whose count is below its number have not arrived, and those that have stopped
 telling altogether do not run, or cannot be reached. A rank that has not arrived but moves (its update waits for a
 slow disk, which a save is writing to) is waited for: it has a watchdog of its own.
+
+It looks from the moment the ranks' store is reached: a run's start is a chain of stages, as a save is, in each of which
+a rank is busy by itself or waits for the others.
 """
 
 from __future__ import annotations
@@ -21,14 +24,18 @@ from typing import Protocol
 import torch.distributed as dist
 
 from tiers.transfer import WAITED_FOR
-from zerocli.beats import Beat, Beats, lost_ranks, no_store
+from zerocli.beats import Beat, Beats, cloned, lost_ranks, no_store, silent_words
 from zerocli.checkpoint.progress import Progress
-from zerocli.comm import Issued, Severed
+from zerocli.comm import Issued, Severed, severed
 from zerocli.console import say
 from zerocli.engine import Engine
 from zerocli.job import EXIT_FAILURE
 from zerocli.lost import PATIENCE_SECONDS, standing, within
+from zerocli.startup import STARTUP
 from zerocli.worker import record_failure
+
+START_SECONDS = 30.0
+"""How long, at least, a rank that has never spoken is waited for: processes do not all start at once."""
 
 
 class Shared(Protocol):
@@ -53,41 +60,64 @@ class Axis:
         `waited` is for how long this rank has: who moved in the second half of that is only slow.
         """
         speaking = {rank: beat for rank, beat in said.items() if rank not in silent}
-        gone = [f"rank {rank} does not answer" for rank in sorted(silent)]
+        gone = [silent_words(rank, said.get(rank)) for rank in sorted(silent)]
         if not gone and any(beat.alone and beat.idle < waited / 2 for beat in speaking.values()):
             return ""  # a save goes on, which updates wait for, and other ranks for these
-        saves = isinstance(self.shared, Progress)  # who came, and does its part alone (the commit), holds it up too
+        staged = isinstance(self.shared, Progress)  # who came, and does its part alone (the commit), holds it up too
         late = {
             rank: beat
             for rank, beat in speaking.items()
-            if rank in self.ranks and (beat.counts.get(self.name, 0) < number or (saves and beat.alone))
+            if rank in self.ranks and (beat.counts.get(self.name, 0) < number or (staged and beat.alone))
         }
         stuck = [
             f"rank {rank} had not arrived ({beat.doing})" for rank, beat in late.items() if beat.idle >= waited / 2
         ]
         if gone or stuck:
             return "; ".join([*gone, *stuck])
-        return "" if late else "all ranks had arrived: the link between them is stuck"
+        just_came = any(beat.idle < waited / 2 for rank, beat in speaking.items() if rank in self.ranks)
+        return "" if late or just_came else "all ranks had arrived: the link between them is stuck"
 
 
 class Watchdog(threading.Thread):
-    """Looks at an engine's collectives, transfers and saves until it is closed; `limit` in seconds, 0 is never."""
+    """Looks at a run's start, collectives, transfers and saves until it is closed; `limit` in seconds, 0 is never.
 
-    def __init__(self, engine: Engine, limit: float, end: Callable[[str], None] | None = None) -> None:
+    Without an engine it begins with the start: `meet` gives it the ranks' store, and `attach` the engine.
+    """
+
+    def __init__(self, engine: Engine | None, limit: float, end: Callable[[str], None] | None = None) -> None:
         super().__init__(name="zerocli-watchdog", daemon=True)
         self._limit, self._end = limit, end or end_process
         self._interval = min(1.0, limit / 20)
         # Asking around takes this long at most; it begins before the limit so that the answer is there in time.
         self._lead = 2 * PATIENCE_SECONDS + 3 * self._interval
         self._closed = threading.Event()
-        self._axes = [
+        self._axes: list[Axis] = []
+        self._engine_axes: list[Axis] = []
+        self._saves: Progress | None = None
+        self._last_words: tuple[str, bool] = ("", False)
+        self._beats: Beats | None = None
+        self.missing = ""
+        """Which ranks were gone when this one failed for the loss of another."""
+        if engine is not None:
+            self.attach(engine)
+            self._beats = Beats(dist.get_rank(), engine.ranks) if self._axes and limit else None
+
+    def meet(self, rank: int, world: int, store: dist.Store | None = None) -> None:
+        """Look at this run's start as well, and speak with its ranks: through `store`, or the process group's."""
+        if world > 1 and self._limit and self._beats is None:
+            self._axes = [*self._axes, Axis("start", STARTUP, tuple(range(world)))]
+            self._beats = Beats(rank, range(world), None if store is None else cloned(store))
+            STARTUP.restart_wait()  # until now there was nobody to wait for but the store
+            self._beats.say(self._beat())
+
+    def attach(self, engine: Engine) -> None:
+        """Look at an engine's collectives as well; its axes are open, more is not needed."""
+        self._engine_axes = [
             Axis(name, axis, tuple(dist.get_process_group_ranks(axis.group or dist.group.WORLD)))
             for name, axis in (("data", engine.collectives), ("tensor", engine.tensor_parallel))
             if axis.world > 1
         ]
-        self._saves: Progress | None = None
-        self._last_words: tuple[str, bool] = ("", False)
-        self._beats = Beats(dist.get_rank(), engine.ranks) if self._axes and limit else None
+        self._axes = [*self._axes, *self._engine_axes]
 
     def watch(self, saves: Progress) -> None:
         """Look at a run's saves as well."""
@@ -101,19 +131,28 @@ class Watchdog(threading.Thread):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Look no more; tell the others of the error that this rank ends with. Further calls change nothing."""
+        if self._closed.is_set():
+            return
         if error is not None and self._beats is not None:
-            self._say_why(str(error).partition("\n")[0], isinstance(error, Severed))
+            gone = severed(error)
+            self._say_why(str(error).partition("\n")[0], gone is not None)
+            if gone is not None:
+                self.missing = self._who_is_gone(self._beats)
             if isinstance(error, Severed):
-                error.missing = self._who_is_gone(self._beats)
+                error.missing = self.missing
         self._closed.set()
-        if self._limit:
+        if self.is_alive():
             self.join(PATIENCE_SECONDS)
 
     def run(self) -> None:
         publisher = threading.Thread(target=self._publish, name="zerocli-heartbeat", daemon=True)
         publisher.start()
         while not self._closed.wait(self._interval):
-            text = self._stuck_transfer() or self._stuck_save() or self._stuck_axis()
+            text = self._stuck_transfer() or self._stuck_alone() or self._stuck_axis()
             if text and not self._closed.is_set():
                 self._say_why(text, by_loss=False)
                 self._end(text)
@@ -131,16 +170,30 @@ class Watchdog(threading.Thread):
                 return f"a transfer of {what} ({size}) has been stuck for {seconds:.0f} s"
         return ""
 
-    def _stuck_save(self) -> str:
-        """Say what this rank's save is stuck in by itself: nothing came through, however little, for the limit."""
-        saves = self._saves
-        what, seconds = (saves.alone, time.monotonic() - saves.moved) if saves is not None else ("", 0.0)
+    def _stuck_alone(self) -> str:
+        """Say what this rank is stuck in by itself: nothing came through, however little, for the limit."""
         where = f" on rank {self._beats.rank}" if self._beats is not None else ""
-        return f"{what}, has been stuck for {seconds:.0f} s{where}" if what and seconds > self._limit else ""
+        for what, moved in self._alone():
+            seconds = time.monotonic() - moved
+            if seconds > self._limit:
+                return f"{staged(what)} has been stuck for {seconds:.0f} s{where}"
+        return ""
+
+    def _alone(self) -> list[tuple[str, float]]:
+        """Return what this rank is busy with by itself, and when something of it last came through."""
+        found = [(self._saves.alone, self._saves.moved)] if self._saves is not None and self._saves.alone else []
+        # In its start a rank may be within an engine's collective, where it is not alone, or wait for a transfer.
+        inside = any(oldest_open(axis.shared) is not None for axis in self._engine_axes)
+        if STARTUP.alone and not inside:
+            others = [axis.shared.moved for axis in self._engine_axes]
+            found.append(
+                (STARTUP.alone, max([STARTUP.moved, *others, *(since for _, since in list(WAITED_FOR.values()))]))
+            )
+        return found
 
     def _stuck_axis(self) -> str:
         for axis in self._axes:
-            itself = self._saves is not None and axis.shared is self._saves and self._saves.alone
+            itself = isinstance(axis.shared, Progress) and axis.shared.alone
             if not itself and (text := self._stuck_together(axis)):
                 return text
         return ""
@@ -153,6 +206,8 @@ class Watchdog(threading.Thread):
             return ""
         assert self._beats is not None
         heard = self._beats.ask_twice(self._pause)
+        if heard is not None and waited < START_SECONDS and len(heard[0]) + 1 < len(self._beats.ranks):
+            return ""  # one has never spoken: its process may only just begin
         absent = axis.absent(*heard, entry.number, waited) if heard is not None else no_store(self._beats)
         if not absent:  # on its way: it is asked again, but not at once, by every rank of a large job
             self._closed.wait(self._limit / 20)
@@ -161,23 +216,26 @@ class Watchdog(threading.Thread):
         if entry.over or entry.since > since or self._closed.is_set():
             return ""  # it came, or its host left it, while we asked around
         seconds = time.monotonic() - since
-        if not entry.kind:  # a stage of a save
-            return f"{entry}, has been stuck for {seconds:.0f} s: {absent}"
+        if not entry.kind:  # a stage of a save, or of the start
+            return f"{staged(str(entry))} has been stuck for {seconds:.0f} s: {absent}"
         return f"{entry} has been stuck for {seconds:.0f} s (collective {entry.number} of this run): {absent}"
 
     # -- what the others hear --------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        while self._beats is not None and not self._beats.gone and not self._closed.wait(self._interval):
-            self._beats.say(self._beat())
+        while not self._closed.wait(self._interval):
+            if self._beats is not None and not self._beats.gone:
+                self._beats.say(self._beat())
 
     def _beat(self) -> Beat:
         shared, moment = [axis.shared for axis in self._axes], time.monotonic()
-        entries = [entry for each in shared if (entry := oldest_open(each)) is not None]
+        together = [each for each in shared if not (isinstance(each, Progress) and each.alone)]
+        entries = [entry for each in together if (entry := oldest_open(each)) is not None]
         waiting = [f"waiting for a transfer of {t.what or 'states'}" for t, _ in list(WAITED_FOR.values())]
-        alone = self._saves.alone if self._saves is not None else ""
+        alone = next((what for what, _ in self._alone()), "")
         inside = [f"in {entry}" for entry in sorted(entries, key=lambda entry: entry.since)]
-        after = f"after collective {max(each.issued for each in shared)}"
+        count = max((axis.shared.issued for axis in self._engine_axes), default=0)
+        after = f"after collective {count}" if count else "between two stages of its start"
         return Beat(
             time=moment,
             idle=moment - max(each.moved for each in shared),
@@ -218,6 +276,11 @@ def oldest_open(shared: Shared) -> Issued | None:
             return min(waited_for, key=lambda entry: entry.since, default=None)
         except RuntimeError:  # changed while we looked
             continue
+
+
+def staged(stage: str) -> str:
+    """Return a stage's words as a subject: those that name a checkpoint first end with a comma."""
+    return f"{stage}," if "," in stage else stage
 
 
 def end_process(text: str, run_dir: str = "") -> None:

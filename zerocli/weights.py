@@ -17,6 +17,7 @@ from zerocli.errors import UserError
 from zerocli.models import hugging
 from zerocli.models.hugging import Mapping
 from zerocli.safetensors import Weights
+from zerocli.startup import STARTUP
 from zerocli.unit import MASTER
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -51,6 +52,7 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
             for box in boxes_of(shapes[entry.name], entry.shape, mine.shifted(-entry.offset)):
                 values = _read(by_name[entry.name], shapes[entry.name].shape, box, weights)
                 source.write(at + box.start, values.to(source.dtype))
+                STARTUP.move()
     spread(engine)
     names = "own names" if own else f"Hugging Face names ({model.family})"
     return names + _unused(weights, {name for mapping in by_name.values() for name in mapping.theirs})

@@ -23,6 +23,8 @@ from zerocli.errors import FAILURE, UserError
 from zerocli.regular_files import write_text
 
 PR_SET_PDEATHSIG = 1
+STORE_FD = "ZEROCLI_STORE_FD"
+"""Variable of rank 0: the listening socket that `launch` has left it for the ranks' store."""
 
 
 def worker_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
@@ -54,12 +56,13 @@ def _slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     tasks = expand_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "")
     node = int(environ.get("SLURM_NODEID", "0"))
     job = int(environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or "0")
+    alone = (environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")) == "1"  # then loopback will do
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_NTASKS"],
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": str(tasks[node]) if node < len(tasks) else environ["SLURM_NTASKS"],
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(nodes),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else first_host(nodes)),
         # Below 30000: above it lie the ports that kernels lend to outgoing connections.
         "MASTER_PORT": environ.get("MASTER_PORT") or str(10000 + job % 20000),
     }
@@ -121,3 +124,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def listen_on_loopback() -> socket.socket:
+    """Return a socket that listens on a port of this machine's own, which no other machine reaches."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(socket.SOMAXCONN)
+    return listener

@@ -19,9 +19,12 @@ from zerocli.checkpoint.manifest import Damaged, Unfinished, Unreadable
 from zerocli.checkpoint.manifest import read as read_manifest
 from zerocli.checkpoint.members import control_group, members_of
 from zerocli.checkpoint.parts import LoadPlanner
+from zerocli.checkpoint.pickles import guarded
 from zerocli.checkpoint.reader import Reader
 from zerocli.checkpoint.saver import describe
 from zerocli.engine import Engine
+from zerocli.exchange import exchange_json, first_problem
+from zerocli.startup import STARTUP
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
@@ -53,7 +56,8 @@ def _load(engine: Engine, path: Path, group: dist.ProcessGroup | None) -> dict[s
     reader = Reader(path, manifest)
     try:
         _agreed(reader.open, group)
-        dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), process_group=group)
+        with STARTUP.waiting(f"loading the checkpoint of step {manifest.step}"), guarded():
+            dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), process_group=group)
     except CheckpointException as error:
         unreadable = any(isinstance(failure[0], Unreadable | OSError) for failure in error.failures.values())
         raise (Unreadable if unreadable else Damaged)(describe(error)) from None
@@ -83,10 +87,7 @@ def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
         problem = error
     except OSError as error:
         problem = Unreadable(f"{error.filename or 'a file of it'} cannot be read: {error.strerror or error}")
-    if group is not None:
-        everyone: list[Exception | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, problem, group=group)
-        problem = next((each for each in everyone if each is not None), None)
+    problem = first_problem(problem, (Damaged, Unfinished, Unreadable, state.Mismatch), group)
     if problem is not None:
         raise problem
     return result
@@ -102,12 +103,11 @@ def resume(engine: Engine, folder: str | Path, say: Callable[[str], None] = lamb
     if members_of(engine).rank == 0:
         for step in Folder(folder).recover():
             say(f"checkpoint of step {step} put back: another was to replace it, and was not finished")
-    found = [[(each.step, str(each.path)) for each in Folder(folder).newest_first()]]
+    found = [(each.step, str(each.path)) for each in Folder(folder).newest_first()]
     if group is not None:
-        # Rank 0's view counts: all must try the same ones.
-        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+        found = exchange_json(found, group)[0]  # rank 0's view counts: all must try the same ones
     damaged = []
-    for step, path in found[0]:
+    for step, path in found:
         try:
             values = _load(engine, Path(path), group)
         except Unfinished as error:

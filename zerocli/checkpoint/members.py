@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from zerocli.startup import STARTUP
+
 if TYPE_CHECKING:
     from zerocli.engine import Engine
 
@@ -34,4 +36,5 @@ def control_group(engine: Engine) -> dist.ProcessGroup | None:
         return None
     ranks = list(members_of(engine).ranks)
     some = len(ranks) < dist.get_world_size()  # the others do not come here
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=some)
+    with STARTUP.waiting("making the process group of checkpoints"):
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=some)

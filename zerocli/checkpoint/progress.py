@@ -34,6 +34,9 @@ class Progress:
         self._num_saves += 1
         self.move()
 
+    def _name(self, stage: str) -> str:
+        return f"{self._title}, {stage}"
+
     def move(self) -> None:
         """Note that something came through."""
         self.moved = time.monotonic()
@@ -42,7 +45,7 @@ class Progress:
     def by_itself(self, stage: str) -> Iterator[None]:
         """Go through a stage that waits for no other rank, for the disk at most."""
         self.move()
-        outer, self.alone = self.alone, f"{self._title}, {stage}"
+        outer, self.alone = self.alone, self._name(stage)
         try:
             yield
         finally:
@@ -53,7 +56,7 @@ class Progress:
         """Begin to wait for the other ranks to come to a stage."""
         self.arrived()
         self.issued += 1
-        self.open.append(Issued(self.issued, "", f"{self._title}, {stage}"))
+        self.open.append(Issued(self.issued, "", self._name(stage)))
         self.move()
 
     def arrived(self) -> None:

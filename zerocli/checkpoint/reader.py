@@ -27,6 +27,7 @@ from tiers.pages import memory_of
 from zerocli.checkpoint.manifest import Damaged, Manifest, Piece, Tensor, Unreadable, open_file, piece_hash, read
 from zerocli.checkpoint.parts import LoadPlanner, Part
 from zerocli.files import pread
+from zerocli.startup import STARTUP
 
 NUM_THREADS = 4
 AHEAD = 2 * NUM_THREADS
@@ -72,7 +73,8 @@ class Reader(StorageReader):
         piece = tensor.pieces[index]
         nbytes = piece.numel * tensor.dtype.itemsize
         try:
-            memory = pread(self._fds[piece.file], nbytes, piece.position, self._direct.get(piece.file))
+            direct = self._direct.get(piece.file)
+            memory = pread(self._fds[piece.file], nbytes, piece.position, direct, STARTUP.move)
         except OSError as error:
             raise Unreadable(
                 f"{self.folder / piece.file} cannot be read at byte {piece.position} ({name}): {error.strerror}"
@@ -121,9 +123,13 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Fill the parts, box by box, through a bounded number of boxes in host memory."""
-        with contextlib.closing(self._boxes(plan.items, planner)) as boxes:  # or its threads would outlive our files
+        with (
+            STARTUP.by_itself(f"reading the checkpoint of step {self.manifest.step}"),
+            contextlib.closing(self._boxes(plan.items, planner)) as boxes,  # or its threads would outlive our files
+        ):
             for part, start, values in boxes:
                 part.source.write(start, values)
+                STARTUP.move()
         done: Future[None] = Future()
         done.set_result(None)
         return done

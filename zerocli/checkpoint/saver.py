@@ -26,6 +26,7 @@ from zerocli.checkpoint import state
 from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.members import control_group, members_of
 from zerocli.checkpoint.parts import SavePlanner
+from zerocli.checkpoint.pickles import guarded
 from zerocli.checkpoint.progress import Progress
 from zerocli.checkpoint.snapshot import Slots, Snapshot
 from zerocli.checkpoint.writer import Writer
@@ -119,7 +120,8 @@ class Saver:
         self.progress.begin(step)
         try:
             self._planner.parts = snapshot.parts
-            dcp.save({}, storage_writer=writer, planner=self._planner, process_group=self._group)
+            with guarded():
+                dcp.save({}, storage_writer=writer, planner=self._planner, process_group=self._group)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException alone
             self._fail(writer, step, error)
             return

@@ -229,11 +229,8 @@ def _launch(checklist: Checklist, folder: Path, num_ranks: int, words: list[str]
     while todo.first < len(checklist.rows):
         (folder / CHECKLIST).write_text(json.dumps(todo.as_dict()))
         before = len(_entries(folder))
-        for _ in range(launch.PORT_ATTEMPTS):
-            job = Job([sys.executable, "-m", "zerocli", *words], num_ranks, folder)
-            code = job.run()
-            if not job.port_was_taken():
-                break
+        job = Job([sys.executable, "-m", "zerocli", *words], num_ranks, folder)
+        code = job.run()
         entries = _entries(folder)
         if len(entries) == before:  # not even the unsharded run
             job.tell()

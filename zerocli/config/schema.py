@@ -75,7 +75,7 @@ class TrainConfig:
     init_from: str = setting("")
     """Folder with safetensors whose weights the run starts from; empty = new ones."""
     watchdog: float = setting(600.0, least=0)
-    """Seconds after which a collective or transfer that is stuck ends the run; 0 = never."""
+    """Seconds after which a collective, transfer, save or stage of the start that is stuck ends the run; 0 = never."""
     log_every: int = setting(10, least=1)
     """Steps between two lines of progress where there is no terminal."""
 

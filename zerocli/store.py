@@ -1,0 +1,139 @@
+"""The store that ranks meet at: which address it listens on, and which interface the ranks' own connections take.
+
+torch's store has no password, and neither have gloo's connections: whoever can reach them can read and write. So on
+one machine everything listens on loopback, and on several the store listens on the address that the ranks were told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Mapping, MutableMapping
+
+import torch.distributed as dist
+
+from zerocli.console import say
+from zerocli.errors import FAILURE, UserError
+from zerocli.worker import STORE_FD
+
+CONNECT_SECONDS = 300.0
+"""How long a rank waits for the store to come up where nobody says otherwise."""
+ANSWER_SECONDS = 1800.0
+"""How long a question to the store may take: torch waits through it for ranks that start late."""
+RETRY_SECONDS = 0.1
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def on_one_machine(environ: Mapping[str, str] = os.environ) -> bool:
+    """Say whether all ranks are certain to be on this machine."""
+    of_torchrun = "TORCHELASTIC_RUN_ID" in environ and environ.get("GROUP_WORLD_SIZE") == "1"
+    return "ZEROCLI_PARENT" in environ or of_torchrun or _is_loopback(environ.get("MASTER_ADDR", ""))
+
+
+def stay_on_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo and NCCL listen on loopback where all ranks are on this machine; a user's own choice stays."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if names and on_one_machine(environ):
+        for variable in INTERFACES:
+            environ.setdefault(variable, names[0])
+
+
+def open_store(rank: int, world: int, seconds: float = CONNECT_SECONDS) -> dist.Store:
+    """Return the store of this run, which rank 0 keeps or torchrun; wait at most `seconds` for it to come up."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    patience = datetime.timedelta(seconds=seconds)
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = (_serve if rank == 0 and not agent else _connect)(host, port, world, patience)
+    store.set_timeout(datetime.timedelta(seconds=ANSWER_SECONDS))
+    if agent:
+        # The store outlives a restart. Process groups made under the names of the attempt before find its dead
+        # addresses, so each attempt has names of its own.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"zerocli/attempt-{attempt}-of-{world}", store)
+    return store
+
+
+def _connect(host: str, port: int, world: int, patience: datetime.timedelta) -> dist.TCPStore:
+    # torch tries once or twice, each time for the whole of its timeout, and complains at length: we wait ourselves.
+    deadline = time.monotonic() + patience.total_seconds()
+    while not _answers(host, port):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"the store that ranks meet at ({host}, port {port}) did not come up within "
+                f"{patience.total_seconds():.0f} s: rank 0 has not started, has ended, or cannot be reached",
+                hint="the log of rank 0, and whether this machine reaches MASTER_ADDR and MASTER_PORT",
+                exit_code=FAILURE,
+            )
+        time.sleep(RETRY_SECONDS)
+    return dist.TCPStore(host, port, world, is_master=False, timeout=patience, wait_for_workers=False)
+
+
+def _answers(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=CONNECT_SECONDS / 10):
+        return True
+    return False
+
+
+def _serve(host: str, port: int, world: int, patience: datetime.timedelta) -> dist.TCPStore:
+    listener = _inherited() or listen(host, port, loopback=on_one_machine())
+    if listener is None:
+        why = f"MASTER_ADDR {host} is no address of this machine that others reach"
+        say(f"note: the store listens on all interfaces: {why}")
+        return dist.TCPStore(host, port, world, is_master=True, timeout=patience, wait_for_workers=False)
+    return dist.TCPStore(
+        *(host, port, world),
+        is_master=True,
+        timeout=patience,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _inherited() -> socket.socket | None:
+    """Return the listening socket that the launcher has left us, None if it has not; it is taken once."""
+    fd = os.environ.pop(STORE_FD, "")
+    if not fd:
+        return None
+    os.set_inheritable(int(fd), False)
+    return socket.socket(fileno=int(fd))
+
+
+def listen(host: str, port: int, loopback: bool) -> socket.socket | None:
+    """Return a socket that listens on the first address of `host` that is this machine's own, None if none is.
+
+    `loopback` says whether one that only this machine reaches will do: Debian's /etc/hosts gives a machine's own name
+    as 127.0.1.1. Raises UserError where the port is taken.
+    """
+    with contextlib.suppress(socket.gaierror):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            if not loopback and _is_loopback(str(address[0])):
+                continue
+            made = socket.socket(family, kind, protocol)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                made.bind(address)
+                made.listen(socket.SOMAXCONN)
+                return made
+            except OSError as error:
+                made.close()
+                if error.errno == errno.EADDRINUSE:
+                    raise UserError(
+                        f"port {port} of {address[0]} is taken by another program: the store of this run needs it",
+                        hint="another MASTER_PORT",
+                        exit_code=FAILURE,
+                    ) from error
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
