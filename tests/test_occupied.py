@@ -99,7 +99,7 @@ def test_without_locks_too_a_folder_is_its_runs_own_until_that_is_gone(tmp_path,
     for _ in range(2):  # the second would have found what the first left behind
         with pytest.raises(UserError, match=f"a run is under way there .process {without_locks.pid} on ") as error:
             occupy(tmp_path).__enter__()
-    assert f"remove {tmp_path / OWNER}" in error.value.hint
+    assert f"rm {tmp_path / OWNER}" in error.value.hint
     os.kill(without_locks.pid, signal.SIGKILL)
     without_locks.join()
     with occupy(tmp_path):

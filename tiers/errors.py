@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 
@@ -23,14 +24,8 @@ class TierError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors travel between ranks by pickle, which would otherwise call us with the message alone.
-        return _restored, (type(self), self.args, self.__dict__)
-
-
-def _restored(kind: type[TierError], args: tuple[Any, ...], state: dict[str, Any]) -> TierError:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(state)
-    return error
+        # Where torch sends an error to another rank, the copy is made without calling us: we take keywords.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class TierFull(TierError):
