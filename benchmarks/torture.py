@@ -84,7 +84,7 @@ def campaign(given: argparse.Namespace, root: Path) -> int:
         lock = threading.Lock()
 
         def work(job: int) -> None:
-            with Inside(given.seed, root / f"job{job}") as inside:
+            with Inside(given.seed, root, str(job)) as inside:
                 while time.monotonic() < deadline:
                     with lock:
                         index = next(numbers, None)

@@ -13,6 +13,8 @@ from pathlib import Path
 PATIENCE_SECONDS = 15.0
 """For what is ending anyway, on a machine that may be busy."""
 RUN_FILES = {"checkpoints", "config.json", "job", "lock", "logs", "metrics.jsonl", "profile.json"}
+TORCH = "torchinductor_"
+"""A folder that torch makes for each user when its compiler is imported."""
 LOG = re.compile(r"rank\d+\.log")
 CHECKPOINT = re.compile(r"step-\d{8}")
 IN_CHECKPOINT = re.compile(r"manifest\.json|rank-\d{5}\.bin")
@@ -84,7 +86,7 @@ def continue_stopped(pids: list[int], seconds: float) -> None:
 def files(case: Path, world: int, keep: int, finished: bool) -> list[str]:
     """Return what lies in a case's folders and should not; a run that did not finish may leave a half-written save."""
     found = [f"swap file {path.name}" for path in (case / "nvme").iterdir()]
-    found += [f"temporary file {path}" for path in (case / "tmp").rglob("*")]
+    found += [f"temporary file {path}" for path in (case / "tmp").iterdir() if not path.name.startswith(TORCH)]
     found += [f"{path.name} beside the run" for path in case.iterdir() if path.name not in ("run", "nvme", "tmp", "notes")]
     run = case / "run"
     if not finished or not run.is_dir():
