@@ -6,8 +6,8 @@ A case is a training run of a random configuration in which one thing goes wrong
 killed, stopped or signalled, at an event, at any line or from outside; a disk is full, fails, is slow or stuck; a link
 is cut; the newest checkpoint is damaged. It must end by itself, say why, and resume to the very numbers (every loss,
 norm, tensor and counter) of the run that nothing happened to. In between, in-process cases damage saved checkpoints and
-run folders, and fail transfers of the tiers. Nothing may be left: processes, files, shared memory, descriptors, threads,
-pinned memory.
+run folders, and fail transfers of the tiers. Nothing may be left: processes, files, shared memory, descriptors,
+threads, pinned memory.
 
 Prints a tally by kind of fault, and for each failure the command that runs that case alone. Exit code 1 if a case was
 wrong, left something or hung. `--soak` trains two ranks with saves and states on disk and looks for growth instead.

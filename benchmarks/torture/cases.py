@@ -210,7 +210,9 @@ class Case:
         for word in WORDS:
             if word in ended.text:
                 at = ended.text.index(word)
-                self.result.wrong.append(f"{word!r} was said ({ended.codes}): {ended.text[max(0, at - 300) : at + 2500]}")
+                self.result.wrong.append(
+                    f"{word!r} was said ({ended.codes}): {ended.text[max(0, at - 300) : at + 2500]}"
+                )
                 return
 
     def damage(self) -> None:

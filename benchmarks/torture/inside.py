@@ -30,7 +30,9 @@ COMMON = ("train.batch=2", "train.seq=8", "model.heads=2", "checkpoint.every=1",
 FIXTURES = {
     "gpt2-2ranks": Setup(2, (*COMMON, "zero.stage=3", "model.layers=1", "model.hidden=16", "train.precision=bf16"), 3),
     "llama-1rank": Setup(
-        1, (*COMMON, "zero.stage=2", "model.layers=1", "model.hidden=16", "model.family=llama", "optimizer.name=nadam"), 3
+        1,
+        (*COMMON, "zero.stage=2", "model.layers=1", "model.hidden=16", "model.family=llama", "optimizer.name=nadam"),
+        3,
     ),
     "gpt2-3ranks": Setup(3, (*COMMON, "zero.stage=1", "model.layers=1", "model.hidden=8", "train.precision=fp16"), 3),
 }
@@ -78,7 +80,9 @@ class Inside:
             try:
                 result = self._ours.recv() if self._ours.poll(LIMIT_SECONDS) else self._hang(index)
             except EOFError:
-                result = Result(f"{self._seed}:inside:{index}", "inside", "", wrong=[f"it ended: {self._said()[-4000:]}"])
+                result = Result(
+                    f"{self._seed}:inside:{index}", "inside", "", wrong=[f"it ended: {self._said()[-4000:]}"]
+                )
                 self._stop()
             tell(result)
 

@@ -45,7 +45,7 @@ def kill_in_a_save(draw: Draw, setup: Setup) -> Made:
 def kill_and_damage(draw: Draw, setup: Setup) -> Made:
     setup = setup.having("checkpoint.every=1", "checkpoint.keep=3")
     fault, setup = kill_all(draw, setup)
-    return replace(fault, at=draw.randint(60, 170), damages=True), setup
+    return replace(fault, at=draw.randint(40, 110), damages=True), setup
 
 
 def kill_at_a_line(draw: Draw, setup: Setup) -> Made:
@@ -70,7 +70,7 @@ def full_disk(draw: Draw, setup: Setup) -> Made:
 
 def disk_error_in_a_save(draw: Draw, setup: Setup) -> Made:
     only = draw.choice(disks.WRITES)
-    return Fault("", "error", "run", some(draw, setup), draw.randint(1, 12), 1, only, draw.choice(DISK_ERRORS)), setup
+    return Fault("", "error", "run", some(draw, setup), draw.randint(1, 5), 1, only, draw.choice(DISK_ERRORS)), setup
 
 
 def short_writes(draw: Draw, setup: Setup) -> Made:
@@ -90,7 +90,7 @@ def stuck_disk(draw: Draw, setup: Setup) -> Made:
 
 def nvme_error(draw: Draw, setup: Setup) -> Made:
     only, number = draw.choice([("read", errno.EIO), ("write", errno.EIO), ("write", errno.ENOSPC)])
-    return Fault("", "error", "nvme", some(draw, setup), draw.randint(1, 200), 1, only, number), on_disk(setup)
+    return Fault("", "error", "nvme", some(draw, setup), draw.randint(1, 60), 1, only, number), on_disk(setup)
 
 
 def nvme_short(draw: Draw, setup: Setup) -> Made:

@@ -64,6 +64,12 @@ def processes(sessions: list[int] | None = None, marker: tuple[str, str] | None 
         time.sleep(0.05)
 
 
+def ranks_of(notes: Path) -> list[int]:
+    """Return the forked ranks of a case that run now."""
+    pids = [int(path.read_text() or 0) for path in sorted(notes.glob("pid*"))]
+    return [pid for pid in pids if runs(pid)]
+
+
 def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
@@ -87,7 +93,9 @@ def files(case: Path, world: int, keep: int, finished: bool) -> list[str]:
     """Return what lies in a case's folders and should not; a run that did not finish may leave a half-written save."""
     found = [f"swap file {path.name}" for path in (case / "nvme").iterdir()]
     found += [f"temporary file {path}" for path in (case / "tmp").iterdir() if not path.name.startswith(TORCH)]
-    found += [f"{path.name} beside the run" for path in case.iterdir() if path.name not in ("run", "nvme", "tmp", "notes")]
+    found += [
+        f"{path.name} beside the run" for path in case.iterdir() if path.name not in ("run", "nvme", "tmp", "notes")
+    ]
     run = case / "run"
     if not finished or not run.is_dir():
         return found

@@ -70,12 +70,24 @@ class Ended:
 
 def words(setup: Setup, place: Place, resume: bool) -> list[str]:
     """Return the command's arguments."""
-    sets = [*setup.sets, f"train.steps={setup.steps}", f"offload.nvme_path={place.nvme}", f"parallel.ranks={setup.world}"]
+    sets = [
+        *setup.sets,
+        f"train.steps={setup.steps}",
+        f"offload.nvme_path={place.nvme}",
+        f"parallel.ranks={setup.world}",
+    ]
     given = [word for each in sets for word in ("--set", each)]
     return ["train", "tiny", *given, "--run-dir", str(place.run), *(["--resume"] if resume else [])]
 
 
-def forked(setup: Setup, place: Place, fault: Fault, resume: bool = False, count_lines: bool = False) -> Ended:
+def forked(
+    setup: Setup,
+    place: Place,
+    fault: Fault,
+    resume: bool = False,
+    count_lines: bool = False,
+    seconds: float = LIMIT_SECONDS,
+) -> Ended:
     """Run the ranks of a setup to their end, however it comes; no process of theirs is left."""
     for note in place.notes.iterdir():
         note.unlink()
@@ -83,7 +95,7 @@ def forked(setup: Setup, place: Place, fault: Fault, resume: bool = False, count
     ranks = [_context.Process(target=_rank, args=(rank, port, *given), daemon=True) for rank in range(setup.world)]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + LIMIT_SECONDS
+    deadline = time.monotonic() + seconds
     ended_early = False
     while (alive := [p for p in ranks if p.is_alive()]) and time.monotonic() < deadline:
         multiprocessing.connection.wait([p.sentinel for p in alive], min(0.25, deadline - time.monotonic()))
@@ -116,6 +128,7 @@ def forked(setup: Setup, place: Place, fault: Fault, resume: bool = False, count
 
 
 def _rank(rank: int, port: int, given: list[str], world: int, place: Place, fault: Fault, count: bool) -> None:
+    (place.notes / f"pid{rank}").write_text(str(os.getpid()))
     os.setsid()  # so that what it leaves behind can be told from others' processes
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
@@ -221,7 +234,14 @@ def command(setup: Setup, place: Place, fault: Fault, marker: str, resume: bool 
     code = run.wait()
     logs = [_read(path) for path in sorted(place.run.glob("logs/*.log"))]
     hit = (place.notes / "struck").exists()
-    return Ended([code], [_read(place.notes / "said"), *logs], hung and f"{hung}\n{_read(place.notes / 'said')[-6000:]}", hit, 0, left)
+    return Ended(
+        [code],
+        [_read(place.notes / "said"), *logs],
+        hung and f"{hung}\n{_read(place.notes / 'said')[-6000:]}",
+        hit,
+        0,
+        left,
+    )
 
 
 def _due(fault: Fault, place: Place) -> bool:
