@@ -232,16 +232,9 @@ def command(setup: Setup, place: Place, fault: Fault, marker: str, resume: bool 
             os.kill(pid, signal.SIGKILL)
     run.kill()
     code = run.wait()
-    logs = [_read(path) for path in sorted(place.run.glob("logs/*.log"))]
-    hit = (place.notes / "struck").exists()
-    return Ended(
-        [code],
-        [_read(place.notes / "said"), *logs],
-        hung and f"{hung}\n{_read(place.notes / 'said')[-6000:]}",
-        hit,
-        0,
-        left,
-    )
+    said = [_read(place.notes / "said"), *(_read(path) for path in sorted(place.run.glob("logs/*.log")))]
+    struck = (place.notes / "struck").exists()
+    return Ended([code], said, f"{hung}\n{said[0][-6000:]}" if hung else "", struck, left=left)
 
 
 def _due(fault: Fault, place: Place) -> bool:

@@ -29,7 +29,7 @@ WARM_UP = 0.2
 """Part of the time that is not looked at."""
 SAMPLE_SECONDS = 2.0
 ALLOWED = {"resident MiB": 8.0, "descriptors": 0.0, "threads": 0.0, "files": 0.0, "swap MiB": 0.0}
-"""By how much the last quarter's may be above the first's: of memory, what an allocator's pools move by."""
+"""By how much the last quarter's lowest may be above the first's: of memory, what an allocator's pools move by."""
 
 
 def sample(pids: list[int], place: Path) -> dict[str, float]:
@@ -97,9 +97,7 @@ def soak(root: Path, minutes: float, as_json: bool) -> int:
         )
     else:
         print(f"{steps} steps, {saves} saves, {len(samples)} samples in {minutes:g} minutes on {setup.world} ranks")
-        print(
-            f"{'both ranks together':<20} {'first':>10} {'last':>10} {'per hour':>10}   (highest of a quarter; slope of all)"
-        )
+        print(f"{'both ranks together':<20} {'first':>10} {'last':>10} {'per hour':>10}")
         for name, row in rows.items():
             print(f"{name:<20} {row['first']:>10.1f} {row['last']:>10.1f} {row['slope']:>+10.2f}")
         print("\n".join(problems) or "nothing grew, nothing is left")
@@ -108,12 +106,15 @@ def soak(root: Path, minutes: float, as_json: bool) -> int:
 
 
 def growth(samples: list[tuple[float, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Return the highest value of the first and last quarter, and the slope an hour over all."""
+    """Return the lowest value of the first and last quarter, and the slope an hour over all.
+
+    The lowest: what a save holds while it is under way comes and goes, and what leaks stays.
+    """
     rows = {}
     quarter = max(1, len(samples) // 4)
     for name in ALLOWED:
         values = [held[name] for _, held in samples]
         slope = statistics.linear_regression([t for t, _ in samples], values).slope * 3600 if len(values) > 1 else 0.0
-        first, last = max(values[:quarter], default=0.0), max(values[-quarter:], default=0.0)
+        first, last = min(values[:quarter], default=0.0), min(values[-quarter:], default=0.0)
         rows[name] = {"first": first, "last": last, "slope": slope}
     return rows
