@@ -301,7 +301,7 @@ def configs(draw):
         if law.get("choices"):
             values[key] = draw(st.sampled_from(law["choices"]))
         elif field.type is int and key not in ("model.heads", "model.kv_heads", "model.hidden", "parallel.tp"):
-            values[key] = draw(st.integers(law["least"], 2**62))
+            values[key] = draw(st.integers(law["least"], law.get("most", 2**62)))
         elif field.type is bool:
             values[key] = draw(st.booleans())
         elif field.type is float:

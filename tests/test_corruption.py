@@ -24,8 +24,9 @@ from test_checkpoint import train as steps
 
 from zerocli.checkpoint import Damaged, Folder, Mismatch, Saver, load, resume
 from zerocli.checkpoint import manifest as manifests
-from zerocli.files import DirectFile, write_text
+from zerocli.files import DirectFile
 from zerocli.metrics import Line, MetricsFile
+from zerocli.regular_files import write_text
 
 NUM_CORRUPTIONS = 240
 
@@ -133,7 +134,7 @@ class Bomb:
 
 
 def _newer(path: Path) -> None:
-    rewrite(path, lambda m: m.update(version=2))
+    rewrite(path, lambda m: m.update(version=3))
 
 
 def _climbs(path: Path) -> None:
@@ -241,7 +242,9 @@ def _a_random_state_that_is_none(path: Path) -> None:
         data = bytearray((path / "rank-00000.bin").read_bytes())
         data[at : at + numel] = b"\xff" * numel
         (path / "rank-00000.bin").write_bytes(data)
-        piece[4] = manifests.hashlib.sha256(b"\xff" * numel).hexdigest()
+        digest = manifests.piece_hash(2, "random/0/cpu", torch.uint8, [0], [numel])
+        digest.update(b"\xff" * numel)
+        piece[4] = digest.hexdigest()
 
     rewrite(path, change)
 
@@ -281,7 +284,7 @@ HOSTILE = {
     _no_number: "is not a number",
     _a_name_twice: "a name is there twice",
     _a_manifest_of_many_gigabytes: "its manifest of 1099511627776 bytes is none",
-    _newer: "format version 2; this zerocli reads version 1",
+    _newer: "format version 3; this zerocli reads versions up to 2",
     _climbs: "names a file '../outside.bin'",
     _absolute: "names a file",
     _linked_file: "rank-00000.bin is a link",
@@ -291,7 +294,7 @@ HOSTILE = {
     _pickled_shard: "rank-00000.bin is damaged",
     _torch_saved_shard: "rank-00000.bin is damaged",
     _dcp_metadata_alone: "manifest.json is missing",
-    _fifo: "rank-00000.bin is not a regular file",
+    _fifo: "rank-00000.bin is a named pipe, not a regular file",
     _outside_its_file: "lies outside of rank-00000.bin",
     _a_piece_less: "do not make it up",
     _not_numbers: "malformed",

@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from zerocli import launch, worker
+from zerocli.console import say
 from zerocli.errors import UserError
-from zerocli.job import Tee, say
+from zerocli.job import Tee
 from zerocli.launch import RunOptions
 
 WAIT = "import time; time.sleep(600)"

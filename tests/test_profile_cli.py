@@ -180,7 +180,7 @@ def test_mistakes_of_the_command_line_are_told(runs, tmp_path, capsys):
 
 def test_a_reader_that_has_had_enough_ends_no_rank():
     """As `| head` does: stdout is closed under a rank that still has to meet the others."""
-    program = "from zerocli.profile.tell import show; show('x' * 10**6); import sys; print('met', file=sys.stderr)"
+    program = "from zerocli.console import show; show('x' * 10**6); import sys; print('met', file=sys.stderr)"
     reader, writer = os.pipe()
     os.close(reader)
     try:

@@ -213,7 +213,7 @@ def test_a_file_that_is_none_is_told(run, tmp_path, capsys):
     (run / "profile.json").unlink()
     (run / "profile.json").symlink_to("profile.json")  # a loop
     assert cli.run(["profile", str(run)]) == 2
-    assert "profile.json cannot be read" in capsys.readouterr().err
+    assert "profile.json is a link" in capsys.readouterr().err
 
 
 def test_a_finished_run_is_shown_without_torch(run):

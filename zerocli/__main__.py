@@ -1,6 +1,6 @@
 """`python -m zerocli` is the same program as `zerocli`."""
 
-from zerocli.cli import main
+from zerocli.entry import main
 
 if __name__ == "__main__":
     main()

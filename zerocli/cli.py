@@ -5,8 +5,10 @@ Exit codes: 0 ok, 1 failure, 2 usage or config, 3 does not fit, 75 preempted aft
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from typing import NoReturn
 
 import click
 
-from zerocli import allocator
+from zerocli import allocator, console
 from zerocli.errors import UserError, closest
 
 # name -> (module:attribute, the line shown by --help); modules are imported only when their command runs.
@@ -88,9 +90,14 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def run(args: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code; every failure has been told to the user by then."""
+    console.open_standard_streams()
     try:
         result = group.main(args, prog_name="zerocli", standalone_mode=False)
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
+    except BrokenPipeError:  # whoever read our output has read enough (`| head`)
+        console.silence_stdout()
+        return 1
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 130)
     except click.UsageError as error:
@@ -100,10 +107,12 @@ def run(args: Sequence[str] | None = None) -> int:
         return _fail(describe(error.format_message()), error.exit_code)
     except UserError as error:
         return _fail(describe(str(error), error.hint), error.exit_code)
+    except MemoryError:
+        return _fail(describe("host memory ran out (or its limit: ulimit -v, a cgroup's)"), 1)
     except OSError as error:
-        if _wants_traceback() or not (error.strerror and error.filename):
+        if _wants_traceback() or not error.strerror:
             return _fail(_describe_bug(error), 1)
-        return _fail(describe(f"{error.filename}: {error.strerror}"), 1)  # a disk's doing, or its owner's
+        return _fail(describe(*_about(error)), 1)  # a disk's doing, or its owner's
     except Exception as error:
         return _fail(_describe_bug(error), 1)
 
@@ -112,6 +121,15 @@ def describe(message: str, hint: str | None = None) -> str:
     """Return a user's error as lines: `error:` before each fact (its further lines are indented), `try:` the hint."""
     lines = [line if line.startswith(" ") or not line else f"error: {line}" for line in message.splitlines()]
     return "\n".join(lines + [f"try: {line}" for line in (hint or "").splitlines()])
+
+
+def _about(error: OSError) -> tuple[str, str]:
+    """Return the fact and the hint of what the system refused."""
+    where = f"{error.filename}: " if error.filename else ""
+    hint = ""
+    if error.errno == errno.EMFILE:
+        hint = f"ulimit -n 4096 (it is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
+    return f"{where}{error.strerror}", hint
 
 
 def _describe_bug(error: Exception) -> str:
@@ -137,7 +155,7 @@ def _fail(text: str, code: int) -> int:
 
         if worker.record_failure(text, code):
             return code
-    print(text, file=sys.stderr, flush=True)
+    console.say(text)
     return code
 
 

@@ -26,14 +26,14 @@ import torch
 
 from zerocli import safetensors
 from zerocli.checkpoint.folder import MANIFEST, Folder
-from zerocli.checkpoint.manifest import Damaged, Manifest, Tensor
+from zerocli.checkpoint.manifest import Damaged, Manifest, Tensor, Unreadable
 from zerocli.checkpoint.manifest import read as read_manifest
 from zerocli.checkpoint.reader import Reader
 from zerocli.config import Config, from_dict
 from zerocli.errors import DOES_NOT_FIT, FAILURE, UserError
-from zerocli.files import sync_folder, write_text
 from zerocli.models import hugging
 from zerocli.models.hugging import Mapping
+from zerocli.regular_files import sync_folder, write_text
 from zerocli.safetensors import Entry
 from zerocli.sizes import format_bytes
 
@@ -71,6 +71,8 @@ def export(
     for path in found:
         try:
             return write(path, read_manifest(path), out, dtype, file_nbytes)
+        except Unreadable as error:
+            raise UserError(str(error), exit_code=FAILURE) from None
         except Damaged as error:
             if len(found) == 1:
                 hint = "" if step is None else "without --step it is the newest whole one"

@@ -10,7 +10,6 @@ import errno
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -141,36 +140,3 @@ def pwrite_all(fd: int, memory: memoryview, at: int) -> None:
     done = 0
     while done < len(memory):
         done += os.pwrite(fd, memory[done:], at + done)
-
-
-def sync_folder(path: Path) -> None:
-    """Have the folder's names on the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Have the file hold the text, or what it held before: killed or out of room, it is never cut short."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        error.filename = str(path)
-        raise
-
-
-def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's pairs as a dictionary; a name that is there twice means two things, so none."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
-    return found

@@ -25,20 +25,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from zerocli import machine
+from zerocli.console import quoted, say
+from zerocli.errors import UserError
 from zerocli.lost import standing
+from zerocli.regular_files import open_regular, read_regular, remove
 from zerocli.worker import free_port
 
 POLL_SECONDS = 0.2
-TAIL_LINES = 60
+TAIL_LINES, TAIL_NBYTES = 60, 256 << 10
+"""What of a rank's log is shown at most when it failed without a message."""
+MAX_ERROR_NBYTES = 16 << 20
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_DOES_NOT_FIT, EXIT_PREEMPTED, EXIT_INTERRUPTED = 0, 1, 2, 3, 75, 130
 SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """A run that has checkpoints saves one when it gets one of these."""
-
-
-def say(text: str) -> None:
-    """Tell the user; nobody listening, or no room for a log, ends no run."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 class Rank:
@@ -50,11 +49,11 @@ class Rank:
         self.peak_nbytes = 0
         self.kept: dict[str, Any] | None = None
         self.log = logs / f"rank{index}.log"
-        self.log_start = self.log.stat().st_size if self.log.exists() else 0
         self.error_file = logs / f"rank{index}.error"
-        self.error_file.unlink(missing_ok=True)
+        remove(self.error_file)
         own = {"RANK": str(index), "LOCAL_RANK": str(index), "TORCHELASTIC_ERROR_FILE": str(self.error_file)}
-        log = self.log.open("ab", buffering=0)
+        log = os.fdopen(open_regular(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
+        self.log_start = os.fstat(log.fileno()).st_size
         self.tee = Tee(log) if index == 0 else None
         self.process = subprocess.Popen(
             command,
@@ -87,23 +86,28 @@ class Rank:
         if self.kept:
             return self.kept
         try:
-            return json.loads(self.error_file.read_text())
-        except (OSError, ValueError):
+            return json.loads(read_regular(self.error_file, MAX_ERROR_NBYTES))
+        except (OSError, ValueError, UserError):
             return None
 
     def keep_record(self) -> None:
         """Move the error file's message into the log, where it is looked for later."""
         if record := self.record():
             self.kept = record
-            with self.log.open("a") as log:
-                log.write(f"{record['message']}\n")
-            self.error_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError, UserError):  # the run folder may be gone by now
+                with os.fdopen(open_regular(self.log, os.O_WRONLY | os.O_APPEND), "ab") as log:
+                    log.write(f"{record['message']}\n".encode())
+                self.error_file.unlink(missing_ok=True)
 
     def tail(self) -> str:
         """Return the last lines that this rank wrote to its log in this run."""
-        with self.log.open("rb") as log:
-            log.seek(self.log_start)
-            lines = log.read().decode(errors="replace").splitlines()
+        try:
+            with os.fdopen(open_regular(self.log, os.O_RDONLY), "rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self.log_start, end - TAIL_NBYTES))
+                lines = log.read(TAIL_NBYTES).decode(errors="replace").splitlines()
+        except (OSError, UserError) as error:
+            return f"{self.log} cannot be read ({error})"
         return "\n".join(lines[-TAIL_LINES:])
 
 
@@ -170,7 +174,7 @@ class Job:
                 fact, hint = standing(self.run_dir, {})
                 say(f"{fact}\ntry: {hint}")
             if self._exit_code() == EXIT_FAILURE:
-                say(f"logs of all ranks: {self.run_dir / 'logs'}")
+                say(f"logs of all ranks: {quoted(self.run_dir / 'logs')}")
 
     def failure(self) -> str:
         """Return what to tell of the failure that came first; an empty text where none did."""

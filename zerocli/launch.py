@@ -6,15 +6,18 @@ import math
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zerocli import machine
+from zerocli.console import say
 from zerocli.errors import UserError
-from zerocli.job import Job, say
+from zerocli.job import Job
 from zerocli.occupied import occupy
+from zerocli.regular_files import own_folder
 
 PORT_ATTEMPTS = 3
 JOB_FILE = "job"
@@ -55,6 +58,7 @@ def launch(
     command of a rank, for tests.
     """
     num_ranks, reason = choose_ranks(config.parallel.ranks or 0, config.parallel.tp or 1, len(machine.gpus()))
+    machine.allow_open_files(open_files(num_ranks))
     run_dir = create_run_dir(options.run_dir, fresh)
     say(f"ranks {num_ranks} ({reason})")
     say(f"the same by hand: {torchrun_line(num_ranks, arguments)}")
@@ -68,6 +72,11 @@ def launch(
                 break
     job.tell()
     return code
+
+
+def open_files(num_ranks: int) -> int:
+    """Return how many files a process of a run may have open: twice what was seen, and connections to each rank."""
+    return 128 + 8 * num_ranks
 
 
 def saves(config: Any) -> bool:
@@ -116,10 +125,9 @@ def create_run_dir(path: str, fresh: bool = False) -> Path:
                 if not fresh:
                     raise
                 run_dir = Path(f"{Path(path).absolute()}-{number}")
-        (run_dir / "logs").mkdir(exist_ok=True)
-        probe = run_dir / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        own_folder(run_dir / "logs")
+        with tempfile.TemporaryFile(dir=run_dir):  # may we write there?
+            pass
     except OSError as error:
         raise UserError(
             f"cannot write the run folder {run_dir}: {error.strerror}", hint="--run-dir with a folder you may write to"

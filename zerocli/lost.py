@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from zerocli.checkpoint.folder import Folder
+from zerocli.console import quoted
 from zerocli.errors import FAILURE, UserError
 
 PATIENCE_SECONDS = 2.0
@@ -39,10 +40,10 @@ def standing(run_dir: str | os.PathLike[str], environ: Mapping[str, str] = os.en
     ours = "RANK" not in environ or "ZEROCLI_PARENT" in environ
     command = "zerocli train --resume" if ours else "the same launch, with train --resume"
     if saved is None:
-        return f"what is saved cannot be read: {run_dir} does not answer", f"{command} --run-dir {run_dir}"
+        return f"what is saved cannot be read: {run_dir} does not answer", f"{command} --run-dir {quoted(run_dir)}"
     if not saved:
         return "no checkpoint was written", "the same command again; --set checkpoint.every=N saves every N steps"
-    return f"step {saved[0].step} is saved", f"{command} --run-dir {run_dir}"
+    return f"step {saved[0].step} is saved", f"{command} --run-dir {quoted(run_dir)}"
 
 
 def explain(what: str, reason: str, missing: str, run_dir: str) -> UserError:

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerocli.errors import UserError
+
 try:
     import resource
 except ImportError:  # not on Windows
@@ -42,6 +44,21 @@ class Memory:
     total: int
     available: int
     limit: int | None
+
+
+def allow_open_files(needed: int) -> None:
+    """Have this process and its children may open `needed` files; raise UserError where its limit forbids that."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UserError(
+            f"a process may have {hard} files open here, and this run needs up to {needed} a process",
+            hint=f"ulimit -n {max(needed, 4096)} (or LimitNOFILE= of a service), and the same command",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def cores(root: Path = ROOT) -> int:

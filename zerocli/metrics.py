@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from zerocli.engine import Engine, StepResult
+from zerocli.errors import FAILURE, UserError
 from zerocli.files import pwrite_all
 from zerocli.lanes import WaitReading
+from zerocli.regular_files import open_regular
 
 
 class Moment:
@@ -185,13 +187,14 @@ class MetricsFile:
 
     def __init__(self, path: Path, say: Callable[[str], None] = lambda text: None) -> None:
         self._path, self._say = path, say
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = open_regular(path, os.O_RDWR | os.O_CREAT)
         self._end = os.fstat(self._fd).st_size
         self._waiting = b""
         """Lines that are not in the file yet."""
         self._failed = False
-        if self._end and not path.read_bytes().endswith(b"\n"):
-            self._end = path.read_bytes().rfind(b"\n") + 1
+        whole = _whole_nbytes(self._fd, self._end)
+        if whole < self._end:
+            self._end = whole
             os.ftruncate(self._fd, self._end)
 
     def write(self, line: Line) -> None:
@@ -202,13 +205,31 @@ class MetricsFile:
     def sync(self) -> None:
         """Have what was written on the disk: no checkpoint is ahead of its run's lines."""
         self._try(lambda: os.fsync(self._fd))
+        self._refuse_if_gone()
 
     def close(self) -> None:
-        """Write what still waits; raise OSError where that cannot be."""
+        """Write what still waits; raise OSError where that cannot be, UserError where the file is gone."""
         try:
             self._append()
+            self._refuse_if_gone()
         finally:
             os.close(self._fd)
+
+    def _refuse_if_gone(self) -> None:
+        """Raise UserError where the file's name is another file's by now, or nobody's: the run folder was removed."""
+        try:
+            there = os.lstat(self._path)
+        except FileNotFoundError:
+            there = None
+        except OSError:  # a disk that does not answer now may do so later
+            return
+        if there is None or not os.path.samestat(there, os.fstat(self._fd)):
+            raise UserError(
+                f"{self._path.parent} was removed or replaced while the run was writing there: its metrics, and "
+                "whatever it had saved, are gone",
+                hint="the same command again, with another --run-dir",
+                exit_code=FAILURE,
+            )
 
     def _append(self) -> None:
         try:
@@ -226,3 +247,18 @@ class MetricsFile:
             if not self._failed:
                 self._say(f"{self._path}: {error.strerror}; its lines are written once they can be")
             self._failed = True
+
+
+def _whole_nbytes(fd: int, nbytes: int) -> int:
+    """Return where the last whole line of a file ends, read from its end backwards: it may be of any size."""
+    end = nbytes
+    while end:
+        start = max(0, end - _TAIL_NBYTES)
+        found = os.pread(fd, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
+
+
+_TAIL_NBYTES = 1 << 20

@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from zerocli.console import quoted
 from zerocli.errors import UserError
+from zerocli.regular_files import open_regular
 
 LOCK = "lock"
 """In the run folder; the kernel lets go of it with the process that holds it, however that ends."""
@@ -22,7 +24,7 @@ PATIENCE_SECONDS = 3.0
 @contextlib.contextmanager
 def occupy(run_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Have the run folder to oneself; raise UserError, with who has it, where another run does."""
-    fd = os.open(Path(run_dir, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = open_regular(Path(run_dir, LOCK), os.O_RDWR | os.O_CREAT)
     try:
         if _locked(fd):
             with contextlib.suppress(OSError):  # who we are is worth a word, and no run
@@ -33,7 +35,7 @@ def occupy(run_dir: str | os.PathLike[str]) -> Iterator[None]:
             raise UserError(
                 f"{run_dir}: a run is under way there ({who})",
                 hint="another --run-dir; or end that run first, by SIGTERM if it is to be saved; "
-                f"if its machine is gone, remove {Path(run_dir, LOCK)}",
+                f"if its machine is gone, rm {quoted(Path(run_dir, LOCK))}",
             )
         yield
     finally:

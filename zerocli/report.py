@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from typing import Any
 
 import torch
 
 from zerocli.config import Config, to_dict
+from zerocli.console import say
 from zerocli.engine import Engine
-from zerocli.job import say
 from zerocli.launch import RunOptions
 from zerocli.memory import HELD, model_states
 from zerocli.metrics import History, Line
@@ -129,10 +130,10 @@ def next_command(config: Config, source: str) -> str:
     """Return the command a person would try after this one."""
     tp = f" --tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
     if config.zero.stage < 3:
-        return f"zerocli train {source} --stage 3{tp}"
+        return f"zerocli train {shlex.quote(source)} --stage 3{tp}"
     if not config.offload.placement:
-        return f"zerocli train {source} --stage 3{tp} --offload cpu"
-    return f"zerocli train {source} --stage 3{tp} --check 10"
+        return f"zerocli train {shlex.quote(source)} --stage 3{tp} --offload cpu"
+    return f"zerocli train {shlex.quote(source)} --stage 3{tp} --check 10"
 
 
 def _ranks(number: int) -> str:

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from tiers.pages import memory_of
+from zerocli.console import quoted
 from zerocli.errors import FAILURE, UserError
-from zerocli.files import BlockFile, pread, unique_names
+from zerocli.files import BlockFile, pread
+from zerocli.regular_files import unique_names
 
 DTYPES = {
     "F64": torch.float64,
@@ -131,7 +133,7 @@ class Weights:
                 if entry.name in self.entries:
                     raise UserError(
                         f"{self.path}: {entry.name} is in {self.entries[entry.name][0].name} and in {file.name}",
-                        hint=f"--init-from {file}",
+                        hint=f"--init-from {quoted(file)}",
                     )
                 self.entries[entry.name] = (file, entry)
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from zerocli.checkpoint.loader import Resumed, resume
-from zerocli.checkpoint.manifest import Damaged
+from zerocli.checkpoint.manifest import Damaged, Unreadable
 from zerocli.checkpoint.state import Mismatch
 from zerocli.config import Config, to_dict
+from zerocli.console import quoted
 from zerocli.data import Batches
 from zerocli.engine import Engine
 from zerocli.errors import FAILURE, UserError
@@ -28,6 +29,13 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
             found = resume(engine, Path(options.run_dir) / "checkpoints", tell)
         except Damaged as error:
             raise UserError(str(error), hint="another --run-dir starts anew", exit_code=FAILURE) from error
+        except Unreadable as error:
+            raise UserError(
+                f"{error}; it may be whole, so no older checkpoint was taken instead",
+                hint="the same command once it can be read; or move that checkpoint's folder away, and the newest of "
+                "the others is taken",
+                exit_code=FAILURE,
+            ) from error
         except Mismatch as error:
             raise UserError(f"the checkpoint is of another run: {error}", hint="the run's own CONFIG") from error
         if found.step and options.check:
@@ -54,7 +62,7 @@ def samples_of(found: Resumed) -> int:
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
         raise UserError(
             f"{found.path}: does not say how far in its data it is: it was not saved by zerocli train",
-            hint=f"zerocli export {found.path} DIR, then --init-from DIR in another --run-dir",
+            hint=f"zerocli export {quoted(found.path or '')} DIR, then --init-from DIR in another --run-dir",
             exit_code=FAILURE,
         )
     return samples

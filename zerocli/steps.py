@@ -13,10 +13,10 @@ import torch
 
 from zerocli import report
 from zerocli.config import Config, to_dict
+from zerocli.console import quoted, say
 from zerocli.data import Batches, Prefetcher
 from zerocli.engine import Engine
 from zerocli.errors import FAILURE, UserError
-from zerocli.job import say
 from zerocli.launch import RunOptions, saves
 from zerocli.metrics import Line, MetricsFile, Recorder
 from zerocli.preempt import Preemption
@@ -144,7 +144,7 @@ def finish_saving(saver: Saver, options: RunOptions) -> None:
     if saver.lost is not None:
         raise saver.lost
     if saver.failure is not None:
-        hint = f"room on the disk, then --resume --run-dir {options.run_dir}"
+        hint = f"room on the disk, then --resume --run-dir {quoted(options.run_dir)}"
         raise UserError(saver.failure, hint=hint, exit_code=FAILURE)
 
 

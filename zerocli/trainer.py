@@ -22,11 +22,11 @@ from zerocli.build import DoesNotFit
 from zerocli.checkpoint.folder import Folder
 from zerocli.comm import severed
 from zerocli.config import Config, to_dict
+from zerocli.console import say, show
 from zerocli.data import Batches, open_source
 from zerocli.engine import Engine
 from zerocli.errors import UserError
-from zerocli.files import sync_folder, write_text
-from zerocli.job import EXIT_PREEMPTED, say
+from zerocli.job import EXIT_PREEMPTED
 from zerocli.launch import JOB_FILE, RunOptions
 from zerocli.metrics import History, Line
 from zerocli.models import Decoder, build
@@ -36,6 +36,7 @@ from zerocli.plan.factory import build_factory
 from zerocli.plan.inputs import plan_config
 from zerocli.precision import precision
 from zerocli.profile.observer import Observer
+from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.schedule import make_schedule
 from zerocli.settings import Settings
 from zerocli.steps import Diverged, micro_step, run_steps
@@ -81,7 +82,7 @@ def _train(config: Config, options: RunOptions, observer: Observer) -> int:
     refuse_overwriting(options)
     engine = observer.build(lambda: make_engine(config, probe=options.probe))
     if rank == 0:
-        (run_dir / "checkpoints").mkdir(exist_ok=True)
+        own_folder(run_dir / "checkpoints")
         for folder in (run_dir, run_dir.absolute().parent):  # or the power could take the run with all it has saved
             sync_folder(folder)
         say(report.opening(config, engine))
@@ -107,7 +108,7 @@ def _train(config: Config, options: RunOptions, observer: Observer) -> int:
             say(stopped or f"nothing is left to train: step {first - 1} of {config.train.steps} was saved")
             if options.json and not (lines and observer.tells):
                 about = {"schema": 1, "run_dir": options.run_dir, "steps": lines.num_steps, "stopped": stopped}
-                print(json.dumps(about), flush=True)
+                show(json.dumps(about))
         return EXIT_PREEMPTED if stopped else 0
     checked = compare(config, start, lines, batches, rank, engine.collectives.world) if start else None
     held = report.gather_memory(engine)
@@ -115,7 +116,7 @@ def _train(config: Config, options: RunOptions, observer: Observer) -> int:
         summary = report.summary(config, options, engine, lines, held, checked)
         say(report.closing(summary))
         if options.json:
-            print(json.dumps(summary), flush=True)
+            show(json.dumps(summary))
     elif rank == 0 and checked is not None:
         say(report.check_line(checked))
     engine.close()
@@ -265,15 +266,31 @@ def compare(
     }
 
 
+def count_parameters(config: Config) -> tuple[int, int]:
+    """Return (the model's parameters, those of one rank under tensor parallelism), without building every block."""
+
+    def count(model: nn.Module) -> tuple[int, int]:
+        return sum(p.numel() for p in model.parameters()), local_numel(model, config.parallel.tp)
+
+    layers = config.model.layers
+    if config.model.factory or layers < 3:
+        return count(make_model(config))
+    counts = [
+        count(make_model(dataclasses.replace(config, model=dataclasses.replace(config.model, layers=num))))
+        for num in (1, 2)
+    ]
+    numel, local = (one + (layers - 1) * (two - one) for one, two in zip(*counts, strict=True))
+    return numel, local
+
+
 def dry_run(config: Config, options: RunOptions) -> int:
     """Print the resolved config and what each rank would hold; train nothing."""
     began = time.perf_counter()
     config = resolve(config, max(1, config.parallel.ranks))
     open_batches(config)
-    model = make_model(config)
-    numel = sum(p.numel() for p in model.parameters())
     try:
-        held = report.planned_memory(config, numel, local_numel(model, config.parallel.tp))
+        numel, local = count_parameters(config)
+        held = report.planned_memory(config, numel, local)
     except ValueError as error:
         raise UserError(str(error)) from error
     document = {"schema": 1, "config": to_dict(config), "parameters": numel, "memory": held}
@@ -281,10 +298,10 @@ def dry_run(config: Config, options: RunOptions) -> int:
     if planned is not None:
         document["plan"] = planned.as_dict()
     if options.json:
-        print(json.dumps(document), flush=True)
+        show(json.dumps(document))
     else:
-        print(report.dry(config, numel, held))
+        show(report.dry(config, numel, held))
         if planned is not None:
-            print("\n".join(["", "the whole plan of a rank's device, and of its node:", *planned.lines()]))
+            show("\n".join(["", "the whole plan of a rank's device, and of its node:", *planned.lines()]))
     say(f"nothing was trained ({time.perf_counter() - began:.1f} s)")
     return 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from tiers.transfer import WAITED_FOR
 from zerocli.beats import Beat, Beats, lost_ranks, no_store
 from zerocli.checkpoint.progress import Progress
 from zerocli.comm import Issued, Severed
+from zerocli.console import say
 from zerocli.engine import Engine
 from zerocli.job import EXIT_FAILURE
 from zerocli.lost import PATIENCE_SECONDS, standing, within
@@ -239,7 +239,7 @@ def end_process(text: str, run_dir: str = "") -> None:
 
     def tell() -> None:
         if not record_failure("\n".join(lines), EXIT_FAILURE):
-            print("\n".join(lines), file=sys.stderr, flush=True)
+            say("\n".join(lines))
 
     within(PATIENCE_SECONDS, tell)  # the run folder's own disk may be what is stuck
     os._exit(EXIT_FAILURE)

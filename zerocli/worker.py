@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zerocli.errors import FAILURE, UserError
+from zerocli.regular_files import write_text
 
 PR_SET_PDEATHSIG = 1
 
@@ -110,8 +111,7 @@ def record_failure(text: str, code: int) -> bool:
         return False
     record = {"message": text, "timestamp": time.time(), "exit_code": code}
     with contextlib.suppress(OSError):
-        Path(f"{path}.part").write_text(json.dumps(record))
-        os.replace(f"{path}.part", path)
+        write_text(Path(path), json.dumps(record), sync=False)
         return "ZEROCLI_PARENT" in os.environ
     return False
 

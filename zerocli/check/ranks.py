@@ -22,9 +22,9 @@ from zerocli.check.compare import Differences, Gap, Outcome, Tolerance, differen
 from zerocli.check.plain import NotPlain, Plain, train
 from zerocli.check.rows import COMPILED_FACTOR, FACTOR, Checklist, Row
 from zerocli.config import Config
+from zerocli.console import say
 from zerocli.engine import Engine
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
-from zerocli.job import say
 from zerocli.precision import precision
 from zerocli.steps import micro_step
 from zerocli.trainer import build_factory, cap_device, make_engine, make_model, open_batches, resolve

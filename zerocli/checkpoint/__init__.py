@@ -10,6 +10,7 @@ _PLACES = {
     "Resumed": "loader",
     "Saver": "saver",
     "Unfinished": "manifest",
+    "Unreadable": "manifest",
     "load": "loader",
     "resume": "loader",
 }

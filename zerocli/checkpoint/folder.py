@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from zerocli.regular_files import remove
 
 STEP = re.compile(r"step-(\d{8,})")
 MANIFEST, UNFINISHED = "manifest.json", "manifest.json.part"
@@ -25,6 +26,15 @@ class Found:
     path: Path
 
 
+def _exists(path: Path) -> bool:
+    """Say whether there is anything by this name; raise OSError where the system will not say."""
+    try:
+        os.lstat(path)
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 class Folder:
     """RUN/checkpoints."""
 
@@ -35,7 +45,7 @@ class Folder:
         return self.path / f"step-{step:08d}"
 
     def newest_first(self) -> list[Found]:
-        """Return the folders that have a checkpoint's name, newest first."""
+        """Return what has a checkpoint's name, newest first; links too, which a reader refuses instead of following."""
         return sorted(self._found(), key=lambda found: -found.step)
 
     def _found(self) -> Iterator[Found]:
@@ -43,12 +53,12 @@ class Folder:
             return
         for entry in os.scandir(self.path):
             name = STEP.fullmatch(entry.name)
-            if name and entry.is_dir(follow_symlinks=True):
+            if name and (entry.is_dir(follow_symlinks=False) or entry.is_symlink()):
                 yield Found(int(name[1]), Path(entry.path))
 
     def committed(self) -> list[Found]:
-        """Return those that were committed, newest first."""
-        return [found for found in self.newest_first() if os.path.lexists(found.path / MANIFEST)]
+        """Return those that were committed, newest first; a link is none: what it leads to is another's."""
+        return [each for each in self.newest_first() if not each.path.is_symlink() and _exists(each.path / MANIFEST)]
 
     def recover(self) -> list[int]:
         """Put back what was set aside for a new checkpoint of its step that was never committed; return the steps."""
@@ -56,10 +66,12 @@ class Folder:
         for aside in self.path.glob(f"step-*{OLD}") if self.path.is_dir() else ():
             path = aside.with_name(aside.name.removesuffix(OLD))
             name = STEP.fullmatch(path.name)
-            if name is None or not os.path.lexists(aside / MANIFEST) or os.path.lexists(path / MANIFEST):
+            if name is None or aside.is_symlink() or not os.path.lexists(aside / MANIFEST):
+                continue
+            if not path.is_symlink() and os.path.lexists(path / MANIFEST):
                 continue
             with contextlib.suppress(OSError):  # where nothing may be changed, what stands is still to be read
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
                 aside.rename(path)
                 steps.append(int(name[1]))
         return steps
@@ -69,10 +81,10 @@ class Folder:
         self.recover()
         left = list(self.path.glob("step-*.tmp")) if self.path.is_dir() else []
         # Between its two renames a save has its final name, and its manifest not yet.
-        left += [each.path for each in self._found() if not os.path.lexists(each.path / MANIFEST)
-                 and (each.path / UNFINISHED).exists()]  # fmt: skip
+        left += [each.path for each in self._found() if not each.path.is_symlink()
+                 and not os.path.lexists(each.path / MANIFEST) and (each.path / UNFINISHED).exists()]  # fmt: skip
         for path in left:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
         return left
 
     def prune(self, newest: int, keep: int, keep_every: int) -> list[int]:
@@ -88,8 +100,8 @@ class Folder:
             # Without its manifest it is no checkpoint any more, however far the rest of the removal comes.
             (found.path / MANIFEST).unlink(missing_ok=True)
             aside = found.path.with_name(found.path.name + OLD)
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
             found.path.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
             removed.append(found.step)
         return removed

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from zerocli.checkpoint import state
 from zerocli.checkpoint.folder import Folder
-from zerocli.checkpoint.manifest import Damaged, Unfinished
+from zerocli.checkpoint.manifest import Damaged, Unfinished, Unreadable
 from zerocli.checkpoint.manifest import read as read_manifest
 from zerocli.checkpoint.members import control_group, members_of
 from zerocli.checkpoint.parts import LoadPlanner
@@ -38,8 +38,9 @@ class Resumed:
 def load(engine: Engine, path: str | Path) -> dict[str, Any]:
     """Fill the engine from one checkpoint, saved at any stage, placement and world size; return its values. Collective.
 
-    Raises Damaged where a byte of it is not what was written, on every rank, whichever met it; the engine is then of no
-    use until a load succeeds. Raises state.Mismatch, with the engine as it was, where it is of another model.
+    Raises Damaged where a byte of it is not what was written, and Unreadable where the system would not let it be
+    read, on every rank, whichever met it; the engine is then of no use until a load succeeds. Raises state.Mismatch,
+    with the engine as it was, where it is of another model.
     """
     return _load(engine, Path(path), control_group(engine))
 
@@ -54,7 +55,8 @@ def _load(engine: Engine, path: Path, group: dist.ProcessGroup | None) -> dict[s
         _agreed(reader.open, group)
         dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), process_group=group)
     except CheckpointException as error:
-        raise Damaged(describe(error)) from None
+        unreadable = any(isinstance(failure[0], Unreadable | OSError) for failure in error.failures.values())
+        raise (Unreadable if unreadable else Damaged)(describe(error)) from None
     finally:
         reader.close()
     state.spread(engine)
@@ -72,13 +74,15 @@ def _finish(acts: list[Callable[[], None]]) -> None:
 
 
 def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Return what `act` gives; raise the first rank's Damaged or Mismatch on all of them."""
+    """Return what `act` gives; raise the first rank's Damaged, Unreadable or Mismatch on all of them."""
     result: Any = None
     problem: Exception | None = None
     try:
         result = act()
-    except (Damaged, state.Mismatch, OSError) as error:
-        problem = error if not isinstance(error, OSError) else Damaged(str(error))
+    except (Damaged, Unreadable, state.Mismatch) as error:
+        problem = error
+    except OSError as error:
+        problem = Unreadable(f"{error.filename or 'a file of it'} cannot be read: {error.strerror or error}")
     if group is not None:
         everyone: list[Exception | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, problem, group=group)
@@ -91,7 +95,8 @@ def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
 def resume(engine: Engine, folder: str | Path, say: Callable[[str], None] = lambda text: None) -> Resumed:
     """Fill the engine from a folder's newest whole checkpoint, and say which were passed over, and why. Collective.
 
-    Returns step 0 where nothing was ever saved; raises Damaged where something was and none of it is whole.
+    Returns step 0 where nothing was ever saved; raises Damaged where something was and none of it is whole, and
+    Unreadable where the system would not let one be read that may be: an older one is not taken instead.
     """
     group = control_group(engine)
     if members_of(engine).rank == 0:

@@ -11,18 +11,22 @@ import json
 import math
 import os
 import re
-import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerocli.checkpoint.boxes import tile
 from zerocli.checkpoint.folder import MANIFEST, STEP, UNFINISHED
-from zerocli.files import unique_names
+from zerocli.regular_files import NotRegular, kind_of, open_regular, unique_names
 
-VERSION = 1
+if TYPE_CHECKING:
+    from hashlib import _Hash as Hash
+
+VERSION = 2
+"""Since version 2 a piece's hash covers what it is a piece of, too; version 1 is still read."""
 FILE = re.compile(r"rank-\d{5,}\.bin")
 MAX_NBYTES = 1 << 30
 """A longer manifest is no manifest."""
@@ -37,6 +41,13 @@ _HEAD, _MIDDLE, _TAIL = b'{"sha256":"', b'",\n"manifest":', b"}\n"
 
 class Damaged(Exception):
     """A checkpoint, or what should be one, that must not be loaded; the message says what is wrong, and where."""
+
+
+class Unreadable(Exception):
+    """A checkpoint that the system would not let us read (rights, a failing disk, too many open files).
+
+    It may be whole: to pass it over for an older one would throw work away.
+    """
 
 
 class Unfinished(Damaged):
@@ -58,6 +69,20 @@ class Piece:
         return math.prod(self.sizes)
 
 
+def piece_hash(
+    step: int, name: str, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int], version: int = VERSION
+) -> Hash:
+    """Return the hash that a piece's bytes go into next: it has seen what they are of already.
+
+    A piece that was put in another's place, of another tensor, another part of it or another step, does not match.
+    """
+    digest = hashlib.sha256()
+    if version > 1:
+        about = [step, name, str(dtype).removeprefix("torch."), list(offsets), list(sizes)]
+        digest.update(json.dumps(about, separators=(",", ":")).encode() + b"\n")
+    return digest
+
+
 @dataclass
 class Tensor:
     """One saved tensor; its pieces tile it."""
@@ -77,6 +102,7 @@ class Manifest:
     """Bytes of each file."""
     values: dict[str, Any] = field(default_factory=dict)
     """Everything that is not a tensor: counters, loss scale, the run's config."""
+    version: int = VERSION
 
     @property
     def nbytes(self) -> int:
@@ -121,9 +147,9 @@ def decode(data: bytes) -> Manifest:
         body = json.loads(text, object_pairs_hook=unique_names)
         if body["format"] != "zerocli checkpoint":
             raise Damaged(f"its format is {str(body['format'])[:40]!r}")
-        if body["version"] != VERSION:
+        if body["version"] not in range(1, VERSION + 1) or isinstance(body["version"], bool):
             found = str(body["version"])[:40]
-            raise Damaged(f"it has format version {found}; this zerocli reads version {VERSION}")
+            raise Damaged(f"it has format version {found}; this zerocli reads versions up to {VERSION}")
         return _judge(body)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise Damaged(f"its manifest is malformed ({type(error).__name__}: {str(error)[:200]})") from None
@@ -162,7 +188,7 @@ def _judge(body: dict[str, Any]) -> Manifest:
         tensors[name] = tensor
     if not isinstance(body["values"], dict):
         raise Damaged("its manifest has no values")
-    return Manifest(_natural(body["step"]), tensors, files, body["values"])
+    return Manifest(_natural(body["step"]), tensors, files, body["values"], body["version"])
 
 
 def _natural(value: Any) -> int:
@@ -174,16 +200,13 @@ def _natural(value: Any) -> int:
 def open_file(folder: Path, name: str) -> int:
     """Return a descriptor of a regular file of the folder; a link, or anything else by that name, is refused."""
     try:
-        fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        return open_regular(folder / name, os.O_RDONLY)
     except FileNotFoundError:
         raise Damaged(f"{name} is missing") from None
+    except NotRegular:
+        raise Damaged(f"{name} is {kind_of(folder / name)}, not a regular file") from None
     except OSError as error:
-        link = os.path.islink(folder / name)
-        raise Damaged(f"{name} is a link" if link else f"{name} cannot be opened ({error.strerror})") from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise Damaged(f"{name} is not a regular file")
-    return fd
+        raise Unreadable(f"{folder / name} cannot be opened: {error.strerror}") from None
 
 
 def read(folder: Path) -> Manifest:
@@ -197,7 +220,11 @@ def read(folder: Path) -> Manifest:
         nbytes = os.fstat(fd).st_size
         if nbytes > MAX_NBYTES:
             raise Damaged(f"its manifest of {nbytes} bytes is none")
-        manifest = decode(file.read(nbytes))
+        try:
+            data = file.read(nbytes)
+        except OSError as error:
+            raise Unreadable(f"{folder / MANIFEST} cannot be read: {error.strerror}") from None
+    manifest = decode(data)
     named = STEP.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
         raise Damaged(f"its manifest is of step {manifest.step}, whatever its folder is called")

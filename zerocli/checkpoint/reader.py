@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 from collections import defaultdict, deque
 from collections.abc import Generator
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.futures import Future
 
 from tiers.pages import memory_of
-from zerocli.checkpoint.manifest import Damaged, Manifest, Piece, Tensor, open_file, read
+from zerocli.checkpoint.manifest import Damaged, Manifest, Piece, Tensor, Unreadable, open_file, piece_hash, read
 from zerocli.checkpoint.parts import LoadPlanner, Part
 from zerocli.files import pread
 
@@ -72,8 +71,16 @@ class Reader(StorageReader):
         tensor = self.manifest.tensors[name]
         piece = tensor.pieces[index]
         nbytes = piece.numel * tensor.dtype.itemsize
-        memory = pread(self._fds[piece.file], nbytes, piece.position, self._direct.get(piece.file))
-        if len(memory) < nbytes or hashlib.sha256(memory_of(memory)).hexdigest() != piece.sha256:
+        try:
+            memory = pread(self._fds[piece.file], nbytes, piece.position, self._direct.get(piece.file))
+        except OSError as error:
+            raise Unreadable(
+                f"{self.folder / piece.file} cannot be read at byte {piece.position} ({name}): {error.strerror}"
+            ) from None
+        about = (name, tensor.dtype, piece.offsets, piece.sizes)
+        digest = piece_hash(self.manifest.step, *about, version=self.manifest.version)
+        digest.update(memory_of(memory))
+        if len(memory) < nbytes or digest.hexdigest() != piece.sha256:
             raise Damaged(
                 f"{piece.file} is damaged within bytes {piece.position} to {piece.position + nbytes} ({name})"
             )

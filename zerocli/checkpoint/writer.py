@@ -9,9 +9,7 @@ puts it back.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future as HostFuture
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +30,8 @@ from zerocli.checkpoint.folder import MANIFEST, OLD, UNFINISHED
 from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
 from zerocli.checkpoint.progress import Progress
 from zerocli.checkpoint.snapshot import Batch, Snapshot
-from zerocli.files import DirectFile, pwrite_all, sync_folder
+from zerocli.files import DirectFile, pwrite_all
+from zerocli.regular_files import remove, sync_folder
 
 NUM_THREADS = 8
 """Slots that are hashed and written at once: about half of them keep a fast disk busy while the others are hashed."""
@@ -78,8 +77,7 @@ class Writer(StorageWriter):
             self._snapshot.start()
         if is_coordinator:
             with self._progress.by_itself("clearing"):
-                if self.aside.exists():
-                    shutil.rmtree(self.aside)
+                remove(self.aside)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._progress.together("planning")
@@ -138,8 +136,9 @@ class Writer(StorageWriter):
                 item = planned.get((part.name, box.offsets))
                 if item is not None:
                     nbytes = box.numel * part.dtype.itemsize
-                    digest = hashlib.sha256(memory[start : start + nbytes]).hexdigest()
-                    placed = Placed(self._name, at + start, digest)
+                    digest = manifests.piece_hash(self._step, part.name, part.dtype, box.offsets, box.sizes)
+                    digest.update(memory[start : start + nbytes])
+                    placed = Placed(self._name, at + start, digest.hexdigest())
                     written.append(WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=placed))
             self._probe("checkpoint write")
             if written:
@@ -178,8 +177,8 @@ class Writer(StorageWriter):
             os.close(fd)
         sync_folder(self.aside)
         replaced = self.folder.with_name(self.folder.name + OLD)
-        if self.folder.exists():  # of the same step: it goes once this one is there, and comes back if it never is
-            shutil.rmtree(replaced, ignore_errors=True)
+        if os.path.lexists(self.folder):  # of the same step: it goes once this one is there, or else comes back
+            remove(replaced)
             self.folder.rename(replaced)
         self._probe("checkpoint rename")
         self.aside.rename(self.folder)
@@ -189,7 +188,7 @@ class Writer(StorageWriter):
         sync_folder(self.folder)
         sync_folder(self.folder.parent)
         self._probe("checkpoint committed")
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove(replaced)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

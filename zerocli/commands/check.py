@@ -21,8 +21,9 @@ from zerocli import launch, machine
 from zerocli.check import table
 from zerocli.check.rows import TIERS, Checklist, choose_rows
 from zerocli.commands.train import arguments
+from zerocli.console import say, show
 from zerocli.errors import DOES_NOT_FIT, FAILURE, UserError
-from zerocli.job import EXIT_OK, Job, say
+from zerocli.job import EXIT_OK, Job
 from zerocli.sizes import format_bytes, parse_bytes
 from zerocli.worker import die_with_parent, worker_environment
 
@@ -292,12 +293,12 @@ def _show(config: configs.Config, checklist: Checklist, folder: Path, as_json: b
     results = _results(folder)
     _print("\n".join(table.closing(checklist, about, results)), as_json)
     if as_json:
-        click.echo(json.dumps(table.document(_name(config), checklist, about, results)))
+        show(json.dumps(table.document(_name(config), checklist, about, results)))
     return EXIT_OK if table.ok(results) else FAILURE
 
 
 def _print(text: str, as_json: bool) -> None:
-    say(text) if as_json else print(text, flush=True)
+    say(text) if as_json else show(text)
 
 
 def _keep(folder: Path, entry: dict[str, Any]) -> None:

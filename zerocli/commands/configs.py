@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from zerocli import config as configs
+from zerocli.console import quoted, say
 from zerocli.errors import UserError, closest
 
 
@@ -43,14 +44,14 @@ def cp(name: str, folder: Path, force: bool) -> None:
     if target.exists() and not force:
         raise UserError(
             f"{target} is there already",
-            hint=f"zerocli configs cp {name} {folder} --force, which overwrites it, or another DIR",
+            hint=f"zerocli configs cp {name} {quoted(folder)} --force, which overwrites it, or another DIR",
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror}", hint="another DIR") from error
-    click.echo(f"{target}: train it with zerocli train {target}", err=True)
+    say(f"{target}: train it with zerocli train {quoted(target)}")
 
 
 def find(name: str) -> Path:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
+from zerocli.console import say, show
 from zerocli.errors import UserError
-from zerocli.job import say
 from zerocli.sizes import format_bytes, format_count, parse_bytes
 
 
@@ -44,5 +44,5 @@ def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as
     say(f"try: zerocli train {f'{out}/config.json ' if done.model else ''}--init-from {out}")
     if as_json:
         document = {"schema": 1, "step": done.step, "out": out, "files": done.files, "parameters": done.parameters}
-        print(json.dumps(document | {"bytes": done.nbytes, "seconds": seconds, "names": done.note}), flush=True)
+        show(json.dumps(document | {"bytes": done.nbytes, "seconds": seconds, "names": done.note}))
     return 0

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from zerocli import machine
+from zerocli.console import printable, show
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan import search
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
@@ -77,12 +78,12 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
         candidates = search.weigh_all(planned, setup, hardware, stages, given["offload"])
         best = search.best_of(candidates)
         change = None if best else search.smallest_change(planned, candidates[-1].setup, hardware)
-        verdict = Verdict(planned, source.name, hardware, candidates, best, change)
+        verdict = Verdict(planned, printable(source.name), hardware, candidates, best, change)
     if (saved := verdict.candidates[0].plan.saved) is not None:
         notes.append(_on_saves(saved))
     verdict = dataclasses.replace(verdict, notes=tuple(notes))
     if as_json:
-        click.echo(json.dumps(document(verdict)))
+        show(json.dumps(document(verdict)))
     else:
         colour = sys.stdout.isatty()
         click.echo(render(verdict, explain, colour))

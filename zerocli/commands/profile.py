@@ -14,8 +14,8 @@ from click.core import ParameterSource
 from zerocli import config as configs
 from zerocli import launch, machine
 from zerocli.commands.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config
+from zerocli.console import quoted, say, show
 from zerocli.errors import UserError
-from zerocli.job import say
 from zerocli.launch import RunOptions
 from zerocli.worker import die_with_parent, worker_environment
 
@@ -70,7 +70,7 @@ def _refuse_changes(ctx: click.Context, run: str) -> None:
     if flags:
         raise UserError(
             f"{flags}: {run} is a run, and is shown as it was",
-            hint=f"zerocli profile {run}, or zerocli profile CONFIG {flags} ...",
+            hint=f"zerocli profile {quoted(run)}, or zerocli profile CONFIG {flags} ...",
         )
 
 
@@ -88,7 +88,8 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
 
         if len(found) > 1:
             raise UserError(
-                "--trace-file is of one run, and two are given", hint=f"zerocli profile {paths[0]} --trace-file ..."
+                "--trace-file is of one run, and two are given",
+                hint=f"zerocli profile {quoted(paths[0])} --trace-file ...",
             )
         trace.write(given["trace_file"], found[0])
         say(f"trace: {given['trace_file']} ({trace.VIEWERS})")
@@ -98,11 +99,9 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
     if given["json"]:
         shown = [{key: value for key, value in each.items() if key != "timeline"} for each in found]
         document = shown[0] if len(shown) == 1 else {"schema": 1, "runs": dict(zip(paths, shown, strict=True))}
-        click.echo(json.dumps(document))
+        show(json.dumps(document))
     else:
-        click.echo(
-            table.render(found[0]) if len(found) == 1 else table.compare(found[0], found[1], (paths[0], paths[1]))
-        )
+        show(table.render(found[0]) if len(found) == 1 else table.compare(found[0], found[1], (paths[0], paths[1])))
     return 0
 
 
@@ -159,6 +158,6 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
         "peak": {tier: {"predicted": plan.needed(tier), "measured": None} for tier in table.TIERS},
         "step": {"seconds": None, "compute": None, "wait": None},
     }
-    click.echo(json.dumps(document) if as_json else "\n".join(table.dry(document)))
+    show(json.dumps(document) if as_json else "\n".join(table.dry(document)))
     say("nothing was run")
     return 0

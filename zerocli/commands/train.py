@@ -18,9 +18,10 @@ from click.core import ParameterSource
 from zerocli import config as configs
 from zerocli import launch, machine
 from zerocli.checkpoint.folder import Folder
+from zerocli.console import say
 from zerocli.errors import UserError
-from zerocli.job import say
 from zerocli.launch import RunOptions
+from zerocli.regular_files import read_regular
 from zerocli.worker import die_with_parent, job_name, worker_environment
 
 RUNS = "runs"
@@ -164,11 +165,11 @@ def own_config(run_dir: str, default: str) -> str:
     path = Path(run_dir, "config.json").absolute()
     found = [] if path.is_file() else Folder(Path(run_dir, "checkpoints")).committed()
     if found:
-        from zerocli.checkpoint.manifest import Damaged, read  # with torch: not for every start
-        from zerocli.files import write_text
+        from zerocli.checkpoint.manifest import Damaged, Unreadable, read  # with torch: not for every start
+        from zerocli.regular_files import write_text
 
         for each in found:
-            with contextlib.suppress(Damaged, OSError, TypeError, ValueError):
+            with contextlib.suppress(Damaged, Unreadable, OSError, TypeError, ValueError):
                 config = read(each.path).values.get("config")
                 if isinstance(config, dict) and not dict(config.get("model") or {}).get("factory"):
                     write_text(path, json.dumps(config, indent=2) + "\n")
@@ -196,7 +197,7 @@ def was_restarted(run_dir: str, environ: Mapping[str, str] = os.environ) -> bool
     """
     restarts = [environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
     job, before = job_name(environ), Path(run_dir, launch.JOB_FILE)
-    same = bool(job) and before.is_file() and before.read_text() == job
+    same = bool(job) and before.is_file() and read_regular(before, 1 << 16).decode(errors="replace") == job
     return (same or restarts != ["0", "0"]) and has_checkpoint(run_dir)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from zerocli.errors import ConfigError, Problem, closest, quote
+from zerocli.regular_files import MAX_CONFIG_NBYTES
 
 FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -97,9 +98,11 @@ def _read_text(path: str) -> str:
         raise refuse("is not a regular file")
     try:
         with open(path, "rb") as file:
-            data = file.read()
+            data = file.read(MAX_CONFIG_NBYTES + 1)
     except OSError as error:
         raise refuse(f"cannot be read ({error.strerror})") from None
+    if len(data) > MAX_CONFIG_NBYTES:
+        raise refuse(f"has {os.path.getsize(path)} bytes; no config has more than {MAX_CONFIG_NBYTES}")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

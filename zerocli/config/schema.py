@@ -20,8 +20,8 @@ class ModelConfig:
 
     family: str = setting("gpt2", choices=("gpt2", "llama"))
     """Which built-in model: gpt2 or llama."""
-    layers: int = setting(4, least=1)
-    """Transformer blocks."""
+    layers: int = setting(4, least=1, most=10_000)
+    """Transformer blocks; at most 10,000, as a plan goes through them one by one."""
     hidden: int = setting(128, least=1)
     """Width of the residual stream."""
     heads: int = setting(4, least=1)

@@ -15,6 +15,7 @@ from typing import Any
 
 from zerocli.errors import UserError, quote
 from zerocli.profile.ledger import TIERS
+from zerocli.regular_files import read_regular
 
 Form = Any
 
@@ -107,20 +108,12 @@ LINE: Form = {
 ANOTHER = "zerocli profile with another run"
 
 
-def read(path: Path) -> bytes:
-    """Return a file's bytes; UserError if there are none to be had (a pipe would never end)."""
-    if not path.is_file():
-        raise UserError(f"{path} cannot be read: it is no file", hint=ANOTHER)
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", hint=ANOTHER) from error
-
-
-def read_table(path: Path, hint: str = ANOTHER) -> dict[str, Any]:
+def read_table(path: Path, max_nbytes: int, hint: str = ANOTHER) -> dict[str, Any]:
     """Return the table in a JSON file; UserError, with `hint`, if it cannot be read or holds none."""
     try:
-        value = json.loads(read(path), parse_constant=_refuse)
+        value = json.loads(read_regular(path, max_nbytes), parse_constant=_refuse)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", hint=ANOTHER) from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not what zerocli writes: {error}", hint=hint) from error
     if not isinstance(value, dict):

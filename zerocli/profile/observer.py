@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +11,15 @@ from typing import Any
 import torch
 
 from zerocli.config import Config
+from zerocli.console import say
 from zerocli.engine import Engine
-from zerocli.job import say
 from zerocli.launch import RunOptions
 from zerocli.memory import CATEGORIES
 from zerocli.metrics import Line, device_peak
 from zerocli.profile import places
 from zerocli.profile.document import assemble
 from zerocli.profile.runs import FILE
+from zerocli.regular_files import write_text
 
 _WHERE = {
     "cuda": "activations are not told apart, they are in `unattributed`",
@@ -77,7 +77,7 @@ class Observer:
         }
 
     def tell(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
-        write(Path(options.run_dir) / FILE, document)
+        write_text(Path(options.run_dir) / FILE, json.dumps(document), sync=False)
 
 
 def away(engine: Engine, process: int | None) -> dict[str, dict[str, Any]]:
@@ -133,13 +133,3 @@ def gather(engine: Engine, value: Any) -> list[Any]:
     padded[: text.numel()] = text
     everyone = engine.gather_control(padded).cpu()
     return [json.loads(bytes(row[:size].tolist())) for row, size in zip(everyone, sizes, strict=True)]
-
-
-def write(path: Path, document: dict[str, Any]) -> None:
-    """Write a document whole or not at all."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        part.write_text(json.dumps(document))
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

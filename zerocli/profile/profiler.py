@@ -8,6 +8,7 @@ Neither changes a number: operations are the same, in the same order.
 
 from __future__ import annotations
 
+import json
 import socket
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,9 +29,10 @@ from zerocli.profile.clock import Clock, Segment, Span
 from zerocli.profile.follow import Follower
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger, describe
 from zerocli.profile.nvml import process_nbytes
-from zerocli.profile.observer import FILE, Observer, away, facts, system, write
+from zerocli.profile.observer import FILE, Observer, away, facts, system
 from zerocli.profile.seams import Seams
 from zerocli.profile.timeline import make_timeline
+from zerocli.regular_files import write_text
 
 NUM_FOLLOWED = 2
 """Steps in which memory is followed."""
@@ -296,7 +298,7 @@ class Profiler(Observer):
         self.tell(config, options, self.document(config, engine, lines, everyone))
 
     def tell(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
-        write(Path(options.run_dir) / FILE, document)
+        write_text(Path(options.run_dir) / FILE, json.dumps(document), sync=False)
         self._told(config, options, document)
 
 

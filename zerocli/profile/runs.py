@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zerocli.console import quoted
 from zerocli.errors import ConfigError, UserError, quote
 from zerocli.profile import form
 from zerocli.profile.document import SCHEMA, config_shape, seconds
 from zerocli.profile.form import ANOTHER
 from zerocli.profile.ledger import TIERS
+from zerocli.regular_files import MAX_CONFIG_NBYTES, MAX_LINE_NBYTES, MAX_PROFILE_NBYTES, lines_of
 
 FILE = "profile.json"
+KEPT_LINES = 10_000
+"""Lines of metrics that are kept at least, where there are more."""
 
 
 def read(folder: str) -> dict[str, Any]:
@@ -34,13 +39,13 @@ def read(folder: str) -> dict[str, Any]:
         raise UserError(
             f"{folder} is no run folder: it has no {' and no '.join(missing)}", hint="zerocli profile runs/<name>"
         )
-    settings = form.read_table(run / "config.json")
+    settings = form.read_table(run / "config.json", MAX_CONFIG_NBYTES)
     written, warnings = read_metrics(run / "metrics.jsonl")
     if not written:
         raise UserError(f"{folder} has not finished a step: metrics.jsonl has no line", hint="zerocli profile CONFIG")
     if FILE in names:
-        hint = f"rm {run / FILE}, and the run's metrics are shown instead"
-        document = form.read_table(run / FILE, hint)
+        hint = f"rm {quoted(run / FILE)}, and the run's metrics are shown instead"
+        document = form.read_table(run / FILE, MAX_PROFILE_NBYTES, hint)
         _check(run / FILE, document, hint)
         document["notes"] += _stale(document, written[-1]["step"])
     else:
@@ -74,11 +79,11 @@ def _stale(document: dict[str, Any], newest: int) -> list[str]:
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a run's lines in the order they were written, and what was found torn.
 
-    A line is whole or absent; only the last can be torn, by a run that was killed while it wrote.
+    Of more than 20,000 lines the first and the newest are kept: a file of any size takes as much memory. A line is
+    whole or absent; only the last can be torn, by a run that was killed while it wrote.
     """
     found: list[dict[str, Any]] = []
-    texts = form.read(path).split(b"\n")
-    for number, text in enumerate(texts, start=1):
+    for number, text in enumerate(_lines(path), start=1):
         if not text.strip():
             continue
         try:
@@ -88,11 +93,20 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             wrong = "it holds no table"
         if not wrong:
             found.append(line)
-        elif number == len(texts):
+            if len(found) > 2 * KEPT_LINES:
+                del found[1 : KEPT_LINES + 1]
+        elif not text.endswith(b"\n") and len(text) < MAX_LINE_NBYTES:
             return found, [f"metrics.jsonl: its last line, {number}, is torn; read up to it"]
         else:
             raise UserError(f"{path}, line {number}: not what zerocli writes: {wrong}", hint=ANOTHER)
     return found, []
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        yield from lines_of(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", hint=ANOTHER) from error
 
 
 def _from_metrics(run: Path, settings: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:

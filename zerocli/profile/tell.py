@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from zerocli.config import Config
-from zerocli.job import say
+from zerocli.console import quoted, say, show
 from zerocli.launch import RunOptions
 from zerocli.profile import page, table, trace
 
@@ -35,15 +34,7 @@ class Teller:
             trace.write(self._trace_file, document)
             say(f"trace: {self._trace_file} ({trace.VIEWERS})")
         if not self._html:
-            say(f"try: zerocli profile {options.run_dir} --html profile.html")
-
-
-def show(text: str) -> None:
-    """Print to stdout; whoever has read enough of it (`| head`) is no reason for this rank to fail, and all with it."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            say(f"try: zerocli profile {quoted(options.run_dir)} --html profile.html")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,62 @@
+"""What reaches the terminal: text without control characters, on standard streams that are open. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import sys
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but newline and tab, what changes the direction of text, and halves of characters."""
+
+
+def printable(text: str) -> str:
+    """Return the text with what a terminal would obey instead of showing it (escapes, bidi marks) spelled out."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def say(text: str) -> None:
+    """Print a message for people to stderr; nobody listening, or no room for a log, fails no run."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream was closed
+        print(printable(text), file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    """Print what was asked for to stdout; whoever has read enough of it (`| head`) fails no run."""
+    try:
+        print(printable(text), flush=True)
+    except BrokenPipeError:
+        silence_stdout()
+
+
+def silence_stdout() -> None:
+    """Send what is still to be printed to the null device: nobody reads it, and Python would fail at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 1)
+
+
+def open_standard_streams() -> None:
+    """Open the null device in place of each standard stream that is closed.
+
+    Otherwise the next file that is opened would get its number, and be written what was meant for the terminal.
+    """
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDONLY if fd == 0 else os.O_WRONLY)
+            if opened != fd:
+                os.dup2(opened, fd)
+                os.close(opened)
+            os.set_inheritable(fd, True)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def quoted(path: str | os.PathLike[str]) -> str:
+    """Return a path as a shell takes it, for a command to paste."""
+    return shlex.quote(os.fspath(path))
