@@ -81,11 +81,11 @@ def campaign(given: argparse.Namespace, root: Path) -> int:
     else:
         runs = Campaign(given.seed, root, given.only, given.keep)
         numbers = iter(range(given.runs))
-        lock = threading.Lock()
+        lock, stopping = threading.Lock(), threading.Event()
 
         def work(job: int) -> None:
             with Inside(given.seed, root, str(job)) as inside:
-                while time.monotonic() < deadline:
+                while time.monotonic() < deadline and not stopping.is_set():
                     with lock:
                         index = next(numbers, None)
                     if index is None:
@@ -98,8 +98,14 @@ def campaign(given: argparse.Namespace, root: Path) -> int:
         threads = [threading.Thread(target=work, args=(job,)) for job in range(given.jobs)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            print("interrupted: ending with the cases under way", file=sys.stderr, flush=True)
+            stopping.set()
+            for thread in threads:
+                thread.join()
     new = sorted(leftovers.shared_memory() - shared)
     print(f"{time.monotonic() - began:.0f} s; new in /dev/shm: {', '.join(new) or 'nothing'}", file=sys.stderr)
     if given.json:

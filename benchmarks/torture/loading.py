@@ -17,12 +17,12 @@ from torture import damage
 from torture.tally import Result
 from zerocli import config as configs
 from zerocli import trainer
-from zerocli.checkpoint import Damaged, Folder, Mismatch, Saver, load, resume
+from zerocli.checkpoint import Damaged, Folder, Mismatch, Saver, Unreadable, load, resume
 from zerocli.engine import Engine
 from zerocli.errors import UserError
 from zerocli.metrics import Line, MetricsFile
 
-CLEAR = (Damaged, Mismatch, UserError, OSError)
+CLEAR = (Damaged, Mismatch, Unreadable, UserError, OSError)
 """What a resume may end with; the command makes a line of each."""
 
 
