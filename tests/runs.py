@@ -8,6 +8,7 @@ import multiprocessing.connection
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -35,6 +36,7 @@ TINY = [
 
 
 STUCK = -999
+REMOVE_FOLDER = -1
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Death:
     only: str = ""
     """Count only events whose name starts with this."""
     signal: int = signal.SIGKILL
-    """0 is no signal: the rank's main thread stands still for good."""
+    """0 is no signal: the rank's main thread stands still for good. REMOVE_FOLDER: it removes the run folder."""
 
 
 @dataclass
@@ -73,7 +75,10 @@ def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given:
         nonlocal count
         count += name.startswith(death.only)
         if rank in death.ranks and count == death.at and name.startswith(death.only):
-            os.kill(os.getpid(), death.signal) if death.signal else threading.Event().wait()
+            if death.signal == REMOVE_FOLDER:
+                shutil.rmtree(folder)
+            else:
+                os.kill(os.getpid(), death.signal) if death.signal else threading.Event().wait()
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.said{rank}", "w", buffering=1) as said, contextlib.redirect_stderr(said):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False  # as typing's, without importing it: the program handles an interrupt only after this file
 if TYPE_CHECKING:
+    from typing import Any
+
     from zerocli.api import shard as shard
     from zerocli.ema import EMA as EMA
     from zerocli.engine import Engine as Engine

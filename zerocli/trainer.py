@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tiers.errors import TierError
-from zerocli import lost, report
+from zerocli import lost, machine, report
 from zerocli.api import open_process_group
 from zerocli.build import DoesNotFit
 from zerocli.checkpoint.folder import Folder
@@ -27,7 +27,7 @@ from zerocli.data import Batches, open_source
 from zerocli.engine import Engine
 from zerocli.errors import UserError
 from zerocli.job import EXIT_PREEMPTED
-from zerocli.launch import JOB_FILE, RunOptions
+from zerocli.launch import JOB_FILE, RunOptions, open_files
 from zerocli.metrics import History, Line
 from zerocli.models import Decoder, build
 from zerocli.occupied import occupy
@@ -48,6 +48,7 @@ from zerocli.worker import job_name
 def work(config: Config, options: RunOptions, observer: Observer | None = None) -> int:
     """Be one rank of a run, watched by `observer`; return the exit code."""
     refuse_check_of_masks(config, options)
+    machine.allow_open_files(open_files(int(os.environ.get("WORLD_SIZE", "1"))))
     open_process_group()
     # A launcher of ours has the folder already; of torchrun's or SLURM's ranks the first takes it.
     first = "ZEROCLI_PARENT" not in os.environ and (not dist.is_initialized() or dist.get_rank() == 0)

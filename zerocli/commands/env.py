@@ -14,6 +14,7 @@ import click
 
 from zerocli import machine
 from zerocli.errors import UserError
+from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular, write_text
 
 BENCH_NBYTES = 1 << 30
 BENCH_SECONDS = 5.0
@@ -75,9 +76,7 @@ def measure(facts: dict[str, Any], paths: tuple[str, ...]) -> None:
         cache[key] = {"time": time.time(), "result": result}
     target = cache_path()
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(cache, indent=2))
-    os.replace(part, target)
+    write_text(target, json.dumps(cache, indent=2))
 
 
 def remembered(facts: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
@@ -106,8 +105,8 @@ def cache_path() -> Path:
 def read_cache() -> dict[str, Any]:
     """Return the remembered measurements; none when the file is missing or unreadable: they can be taken again."""
     try:
-        cache = json.loads(cache_path().read_text())
-    except (OSError, ValueError):
+        cache = json.loads(read_regular(cache_path(), MAX_CONFIG_NBYTES))
+    except (OSError, ValueError, UserError):
         return {}
     return cache if isinstance(cache, dict) else {}
 

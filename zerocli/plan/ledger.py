@@ -61,4 +61,5 @@ class Storage:
         self._size = ledger.take(nbytes, category)
 
     def __del__(self) -> None:
-        self._ledger.give(self._size, self._category)
+        if hasattr(self, "_size"):  # an interrupt may have come before it was counted
+            self._ledger.give(self._size, self._category)
