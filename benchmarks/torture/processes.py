@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -87,11 +88,15 @@ def forked(
     resume: bool = False,
     count_lines: bool = False,
     seconds: float = LIMIT_SECONDS,
+    prepare: Callable[[], None] | None = None,
 ) -> Ended:
-    """Run the ranks of a setup to their end, however it comes; no process of theirs is left."""
+    """Run the ranks of a setup to their end, however it comes; no process of theirs is left.
+
+    `prepare` is called in each of them first.
+    """
     for note in place.notes.iterdir():
         note.unlink()
-    port, given = free_port(), (words(setup, place, resume), setup.world, place, fault, count_lines)
+    port, given = free_port(), (words(setup, place, resume), setup.world, place, fault, count_lines, prepare)
     ranks = [_context.Process(target=_rank, args=(rank, port, *given), daemon=True) for rank in range(setup.world)]
     for process in ranks:
         process.start()
@@ -127,7 +132,16 @@ def forked(
     )
 
 
-def _rank(rank: int, port: int, given: list[str], world: int, place: Place, fault: Fault, count: bool) -> None:
+def _rank(
+    rank: int,
+    port: int,
+    given: list[str],
+    world: int,
+    place: Place,
+    fault: Fault,
+    count: bool,
+    prepare: Callable[[], None] | None,
+) -> None:
     (place.notes / f"pid{rank}").write_text(str(os.getpid()))
     os.setsid()  # so that what it leaves behind can be told from others' processes
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
@@ -146,6 +160,8 @@ def _rank(rank: int, port: int, given: list[str], world: int, place: Place, faul
     from zerocli import cli, trainer
 
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
     work = trainer.work
     striker = install(fault, rank, place, count)
 
