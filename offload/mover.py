@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.store import Store
+from offload.verify import UNVERIFIED, Unverified
 from tiers.base import Block, Tier, round_up
 from tiers.errors import TierFull
 from tiers.transfer import JointTransfer, Transfer
@@ -126,9 +127,16 @@ class StagedStore(Store):
     """A store on a slow tier, of which a mover may keep a copy in host memory."""
 
     def __init__(
-        self, mover: Mover, tier: Tier, kind: str, numel: int, dtype: torch.dtype, traffic: Counter[str]
+        self,
+        mover: Mover,
+        tier: Tier,
+        kind: str,
+        numel: int,
+        dtype: torch.dtype,
+        traffic: Counter[str],
+        verifier: Unverified = UNVERIFIED,
     ) -> None:
-        super().__init__(tier, kind, numel, dtype, traffic)
+        super().__init__(tier, kind, numel, dtype, traffic, verifier)
         self._mover = mover
 
     def put(self, start: int, source: torch.Tensor) -> Transfer:
@@ -142,12 +150,11 @@ class StagedStore(Store):
         kept = self._mover.cache.write(copy.block, source, start * self.dtype.itemsize)
         return self._track(JointTransfer((written, kept)))
 
-    def fetch(self, start: int, target: torch.Tensor) -> Transfer:
+    def _read(self, start: int, target: torch.Tensor) -> Transfer:
         copy = self._mover.copy_of(self)
         if copy is None or start + target.numel() > copy.valid:
-            return super().fetch(start, target)
-        self._traffic[f"{self.kind} read"] += target.nbytes
-        return self._track(self._mover.cache.read(copy.block, target, start * self.dtype.itemsize))
+            return super()._read(start, target)
+        return self._mover.cache.read(copy.block, target, start * self.dtype.itemsize)
 
     def read_ahead(self, memory: torch.Tensor) -> Transfer:
         """Start reading the whole store into host memory."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from offload.store import Store
+from offload.verify import UNVERIFIED, Unverified
 from tiers.base import Tier
 from tiers.transfer import Transfer
 
@@ -18,10 +19,17 @@ from tiers.transfer import Transfer
 class Record:
     """Arrays of `numel` elements each, cut at `cuts` (ascending, from 0 to numel)."""
 
-    def __init__(self, tier: Tier, arrays: Sequence[str], cuts: Sequence[int], traffic: Counter[str]) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        arrays: Sequence[str],
+        cuts: Sequence[int],
+        traffic: Counter[str],
+        verifier: Unverified = UNVERIFIED,
+    ) -> None:
         self.arrays = tuple(arrays)
         self._cuts = list(cuts)
-        self.store = Store(tier, "optimizer", cuts[-1] * len(self.arrays), torch.float32, traffic)
+        self.store = Store(tier, "optimizer", cuts[-1] * len(self.arrays), torch.float32, traffic, verifier)
 
     def width(self, start: int, stop: int) -> int:
         """Return the elements that the chunk [start, stop) takes, all arrays together."""
@@ -49,9 +57,12 @@ class Record:
                 yield first * len(self.arrays) + index * (last - first) + low - first, range(low, high)
 
     def local(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return the chunk's own memory where the host can address it."""
-        whole = self.store.local()
-        return None if whole is None else whole[start * len(self.arrays) : stop * len(self.arrays)]
+        """Return the chunk's own memory where the host can address it; whoever changes it calls `changed`."""
+        return self.store.local(start * len(self.arrays), stop * len(self.arrays))
+
+    def changed(self, start: int, stop: int) -> None:
+        """Take the chunk, which `local` gave, as it is now."""
+        self.store.changed(start * len(self.arrays), stop * len(self.arrays))
 
     def fill(self, values: dict[str, torch.Tensor]) -> None:
         """Write every array whole; those not given are zero."""

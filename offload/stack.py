@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.placement import HBM, Share
+from offload.verify import UNVERIFIED, Unverified
 from tiers.base import Block, Tier, as_bytes, round_up
 from tiers.errors import TierFull
 from tiers.transfer import Transfer
@@ -41,7 +42,7 @@ class Slot:
 class Saved:
     """One array of the stack; its slot is free again when nobody holds this any more."""
 
-    def __init__(self, slot: Slot, source: torch.Tensor) -> None:
+    def __init__(self, slot: Slot, source: torch.Tensor, what: str, verifier: Unverified) -> None:
         self.slot, self.numel, self.dtype = slot, source.numel(), source.dtype
         self._source: torch.Tensor | None = None
         self._write: Transfer | None = None
@@ -49,7 +50,9 @@ class Saved:
         if slot.near:
             slot.view(source.nbytes).copy_(as_bytes(source))
         else:
-            self._source = source
+            self._source, self._what = source, what
+            self._sums = verifier.sums(slot.block, slot.offset, source.nbytes)
+            self._sums.wrote(0, source, what)
             self._write = slot.tier.write(slot.block, source, slot.offset)
 
     @property
@@ -64,7 +67,9 @@ class Saved:
 
     def fetch(self, target: torch.Tensor) -> Transfer:
         """Start filling `target`, after the caller's current stream."""
-        return self.slot.tier.read(self.slot.block, target, self.slot.offset)
+        transfer = self.slot.tier.read(self.slot.block, target, self.slot.offset)
+        transfer.what = self._what
+        return self._sums.fetched(transfer, 0, target, self._what)
 
     def let_go(self) -> None:
         """Keep the array on its tier alone, once it is there; raise if it could not be written."""
@@ -84,21 +89,29 @@ class Stack:
     """Places arrays by `shares`, first come first placed; `expected` of one size are expected to be alive at once."""
 
     def __init__(
-        self, open_tier: Callable[[str], Tier], shares: Sequence[Share], expected: int, traffic: Counter[str]
+        self,
+        open_tier: Callable[[str], Tier],
+        shares: Sequence[Share],
+        expected: int,
+        traffic: Counter[str],
+        verifier: Unverified = UNVERIFIED,
     ) -> None:
         self._open_tier, self._shares, self._expected = open_tier, tuple(shares), max(1, expected)
-        self._traffic = traffic
+        self._traffic, self._verifier = traffic, verifier
         self._slots: list[Slot] = []
         self._used: Counter[str] = Counter()
         self._in_flight: deque[weakref.ref[Saved]] = deque()
         self.notes: list[str] = []
         """What was decided while placing, a line each."""
 
-    def push(self, source: torch.Tensor) -> Saved:
-        """Take a contiguous array; it is written while the caller goes on, and must not be changed meanwhile."""
+    def push(self, source: torch.Tensor, what: str) -> Saved:
+        """Take a contiguous array; it is written while the caller goes on, and must not be changed meanwhile.
+
+        `what` it is, for people.
+        """
         self._settle(IN_FLIGHT - 1)  # backpressure: the caller waits for the tier, memory does not grow
         slot = self._take(source.nbytes)
-        saved = Saved(slot, source)
+        saved = Saved(slot, source, what, self._verifier)
         if not slot.near:
             self._in_flight.append(weakref.ref(saved))
             self._traffic["activations written"] += source.nbytes

@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from offload.verify import UNVERIFIED, Unverified
 from tiers.base import Tier
 from tiers.transfer import Transfer
 
@@ -13,10 +14,19 @@ from tiers.transfer import Transfer
 class Store:
     """`numel` elements of one dtype in a block of a tier; parts come and go by transfers, each counted."""
 
-    def __init__(self, tier: Tier, kind: str, numel: int, dtype: torch.dtype, traffic: Counter[str]) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        kind: str,
+        numel: int,
+        dtype: torch.dtype,
+        traffic: Counter[str],
+        verifier: Unverified = UNVERIFIED,
+    ) -> None:
         self.tier, self.kind, self.numel, self.dtype = tier, kind, numel, dtype
         self._traffic = traffic
         self._block = tier.allocate(numel * dtype.itemsize)
+        self._sums = verifier.sums(self._block)
         self._open: list[Transfer] = []
         self.what = kind
         """What it holds, for people."""
@@ -29,25 +39,34 @@ class Store:
         """Start writing `source` at element `start`, after the caller's current stream."""
         assert source.dtype == self.dtype
         self._traffic[f"{self.kind} written"] += source.nbytes
+        self._sums.wrote(start * self.dtype.itemsize, source, self.what)
         return self._track(self.tier.write(self._block, source, start * self.dtype.itemsize))
 
     def fetch(self, start: int, target: torch.Tensor) -> Transfer:
         """Start filling `target` from element `start` on, after the caller's current stream and earlier writes."""
         assert target.dtype == self.dtype
         self._traffic[f"{self.kind} read"] += target.nbytes
-        return self._track(self.tier.read(self._block, target, start * self.dtype.itemsize))
+        transfer = self._track(self._read(start, target))
+        return self._sums.fetched(transfer, start * self.dtype.itemsize, target, self.what)
 
     def peek(self, start: int, target: torch.Tensor) -> Transfer:
         """Start filling `target` as `fetch` does, from any thread; it is no part of training's traffic."""
         assert target.dtype == self.dtype
-        return self.tier.read(self._block, target, start * self.dtype.itemsize)
+        return self._sums.peek(self._block, start * self.dtype.itemsize, target, self.what)
 
-    def local(self) -> torch.Tensor | None:
-        """Return the array itself where the host can address it, with no transfer of it under way; else None."""
+    def local(self, start: int, stop: int) -> torch.Tensor | None:
+        """Return elements [start, stop) themselves where the host can address them, with no transfer of the array
+        under way; else None. Whoever changes them calls `changed`."""
         if not self.tier.addressable:
             return None
         self.settle()
-        return self.tier.view(self._block).view(self.dtype)
+        part = self._view(start, stop)
+        self._sums.look(start * self.dtype.itemsize, part, self.what)
+        return part
+
+    def changed(self, start: int, stop: int) -> None:
+        """Take elements [start, stop), which `local` gave, as they are now."""
+        self._sums.wrote(start * self.dtype.itemsize, self._view(start, stop), self.what)
 
     def settle(self) -> None:
         """Stop the host until no transfer touches the array; raise the first one's error."""
@@ -59,6 +78,12 @@ class Store:
         """Give the array's memory back, once no transfer touches it."""
         self.settle()
         self.tier.free(self._block)
+
+    def _read(self, start: int, target: torch.Tensor) -> Transfer:
+        return self.tier.read(self._block, target, start * self.dtype.itemsize)
+
+    def _view(self, start: int, stop: int) -> torch.Tensor:
+        return self.tier.view(self._block).view(self.dtype)[start:stop]
 
     def _track(self, transfer: Transfer) -> Transfer:
         transfer.what = self.what

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from offload.placement import ACTIVATIONS, HBM, Placement
+from offload.verify import UNVERIFIED, Verifier
 from tiers.base import Tier
 from tiers.limits import read_limits
 from tiers.registry import open_tier
@@ -25,6 +26,7 @@ class TierSet:
         device: torch.device,
         nvme_path: Sequence[str] = (),
         options: Mapping[str, Mapping[str, Any]] | None = None,
+        verify: bool = False,
     ) -> None:
         self._device = device
         self._ranks_per_node = ranks_per_node
@@ -33,6 +35,8 @@ class TierSet:
         self._open: dict[tuple[str, str], Tier] = {}
         self.traffic: Counter[str] = Counter()
         """Bytes moved by kind and direction, such as `optimizer read`."""
+        self.verifier = Verifier() if verify else UNVERIFIED
+        """Compares what is read with what was written, if that was asked for."""
 
     def open(self, name: str, kind: str) -> Tier:
         """Return the tier for a kind of state, opening it the first time.

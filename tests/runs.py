@@ -8,12 +8,12 @@ import multiprocessing.connection
 import os
 import random
 import resource
-import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ TINY = [
 
 
 STUCK = -999
-REMOVE_FOLDER = -1
 
 
 @dataclass
@@ -48,7 +47,9 @@ class Death:
     only: str = ""
     """Count only events whose name starts with this."""
     signal: int = signal.SIGKILL
-    """0 is no signal: the rank's main thread stands still for good. REMOVE_FOLDER: it removes the run folder."""
+    """0 is no signal: the rank's main thread stands still for good."""
+    act: Callable[[], None] | None = None
+    """Called instead, where something else than death is to happen; a function of a module's."""
 
 
 @dataclass
@@ -75,8 +76,8 @@ def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given:
         nonlocal count
         count += name.startswith(death.only)
         if rank in death.ranks and count == death.at and name.startswith(death.only):
-            if death.signal == REMOVE_FOLDER:
-                shutil.rmtree(folder)
+            if death.act is not None:
+                death.act()
             else:
                 os.kill(os.getpid(), death.signal) if death.signal else threading.Event().wait()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import REMOVE_FOLDER, Death, train
+from runs import Death, train
 from test_checkpoint import engine_of, everything
 from test_checkpoint import train as train_engine
 
@@ -247,7 +249,7 @@ def test_values_of_another_step_are_refused(tmp_path):
 @pytest.mark.parametrize("every", [0, 2])
 def test_a_run_whose_folder_was_removed_does_not_end_well(tmp_path, every):
     run = tmp_path / "run"
-    death = Death((0,), 1, "optimizer", REMOVE_FOLDER)
+    death = Death((0,), 1, "optimizer", act=functools.partial(shutil.rmtree, run))
     ended = train(run, "train.steps=6", f"checkpoint.every={every}", world=1, death=death)
     assert ended.codes == [1], ended.said
     assert f"{run} was removed or replaced while the run was writing there" in ended.said[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def format_nbytes(nbytes: int) -> str:
     """Return `nbytes` as people read it: `94.2 GiB`, `8 MiB`, `512 B`."""
@@ -19,6 +21,16 @@ class TierError(Exception):
         self.tier = tier
         self.path = path
         self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors travel between ranks by pickle, which would otherwise call us with the message alone.
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[TierError], args: tuple[Any, ...], state: dict[str, Any]) -> TierError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class TierFull(TierError):

@@ -8,6 +8,7 @@ TYPE_CHECKING = False  # as typing's, without importing it: the program handles 
 if TYPE_CHECKING:
     from typing import Any
 
+    from offload.verify import Corrupted as Corrupted
     from zerocli.api import shard as shard
     from zerocli.ema import EMA as EMA
     from zerocli.engine import Engine as Engine
@@ -22,6 +23,7 @@ _LAZY = {
     "FlatOptimizer": "zerocli.optim",
     "ParamGroup": "zerocli.groups",
     "Refused": "zerocli.errors",
+    "Corrupted": "offload.verify",
 }
 
 

@@ -90,7 +90,7 @@ class Activations:
 
         def pack(tensor: torch.Tensor) -> Any:
             if _place(tensor) in inputs:
-                return self._keep(tensor)
+                return self._keep(tensor, name)
             return tensor if outer_pack is None else outer_pack(tensor)
 
         def unpack(packed: Any) -> torch.Tensor:
@@ -114,7 +114,7 @@ class Activations:
 
     # -- out -------------------------------------------------------------------------------------------------------
 
-    def _keep(self, tensor: torch.Tensor) -> Checkpoint:
+    def _keep(self, tensor: torch.Tensor, name: str) -> Checkpoint:
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
         total = flat.numel() + -flat.numel() % self._group.world
         each = total // self._group.world
@@ -125,7 +125,7 @@ class Activations:
             mine = flat[own.start : min(own.stop, flat.numel())]
             part[: mine.numel()].copy_(mine)
         with self._waits.waiting("transfers"):  # for a tier that is behind
-            saved = self.stack.push(part)
+            saved = self.stack.push(part, f"the activations of {name}")
         checkpoint = Checkpoint(saved, tensor, total, own)
         self._order = [ref for ref in self._order if ref() is not None]
         self._order.append(weakref.ref(checkpoint))

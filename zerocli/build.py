@@ -186,20 +186,23 @@ class Builder:
         else:
             opened = self._tiers.open(tier, "parameters")
             store = self._parameter_store(opened, flat)
+            store.what = f"the parameters of {flat.unit.title}"
             store.put(0, mine.to(flat.dtype)).synchronize()
             flat.param_store = store
         flat.detach()
 
     def _parameter_store(self, tier: Tier, flat: Flat) -> Store:
         """Return a store for the flat's own slice; one that the device cannot be filled from at speed is staged."""
-        about = (tier, "parameters", flat.own.numel, flat.dtype, self._tiers.traffic)
+        about = (tier, "parameters", flat.own.numel, flat.dtype, self._tiers.traffic, self._tiers.verifier)
         return Store(*about) if tier.addressable or not tier.stores else StagedStore(self._mover, *about)
 
     def _place_states(self, flat: Flat, held: torch.Tensor, tier: str) -> None:
         arrays = self._record_arrays(flat)
         if tier != HBM and arrays:
             cuts = [0, *(span.stop for _, span in flat.chunks(self._chunk))]
-            flat.record = Record(self._tiers.open(tier, "optimizer"), arrays, cuts, self._tiers.traffic)
+            opened = self._tiers.open(tier, "optimizer")
+            flat.record = Record(opened, arrays, cuts, self._tiers.traffic, self._tiers.verifier)
+            flat.record.store.what = f"the optimizer states of {flat.unit.title}"
             flat.record.fill({MASTER: held})
         elif MASTER in arrays:
             flat.master = held.clone()
@@ -220,7 +223,9 @@ class Builder:
                     flat.grad = torch.zeros(numel, dtype=self._grad_dtype(flat), device=self._device)
                 else:
                     opened = self._tiers.open(tier, "gradients")
-                    flat.grad_store = Store(opened, "gradients", numel, self._grad_dtype(flat), self._tiers.traffic)
+                    about = (opened, "gradients", numel, self._grad_dtype(flat))
+                    flat.grad_store = Store(*about, self._tiers.traffic, self._tiers.verifier)
+                    flat.grad_store.what = f"the gradients of {flat.unit.title}"
             return
         for dtype in dict.fromkeys(self._grad_dtype(flat) for flat in flats):
             alike = [flat for flat in flats if self._grad_dtype(flat) == dtype]

@@ -52,6 +52,7 @@ from zerocli.tensor_parallel import TensorParallel, open_axes
 from zerocli.unit import Flat, Unit, recomputed_units
 from zerocli.unshard import unsharded_model
 from zerocli.update import Updater, choose_update, stream_chunk
+from zerocli.verified import VerifiedReads
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,13 @@ class Engine:
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
         self.updater = Updater(self.rule, self.counts, self.collectives, self.device, on_cpu, self._chunk)
         recomputed = recomputed_units(self.units, settings.recompute or ACTIVATIONS in self.placement.shares)
-        shares = self.placement.of(ACTIVATIONS)
-        stack = Stack(lambda name: self.tiers.open(name, ACTIVATIONS), shares, len(recomputed), self.tiers.traffic)
+        stack = Stack(
+            lambda name: self.tiers.open(name, ACTIVATIONS),
+            self.placement.of(ACTIVATIONS),
+            len(recomputed),
+            self.tiers.traffic,
+            self.tiers.verifier,
+        )
         # Tensor-parallel ranks have equal checkpoints: each keeps a part, unless told not to.
         equal = self.tensor_parallel if settings.partition_activations else Collectives.alone(self.device)
         self.activations = Activations(stack, equal, self.device, self.waits)
@@ -198,7 +204,8 @@ class Engine:
         partitioned = [kind for kind in KINDS if getattr(self.stage, kind)]
         placement = parse_placement(settings.offload, partitioned, available(), parse_bytes)
         self.placement = per_rank(placement, self.local_world)
-        self.tiers = TierSet(self.local_world, self.device, settings.nvme_path, settings.tier_options)
+        self.tiers = TierSet(self.local_world, self.device, settings.nvme_path, settings.tier_options, settings.verify)
+        self.verified = VerifiedReads(self.tiers.verifier, self.device, self.gather_control)
         self.mover = Mover(settings.staging_nbytes, self.tiers.open_cache)
         self._chunk = stream_chunk(settings.staging_nbytes, len(self.rule.state_names))
         names = self.rule.state_names
@@ -270,6 +277,8 @@ class Engine:
             )
         with self.waits.waiting("optimizer"):
             self.updater.pump()  # units that forward did not use: their gradients are about to be replaced
+        if self._micro == 0 and not joining:
+            self.verified.issue()
         self.reducer.begin(first=self._micro == 0, last=self._micro == accumulate - 1, joining=joining)
         self._gradients.in_backward = True
 
@@ -364,6 +373,7 @@ class Engine:
             self.reducer.finish_early()
         if self._held_whole:
             raise Refused("step() inside `with engine.gathered(...)` would change what it gives: leave it first")
+        self.verified.look()
         self._refuse_replaced()
         self._refuse_uneven()  # of the step before, where the device was not asked then
         self.adopt_edits()
@@ -476,6 +486,16 @@ class Engine:
         for flat in self.trainable():
             if flat.written is not None:
                 flat.written.wait()
+        self.verified.look_now()
+
+    def verify(self) -> None:
+        """Raise `zerocli.Corrupted` if anything that the steps made so far have read is not what was written.
+
+        Collective, and waits for the device; nothing to do without `shard(..., verify=True)`.
+        """
+        if self.verified.active:
+            self.updater.pump()
+            self.verified.look_everywhere()
 
     def close(self) -> None:
         """Give back what lies on other tiers; the engine cannot train after this."""

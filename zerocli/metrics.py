@@ -136,7 +136,9 @@ class Recorder:
         return self._line(before) if before else None
 
     def flush(self) -> Line | None:
-        """Return the line of the last step."""
+        """Return the line of the last step. Collective where reads are verified."""
+        if self._pending is not None:
+            self._engine.verify()  # its update may not have been issued to its end
         before, self._pending = self._pending, None
         return self._line(before) if before else None
 

@@ -67,6 +67,9 @@ class Settings:
     """Folders of the nvme tier."""
     staging_nbytes: int = 512 << 20
     """Device (or host) memory through which states are streamed for their update."""
+    verify: bool = False
+    """Whether what comes back from other tiers is compared with checksums of what went there; a difference raises
+    `zerocli.Corrupted`."""
     tier_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further arguments for tiers, by name."""
     device: torch.device | str | None = None

@@ -115,7 +115,7 @@ def run_steps(
                 break
         keep(recorder.flush())
         if saver is not None:
-            finish_saving(saver, options)
+            finish_saving(saver, engine, options)
         if metrics is not None:
             metrics.close()
     return stopped
@@ -138,9 +138,10 @@ def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int) -
     )
 
 
-def finish_saving(saver: Saver, options: RunOptions) -> None:
+def finish_saving(saver: Saver, engine: Engine, options: RunOptions) -> None:
     """Wait for the last save; raise UserError if it failed, for nobody may think that it is there."""
     saver.close()
+    engine.verify()
     if saver.lost is not None:
         raise saver.lost
     if saver.failure is not None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from offload.verify import Corrupted
 from tiers.errors import TierError
 from zerocli import lost, machine, report
 from zerocli.api import open_process_group
@@ -55,6 +56,9 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
     try:
         with occupy(options.run_dir) if first else contextlib.nullcontext():
             return _train(config, options, observer or Observer())
+    except Corrupted as error:
+        fact, hint = lost.standing(options.run_dir)
+        raise UserError(f"{error}; nothing of this step is saved; {fact}", hint=hint, exit_code=1) from error
     except TierError as error:
         raise UserError(str(error), hint=error.hint or "", exit_code=1) from error
     except RuntimeError as error:
@@ -191,6 +195,7 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
         update=config.offload.update,
         nvme_path=config.offload.nvme_path,
         staging_nbytes=config.offload.staging,
+        verify=config.offload.verify,
         tp=config.parallel.tp,
     )
     try:

@@ -261,10 +261,19 @@ class Updater:
             at = values.at(history)
             for piece in segment.pieces(UPDATE_CHUNK[place.type] if cached else span.numel):
                 self._update_piece(slice(piece.start, piece.stop), arrays, grad, target, group, at)
+        self._send_back(job, slot)
+
+    def _send_back(self, job: Job, slot: Slot) -> None:
+        """Start writing what was updated in the slot; what was updated in place is there already."""
+        flat, span = job.flat, job.span
         if flat.record is not None and "record" in slot.parts:
             slot.leaving.append(flat.record.put(span.start, span.stop, slot.parts["record"]))
+        elif flat.record is not None:
+            flat.record.changed(span.start, span.stop)
         if flat.param_store is not None and "out" in slot.parts:
             slot.leaving.append(flat.param_store.put(span.start, slot.parts["out"]))
+        elif flat.param_store is not None:
+            flat.param_store.changed(span.start, span.stop)
 
     def _update_piece(
         self,
@@ -305,9 +314,9 @@ class Updater:
         assert flat.grad_store is not None
         if "grad" in slot.parts:
             return slot.parts["grad"]
-        local = flat.grad_store.local()
+        local = flat.grad_store.local(span.start, span.stop)
         assert local is not None
-        return local[span.start : span.stop]
+        return local
 
     def _target(self, job: Job, slot: Slot) -> torch.Tensor | None:
         """Return where the chunk's new parameters go, in the compute dtype; None if the master is the parameters."""
@@ -322,9 +331,9 @@ class Updater:
             slot.parts["out"] = slot.parts["master"]
             return None
         if self._in_place(flat, flat.param_store):
-            local = flat.param_store.local()
+            local = flat.param_store.local(span.start, span.stop)
             assert local is not None
-            return local[span.start : span.stop]
+            return local
         return self._take(job, slot, "out", flat.dtype, span.numel)
 
     def _fp32(self, grad: torch.Tensor, values: StepValues) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -88,7 +88,6 @@ class Watchdog(threading.Thread):
         self._saves: Progress | None = None
         self._last_words: tuple[str, bool] = ("", False)
         self._beats = Beats(dist.get_rank(), engine.ranks) if self._axes and limit else None
-        name_pieces(engine)
 
     def watch(self, saves: Progress) -> None:
         """Look at a run's saves as well."""
@@ -219,16 +218,6 @@ def oldest_open(shared: Shared) -> Issued | None:
             return min(waited_for, key=lambda entry: entry.since, default=None)
         except RuntimeError:  # changed while we looked
             continue
-
-
-def name_pieces(engine: Engine) -> None:
-    """Give what lies on other tiers the name that people know it by: its kind and its unit."""
-    for flat in engine.flats():
-        record = flat.record.store if flat.record is not None else None
-        for store, kind in ((flat.param_store, "parameters"), (flat.grad_store, "gradients"), (record, "optimizer")):
-            if store is not None:
-                words = "optimizer states" if kind == "optimizer" else kind
-                store.what = f"the {words} of {flat.unit.title}"
 
 
 def end_process(text: str, run_dir: str = "") -> None:

@@ -24,7 +24,7 @@ CODES = {0, 1, 75, 130}
 """With which a run may end that was not ended by a signal."""
 WORDS = ("a bug in zerocli", "Traceback (most recent call last)", "Segmentation fault")
 """That no user is to see, whatever happened."""
-NO_NUMBERS = ("checkpoint.", "train.watchdog=", "offload.nvme_path=")
+NO_NUMBERS = ("checkpoint.", "train.watchdog=", "offload.nvme_path=", "offload.verify=")
 """Keys that must not change a number."""
 
 
@@ -178,7 +178,8 @@ class Case:
         if ended.hung:
             self.result.hangs.append(f"{ended.codes}: {ended.hung}")
         self.result.leftovers += ended.left
-        keep = int(self.setup.value("checkpoint.keep") or 2)
+        # A run that is killed between its last commit and the removal after it has nothing left to do on resume.
+        keep = int(self.setup.value("checkpoint.keep") or 2) + ("nothing is left" in ended.text)
         self.result.leftovers += leftovers.files(self.place.path, self.setup.world, keep, finished=not any(ended.codes))
         return ended
 

@@ -19,7 +19,7 @@ from ranks import _context
 
 from torture import leftovers
 from torture.cases import NO_FAULT
-from torture.processes import Place, forked
+from torture.processes import POLLING, Place, forked
 from torture.setups import Setup
 from torture.tally import Result
 
@@ -96,20 +96,23 @@ class Inside:
         self._ours, theirs = _context.Pipe()
         args = (theirs, self._seed, [str(path) for path in fixtures], str(self._scratch))
         self._process = _context.Process(target=_worker, args=args, daemon=True)
-        self._process.start()
+        with POLLING:
+            self._process.start()
         theirs.close()
 
     def _hang(self, index: int) -> Result:
         os.kill(self._process.pid, signal.SIGABRT)  # shows where it is
-        self._process.join(5)
+        with POLLING:
+            self._process.join(5)
         said = self._said()
         self._stop()
         return Result(f"{self._seed}:inside:{index}", "inside", "", hangs=[said[-6000:]])
 
     def _stop(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.join()
+            with POLLING:
+                self._process.kill()
+                self._process.join()
             self._ours.close()
             self._process = None
 

@@ -13,10 +13,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ranks import _context
 
@@ -31,6 +33,9 @@ GRACE_SECONDS = 75.0
 """For ranks to end by themselves after another has: some times the watchdog's limit."""
 START_SECONDS = 4.0
 """For ranks that were not training yet when another ended: their launcher ends them, as it would here."""
+POLLING = threading.Lock()
+"""Held while processes are started or asked how they ended: starting one asks all others of this process as well, and
+of two threads that ask at once the second is told 255."""
 MARKER = "ZEROCLI_TORTURE_CASE"
 
 
@@ -98,28 +103,29 @@ def forked(
         note.unlink()
     port, given = free_port(), (words(setup, place, resume), setup.world, place, fault, count_lines, prepare)
     ranks = [_context.Process(target=_rank, args=(rank, port, *given), daemon=True) for rank in range(setup.world)]
-    for process in ranks:
-        process.start()
+    with POLLING:
+        for process in ranks:
+            process.start()
     deadline = time.monotonic() + seconds
     ended_early = False
-    while (alive := [p for p in ranks if p.is_alive()]) and time.monotonic() < deadline:
+    while (alive := _alive(ranks)) and time.monotonic() < deadline:
         multiprocessing.connection.wait([p.sentinel for p in alive], min(0.25, deadline - time.monotonic()))
         if fault.act == "stop":
             leftovers.continue_stopped([p.pid or 0 for p in alive], fault.seconds)
-        if not ended_early and any(process.exitcode for process in ranks):
+        if not ended_early and any(_codes(ranks)):
             ended_early = True
             training = all((place.notes / f"training{rank}").exists() for rank in range(setup.world))
             deadline = min(deadline, time.monotonic() + (GRACE_SECONDS if training else START_SECONDS))
-    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    hung = [rank for rank, process in enumerate(ranks) if process in _alive(ranks)]
     if ended_early and not training:
         hung = []  # left to the launcher, which is us
-        _end([process.pid or 0 for process in ranks if process.is_alive()], signal.SIGTERM, 2.0)
-    _end([process.pid or 0 for process in ranks if process.is_alive()], signal.SIGABRT, 3.0)
-    codes = []
-    for process in ranks:
-        process.kill()
-        process.join()
-        codes.append(process.exitcode or 0)
+        _end([process.pid or 0 for process in _alive(ranks)], signal.SIGTERM, 2.0)
+    _end([process.pid or 0 for process in _alive(ranks)], signal.SIGABRT, 3.0)
+    with POLLING:
+        for process in ranks:
+            process.kill()
+            process.join()
+    codes = _codes(ranks)
     said = [_read(place.notes / f"said{rank}") for rank in range(setup.world)]
     lines = _read(place.notes / "lines0")
     return Ended(
@@ -174,6 +180,16 @@ def _rank(
     os._exit(code)
 
 
+def _alive(ranks: list[Any]) -> list[Any]:
+    with POLLING:
+        return [process for process in ranks if process.is_alive()]
+
+
+def _codes(ranks: list[Any]) -> list[int]:
+    with POLLING:
+        return [process.exitcode or 0 for process in ranks]
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
@@ -200,6 +216,7 @@ sys.path.insert(0, {folder!r})
 from torture.faults import Lines
 import os, runpy, signal
 sys.argv = ["zerocli", *sys.argv[3:]]
+import zerocli.entry  # from here on it handles an interrupt itself
 def act():
     open({struck!r}, "w").close()
     signal.raise_signal(int({number}))

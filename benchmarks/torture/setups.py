@@ -61,6 +61,7 @@ def draw_setup(seed: int, index: int) -> Setup:
         f"checkpoint.every={draw.choice([1, 2, 2, 3])}",
         f"checkpoint.keep={draw.choice([1, 2, 3])}",
         f"checkpoint.async={draw.choice(['true', 'true', 'false'])}",
+        f"offload.verify={draw.choice(['true', 'false', 'false'])}",
     ]
     if world == 2 and draw.random() < 0.2:
         sets.append("parallel.tp=2")

@@ -143,6 +143,8 @@ class OffloadConfig:
     """Folders of the nvme tier; several are striped."""
     staging: int = setting(512 * 2**20, least=1, size=True)
     """Bytes of pinned memory through which nvme transfers pass."""
+    verify: bool = setting(False)
+    """Whether all that is read back from host memory or a disk is compared with checksums of what was written."""
 
 
 @dataclass(frozen=True)

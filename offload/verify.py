@@ -1,0 +1,310 @@
+"""Verification: what comes back from a tier is what went there, or an error names it.
+
+With `verify` every array that leaves the device (`Store`, and the arrays of a `Stack`) has a `Sums`: checksums of what
+was written, taken from the source before it is written and kept in this process. What is read is compared where it is
+used, so one comparison covers the whole way: staging, the tier, a copy that was read ahead, the link. Bytes of an
+earlier write or of another piece are found as well, as nothing is kept beside the data. No tier knows of it.
+
+Checksums are of cells of `CELL_NBYTES`, cut where transfers begin and end. Such a cut is remembered: the first transfer
+that makes it reads a cell back, later ones find it. So after the first step any mix of granularities costs no more than
+the checksums themselves.
+
+In host memory a difference raises at once. On a GPU the host does not wait for the comparison: each stream keeps the
+number of the first piece that differed, which `collect` gathers and the engine looks at before it reports the step.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable
+
+import torch
+
+from offload.checksum import checksums
+from tiers.base import Block, as_bytes
+from tiers.copies import stream_position
+from tiers.errors import TierError, format_nbytes
+from tiers.transfer import Transfer
+
+CELL_NBYTES = 256 << 10
+"""Large enough for checksums to be few, small enough to be read back for the odd read that begins in the middle."""
+
+
+class Corrupted(TierError):
+    """Bytes that were read from a tier are not those that were written there."""
+
+
+class Unchecked:
+    """The checksums of an array that nobody verifies: none."""
+
+    def wrote(self, offset: int, source: torch.Tensor, what: str) -> None:
+        """Take the checksums of what is about to be written at byte `offset`, or was changed in place there."""
+
+    def fetched(self, transfer: Transfer, offset: int, target: torch.Tensor, what: str) -> Transfer:
+        """Return the transfer that fills `target`; waiting for it compares what has come."""
+        return transfer
+
+    def peek(self, block: Block, offset: int, target: torch.Tensor, what: str) -> Transfer:
+        """Start filling `target` from the block, from any thread, and compare as `fetched` does."""
+        return block.tier.read(block, target, offset)
+
+    def look(self, offset: int, memory: torch.Tensor, what: str) -> None:
+        """Compare memory of the tier's own that is about to be used where it is."""
+
+
+class Unverified:
+    """Verifies nothing."""
+
+    active = False
+    failed = False
+    """Whether a piece differed in host memory."""
+
+    def sums(self, block: Block, start: int = 0, nbytes: int | None = None) -> Unchecked:
+        """Return the checksums of an array in bytes [start, start + nbytes) of the block, all of it by default."""
+        return _UNCHECKED
+
+    def collect(self) -> torch.Tensor | None:
+        """Return the number of a piece that differed on the GPU, 0 if none has, ordered on the current stream.
+
+        None where nothing was compared on a GPU.
+        """
+        return None
+
+    def refuse(self, number: int = 0) -> None:
+        """Raise `Corrupted` if anything read so far differed in host memory, or the piece `number` did on a GPU."""
+
+
+_UNCHECKED = Unchecked()
+UNVERIFIED = Unverified()
+
+
+class Verifier(Unverified):
+    """Knows what has differed, for one rank; once something has, `refuse` raises for good."""
+
+    active = True
+
+    def __init__(self) -> None:
+        self._failure: tuple[str, str] | None = None
+        self._pieces: dict[tuple[str, str], int] = {}
+        """Numbers of pieces by (message, tier), from 1."""
+        self._flags: dict[torch.cuda.Stream, torch.Tensor] = {}
+        """By stream: the number of the first piece that differed there. Each has its own: none waits for another."""
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
+        """Streams to bring checksums to the host on."""
+
+    def sums(self, block: Block, start: int = 0, nbytes: int | None = None) -> Unchecked:
+        return Sums(self, block, start, block.nbytes if nbytes is None else nbytes) if block.tier.stores else _UNCHECKED
+
+    @property
+    def failed(self) -> bool:  # type: ignore[override]
+        return self._failure is not None
+
+    def differs(self, message: str, tier: str) -> Corrupted:
+        """Take note that a piece differed in host memory; return the error to raise."""
+        self._failure = self._failure or (message, tier)
+        return _error(message, tier)
+
+    def bring(self, taken: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return checksums, whose memory was read back since, on the device that compares."""
+        if taken.is_cuda and device.type == "cpu":
+            # They are there: the write came after them, and the read after it. The current stream may be far behind.
+            if taken.device not in self._sides:
+                self._sides[taken.device] = torch.cuda.Stream(taken.device)
+            with torch.cuda.stream(self._sides[taken.device]):
+                return taken.cpu()
+        if taken.is_cuda:
+            taken.record_stream(torch.cuda.current_stream(taken.device))
+        return taken.to(device, non_blocking=True)
+
+    def flag(self, differs: torch.Tensor, message: str, tier: str) -> None:
+        """Take note, in the order of the current stream, whether a piece differed on the GPU."""
+        number = self._pieces.setdefault((message, tier), len(self._pieces) + 1)
+        stream = torch.cuda.current_stream(differs.device)
+        before = self._flags.get(stream)
+        now = differs * number
+        # A new tensor each time: who reads the old one may be on another stream.
+        self._flags[stream] = now if before is None else torch.where(before == 0, now, before)
+
+    def collect(self) -> torch.Tensor | None:
+        if not self._flags:
+            return None
+        current = torch.cuda.current_stream(next(iter(self._flags.values())).device)
+        for stream, flag in self._flags.items():
+            current.wait_stream(stream)
+            flag.record_stream(current)
+        return torch.stack(list(self._flags.values())).max()
+
+    def refuse(self, number: int = 0) -> None:
+        if self._failure is None and number:
+            self._failure = next(piece for piece, own in self._pieces.items() if own == number)
+        if self._failure is not None:
+            raise _error(*self._failure)
+
+
+class Sums(Unchecked):
+    """The checksums of one array: of its cells, as they were last written."""
+
+    def __init__(self, verifier: Verifier, block: Block, start: int, nbytes: int) -> None:
+        self._verifier, self._block, self._start = verifier, block, start
+        self._cuts = [*range(0, nbytes, CELL_NBYTES), nbytes]
+        """Where cells begin, and the array's end."""
+        self._known: dict[int, tuple[torch.Tensor, int]] = {}
+        """By the byte that a cell begins at: its checksum, as a place in those that were taken together."""
+        self._lock = threading.RLock()
+
+    def wrote(self, offset: int, source: torch.Tensor, what: str) -> None:
+        data = as_bytes(source)
+        if not data.numel():
+            return
+        position = None if data.is_cuda else stream_position(data)
+        if position is not None:
+            position.synchronize()  # host memory that the caller's stream may still be filling
+        with self._lock:
+            cuts = self._cut(offset, offset + data.numel(), what)
+            taken = checksums(data, [cut - offset for cut in cuts])
+            self._known.update((cut, (taken, i)) for i, cut in enumerate(cuts[:-1]))
+
+    def fetched(self, transfer: Transfer, offset: int, target: torch.Tensor, what: str) -> Transfer:
+        data = as_bytes(target)
+        if not data.numel():
+            return transfer
+        with self._lock:
+            cuts = self._cut(offset, offset + data.numel(), what)
+            return CheckedTransfer(transfer, data, self._comparison(cuts, data, what))
+
+    def peek(self, block: Block, offset: int, target: torch.Tensor, what: str) -> Transfer:
+        data = as_bytes(target)
+        with self._lock:  # makes no cuts: others may use the array meanwhile, and these would only be a checkpoint's
+            cuts = self._around(offset, offset + data.numel())
+            whole = cuts[0] == offset and cuts[-1] == offset + data.numel()
+            memory = data if whole else data.new_empty(cuts[-1] - cuts[0])
+            compare = self._comparison(cuts, memory, what)
+
+        def finish(now: bool) -> None:
+            compare(now)
+            if memory is not data:
+                data.copy_(memory[offset - cuts[0] :][: data.numel()])
+
+        return CheckedTransfer(block.tier.read(block, memory, self._start + cuts[0]), memory, finish)
+
+    def look(self, offset: int, memory: torch.Tensor, what: str) -> None:
+        data = as_bytes(memory)
+        if data.numel():
+            with self._lock:
+                cuts = self._cut(offset, offset + data.numel(), what)
+                compare = self._comparison(cuts, data, what)
+            compare(True)
+
+    def _around(self, first: int, last: int) -> list[int]:
+        """Return the cuts from the last one not after `first` to the first one not before `last`."""
+        return self._cuts[bisect.bisect_right(self._cuts, first) - 1 : bisect.bisect_left(self._cuts, last) + 1]
+
+    def _cut(self, first: int, last: int, what: str) -> list[int]:
+        """Return the cuts from `first` to `last`, which are cuts themselves from now on."""
+        for at in (first, last):
+            place = bisect.bisect_left(self._cuts, at)
+            if self._cuts[place] != at:
+                self._split(self._cuts[place - 1], at, self._cuts[place], what)
+                self._cuts.insert(place, at)
+        return self._around(first, last)
+
+    def _split(self, first: int, at: int, last: int, what: str) -> None:
+        """Read a cell back and take the checksums of its two parts."""
+        if first in self._known:
+            memory = torch.empty(last - first, dtype=torch.uint8)
+            self._block.tier.read(self._block, memory, self._start + first).synchronize()
+            self._comparison([first, last], memory, what)(True)
+            taken = checksums(memory, [0, at - first, last - first])
+            self._known[first], self._known[at] = (taken, 0), (taken, 1)
+
+    def _comparison(self, cuts: list[int], memory: torch.Tensor, what: str) -> Callable[[bool], None]:
+        """Return what compares memory with the cells between `cuts` as they are now; with True it stops the host.
+
+        Cells that were never written are left out.
+        """
+        runs: list[tuple[int, int, torch.Tensor, int]] = []
+        """(first cell, cell after the last, checksums, place of the first) of cells whose checksums lie together."""
+        for i, cut in enumerate(cuts[:-1]):
+            known = self._known.get(cut)
+            if known is None:
+                continue
+            if runs and runs[-1][1] == i and runs[-1][2] is known[0] and runs[-1][3] + i - runs[-1][0] == known[1]:
+                runs[-1] = (runs[-1][0], i + 1, *runs[-1][2:])
+            else:
+                runs.append((i, i + 1, *known))
+
+        def compare(now: bool) -> None:
+            for first, last, taken, place in runs:
+                start = cuts[first]
+                part = memory[start - cuts[0] : cuts[last] - cuts[0]]
+                found = checksums(part, [cut - start for cut in cuts[first : last + 1]])
+                differs = found != self._verifier.bring(taken[place : place + last - first], found.device)
+                if found.is_cuda and not now:
+                    self._verifier.flag(differs.any(), self._message(start, cuts[last], what), self._block.tier.name)
+                elif differs.any():
+                    cell = first + int(differs.nonzero()[0])
+                    raise self._verifier.differs(self._message(cuts[cell], cuts[cell + 1], what), self._block.tier.name)
+
+        return compare
+
+    def _message(self, first: int, last: int, what: str) -> str:
+        place = f"{format_nbytes(last - first)} at byte {first} of {self._cuts[-1]} on {self._block.tier.name}"
+        return f"{what} ({place}) are not what was written: a bit flipped in host memory, on disk or on the way"
+
+
+class CheckedTransfer(Transfer):
+    """A read that is compared, once, when it is first waited for; whoever waits for it hears how that ended."""
+
+    def __init__(self, inner: Transfer, memory: torch.Tensor, compare: Callable[[bool], None]) -> None:
+        super().__init__(inner.nbytes)
+        self._on_host = not memory.is_cuda
+        self.event = inner.event
+        self._inner = inner
+        self._compare: Callable[[bool], None] | None = compare
+        self._corrupted: Corrupted | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        # The host compares host memory, and is on no stream.
+        self._inner.synchronize() if self._on_host else self._inner.wait()
+        self._finish(False)
+
+    def synchronize(self) -> None:
+        self._inner.synchronize()
+        self._finish(True)
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    def _finish(self, now: bool) -> None:
+        with self._lock:
+            compare, self._compare = self._compare, None
+            if compare is not None:
+                try:
+                    compare(now)
+                except Corrupted as error:
+                    self._corrupted = error
+        if self._corrupted is not None:
+            raise self._corrupted
+
+    @property
+    def tier(self) -> str:
+        return self._inner.tier
+
+    @property
+    def done(self) -> bool:
+        return self._inner.done
+
+    @property
+    def released(self) -> bool:
+        return self._inner.released
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._corrupted or self._inner.error
+
+
+def _error(message: str, tier: str) -> Corrupted:
+    hint = "resume from the last checkpoint; where it happens again, test this machine's memory and disks"
+    return Corrupted(message, tier=tier, hint=hint)

@@ -1,0 +1,92 @@
+"""The laws of verified transfers where comparisons are work of the device: no wait, no other number, no missed bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_gpu import Stack, _train, run_without_waiting
+from test_verify import KINDS, NAMES, block_of, flip
+
+import zerocli
+from zerocli.checkpoint.saver import Saver
+
+pytestmark = pytest.mark.gpu
+STREAM = {"update": "stream", "staging_nbytes": 8 << 20}
+
+
+def test_verification_changes_no_number_on_a_gpu(tmp_path):
+    away = {"precision": "bf16", "accumulate": 2, **STREAM, "nvme_path": (str(tmp_path),)}
+    for more in (
+        {"offload": "cpu"},
+        {"offload": "nvme"},
+        {"offload": "params=cpu,optimizer=hbm:30MB+cpu,activations=cpu"},
+        {"offload": "cpu", "update": "cpu"},
+    ):
+        assert _train(3, {**away, **more, "verify": True}) == _train(3, {**away, **more}), more
+    plain = run_ranks(2, _train, 3, {"offload": "cpu", **STREAM})
+    assert run_ranks(2, _train, 3, {"offload": "cpu", "verify": True, **STREAM}) == plain
+
+
+def test_delays_with_verification_change_no_number():
+    settings = {"precision": "bf16", "offload": "cpu", **STREAM}
+    reference = _train(3, settings)
+    for seed in range(1, 4):
+        assert _train(3, {**settings, "verify": True}, seed) == reference
+
+
+def test_verified_steps_never_wait_for_the_device():
+    run_without_waiting(offload="cpu", verify=True, **STREAM)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_bit_is_found_before_its_step_is_reported(tmp_path, kind, tier):
+    """The step that reads it returns, as its results are on the device still; the next one raises at the latest."""
+    torch.manual_seed(3)
+    model = Stack().cuda()
+    about = {"offload": f"{kind}={tier}", "nvme_path": (str(tmp_path),), **STREAM}
+    engine = zerocli.shard(model, lr=1e-3, stage=3, verify=True, **about)
+    tokens = torch.randint(0, 97, (8, 32), device="cuda")
+    at = {"params": (1, "step"), "optimizer": (1, "step"), "grads": (2, "backward"), "activations": (2, "forward")}
+    finished = []
+
+    def meddle(step: int, point: str) -> None:
+        if (step, point) == at[kind]:
+            torch.cuda.synchronize()
+            flip(block_of(engine, kind), 282)
+
+    with pytest.raises(zerocli.Corrupted, match=f"{NAMES[kind]} of blocks.[01] .* are not what was written"):
+        for step in range(1, 5):
+            loss = model(tokens)
+            meddle(step, "forward")
+            engine.backward(loss)
+            meddle(step, "backward")
+            engine.step()
+            finished.append(step)
+            if step == 1:
+                engine.settle()
+                meddle(step, "step")
+    assert finished[-1] <= 2
+    with pytest.raises(zerocli.Corrupted):
+        engine.state_dict()
+    with pytest.raises(zerocli.Corrupted):
+        Saver(engine, tmp_path / "checkpoints").save(3)
+
+
+def test_a_save_compares_what_it_reads_while_training_goes_on(tmp_path):
+    model = Stack().cuda()
+    engine = zerocli.shard(model, lr=1e-3, stage=3, offload="cpu", verify=True, **STREAM)
+    saver = Saver(engine, tmp_path)
+    tokens = torch.randint(0, 97, (8, 32), device="cuda")
+    for step in range(1, 5):
+        engine.backward(model(tokens))
+        engine.step()
+        saver.save(step)
+    saver.wait()
+    assert saver.failure is None and saver.saved == 4
+    flip(block_of(engine, "optimizer"), 282)
+    saver.save(5)
+    saver.wait()
+    assert saver.saved == 4 and "optimizer states of blocks.1" in (saver.failure or "")
+    saver.close()
