@@ -84,15 +84,15 @@ class References:
         self._made: dict[str, Numbers] = {}
         self._locks: dict[str, threading.Lock] = {}
 
-    def of(self, setup: Setup) -> Numbers:
+    def of(self, setup: Setup, count_lines: bool = False) -> Numbers:
         last = {each.partition("=")[0]: each for each in setup.sets if not each.startswith(NO_NUMBERS)}
         key = " ".join([f"{setup.world} {setup.steps}", *sorted(last.values())])
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
-            if key not in self._made:
+            if key not in self._made or (count_lines and not self._made[key].num_lines):
                 place = Place(self._root / f"undisturbed-{hashlib.sha256(key.encode()).hexdigest()[:12]}")
-                ended = forked(setup, place, NO_FAULT, count_lines=True)
+                ended = forked(setup, place, NO_FAULT, count_lines=count_lines)
                 if any(ended.codes):
                     raise RuntimeError(f"undisturbed, the run ended with {ended.codes}: {setup.key}\n{ended.text}")
                 self._made[key] = numbers_of(place.run, setup.steps)
@@ -126,7 +126,7 @@ class Campaign:
         place = Place(self.root / f"run-{index}")
         began = time.monotonic()
         try:
-            reference = self.references.of(setup)
+            reference = self.references.of(setup, count_lines=fault.where == "line")
             if fault.where == "line":
                 fault = replace(fault, at=fault.at % max(1, reference.num_lines) + 1)
             Case(setup, fault, place, reference, result, draw).run()
