@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -441,6 +442,59 @@ def test_the_newest_are_kept_and_those_at_multiples(tmp_path):
         saver.save(step)
     saver.close()
     assert [found.step for found in Folder(tmp_path).newest_first()] == [10, 9, 8, 4]
+
+
+def test_a_removal_that_is_cut_short_anywhere_leaves_nothing_after_the_next_start(tmp_path, monkeypatch):
+    _, engine = engine_of({"stage": 2})
+    saver = Saver(engine, tmp_path / "saved", keep=9, asynchronous=False)
+    for step in (1, 2):
+        saver.save(step)
+    saver.close()
+    num_cuts = 0
+    for cut in range(1, 20):
+        shutil.copytree(tmp_path / "saved", tmp_path / "copy")
+        count = 0
+
+        def counted(act, cut=cut):
+            def dies(*args, **kwargs):
+                nonlocal count
+                count += 1
+                if count == cut:
+                    raise KeyboardInterrupt
+                return act(*args, **kwargs)
+
+            return dies
+
+        with monkeypatch.context() as patch:
+            for name in ("rename", "replace", "unlink", "rmdir"):
+                patch.setattr(os, name, counted(getattr(os, name)))
+            try:
+                Folder(tmp_path / "copy").prune(2, 1, 0)
+            except KeyboardInterrupt:
+                num_cuts += 1
+        Folder(tmp_path / "copy").sweep()
+        assert [found.step for found in Folder(tmp_path / "copy").committed()] in ([2], [2, 1])
+        assert sorted(os.listdir(tmp_path / "copy")) == [
+            found.path.name for found in reversed(Folder(tmp_path / "copy").committed())
+        ]
+        shutil.rmtree(tmp_path / "copy")
+    assert num_cuts >= 4
+
+
+@pytest.mark.parametrize("stage", ["manifest", "rename", "commit"])
+def test_a_commit_that_fails_gives_its_space_back(tmp_path, stage):
+    _, engine = engine_of({"stage": 2})
+
+    def probe(name: str) -> None:
+        if broken and name == f"checkpoint {stage}":
+            raise OSError(30, "Read-only file system")
+
+    saver = Saver(engine, tmp_path, asynchronous=False, probe=probe)
+    for step, broken in ((1, False), (2, True), (1, True)):
+        saver.save(step)
+        assert bool(saver.failure) == broken
+        assert os.listdir(tmp_path) == ["step-00000001"] and resume(engine, tmp_path).step == 1
+    saver.close()
 
 
 def test_damaged_checkpoints_of_later_steps_never_take_the_place_of_whole_ones(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 
 import pytest
 import torch
@@ -45,6 +46,16 @@ def test_a_disk_that_fails_in_the_middle_of_a_step(tmp_path, monkeypatch, update
         train(tmp_path, steps=50, update=update)
     assert str(tmp_path) in str(caught.value) and caught.value.tier == "nvme"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fails_while_the_engine_is_built_leaves_no_handle_and_no_thread(tmp_path, monkeypatch):
+    """There is no engine to close then."""
+    monkeypatch.setattr(NvmeTier, "lane_class", faulty(write_fault=OSError(errno.ENOSPC, "No space left"), at=1))
+    before = len(os.listdir("/proc/self/fd")), {thread.name for thread in threading.enumerate()}
+    with pytest.raises(TierError, match="No space left"):
+        train(tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert (len(os.listdir("/proc/self/fd")), {thread.name for thread in threading.enumerate()}) == before
 
 
 def test_short_writes_and_reads_change_nothing(tmp_path, monkeypatch):

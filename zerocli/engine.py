@@ -217,7 +217,11 @@ class Engine:
             *(self.model, settings, self.stage, compute, self.collectives, self.tensor_parallel),
             *(names, self.placement, self.tiers, self.mover, self._chunk, self.arranged.group_of),
         )
-        return self._builder.build()
+        try:
+            return self._builder.build()
+        except BaseException:  # a full disk: nobody gets an engine to close
+            self.tiers.close()
+            raise
 
     # -- forward and backward --------------------------------------------------------------------------------------
 

@@ -133,6 +133,8 @@ def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Wa
     if lines:
         observer.report(config, options, engine, lines)  # before the reference's memory is there as well
     if stopped or not lines:
+        if not lines and dist.is_initialized():
+            dist.barrier()  # no step was made: another rank may still be opening a group, which needs us until then
         engine.close()
         if rank == 0:
             say(stopped or f"nothing is left to train: step {first - 1} of {config.train.steps} was saved")

@@ -97,8 +97,8 @@ class Folder:
         for found in [found for found in self.committed() if found.step <= newest][keep:]:
             if keep_every and found.step % keep_every == 0:
                 continue
-            # Without its manifest it is no checkpoint any more, however far the rest of the removal comes.
-            (found.path / MANIFEST).unlink(missing_ok=True)
+            # With its manifest under this name it is an unfinished one, which `sweep` removes, however far we come.
+            (found.path / MANIFEST).replace(found.path / UNFINISHED)
             aside = found.path.with_name(found.path.name + OLD)
             remove(aside)
             found.path.rename(aside)

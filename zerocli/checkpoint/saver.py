@@ -32,7 +32,6 @@ from zerocli.checkpoint.snapshot import Slots, Snapshot
 from zerocli.checkpoint.writer import Writer
 from zerocli.comm import Severed, severed
 from zerocli.engine import Engine
-from zerocli.regular_files import remove
 from zerocli.sizes import format_bytes
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -155,8 +154,7 @@ class Saver:
             self._say(f"checkpoint of step {step} saved: {writer.folder}")
             return
         with contextlib.suppress(OSError):  # a disk that is gone answers none of this, and the failure is to be told
-            remove(writer.aside)  # on a full disk its space is wanted
-            self.folder.recover()
+            self.folder.sweep()  # under either of its names: on a full disk its space is wanted
             before = [found.step for found in self.folder.committed()]
             stays = f"that of step {before[0]} stays" if before else "there is none before it"
             free = shutil.disk_usage(self.folder.path).free if self.folder.path.is_dir() else 0

@@ -22,6 +22,7 @@ from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
 from zerocli.checkpoint.sources import parameters_of, source_of
+from zerocli.precision import PRECISIONS
 from zerocli.shards import Span
 from zerocli.states import History, histories, load_histories
 from zerocli.unit import MASTER, Flat
@@ -251,6 +252,8 @@ def restore_values(engine: Engine, values: dict[str, Any]) -> None:
     try:
         steps, updates, scale = values["steps"], values["updates"], values["loss_scale"]
         _check_numbers(steps, updates, *scale.values())
+        if values["precision"] not in PRECISIONS:
+            raise ValueError(f"precision {str(values['precision'])[:40]!r} is none")
         if steps < 0 or not 0 <= updates <= steps or scale["scale"] < 0:
             raise ValueError(f"{updates} updates in {steps} steps, loss scale {scale['scale']}")
         engine.steps = int(steps)
