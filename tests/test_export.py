@@ -318,7 +318,7 @@ def test_an_export_removes_nothing_and_fills_a_folder_that_is_there(tmp_path, mo
 def test_an_export_of_a_config_that_is_not_the_models_is_refused(tmp_path, capsys):
     config = config_of(MODELS["llama"])
     engine = trainer.make_engine(config)
-    for number, change in enumerate((1, 3, 10**12)):
+    for number, change in enumerate((1, 3, 10**4)):
         saver = Saver(engine, tmp_path / f"{number}/checkpoints", asynchronous=False)
         told = to_dict(config)
         told["model"]["layers"] = change

@@ -45,7 +45,7 @@ def test_damage_of_every_kind_is_survived_or_refused(fixtures, tmp_path, monkeyp
 def test_a_resume_with_a_defect_is_found(fixtures, tmp_path, monkeypatch, defect):
     """Such as one that loads another number, or an older checkpoint because the disk failed."""
 
-    def resume(engine, folder, say):
+    def resume(engine, folder, say, judge):
         if defect == "crash":
             raise KeyError("a mistake of ours")
         steps = sorted(Folder(folder).committed(), key=lambda found: found.step)

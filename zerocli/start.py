@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zerocli.checkpoint.loader import Resumed, resume
+from zerocli.checkpoint.loader import Resumed, of_its_step, resume
 from zerocli.checkpoint.manifest import Damaged, Unreadable
 from zerocli.checkpoint.state import Mismatch
 from zerocli.config import Config, to_dict
@@ -26,7 +26,7 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
     found = Resumed()
     if options.resume:
         try:
-            found = resume(engine, Path(options.run_dir) / "checkpoints", tell)
+            found = resume(engine, Path(options.run_dir) / "checkpoints", tell, of_its_step)
         except Damaged as error:
             raise UserError(str(error), hint="another --run-dir starts anew", exit_code=FAILURE) from error
         except Unreadable as error:

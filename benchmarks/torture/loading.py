@@ -18,6 +18,7 @@ from torture.tally import Result
 from zerocli import config as configs
 from zerocli import trainer
 from zerocli.checkpoint import Damaged, Folder, Mismatch, Saver, Unreadable, load, resume
+from zerocli.checkpoint.loader import of_its_step
 from zerocli.engine import Engine
 from zerocli.errors import UserError
 from zerocli.metrics import Line, MetricsFile
@@ -96,7 +97,7 @@ def _resume(result: Result, scene: damage.Scene, base: Fixture, kind: str, durin
     saved = scene.run / "checkpoints"
     try:
         with during:
-            found = resume(base.engine, saved, said.append)
+            found = resume(base.engine, saved, said.append, of_its_step)
     except CLEAR as error:
         result.outcome = "refused"
         if not str(error):

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from zerocli.checkpoint import state
 from zerocli.checkpoint.folder import Folder
-from zerocli.checkpoint.manifest import Damaged, Unfinished, Unreadable
+from zerocli.checkpoint.manifest import Damaged, Manifest, Unfinished, Unreadable
 from zerocli.checkpoint.manifest import read as read_manifest
 from zerocli.checkpoint.members import control_group, members_of
 from zerocli.checkpoint.parts import LoadPlanner
@@ -49,9 +49,15 @@ def load(engine: Engine, path: str | Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _load(engine: Engine, path: Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
+def _load(
+    engine: Engine,
+    path: Path,
+    group: dist.ProcessGroup | None,
+    judge: Callable[[Manifest], None] = lambda manifest: None,
+) -> dict[str, Any]:
     engine.settle()
     manifest = _agreed(lambda: read_manifest(path), group)
+    _agreed(lambda: judge(manifest), group)
     parts, afterwards = _agreed(lambda: state.wanted(engine, manifest), group)
     reader = Reader(path, manifest)
     try:
@@ -93,11 +99,24 @@ def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     return result
 
 
-def resume(engine: Engine, folder: str | Path, say: Callable[[str], None] = lambda text: None) -> Resumed:
+def of_its_step(manifest: Manifest) -> None:
+    """Raise Damaged where a checkpoint counts other steps than its name says, as none of `zerocli train` does."""
+    steps = manifest.values.get("steps")
+    if steps != manifest.step:
+        raise Damaged(f"it is of step {manifest.step}, and its values of step {str(steps)[:40]}")
+
+
+def resume(
+    engine: Engine,
+    folder: str | Path,
+    say: Callable[[str], None] = lambda text: None,
+    judge: Callable[[Manifest], None] = lambda manifest: None,
+) -> Resumed:
     """Fill the engine from a folder's newest whole checkpoint, and say which were passed over, and why. Collective.
 
     Returns step 0 where nothing was ever saved; raises Damaged where something was and none of it is whole, and
-    Unreadable where the system would not let one be read that may be: an older one is not taken instead.
+    Unreadable where the system would not let one be read that may be: an older one is not taken instead. `judge` may
+    raise Damaged for reasons of its own; whoever saves chooses a checkpoint's number, `zerocli train` its step.
     """
     group = control_group(engine)
     if members_of(engine).rank == 0:
@@ -109,7 +128,7 @@ def resume(engine: Engine, folder: str | Path, say: Callable[[str], None] = lamb
     damaged = []
     for step, path in found:
         try:
-            values = _load(engine, Path(path), group)
+            values = _load(engine, Path(path), group, judge)
         except Unfinished as error:
             say(f"checkpoint of step {step} passed over: {error} ({path})")
         except Damaged as error:

@@ -173,7 +173,6 @@ def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Ca
 
     Raises Mismatch, with every difference, where the checkpoint is of another model or optimizer.
     """
-    _check_step(manifest)
     parts = {part.name: part for part in state_parts(engine)}
     afterwards: list[Callable[[], None]] = []
 
@@ -207,14 +206,6 @@ def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Ca
             raise Damaged(f"its {name} is no random state of this torch's: {list(saved.shape)} of {saved.dtype}")
         land(name, saved.shape, saved.dtype, take)
     return parts, afterwards
-
-
-def _check_step(manifest: Manifest) -> None:
-    """Raise Damaged where a training run's checkpoint counts other steps than its name; who saves may choose the name,
-    but `zerocli train` (which also notes its place in the data) does not."""
-    steps = manifest.values.get("steps")
-    if "samples" in manifest.values and steps != manifest.step:
-        raise Damaged(f"it is of step {manifest.step}, and its values of step {str(steps)[:40]}")
 
 
 def compare(parts: dict[str, Part], manifest: Manifest) -> None:
