@@ -301,3 +301,17 @@ def test_visible_gpus_are_counted_as_cuda_does(monkeypatch):
     assert len(machine.gpus({"CUDA_VISIBLE_DEVICES": "1,-1,2"})) == 1
     assert machine.gpus({"CUDA_VISIBLE_DEVICES": ""}) == machine.gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
     assert len(machine.gpus({"CUDA_VISIBLE_DEVICES": "GPU-5a,GPU-6b"})) == 2
+
+
+def test_a_working_directorys_own_folders_are_not_taken_for_ours(tmp_path):
+    """`python -m` and torchrun put the working directory first, and many have a folder `configs`."""
+    for name in ("configs", "offload", "tiers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('theirs')\n")
+    listed = subprocess.run(
+        [sys.executable, "-m", "zerocli", "configs", "ls"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert listed.returncode == 0 and "gpt2-124m" in listed.stdout
+    program = "import zerocli, offload.placement, tiers.errors; print(offload.__file__)"
+    found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert Path(found.stdout.strip()).parent.parent == Path(cli.__file__).parents[1], found.stderr

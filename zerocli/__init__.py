@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+
 __version__ = "0.1.0"
 
 TYPE_CHECKING = False  # as typing's, without importing it: the program handles an interrupt only after this file
@@ -25,6 +29,19 @@ _LAZY = {
     "Refused": "zerocli.errors",
     "Corrupted": "offload.verify",
 }
+
+
+class _OwnPackages:
+    """Finds `offload` and `tiers` beside this package, whatever a working directory has by these names."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [_ROOT]) if name in ("offload", "tiers") else None
+
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if not any(finder.__class__.__name__ == _OwnPackages.__name__ for finder in sys.meta_path):
+    sys.meta_path.insert(0, _OwnPackages())  # type: ignore[arg-type]
 
 
 def __getattr__(name: str) -> Any:

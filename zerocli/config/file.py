@@ -3,13 +3,13 @@
 Nothing here knows which keys exist: a `Document` is nested values and places; `zerocli.config` judges them.
 """
 
-import importlib.resources
 import json
 import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from zerocli.errors import ConfigError, Problem, closest, quote
 from zerocli.regular_files import MAX_CONFIG_NBYTES
@@ -65,9 +65,10 @@ def _unknown(source: str, names: list[str]) -> ConfigError:
 def bundled() -> list[tuple[str, str, str]]:
     """Return (name, first sentence, path) of each bundled config, by name."""
     try:
-        folder = importlib.resources.files("configs")
+        # By its place, not by its name: a working directory may have a package of that name.
+        folder = Path(__file__).parents[2] / "configs"
         files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
-    except (ModuleNotFoundError, OSError):
+    except OSError:
         return []
     return [(file.name.removesuffix(".toml"), _first_sentence(file.read_text("utf-8")), str(file)) for file in files]
 
