@@ -45,6 +45,7 @@ class Agreement:
         self._collectives, self.active, self._waits = collectives, active, waits
         self._ready, self._launch, self._join, self._about = ready, launch, join, about
         self._mine = torch.zeros(2, dtype=torch.int64)
+        self._said = self._mine.numpy()  # written by way of numpy: torch.func lets nobody write to such a tensor
         self._everyone = torch.zeros(collectives.world, 2, dtype=torch.int64)
         """What each rank said last: (the flat it wants, how many gradients are ready). Kept: a new one each time would
         live until a thread of gloo's lets go of it, and be counted among whatever is made meanwhile."""
@@ -63,7 +64,7 @@ class Agreement:
             self._trace.append(want)
         while self.active:
             with self._waits.waiting("collectives"):
-                self._mine[0], self._mine[1] = want, self._ready()
+                self._said[:] = want, self._ready()
                 self._collectives.gather_control(self._mine, *self._about(want), out=self._everyone)
                 wants, ready = self._everyone.T.tolist()
             self._launch(min(ready))
