@@ -5,6 +5,14 @@ import os
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Run the whole suite in two processes where pytest-xdist is there; `-n 0` runs it in one."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    if whole and getattr(config.option, "numprocesses", 0) is None and not config.option.collectonly:
+        config.option.numprocesses, config.option.dist = 2, "loadfile"
+
+
 def pytest_collection_modifyitems(items):
     import torch
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -45,7 +46,8 @@ class Agreement:
         self._collectives, self.active, self._waits = collectives, active, waits
         self._ready, self._launch, self._join, self._about = ready, launch, join, about
         self._mine = torch.zeros(2, dtype=torch.int64)
-        self._said = self._mine.numpy()  # written by way of numpy: torch.func lets nobody write to such a tensor
+        # Written by way of numpy: torch.func lets nobody write to such a tensor. A trace's tensors know no numpy.
+        self._said: Any = self._mine.numpy() if active else None
         self._everyone = torch.zeros(collectives.world, 2, dtype=torch.int64)
         """What each rank said last: (the flat it wants, how many gradients are ready). Kept: a new one each time would
         live until a thread of gloo's lets go of it, and be counted among whatever is made meanwhile."""
