@@ -49,7 +49,7 @@ def _ours(stage: int) -> list[float]:
     return train_uneven(stage=stage)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.long), "fsdp2"])
 def test_losses_equal_torchs_own(kind):
     theirs = run_ranks(2, _peer, kind)[0]
     for stage in range(4):

@@ -42,7 +42,11 @@ def checked_many(sources: list[str], rows: list[Row], sets: list[str]) -> dict[s
     return {source: checked(source, rows, sets) for source in sources}
 
 
-@pytest.mark.parametrize("extra", [[], ["train.precision=bf16", "train.accumulate=2"]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "extra",
+    [[], pytest.param(["train.precision=bf16", "train.accumulate=2"], marks=pytest.mark.long)],
+    ids=["fp32", "bf16"],
+)
 def test_every_stage_and_placement_equals_plain_torch(tmp_path, extra):
     rows = list(choose_rows((), (), 40_000, 2, nvme=True, compiler=False))
     assert len(rows) == 2 * (1 + 3 * 4)

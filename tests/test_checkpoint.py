@@ -228,6 +228,7 @@ def backwards(folder: str, first: int) -> list[list[float]]:
     return found
 
 
+@pytest.mark.long
 def test_resumed_equals_uninterrupted_on_three_ranks_whatever_the_order_of_units(tmp_path):
     saved = run_ranks(3, backwards, str(tmp_path), 1)
     assert run_ranks(3, backwards, str(tmp_path), 4) == saved
@@ -282,6 +283,7 @@ def continued(source: str, settings: dict, precision: str):
     return losses
 
 
+@pytest.mark.long
 def test_losses_agree_to_rounding_when_the_world_changes(tmp_path):
     run_ranks(1, save_at, str(tmp_path), {"stage": 1}, 3)
     reference = run_ranks(1, continued, str(tmp_path), {"stage": 0}, "fp32")[0]
@@ -297,6 +299,7 @@ def each_optimizer(act, folder: str) -> list:
     return [act(f"{folder}/{name}", {"stage": 3, "optimizer": name, **options}, 3) for name, options in OPTIMIZERS]
 
 
+@pytest.mark.long
 def test_other_optimizers_resume_too(tmp_path):
     saved = run_ranks(2, each_optimizer, save_at, str(tmp_path))
     assert run_ranks(2, each_optimizer, load_at, str(tmp_path)) == saved

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 
 from ranks import run_ranks
 from toys import train_uneven
+
+LONG = "ZEROCLI_TEST_LONG" in os.environ
 
 
 def _delayed(stage: int, recompute: bool, seed: int | None):
@@ -29,5 +32,5 @@ def test_random_delays_change_no_number():
         expected = ["forward", "gather", "optimizer", "reduce"] if stage else ["forward", "optimizer", "reduce"]
         plain = run_ranks(2, _delayed, stage, False, None)
         assert plain[0][1] == expected
-        for seed in (1, 2):
+        for seed in (1, 2) if LONG or stage in (1, 3) else (1 + (stage == 2),):
             assert run_ranks(2, _delayed, stage, seed == 2, seed) == plain, f"stage {stage}"

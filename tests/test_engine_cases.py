@@ -170,7 +170,9 @@ def test_every_model_is_the_same_at_every_stage(name):
         assert run_ranks(2, _case, name, stage, {}) == reference, f"stage {stage}"
 
 
-@pytest.mark.parametrize("name", ["plain", "used twice", "frozen"])
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(n, marks=pytest.mark.long) for n in ("used twice", "frozen"))]
+)
 def test_recomputation_changes_no_number(name):
     reference = run_ranks(2, _case, name, 0, {})
     for stage in (0, 3):

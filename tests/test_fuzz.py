@@ -94,6 +94,7 @@ def test_the_fuzzer_finds_a_known_defect(defect, engine, ranks):
     assert found, f"{defect} was found by none of 40 programs"
 
 
+@pytest.mark.long
 def test_the_fuzzer_finds_nothing_wrong_with_plain_data_parallel_training(ranks):
     @seed(3)
     @settings(max_examples=60, deadline=None, database=None, suppress_health_check=NO_CHECKS)

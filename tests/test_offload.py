@@ -47,7 +47,7 @@ def losses(world: int, **settings) -> list[float]:
 
 
 CASES = [
-    (1, 3, "stream"),
+    pytest.param(1, 3, "stream", marks=pytest.mark.long),
     pytest.param(2, 3, "stream", marks=pytest.mark.long),
     (2, 2, "stream"),
     (2, 3, "cpu"),
@@ -70,7 +70,7 @@ def test_placement_never_changes_a_loss(tmp_path, world, stage, update):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["sgd", "NAdam"])
+@pytest.mark.parametrize("name", ["sgd", pytest.param("NAdam", marks=pytest.mark.long)])
 def test_every_optimizer_can_be_offloaded(name):
     for update in ("cpu", "stream"):
         settings = {"stage": 3, "optimizer": name, "steps": 5}

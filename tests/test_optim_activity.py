@@ -189,6 +189,7 @@ def _resumed(folder: str, name: str, stage: int, offload: str, state):
     return [*found, (numbers(engine), engine.counts.by_name())]
 
 
+@pytest.mark.long
 def test_mixed_counts_resume_at_any_stage_placement_and_world(tmp_path):
     for name, expected, counts, state in run_ranks(2, _saved, str(tmp_path))[0]:
         for stage, offload in ((3, "cpu"), (0, "")):

@@ -129,6 +129,7 @@ def _resumed(folder: str, states: dict, shapes: list):
     return found
 
 
+@pytest.mark.long
 def test_their_states_resume_at_any_stage_placement_and_world(tmp_path):
     saved = run_ranks(2, _saved, str(tmp_path))[0]
     states = {name: value[1] for name, value in saved.items()}

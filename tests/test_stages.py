@@ -30,8 +30,8 @@ def test_stages_are_bit_identical_on_two_ranks(single):
     assert first == pytest.approx(single, rel=1e-5)
 
 
-@pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long), 2, 3])
 def test_more_ranks_equal_to_rounding(single, world, stage):
     assert losses(world, stage=stage) == pytest.approx(single, rel=1e-5)
 

@@ -29,7 +29,7 @@ from zerocli.checkpoint.parts import SavePlanner
 from zerocli.checkpoint.pickles import guarded
 from zerocli.checkpoint.progress import Progress
 from zerocli.checkpoint.snapshot import Slots, Snapshot
-from zerocli.checkpoint.writer import Writer
+from zerocli.checkpoint.writer import Writer, make_folder
 from zerocli.comm import Severed, severed
 from zerocli.engine import Engine
 from zerocli.sizes import format_bytes
@@ -61,6 +61,9 @@ class Saver:
         self._say, self._probe = say, probe
         self._rank = members_of(engine).rank
         self._group = control_group(engine)
+        if self._rank == 0:
+            with contextlib.suppress(OSError):  # then each save fails, and says why
+                make_folder(self.folder.path)
         written = sum(part.nbytes for part in state.state_parts(engine))
         self._buffer_nbytes, self._advised = self._affordable(buffer_nbytes, written), False
         self._slots = Slots(self._buffer_nbytes, engine.device)

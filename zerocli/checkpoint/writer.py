@@ -86,7 +86,7 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # The coordinator alone comes here, once every rank has planned and before any writes.
         with self._progress.by_itself("planning"):
-            make_folder(self.aside)
+            self.aside.mkdir()  # and none above it: a run folder that was removed is not made anew
         return plans
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
@@ -196,8 +196,8 @@ class Writer(StorageWriter):
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it that are missing; the names of these are on the disk, its own is not yet."""
-    if not path.parent.exists():
+    """Make a folder and those above it that are missing, and have their names on the disk."""
+    if not path.exists():
         make_folder(path.parent)
-        sync_folder(path.parent.parent)
-    path.mkdir()
+        path.mkdir()
+        sync_folder(path.parent)
