@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import shutil
 import signal
 import threading
@@ -204,7 +205,8 @@ class Case:
         self._look_for_words(ended)
         if fault.act == "delete" and ended.struck and not any(ended.codes):
             wrong.append("the run folder was removed under it, and it ended with 0")
-        if fault.on_resume and fault.act == "error" and "passed over" in ended.text:
+        damaged = re.search(r"passed over: (?!it was not finished)", ended.text)
+        if fault.on_resume and fault.act == "error" and damaged:
             wrong.append(f"an error of the disk was taken for damage: {ended.text[-3000:]}")
 
     def _look_for_words(self, ended: Ended) -> None:
