@@ -19,16 +19,19 @@ HELD = ("parameters", "gradients", "optimizer_states", "gathered", "activations"
 """Those of them that an engine holds from step to step."""
 
 
+def grad_width(compute_bytes: int, accumulate: int, reduce: str) -> int:
+    """Return the bytes of a gradient's element: of the compute dtype, or of fp32 if several are added up."""
+    return compute_bytes if accumulate == 1 and reduce == "compute" else 4
+
+
 def model_states(
-    numel: int, stage: int, world: int, compute_bytes: int, accumulate: int, num_states: int
+    numel: int, stage: int, world: int, compute_bytes: int, grad_bytes: int, num_states: int
 ) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer states that each rank holds.
 
-    `num_states` fp32 arrays beside the parameters (2 for Adam); below fp32 there is an fp32 master as well. Gradients
-    have the compute dtype, or fp32 when several micro-steps are accumulated.
+    `num_states` fp32 arrays beside the parameters (2 for Adam); below fp32 there is an fp32 master as well.
     """
     split = stage_of(stage)
-    grad_bytes = 4 if accumulate > 1 else compute_bytes
     state_bytes = 4 * (num_states + (compute_bytes < 4))
 
     def share(nbytes: int, partitioned: bool) -> int:

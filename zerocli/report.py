@@ -13,11 +13,10 @@ from zerocli.config import Config, to_dict
 from zerocli.console import say
 from zerocli.engine import Engine
 from zerocli.launch import RunOptions
-from zerocli.memory import HELD, model_states
+from zerocli.memory import HELD, grad_width, model_states
 from zerocli.metrics import History, Line
-from zerocli.optim import arguments_of
+from zerocli.plan.setup import num_states
 from zerocli.precision import precision
-from zerocli.rules import make_optimizer
 from zerocli.sizes import format_bytes, format_count
 
 
@@ -99,14 +98,9 @@ def summary(
 ) -> dict[str, Any]:
     """Return the closing summary as one JSON document."""
     settled = lines[1:] or lines  # the first step also warms up
-    whole = model_states(
-        engine.numel,
-        0,
-        1,
-        engine.precision.compute.itemsize,
-        config.train.accumulate,
-        len(engine.rule.state_names),
-    )
+    width = engine.precision.compute.itemsize
+    grads = grad_width(width, config.train.accumulate, config.zero.reduce)
+    whole = model_states(engine.numel, 0, 1, width, grads, len(engine.rule.state_names))
     return {
         "schema": 1,
         "run_dir": options.run_dir,
@@ -186,9 +180,8 @@ def planned_memory(config: Config, numel: int, local: int) -> dict[str, dict[str
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen, _ = precision(config.train.precision, device)
-    optimizer = make_optimizer(config.optimizer.name, arguments_of(config.optimizer))
-    num_states = len(optimizer.state_names)
-    common = (chosen.compute.itemsize, config.train.accumulate, num_states)
+    width = chosen.compute.itemsize
+    common = (width, grad_width(width, config.train.accumulate, config.zero.reduce), num_states(config))
     held = model_states(local, config.zero.stage, config.parallel.ranks // config.parallel.tp, *common)
     whole = model_states(numel, 0, 1, *common)
     return {category: {"held": held[category], "stage_0": whole[category]} for category in held}

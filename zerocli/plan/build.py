@@ -114,7 +114,7 @@ def plan_count(numel: int, setup: Setup) -> Plan:
     """Return the model states of a bare parameter count, as the paper counts them; the rest needs a shape."""
     check(setup)
     each = -(-numel // setup.tp)
-    held = model_states(each, setup.stage, setup.dp, setup.width, setup.accumulate, setup.num_states)
+    held = model_states(each, setup.stage, setup.dp, setup.width, setup.grad_width, setup.num_states)
     placement = setup.placement()
     rows = []
     for kind, category in WORDS.items():

@@ -57,7 +57,8 @@ def plan_flats(shape: Shape | Traced, setup: Setup) -> list[FlatPlan]:
         }
         try:
             for _ in range(times):
-                tiers = {kind: spills[kind].place(size) for kind, size in sizes.items()}
+                # A rule without states has nothing to place, and its updates are made on the device.
+                tiers = {kind: spills[kind].place(size) if size else HBM for kind, size in sizes.items()}
                 flats.append(FlatPlan(unit.kind, layout, own, held, tiers))
         except ValueError as error:
             raise UserError(str(error), hint="a tier without a budget at the end", exit_code=DOES_NOT_FIT) from error

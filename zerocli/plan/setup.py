@@ -9,25 +9,13 @@ from dataclasses import dataclass, field, replace
 from offload.placement import HBM, Placement, Share, parse_placement, per_rank
 from zerocli.config import Config
 from zerocli.errors import UserError
+from zerocli.memory import grad_width
 from zerocli.sizes import parse_bytes
 from zerocli.stage import Stage
 from zerocli.stage import stage as stage_of
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 TIERS = ("hbm", "dram", "nvme", "null")
-NUM_STATES = {
-    "adamw": 2,
-    "adam": 2,
-    "nadam": 2,
-    "radam": 2,
-    "adamax": 2,
-    "adagrad": 1,
-    "rmsprop": 1,
-    "rprop": 2,
-    "adadelta": 2,
-    "asgd": 1,
-}
-"""fp32 arrays that an optimizer keeps beside the parameters."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +63,7 @@ class Setup:
 
     @property
     def grad_width(self) -> int:
-        return self.width if self.accumulate == 1 and self.reduce == "compute" else 4
+        return grad_width(self.width, self.accumulate, self.reduce)
 
     @property
     def wire_width(self) -> int:
@@ -141,16 +129,21 @@ def split_offload(text: str) -> tuple[str, str]:
 
 
 def num_states(config: Config) -> int:
-    """Return the fp32 arrays that the config's optimizer keeps."""
-    name = config.optimizer.name.lower()
-    if name == "sgd":
-        return 1 if config.optimizer.momentum else 0
-    if name not in NUM_STATES:
-        raise UserError(
-            f"optimizer {config.optimizer.name} is not one whose states are known here: {', '.join(NUM_STATES)}, sgd",
-            hint="--set optimizer.name=adamw",
-        )
-    return NUM_STATES[name]
+    """Return the fp32 arrays that the config's optimizer keeps, as long as the parameters.
+
+    All but the two that every plan should answer for without torch are asked themselves.
+    """
+    optimizer = config.optimizer
+    name = optimizer.name.lower()
+    if not optimizer.options and name in ("adamw", "sgd"):
+        return 2 if name == "adamw" else int(optimizer.momentum != 0)
+    from zerocli.optim import arguments_of
+    from zerocli.rules import make_optimizer
+
+    try:
+        return len(make_optimizer(optimizer.name, arguments_of(optimizer)).state_names)
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error), hint="--set optimizer.name=adamw") from error
 
 
 def num_checkpoints(config: Config) -> int:
