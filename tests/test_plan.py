@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from typing import Any
@@ -15,6 +16,8 @@ from published import PUBLISHED
 from ranks import run_ranks
 
 import zerocli
+from zerocli import cli
+from zerocli import config as configs
 from zerocli.config import ModelConfig
 from zerocli.engine import Engine
 from zerocli.memory import CATEGORIES
@@ -27,7 +30,7 @@ from zerocli.plan.flats import arenas, plan_flats
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.ledger import Ledger, Storage
 from zerocli.plan.measure import LiveBytes
-from zerocli.plan.setup import Setup
+from zerocli.plan.setup import Setup, num_states
 from zerocli.plan.step import Replay
 from zerocli.plan.tape import INPUT, SHARED, Tape, Tensor
 from zerocli.settings import Settings
@@ -328,3 +331,52 @@ def test_plan_is_a_function_and_a_package():
     assert zerocli.plan("tiny", precision="auto").setup.precision == "bf16"
     assert zerocli.plan("tiny", precision="auto", device="cpu").setup.precision == "fp32"
     assert zerocli.plan("7.5B", stage=3, ranks=64).needed("hbm") == 16 * 7_500_000_000 // 64
+
+
+# -- one count of optimizer states -----------------------------------------------------------------------------------
+
+RULES = {
+    "sgd, plain": ({"optimizer": "sgd"}, ["optimizer.name=sgd", "optimizer.momentum=0"], 0),
+    "sgd, momentum": ({"optimizer": "sgd", "options": {"momentum": 0.9}}, ["optimizer.name=sgd"], 1),
+    "rmsprop, both": (
+        {"optimizer": "rmsprop", "options": {"momentum": 0.9, "centered": True}},
+        ["optimizer.name=rmsprop", "optimizer.options={momentum=0.9,centered=true}"],
+        3,
+    ),
+    "amsgrad": ({"optimizer": "adamw", "options": {"amsgrad": True}}, ["optimizer.options={amsgrad=true}"], 3),
+    "muon": ({"optimizer": "muon"}, ["optimizer.name=muon"], 3),
+}
+
+
+def _rules_measured() -> list[int]:
+    return [measured_peak(SMALL, 4, 24, {"stage": 3, "offload": "cpu"} | settings) for settings, _, _ in RULES.values()]
+
+
+def test_the_states_of_every_rule_are_planned_as_it_keeps_them():
+    """Those of a rule without states too, whose updates pass through slots of the device."""
+    measured = most(run_ranks(2, _rules_measured))
+    for (name, (_, sets, number)), peak in zip(RULES.items(), measured, strict=True):
+        assert num_states(configs.load("tiny", sets)) == number, name
+        if name != "muon":  # its whole matrices pass through memory of their own
+            planned = planned_peak(
+                SMALL, 4, 24, {"stage": 3, "offload": "cpu", "num_states": number, "precision": "fp32"}, 2
+            )
+            assert peak <= planned <= peak * 1.03, name
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        RULES["rmsprop, both"][1],
+        ["zero.reduce=fp32", "train.precision=bf16"],
+        ["train.accumulate=2", "train.precision=bf16"],
+    ],
+)
+def test_a_dry_run_has_one_size_for_each_state(sets, capsys):
+    words = [word for each in sets for word in ("--set", each)]
+    assert cli.run(["train", "tiny", "--dry-run", "--json", "--ranks", "2", *words]) == 0
+    document = json.loads(capsys.readouterr().out)
+    planned = {row["category"]: row["bytes"] for row in document["plan"]["rows"] if row["tier"] == "hbm"}
+    for category in ("parameters", "gradients", "optimizer_states"):
+        # The plan's flats are padded, by less than a hundredth of so small a model.
+        assert document["memory"][category]["held"] == pytest.approx(planned[category], rel=0.01), category

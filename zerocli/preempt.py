@@ -27,8 +27,6 @@ class Preemption:
 
     def __enter__(self) -> Preemption:
         self._before = {number: signal.signal(number, self._note) for number in SAVING_SIGNALS}
-        if "ZEROCLI_PARENT" in os.environ:  # Ctrl-C saves nothing: the parent passes it on, and it ends us at once
-            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_DFL)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,9 @@ from zerocli.worker import job_name
 def work(config: Config, options: RunOptions, observer: Observer | None = None) -> int:
     """Be one rank of a run, watched by `observer`; return the exit code."""
     refuse_check_of_masks(config, options)
+    if "RANK" in os.environ and threading.current_thread() is threading.main_thread():
+        # An exception at any line, torch's callbacks among them, could leave a rank half way; it ends at once instead.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     machine.allow_open_files(open_files(int(os.environ.get("WORLD_SIZE", "1"))))
     STARTUP.probe = options.probe
     watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir))
