@@ -100,7 +100,12 @@ def test_only_rank_0_reaches_the_terminal_and_every_rank_its_log(tmp_path, capfd
 
 
 def test_the_first_failure_ends_the_others_and_its_traceback_is_shown(tmp_path, capfd):
-    body = f"\nif rank == 1: raise KeyError('the cause')\n{WAIT}"
+    body = f"""
+import time
+while not (run / "pid0").exists(): time.sleep(0.01)
+if rank == 1: raise KeyError('the cause')
+{WAIT}
+"""
     assert run_stub(tmp_path, body) == 1
     err = capfd.readouterr().err
     assert "rank 1 failed, exit code 1" in err and "KeyError: 'the cause'" in err

@@ -60,7 +60,7 @@ def launch(
     machine.allow_open_files(open_files(num_ranks))
     run_dir = create_run_dir(options.run_dir, fresh)
     say(f"ranks {num_ranks} ({reason})")
-    say(f"the same by hand: {torchrun_line(num_ranks, arguments)}")
+    say(f"equivalent torchrun command: {torchrun_line(num_ranks, arguments)}")
     say(f"run folder: {run_dir}")
     command = list(worker or [sys.executable, "-m", "zerocli", *arguments])
     with occupy(run_dir):
@@ -99,7 +99,7 @@ def choose_ranks(asked: int, tp: int, num_gpus: int) -> tuple[int, str]:
             f"tp {tp} does not divide the {num_gpus} GPUs of this machine", hint=f"--ranks {num_gpus // tp * tp or tp}"
         )
     if num_gpus:
-        return num_gpus, "one process a GPU"
+        return num_gpus, "one process per GPU"
     return tp * math.ceil(2 / tp), "no GPU: two processes so that partitioning is real" if tp <= 2 else "no GPU: --tp"
 
 

@@ -247,7 +247,7 @@ class MetricsFile:
             act()
         except OSError as error:
             if not self._failed:
-                self._say(f"{self._path}: {error.strerror}; its lines are written once they can be")
+                self._say(f"{self._path}: cannot write metrics ({error.strerror}); buffering and retrying")
             self._failed = True
 
 

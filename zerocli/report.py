@@ -17,7 +17,7 @@ from zerocli.memory import HELD, grad_width, model_states
 from zerocli.metrics import History, Line
 from zerocli.plan.setup import num_states
 from zerocli.precision import precision
-from zerocli.sizes import format_bytes, format_count
+from zerocli.sizes import count_of, format_bytes, format_count
 
 
 def opening(config: Config, engine: Engine) -> str:
@@ -32,7 +32,7 @@ def opening(config: Config, engine: Engine) -> str:
     return "\n".join(
         [
             f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "
-            f"{config.zero.stage}, {_ranks(world * tp)}{axes} on {engine.device.type}",
+            f"{config.zero.stage}, {count_of(world * tp, 'rank')}{axes} on {engine.device.type}",
             f"precision {engine.precision.name} ({reason})",
             *_vocabulary(config, engine),
             f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {world} {each} x accumulate "
@@ -130,10 +130,6 @@ def next_command(config: Config, source: str) -> str:
     return f"zerocli train {shlex.quote(source)} --stage 3{tp} --check 10"
 
 
-def _ranks(number: int) -> str:
-    return f"{number} {'rank' if number == 1 else 'ranks'}"
-
-
 def _title(what: str, stage: int, tp: int) -> str:
     """Return the head of a table of memory: this run beside training that splits nothing."""
     return f"{what:<20}{f'stage {stage}' + (f' tp {tp}' if tp > 1 else ''):>14}{'stage 0':>14}"
@@ -153,7 +149,7 @@ def closing(summary: dict[str, Any]) -> str:
     rows.append(_row("total", *totals))
     head = (
         f"\nloss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f} in {summary['steps']} steps, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s on {_ranks(summary['ranks'])}\n"
+        f"{summary['tokens_per_second']:,.0f} tokens/s on {count_of(summary['ranks'], 'rank')}\n"
     )
     away = [f"{tier} {format_bytes(n)}" for tier, n in summary["peak"].items() if n and tier != "hbm"]
     tail = [f"on other tiers: {', '.join(away)}"] if away else []
@@ -192,5 +188,6 @@ def dry(config: Config, numel: int, held: dict[str, dict[str, int]]) -> str:
     rows = [_row(category, row["held"], row["stage_0"]) for category, row in held.items()]
     title = _title("each rank holds", config.zero.stage, config.parallel.tp)
     shown = json.dumps(to_dict(config), indent=2)
-    where = f"{format_count(numel)} parameters on {config.parallel.ranks} ranks (activations and buffers not counted)"
+    ranks = count_of(config.parallel.ranks, "rank")
+    where = f"{format_count(numel)} parameters on {ranks} (activations and buffers not counted)"
     return "\n".join([shown, "", where, title, *rows])

@@ -72,3 +72,8 @@ def format_count(count: int) -> str:
             text = f"{scaled:.{digits}f}"
             return (text.rstrip("0").rstrip(".") if digits else text) + unit
     return str(count)
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 rank`, `2 ranks`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

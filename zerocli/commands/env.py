@@ -129,7 +129,7 @@ def render(facts: dict[str, Any]) -> str:
         ("backends", ", ".join(facts["backends"]) or "none: torch is not installed"),
     ]
     if not facts["gpus"]:
-        rows.insert(2, ("GPU (hbm)", "none: the CPU computes, and its memory plays hbm"))
+        rows.insert(2, ("GPU (hbm)", "none: the CPU computes, and host memory is reported as hbm"))
     for name, entry in facts["bench"].items():
         rows.append((f"measured {name}", f"{_flat(entry['result'])} ({_age(entry['age'])})"))
     if not facts["bench"]:

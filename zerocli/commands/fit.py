@@ -34,11 +34,11 @@ STAGES = (0, 1, 2, 3)
 @click.option("--stage", type=click.IntRange(0, 3), metavar="0..3", help="Only this ZeRO stage; all four otherwise.")
 @click.option("--offload", metavar="PLACEMENT", help="Only this placement: cpu, nvme, or params=cpu,optimizer=nvme.")
 @click.option("--ranks", type=int, metavar="N", help="GPUs in all; by default one node's.")
-@click.option("--ranks-per-node", type=int, metavar="N", help="GPUs a node; they share its host memory and disks.")
+@click.option("--ranks-per-node", type=int, metavar="N", help="GPUs per node; they share its host memory and disks.")
 @click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.")
 @click.option("--gpu-memory", metavar="SIZE", help="Memory of a GPU, such as 80GiB.")
-@click.option("--host-memory", metavar="SIZE", help="Host memory of a node.")
-@click.option("--nvme-space", metavar="SIZE", help="Space on a node's disks.")
+@click.option("--host-memory", metavar="SIZE", help="Host memory per node.")
+@click.option("--nvme-space", metavar="SIZE", help="Disk space per node.")
 @click.option("--batch", type=int, metavar="N", help="Sequences per data-parallel rank and micro-step.")
 @click.option("--seq", type=int, metavar="N", help="Tokens per sequence.")
 @click.option("--precision", metavar="NAME", help="bf16 (the default), fp16 or fp32.")
@@ -164,7 +164,7 @@ def choose_hardware(given: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
         asked = [name for name in ("gpu_memory", "host_memory", "nvme_space") if given[name]]
         if here is None and len(asked) < 3:
             rest = "the rest of the node" if asked else "the node"
-            notes.append(f"{rest} as a {hardware.name} (no GPU here; --hardware names another)")
+            notes.append(f"{rest} as of {hardware.name} (no GPU here; --hardware names another)")
     changes: dict[str, Any] = {
         name: _size(f"--{name.replace('_', '-')}", given[name])
         for name in ("gpu_memory", "host_memory", "nvme_space")

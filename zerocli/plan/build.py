@@ -44,7 +44,7 @@ def check(setup: Setup, shape: Shape | None = None) -> None:
         )
     if setup.ranks > setup.ranks_per_node and setup.ranks % setup.ranks_per_node:
         raise UserError(
-            f"{setup.ranks_per_node} ranks a node do not divide ranks {setup.ranks}",
+            f"{setup.ranks_per_node} ranks per node do not divide ranks {setup.ranks}",
             hint=f"--ranks {_up(setup.ranks, setup.ranks_per_node)}",
         )
     if shape is None:

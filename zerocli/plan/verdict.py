@@ -13,7 +13,7 @@ from zerocli.plan.hardware import Hardware
 from zerocli.plan.rows import TIERS, WORDS
 from zerocli.plan.search import Candidate, Model
 from zerocli.plan.shape import Shape
-from zerocli.sizes import format_bytes, format_count
+from zerocli.sizes import count_of, format_bytes, format_count
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,9 @@ def _terms(verdict: Verdict) -> str:
         else f", batch {setup.batch} x seq {setup.seq}, {'recompute' if setup.recomputes else 'keep'}"
     )
     tp = f", tp {setup.tp}" if setup.tp > 1 else ""
-    room = f"{format_bytes(hardware.gpu_memory)} a GPU"
-    room += f", {format_bytes(hardware.host_memory)} and {format_bytes(hardware.nvme_space)} nvme a node"
-    return f"{setup.ranks} ranks, {setup.local_ranks} a node{tp}, {setup.precision}{tokens}; {room}"
+    room = f"{format_bytes(hardware.gpu_memory)} per GPU"
+    room += f", {format_bytes(hardware.host_memory)} and {format_bytes(hardware.nvme_space)} nvme per node"
+    return f"{count_of(setup.ranks, 'rank')}, {setup.local_ranks} per node{tp}, {setup.precision}{tokens}; {room}"
 
 
 def _table(verdict: Verdict, paint: Callable[..., str]) -> list[str]:
@@ -208,7 +208,7 @@ def _nearest(candidates: list[Candidate]) -> str:
 def _explain(candidate: Candidate) -> list[str]:
     plan, setup = candidate.plan, candidate.setup
     offload = f" --offload {setup.offload}" if setup.offload else ""
-    lines = [f"--stage {setup.stage}{offload}: every row (GPU: of one; host and nvme: of a node)"]
+    lines = [f"--stage {setup.stage}{offload}: every row (GPU: per GPU; host and nvme: per node)"]
     lines += plan.lines()
     if candidate.estimate is not None:
         parts = ", ".join(f"{name} {_seconds(s)}" for name, s in candidate.estimate.parts.items() if s)

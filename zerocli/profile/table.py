@@ -16,7 +16,7 @@ MEASURED_BY = dict.fromkeys(("host to device", "device to host"), ": zerocli env
 """What would tell the best of a link; links between ranks nobody measures."""
 WIDTH = 28
 """Letters of a run's name at the head of its column: a default run folder's fit."""
-NAMES = {"hbm": "hbm (device, a rank)", "dram": "dram (host, a node)", "nvme": "nvme (disk, a node)"}
+NAMES = {"hbm": "hbm (device, per rank)", "dram": "dram (host, per node)", "nvme": "nvme (disk, per node)"}
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -110,7 +110,7 @@ def _peaks(document: Mapping[str, Any]) -> Iterator[str]:
     if system is None:
         return
     yield (
-        f"the system says, of the largest rank: {format_bytes(system['rss_peak'])} of host memory at most, "
+        f"OS view, largest rank: {format_bytes(system['rss_peak'])} of host memory at most, "
         f"{format_bytes(system['pinned'])} pinned, {format_bytes(system['nvme'])} on disk"
     )
 
@@ -132,7 +132,7 @@ def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
     if step["overlap"] is not None:
         yield f"{'overlap':<24}{step['overlap']:>10.1%}   of transfers and collectives hidden behind compute"
     for link in step["links"]:
-        best = f"best {link['best']:.3g}" if link["best"] else f"best unknown{MEASURED_BY.get(link['lane'], '')}"
+        best = f"best {link['best']:.3g}" if link["best"] else f"not measured{MEASURED_BY.get(link['lane'], '')}"
         moved = "at least; " if link.get("at_least") else ""
         moved += f"{format_bytes(link['bytes'])} a step in {link['seconds']:.4f} s"
         yield f"{'  ' + link['lane']:<24}{link['achieved']:>10.3g} GB/s   {moved}; {best}"
