@@ -19,11 +19,11 @@ from test_checkpoint import engine_of
 
 import zerocli
 from tiers.transfer import WAITED_FOR, Transfer
-from zerocli.beats import Beat
 from zerocli.checkpoint.progress import Progress
 from zerocli.comm import Collectives
 from zerocli.config import ModelConfig
 from zerocli.files import pread
+from zerocli.heartbeats import Heartbeat
 from zerocli.models import build
 from zerocli.startup import STARTUP
 from zerocli.watchdog import Axis, Watchdog
@@ -202,16 +202,20 @@ def test_whoever_moves_is_waited_for():
     saves = Axis("saves", Progress(), (0, 1))
     after = {"time": 1.0, "counts": {"data": 6, "saves": 2}, "doing": "after collective 6"}
     writing = after | {"alone": "checkpoint of step 2, write", "doing": "in checkpoint of step 2, write"}
-    assert data.absent({1: Beat(idle=10, **after)}, set(), 7, 600) == ""
-    assert data.absent({1: Beat(idle=590, **after)}, set(), 7, 600) == "rank 1 had not arrived (after collective 6)"
-    assert data.absent({1: Beat(idle=10, **writing)}, set(), 7, 600) == ""
-    assert "had not arrived (in checkpoint" in data.absent({1: Beat(idle=590, **writing)}, set(), 7, 600)
-    assert data.absent({1: Beat(idle=10, **writing)}, {1}, 7, 600).startswith("rank 1 does not answer (it was in ch")
+    assert data.absent({1: Heartbeat(idle=10, **after)}, set(), 7, 600) == ""
+    assert (
+        data.absent({1: Heartbeat(idle=590, **after)}, set(), 7, 600) == "rank 1 had not arrived (after collective 6)"
+    )
+    assert data.absent({1: Heartbeat(idle=10, **writing)}, set(), 7, 600) == ""
+    assert "had not arrived (in checkpoint" in data.absent({1: Heartbeat(idle=590, **writing)}, set(), 7, 600)
+    assert data.absent({1: Heartbeat(idle=10, **writing)}, {1}, 7, 600).startswith(
+        "rank 1 does not answer (it was in ch"
+    )
     # It came to the commit, and commits alone: it holds the others up, and is no broken link.
-    assert saves.absent({1: Beat(idle=10, **writing)}, set(), 2, 600) == ""
-    assert "rank 1 had not arrived (in checkpoint" in saves.absent({1: Beat(idle=590, **writing)}, set(), 2, 600)
-    assert "the link" in saves.absent({1: Beat(idle=590, **after)}, set(), 2, 600)
-    assert saves.absent({1: Beat(idle=10, **after)}, set(), 2, 600) == ""  # it has only just come
+    assert saves.absent({1: Heartbeat(idle=10, **writing)}, set(), 2, 600) == ""
+    assert "rank 1 had not arrived (in checkpoint" in saves.absent({1: Heartbeat(idle=590, **writing)}, set(), 2, 600)
+    assert "the link" in saves.absent({1: Heartbeat(idle=590, **after)}, set(), 2, 600)
+    assert saves.absent({1: Heartbeat(idle=10, **after)}, set(), 2, 600) == ""  # it has only just come
 
 
 def test_a_run_that_goes_on_hears_nothing_of_it(tmp_path):

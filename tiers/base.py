@@ -134,7 +134,7 @@ class Tier(ABC):
 
     @property
     def used(self) -> int:
-        """Return the bytes that blocks occupy now, rounding included."""
+        """Return the bytes that blocks lock_run_folder now, rounding included."""
         with self._lock:
             self._reclaim()
             return self._used

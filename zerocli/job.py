@@ -26,7 +26,7 @@ from typing import IO, Any
 from zerocli import machine
 from zerocli.console import quoted, say
 from zerocli.errors import UserError
-from zerocli.lost import standing
+from zerocli.rank_loss import standing
 from zerocli.regular_files import open_regular, read_regular, remove
 from zerocli.worker import STORE_FD, listen_on_loopback
 

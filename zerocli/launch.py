@@ -16,8 +16,8 @@ from zerocli import machine
 from zerocli.console import say
 from zerocli.errors import UserError
 from zerocli.job import Job
-from zerocli.occupied import occupy
 from zerocli.regular_files import own_folder
+from zerocli.run_lock import lock_run_folder
 
 JOB_FILE = "job"
 """In the run folder: the name of the elastic job that wrote its checkpoints."""
@@ -63,7 +63,7 @@ def launch(
     say(f"equivalent torchrun command: {torchrun_line(num_ranks, arguments)}")
     say(f"run folder: {run_dir}")
     command = list(worker or [sys.executable, "-m", "zerocli", *arguments])
-    with occupy(run_dir):
+    with lock_run_folder(run_dir):
         job = Job(command, num_ranks, run_dir, saves=saves(config))
         code = job.run()
     job.tell()

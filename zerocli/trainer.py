@@ -19,7 +19,7 @@ from torch import nn
 
 from offload.verify import Corrupted
 from tiers.errors import TierError
-from zerocli import lost, machine, report
+from zerocli import machine, rank_loss, report
 from zerocli.api import open_process_group
 from zerocli.build import DoesNotFit
 from zerocli.checkpoint.folder import Folder
@@ -33,13 +33,13 @@ from zerocli.job import EXIT_PREEMPTED
 from zerocli.launch import JOB_FILE, RunOptions, open_files
 from zerocli.metrics import History, Line
 from zerocli.models import Decoder, build
-from zerocli.occupied import occupy
 from zerocli.optim import arguments_of
 from zerocli.plan.factory import build_factory
 from zerocli.plan.inputs import plan_config
 from zerocli.precision import precision
 from zerocli.profile.observer import Observer
 from zerocli.regular_files import own_folder, sync_folder, write_text
+from zerocli.run_lock import lock_run_folder
 from zerocli.schedule import make_schedule
 from zerocli.settings import Settings
 from zerocli.startup import STARTUP
@@ -64,10 +64,10 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
             join_ranks(config, watchdog)
             # A launcher of ours has the folder already; of torchrun's or SLURM's ranks the first takes it.
             first = "ZEROCLI_PARENT" not in os.environ and (not dist.is_initialized() or dist.get_rank() == 0)
-            with occupy(options.run_dir) if first else contextlib.nullcontext():
+            with lock_run_folder(options.run_dir) if first else contextlib.nullcontext():
                 return _train(config, options, observer or Observer(), watchdog)
     except Corrupted as error:
-        fact, hint = lost.standing(options.run_dir)
+        fact, hint = rank_loss.standing(options.run_dir)
         raise UserError(f"{error}; nothing of this step is saved; {fact}", hint=hint, exit_code=1) from error
     except TierError as error:
         raise UserError(str(error), hint=error.hint or "", exit_code=1) from error
@@ -75,12 +75,12 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
         gone = severed(error)
         if gone is None:
             raise
-        raise lost.explain(gone.what, gone.reason, gone.missing or watchdog.missing, options.run_dir) from error
+        raise rank_loss.explain(gone.what, gone.reason, gone.missing or watchdog.missing, options.run_dir) from error
     except OSError as error:
         if not error.strerror:
             raise
         where = f"{error.filename}: " if error.filename else ""
-        fact, hint = lost.standing(options.run_dir)
+        fact, hint = rank_loss.standing(options.run_dir)
         raise UserError(f"{where}{error.strerror}; {fact}", hint=hint, exit_code=1) from error
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:

@@ -24,13 +24,13 @@ from typing import Protocol
 import torch.distributed as dist
 
 from tiers.transfer import WAITED_FOR
-from zerocli.beats import Beat, Beats, cloned, lost_ranks, no_store, silent_words
 from zerocli.checkpoint.progress import Progress
 from zerocli.comm import Issued, Severed, severed
 from zerocli.console import say
 from zerocli.engine import Engine
+from zerocli.heartbeats import Heartbeat, Heartbeats, cloned, lost_ranks, no_store, silent_words
 from zerocli.job import EXIT_FAILURE
-from zerocli.lost import PATIENCE_SECONDS, standing, within
+from zerocli.rank_loss import PATIENCE_SECONDS, standing, within
 from zerocli.startup import STARTUP
 from zerocli.worker import record_failure
 
@@ -54,7 +54,7 @@ class Axis:
     shared: Shared
     ranks: tuple[int, ...]
 
-    def absent(self, said: dict[int, Beat], silent: set[int], number: int, waited: float) -> str:
+    def absent(self, said: dict[int, Heartbeat], silent: set[int], number: int, waited: float) -> str:
         """Say which ranks have not come to the `number`-th; nothing if whoever holds it up is on its way.
 
         `waited` is for how long this rank has: who moved in the second half of that is only slow.
@@ -95,20 +95,20 @@ class Watchdog(threading.Thread):
         self._engine_axes: list[Axis] = []
         self._saves: Progress | None = None
         self._last_words: tuple[str, bool] = ("", False)
-        self._beats: Beats | None = None
+        self._heartbeats: Heartbeats | None = None
         self.missing = ""
         """Which ranks were gone when this one failed for the loss of another."""
         if engine is not None:
             self.attach(engine)
-            self._beats = Beats(dist.get_rank(), engine.ranks) if self._axes and limit else None
+            self._heartbeats = Heartbeats(dist.get_rank(), engine.ranks) if self._axes and limit else None
 
     def meet(self, rank: int, world: int, store: dist.Store | None = None) -> None:
         """Look at this run's start as well, and speak with its ranks: through `store`, or the process group's."""
-        if world > 1 and self._limit and self._beats is None:
+        if world > 1 and self._limit and self._heartbeats is None:
             self._axes = [*self._axes, Axis("start", STARTUP, tuple(range(world)))]
-            self._beats = Beats(rank, range(world), None if store is None else cloned(store))
+            self._heartbeats = Heartbeats(rank, range(world), None if store is None else cloned(store))
             STARTUP.restart_wait()  # until now there was nobody to wait for but the store
-            self._beats.say(self._beat())
+            self._heartbeats.say(self._heartbeat())
 
     def attach(self, engine: Engine) -> None:
         """Look at an engine's collectives as well; its axes are open, more is not needed."""
@@ -122,8 +122,8 @@ class Watchdog(threading.Thread):
     def watch(self, saves: Progress) -> None:
         """Look at a run's saves as well."""
         self._saves = saves
-        if self._beats is not None:
-            self._axes = [*self._axes, Axis("saves", saves, self._beats.ranks)]
+        if self._heartbeats is not None:
+            self._axes = [*self._axes, Axis("saves", saves, self._heartbeats.ranks)]
 
     def __enter__(self) -> Watchdog:
         if self._limit:
@@ -137,11 +137,11 @@ class Watchdog(threading.Thread):
         """Look no more; tell the others of the error that this rank ends with. Further calls change nothing."""
         if self._closed.is_set():
             return
-        if error is not None and self._beats is not None:
+        if error is not None and self._heartbeats is not None:
             gone = severed(error)
             self._say_why(str(error).partition("\n")[0], gone is not None)
             if gone is not None:
-                self.missing = self._who_is_gone(self._beats)
+                self.missing = self._who_is_gone(self._heartbeats)
             if isinstance(error, Severed):
                 error.missing = self.missing
         self._closed.set()
@@ -172,7 +172,7 @@ class Watchdog(threading.Thread):
 
     def _stuck_alone(self) -> str:
         """Say what this rank is stuck in by itself: nothing came through, however little, for the limit."""
-        where = f" on rank {self._beats.rank}" if self._beats is not None else ""
+        where = f" on rank {self._heartbeats.rank}" if self._heartbeats is not None else ""
         for what, moved in self._alone():
             seconds = time.monotonic() - moved
             if seconds > self._limit:
@@ -204,11 +204,11 @@ class Watchdog(threading.Thread):
         waited = time.monotonic() - since
         if entry is None or waited <= max(self._limit / 4, self._limit - self._lead):
             return ""
-        assert self._beats is not None
-        heard = self._beats.ask_twice(self._pause)
-        if heard is not None and waited < START_SECONDS and len(heard[0]) + 1 < len(self._beats.ranks):
+        assert self._heartbeats is not None
+        heard = self._heartbeats.ask_twice(self._pause)
+        if heard is not None and waited < START_SECONDS and len(heard[0]) + 1 < len(self._heartbeats.ranks):
             return ""  # one has never spoken: its process may only just begin
-        absent = axis.absent(*heard, entry.number, waited) if heard is not None else no_store(self._beats)
+        absent = axis.absent(*heard, entry.number, waited) if heard is not None else no_store(self._heartbeats)
         if not absent:  # on its way: it is asked again, but not at once, by every rank of a large job
             self._closed.wait(self._limit / 20)
             return ""
@@ -224,10 +224,10 @@ class Watchdog(threading.Thread):
 
     def _publish(self) -> None:
         while not self._closed.wait(self._interval):
-            if self._beats is not None and not self._beats.gone:
-                self._beats.say(self._beat())
+            if self._heartbeats is not None and not self._heartbeats.gone:
+                self._heartbeats.say(self._heartbeat())
 
-    def _beat(self) -> Beat:
+    def _heartbeat(self) -> Heartbeat:
         shared, moment = [axis.shared for axis in self._axes], time.monotonic()
         together = [each for each in shared if not (isinstance(each, Progress) and each.alone)]
         entries = [entry for each in together if (entry := oldest_open(each)) is not None]
@@ -236,7 +236,7 @@ class Watchdog(threading.Thread):
         inside = [f"in {entry}" for entry in sorted(entries, key=lambda entry: entry.since)]
         count = max((axis.shared.issued for axis in self._engine_axes), default=0)
         after = f"after collective {count}" if count else "between two stages of its start"
-        return Beat(
+        return Heartbeat(
             time=moment,
             idle=moment - max(each.moved for each in shared),
             counts={axis.name: axis.shared.issued for axis in self._axes},
@@ -248,11 +248,11 @@ class Watchdog(threading.Thread):
 
     def _say_why(self, text: str, by_loss: bool) -> None:
         self._last_words = (text[:200], by_loss)
-        beats = self._beats
+        beats = self._heartbeats
         if beats is not None:
-            within(PATIENCE_SECONDS, lambda: beats.say(self._beat()))
+            within(PATIENCE_SECONDS, lambda: beats.say(self._heartbeat()))
 
-    def _who_is_gone(self, beats: Beats) -> str:
+    def _who_is_gone(self, beats: Heartbeats) -> str:
         """Return who is gone; nothing if a launcher, who knows, wants this rank to end before it has found out."""
         hurry = threading.Event()
         here = threading.current_thread() is threading.main_thread()

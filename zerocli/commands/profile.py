@@ -132,9 +132,9 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
     launch.create_run_dir(run_dir)
     from zerocli import trainer
     from zerocli.profile.profiler import Profiler
-    from zerocli.profile.tell import Teller, recording
+    from zerocli.profile.reporter import Reporter, recording
 
-    teller = Teller(given["html"] or "", given["trace_file"] or "", source)
+    teller = Reporter(given["html"] or "", given["trace_file"] or "", source)
     with recording(given["snapshot"] or ""):
         return trainer.work(config, options, Profiler(teller, follow=not config.model.compile))
 

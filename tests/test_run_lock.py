@@ -14,15 +14,15 @@ from ranks import _context
 from runs import losses, train
 
 from zerocli import config as configs
-from zerocli import launch, occupied
+from zerocli import launch, run_lock
 from zerocli.errors import UserError
 from zerocli.launch import RunOptions
-from zerocli.occupied import occupy
 from zerocli.owner import OWNER, is_gone, this_process
+from zerocli.run_lock import lock_run_folder
 
 
 def hold(folder: str, ready) -> None:
-    with occupy(folder):
+    with lock_run_folder(folder):
         ready.set()
         threading.Event().wait()
 
@@ -30,7 +30,7 @@ def hold(folder: str, ready) -> None:
 @pytest.fixture
 def holder(tmp_path, monkeypatch):
     """Another process that has the folder."""
-    monkeypatch.setattr(occupied, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 0.0)
     ready = _context.Event()
     process = _context.Process(target=hold, args=(str(tmp_path), ready), daemon=True)
     process.start()
@@ -43,13 +43,13 @@ def holder(tmp_path, monkeypatch):
 def test_a_folder_is_its_runs_own_until_that_is_gone(tmp_path, holder):
     with (
         pytest.raises(UserError, match=f"a run is under way there .process {holder.pid} on ") as error,
-        occupy(tmp_path),
+        lock_run_folder(tmp_path),
     ):
         pass
     assert error.value.exit_code == 2 and "another --run-dir" in error.value.hint
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
-    with occupy(tmp_path):
+    with lock_run_folder(tmp_path):
         assert f"process {os.getpid()} on" in Path(tmp_path, "lock").read_text()
 
 
@@ -77,15 +77,15 @@ def no_locks(fd: int, operation: int) -> None:
 
 
 def hold_without_locks(folder: str, ready) -> None:
-    occupied.fcntl.flock = no_locks
+    run_lock.fcntl.flock = no_locks
     hold(folder, ready)
 
 
 @pytest.fixture
 def without_locks(tmp_path, monkeypatch):
     """A folder on a file system that knows no locks, and another process that has it."""
-    monkeypatch.setattr(occupied, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(occupied.fcntl, "flock", no_locks)
+    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
     ready = _context.Event()
     process = _context.Process(target=hold_without_locks, args=(str(tmp_path), ready), daemon=True)
     process.start()
@@ -98,22 +98,22 @@ def without_locks(tmp_path, monkeypatch):
 def test_without_locks_too_a_folder_is_its_runs_own_until_that_is_gone(tmp_path, without_locks):
     for _ in range(2):  # the second would have found what the first left behind
         with pytest.raises(UserError, match=f"a run is under way there .process {without_locks.pid} on ") as error:
-            occupy(tmp_path).__enter__()
+            lock_run_folder(tmp_path).__enter__()
     assert f"rm {tmp_path / OWNER}" in error.value.hint
     os.kill(without_locks.pid, signal.SIGKILL)
     without_locks.join()
-    with occupy(tmp_path):
+    with lock_run_folder(tmp_path):
         assert json.loads((tmp_path / OWNER).read_text())["pid"] == os.getpid()
         with pytest.raises(UserError, match=f"process {os.getpid()} on "):
-            occupy(tmp_path).__enter__()
+            lock_run_folder(tmp_path).__enter__()
     assert os.listdir(tmp_path) == ["lock"]
 
 
 def take_stale(folder: str, barrier, results) -> None:
-    occupied.fcntl.flock, occupied.PATIENCE_SECONDS = no_locks, 0.0
+    run_lock.fcntl.flock, run_lock.PATIENCE_SECONDS = no_locks, 0.0
     barrier.wait()
     try:
-        with occupy(folder):
+        with lock_run_folder(folder):
             results.put("taken")
             barrier.wait()
     except UserError:
@@ -152,12 +152,12 @@ def test_only_what_is_certain_makes_an_owner_stale():
 
 
 def test_a_strange_owner_file_is_nobodys_to_remove(tmp_path, monkeypatch):
-    monkeypatch.setattr(occupied, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(occupied.fcntl, "flock", no_locks)
+    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
     for make in (lambda path: path.write_text("{"), os.mkfifo, lambda path: path.symlink_to("/nowhere")):
         make(tmp_path / OWNER)
         with pytest.raises(UserError, match="a run is under way there .another process"):
-            occupy(tmp_path).__enter__()
+            lock_run_folder(tmp_path).__enter__()
         (tmp_path / OWNER).unlink()
 
 
@@ -165,9 +165,9 @@ def test_file_systems_without_links_have_owners_too(tmp_path, monkeypatch):
     def no_links(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(occupied, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(occupied.fcntl, "flock", no_locks)
+    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
     monkeypatch.setattr(os, "link", no_links)
-    with occupy(tmp_path), pytest.raises(UserError, match=f"process {os.getpid()} on "):
-        occupy(tmp_path).__enter__()
+    with lock_run_folder(tmp_path), pytest.raises(UserError, match=f"process {os.getpid()} on "):
+        lock_run_folder(tmp_path).__enter__()
     assert os.listdir(tmp_path) == ["lock"]

@@ -1,4 +1,4 @@
-"""Beats: what the ranks of a run keep telling each other of themselves, through the store that opened their group.
+"""Heartbeats: what the ranks of a run keep telling each other of themselves, through the store that opened their group.
 
 A rank that is stuck, or has lost another, asks what the others last said: who still speaks is alive, who has begun
 fewer collectives has not arrived, and who ended in good order has said why.
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from zerocli.lost import PATIENCE_SECONDS, within
+from zerocli.rank_loss import PATIENCE_SECONDS, within
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a rank last said of itself."""
 
     time: float
@@ -39,7 +39,7 @@ class Beat:
     """Whether it ended because it had lost another rank itself."""
 
 
-class Beats:
+class Heartbeats:
     """The beats of all ranks that hold a part of one model; `ranks` are global."""
 
     def __init__(self, rank: int, ranks: Sequence[int], store: Any | None = None) -> None:
@@ -54,19 +54,19 @@ class Beats:
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return "torchrun on the host of rank 0" if agents else "rank 0"
 
-    def say(self, beat: Beat) -> None:
+    def say(self, beat: Heartbeat) -> None:
         """Tell the others, however long the store takes; nothing happens if it is gone."""
         with contextlib.suppress(Exception):
             self._reach(lambda: self._store.set(str(self.rank), json.dumps(asdict(beat))))
 
-    def ask(self) -> dict[int, Beat] | None:
+    def ask(self) -> dict[int, Heartbeat] | None:
         """Return what each rank last said, None if the store does not answer."""
 
-        def ask() -> dict[int, Beat]:
+        def ask() -> dict[int, Heartbeat]:
             found = {}
             for rank in self.ranks:
                 if self._store.check([str(rank)]):
-                    found[rank] = Beat(**json.loads(self._store.get(str(rank))))
+                    found[rank] = Heartbeat(**json.loads(self._store.get(str(rank))))
             return found
 
         return within(PATIENCE_SECONDS, lambda: self._reach(ask))
@@ -81,7 +81,7 @@ class Beats:
             self.gone = True
             raise
 
-    def ask_twice(self, pause: Callable[[], object]) -> tuple[dict[int, Beat], set[int]] | None:
+    def ask_twice(self, pause: Callable[[], object]) -> tuple[dict[int, Heartbeat], set[int]] | None:
         """Return what the others say now, and which of them have said nothing new during the pause."""
         before = self.ask()
         if before is not None:
@@ -94,7 +94,7 @@ class Beats:
         return {rank: now[rank] for rank in others if rank in now}, silent
 
 
-def lost_ranks(beats: Beats, pause: Callable[[], object]) -> str:
+def lost_ranks(beats: Heartbeats, pause: Callable[[], object]) -> str:
     """Say which ranks are gone, for one that has lost contact; those that ended for the same reason are not named."""
     heard = beats.ask_twice(pause)
     if heard is None:
@@ -111,12 +111,12 @@ def lost_ranks(beats: Beats, pause: Callable[[], object]) -> str:
     return "; ".join(lines) or "all ranks still answer: the link between them broke"
 
 
-def silent_words(rank: int, beat: Beat | None) -> str:
+def silent_words(rank: int, beat: Heartbeat | None) -> str:
     """Say that a rank does not answer, and what it was doing when it last did."""
     return f"rank {rank} does not answer" + (f" (it was {beat.doing})" if beat is not None and beat.doing else "")
 
 
-def no_store(beats: Beats) -> str:
+def no_store(beats: Heartbeats) -> str:
     """Say why the others cannot be asked."""
     return f"{beats.keeper}, which keeps the store that ranks speak through, does not answer"
 

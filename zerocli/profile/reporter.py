@@ -16,7 +16,7 @@ from zerocli.launch import RunOptions
 from zerocli.profile import page, table, trace
 
 
-class Teller:
+class Reporter:
     """Tells the user about a profile in the ways that were asked for."""
 
     def __init__(self, html: str, trace_file: str, source: str) -> None:

@@ -15,10 +15,10 @@ import pytest
 import torch.distributed as dist
 from runs import TINY, Death, train
 
-from zerocli.beats import Beat, Beats, lost_ranks
 from zerocli.checkpoint.folder import Folder
 from zerocli.comm import Severed, severed
-from zerocli.lost import within
+from zerocli.heartbeats import Heartbeat, Heartbeats, lost_ranks
+from zerocli.rank_loss import within
 
 SETS = ("zero.stage=3", "train.watchdog=3")
 
@@ -132,10 +132,10 @@ def test_what_does_not_answer_holds_nobody_up():
 
 def test_last_words_tell_a_cause_from_its_consequences():
     store = dist.HashStore()
-    ranks = [Beats(rank, range(4), store) for rank in range(4)]
-    ranks[1].say(Beat(1.0, 0.0, ended="loss is nan at step 3"))
-    ranks[2].say(Beat(1.0, 0.0, ended="all_gather failed", by_loss=True))
-    ranks[3].say(Beat(1.0, 0.0, doing="in all_reduce of activations"))
+    ranks = [Heartbeats(rank, range(4), store) for rank in range(4)]
+    ranks[1].say(Heartbeat(1.0, 0.0, ended="loss is nan at step 3"))
+    ranks[2].say(Heartbeat(1.0, 0.0, ended="all_gather failed", by_loss=True))
+    ranks[3].say(Heartbeat(1.0, 0.0, doing="in all_reduce of activations"))
     said = lost_ranks(ranks[0], lambda: None)
     assert said == "rank 1 ended (loss is nan at step 3); rank 3 does not answer (it was in all_reduce of activations)"
-    assert lost_ranks(ranks[0], lambda: ranks[3].say(Beat(2.0, 0.0))) == "rank 1 ended (loss is nan at step 3)"
+    assert lost_ranks(ranks[0], lambda: ranks[3].say(Heartbeat(2.0, 0.0))) == "rank 1 ended (loss is nan at step 3)"

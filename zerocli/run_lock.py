@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 3.0
 
 
 @contextlib.contextmanager
-def occupy(run_dir: str | os.PathLike[str]) -> Iterator[None]:
+def lock_run_folder(run_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Have the run folder to oneself; raise UserError, with who has it, where another run does."""
     fd = open_regular(Path(run_dir, LOCK), os.O_RDWR | os.O_CREAT)
     with contextlib.ExitStack() as stack:
