@@ -9,6 +9,8 @@ import pytest
 def pytest_cmdline_main(config):
     """Run the whole suite in two processes where pytest-xdist is there; `-n 0` runs it in one."""
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    if "PYTEST_XDIST_WORKER" in os.environ:  # which itself must start none
+        return
     if whole and getattr(config.option, "numprocesses", 0) is None and not config.option.collectonly:
         config.option.numprocesses, config.option.dist = 2, "loadfile"
 
