@@ -4,6 +4,9 @@ import os
 
 import pytest
 
+# Ranks and test processes share few cores: more threads would only wait for each other. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
