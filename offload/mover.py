@@ -8,14 +8,13 @@ never stale, and what was written shortly before it is read need not come from t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from offload.store import Store
-from offload.verify import UNVERIFIED, Unverified
 from tiers.base import Block, Tier, round_up
 from tiers.errors import TierFull
 from tiers.transfer import JointTransfer, Transfer
@@ -126,17 +125,9 @@ class Mover:
 class StagedStore(Store):
     """A store on a slow tier, of which a mover may keep a copy in host memory."""
 
-    def __init__(
-        self,
-        mover: Mover,
-        tier: Tier,
-        kind: str,
-        numel: int,
-        dtype: torch.dtype,
-        traffic: Counter[str],
-        verifier: Unverified = UNVERIFIED,
-    ) -> None:
-        super().__init__(tier, kind, numel, dtype, traffic, verifier)
+    def __init__(self, mover: Mover, *about: Any) -> None:
+        """Take the mover, and what a `Store` takes."""
+        super().__init__(*about)
         self._mover = mover
 
     def put(self, start: int, source: torch.Tensor) -> Transfer:

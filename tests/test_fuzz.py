@@ -86,8 +86,8 @@ def test_the_fuzzer_finds_a_known_defect(defect, engine, ranks):
             return
         check(program, ranks, engine)
         try:
-            check(program, ranks, f"{engine}+{defect}")
-        except AssertionError:
+            law(program, ranks, f"{engine}+{defect}")  # as every program is judged, one given by hand too
+        except pytest.fail.Exception:
             found.append(program)
 
     look()

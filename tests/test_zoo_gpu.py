@@ -24,8 +24,8 @@ def test_zoo_on_a_gpu(server, name, variant):
     case = CASES[name]
     if missing := missing_package(case.needs):
         pytest.skip(f"{missing} is not installed")
-    if message := failure(case, variant, server.run(name, variant, "cuda")):
-        pytest.fail(message, pytrace=False)
+    message = failure(case, variant, server.run(name, variant, "cuda"))
+    assert not message, message
 
 
 def test_the_cases_on_a_gpu_are_many():

@@ -14,11 +14,13 @@ import json
 import os
 import secrets
 import socket
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from zerocli.errors import UserError
+from zerocli.regular_files import read_regular
 
 OWNER = "lock.owner"
 MOST_NBYTES = 4096
@@ -123,13 +125,8 @@ def _write_new(path: Path, data: bytes) -> None:
 
 def _read(path: Path) -> Any:
     """Return what the owner file says, None where it says nothing that can be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if stat.S_ISREG(os.fstat(fd).st_mode):
-                return json.loads(os.read(fd, MOST_NBYTES))
-        finally:
-            os.close(fd)
+    with contextlib.suppress(OSError, ValueError, RecursionError, UserError):
+        return json.loads(read_regular(path, MOST_NBYTES))
     return None
 
 
