@@ -31,9 +31,11 @@ from zerocli.sizes import parse_bytes  # noqa: E402
 @click.option("--seq", default=1024, help="Tokens each.")
 @click.option("--steps", default=8, help="Timed steps of each.")
 @click.option("--warmup", default=2, help="Steps of each before those.")
+@click.option("--deterministic", is_flag=True, help="Use torch's deterministic kernels, so that losses can be equal.")
 def main(shape: str, offload: str, update: str, nvme_path: tuple[str, ...], staging: str, batch: int, seq: int,
-         steps: int, warmup: int) -> None:  # fmt: skip
+         steps: int, warmup: int, deterministic: bool) -> None:  # fmt: skip
     """Train one model twice in one process, a step of each in turn, in bf16 at stage 3 with recomputation."""
+    torch.use_deterministic_algorithms(deterministic)
     layers, hidden, heads = SHAPES[shape]
     config = ModelConfig(layers=layers, hidden=hidden, heads=heads, vocab=50304, tie=False)
     engines = {}

@@ -16,18 +16,19 @@ number of the first piece that differed, which `collect` gathers and the engine 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import threading
 from collections.abc import Callable
 
 import torch
 
-from offload.checksum import checksums
+from offload.checksum import checksums, kernels
 from tiers.base import Block, as_bytes
 from tiers.copies import stream_position
 from tiers.errors import TierError, format_nbytes
 from tiers.transfer import Transfer
 
-CELL_NBYTES = 256 << 10
+CELL_NBYTES = 2 << 20
 """Large enough for checksums to be few, small enough to be read back for the odd read that begins in the middle."""
 
 
@@ -117,14 +118,18 @@ class Verifier(Unverified):
             taken.record_stream(torch.cuda.current_stream(taken.device))
         return taken.to(device, non_blocking=True)
 
-    def flag(self, differs: torch.Tensor, message: str, tier: str) -> None:
+    def flag(self, found: torch.Tensor, written: torch.Tensor, message: str, tier: str) -> None:
         """Take note, in the order of the current stream, whether a piece differed on the GPU."""
         number = self._pieces.setdefault((message, tier), len(self._pieces) + 1)
-        stream = torch.cuda.current_stream(differs.device)
-        before = self._flags.get(stream)
-        now = differs * number
-        # A new tensor each time: who reads the old one may be on another stream.
-        self._flags[stream] = now if before is None else torch.where(before == 0, now, before)
+        stream = torch.cuda.current_stream(found.device)
+        if stream not in self._flags:
+            self._flags[stream] = torch.zeros((), dtype=torch.int64, device=found.device)
+        # In place: a flag is set once, and who reads it from another stream meanwhile has it now or the next time.
+        flag = self._flags[stream]
+        if (triton := kernels()) is not None:
+            triton.note_difference(found, written, flag, number)
+        else:
+            flag.copy_(torch.where(flag == 0, (found != written).any() * number, flag))
 
     def collect(self) -> torch.Tensor | None:
         if not self._flags:
@@ -223,34 +228,51 @@ class Sums(Unchecked):
 
         Cells that were never written are left out.
         """
-        runs: list[tuple[int, int, torch.Tensor, int]] = []
-        """(first cell, cell after the last, checksums, place of the first) of cells whose checksums lie together."""
+        runs: list[_Run] = []
         for i, cut in enumerate(cuts[:-1]):
-            known = self._known.get(cut)
-            if known is None:
-                continue
-            if runs and runs[-1][1] == i and runs[-1][2] is known[0] and runs[-1][3] + i - runs[-1][0] == known[1]:
-                runs[-1] = (runs[-1][0], i + 1, *runs[-1][2:])
-            else:
-                runs.append((i, i + 1, *known))
+            if cut in self._known:
+                if not runs or runs[-1].last != i:
+                    runs.append(_Run(i, i, []))
+                runs[-1].append(*self._known[cut])
 
         def compare(now: bool) -> None:
-            for first, last, taken, place in runs:
-                start = cuts[first]
-                part = memory[start - cuts[0] : cuts[last] - cuts[0]]
-                found = checksums(part, [cut - start for cut in cuts[first : last + 1]])
-                differs = found != self._verifier.bring(taken[place : place + last - first], found.device)
+            for run in runs:
+                inside = cuts[run.first : run.last + 1]
+                part = memory[inside[0] - cuts[0] : inside[-1] - cuts[0]]
+                found = checksums(part, [cut - inside[0] for cut in inside])
+                parts = [self._verifier.bring(taken[at:stop], found.device) for taken, at, stop in run.taken]
+                written = parts[0] if len(parts) == 1 else torch.cat(parts)
+                tier = self._block.tier.name
                 if found.is_cuda and not now:
-                    self._verifier.flag(differs.any(), self._message(start, cuts[last], what), self._block.tier.name)
-                elif differs.any():
-                    cell = first + int(differs.nonzero()[0])
-                    raise self._verifier.differs(self._message(cuts[cell], cuts[cell + 1], what), self._block.tier.name)
+                    self._verifier.flag(found, written, self._message(inside[0], inside[-1], what), tier)
+                elif not torch.equal(found, written):
+                    cell = int((found != written).nonzero()[0])
+                    raise self._verifier.differs(self._message(inside[cell], inside[cell + 1], what), tier)
 
         return compare
 
     def _message(self, first: int, last: int, what: str) -> str:
         place = f"{format_nbytes(last - first)} at byte {first} of {self._cuts[-1]} on {self._block.tier.name}"
         return f"{what} ({place}) are not what was written: a bit flipped in host memory, on disk or on the way"
+
+
+@dataclasses.dataclass
+class _Run:
+    """Cells side by side whose checksums are known."""
+
+    first: int
+    last: int
+    """The cell after the last one."""
+    taken: list[tuple[torch.Tensor, int, int]]
+    """Their checksums: places [start, stop) in those that were taken together."""
+
+    def append(self, taken: torch.Tensor, place: int) -> None:
+        """Add the next cell, whose checksum is at `place` of `taken`."""
+        self.last += 1
+        if self.taken and self.taken[-1][0] is taken and self.taken[-1][2] == place:
+            self.taken[-1] = (taken, self.taken[-1][1], place + 1)
+        else:
+            self.taken.append((taken, place, place + 1))
 
 
 class CheckedTransfer(Transfer):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -9,6 +12,8 @@ from test_gpu import Stack, _train, run_without_waiting
 from test_verify import KINDS, NAMES, block_of, flip
 
 import zerocli
+from offload.checksum import COLUMNS, checksums
+from offload.verify import Verifier
 from zerocli.checkpoint.saver import Saver
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +31,32 @@ def test_verification_changes_no_number_on_a_gpu(tmp_path):
         assert _train(3, {**away, **more, "verify": True}) == _train(3, {**away, **more}), more
     plain = run_ranks(2, _train, 3, {"offload": "cpu", **STREAM})
     assert run_ranks(2, _train, 3, {"offload": "cpu", "verify": True, **STREAM}) == plain
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_gpu_takes_the_checksums_of_a_cpu(seed):
+    """Of cells of any length: equal ones, smaller and larger ones beside them, some that are no whole words."""
+    dice = random.Random(seed)
+    choices = [8, 4072, 8 * COLUMNS, 1 << 20, 8 * dice.randrange(1, 9999)]
+    sizes = dice.choices(choices, k=dice.randint(1, 4))
+    lengths = [size for size in sizes for _ in range(dice.randint(1, 5))] + [5] * (seed % 2)
+    cuts = [0, *itertools.accumulate(lengths)]
+    data = torch.randint(0, 256, (cuts[-1],), dtype=torch.uint8)
+    assert torch.equal(checksums(data.cuda(), cuts).cpu(), checksums(data, cuts))
+
+
+def test_the_first_difference_of_a_stream_is_kept():
+    verifier = Verifier()
+    written = torch.arange(3000, device="cuda")
+    found = written.clone()
+    verifier.flag(found, written, "one", "dram")
+    assert verifier.collect().item() == 0
+    found[2999] += 1
+    verifier.flag(found, written, "two", "dram")
+    verifier.flag(found, written, "three", "dram")
+    verifier.flag(written, written, "four", "dram")
+    with pytest.raises(zerocli.Corrupted, match="two"):
+        verifier.refuse(int(verifier.collect().item()))
 
 
 def test_delays_with_verification_change_no_number():
