@@ -36,14 +36,14 @@ import torch
 import torch.distributed as dist
 
 from zerocli.config import ModelConfig
-from zerocli.engine import Engine
+from zerocli.engine.engine import Engine
+from zerocli.engine.settings import Settings
 from zerocli.models import build
 from zerocli.plan.build import plan_model
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.measure import LiveBytes
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
-from zerocli.settings import Settings
 
 BELOW, EACH, MEDIAN = 1.0, 5.0, 2.0
 HAS_TP = "tp" in Settings.__dataclass_fields__

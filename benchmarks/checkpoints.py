@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import zerocli  # noqa: E402
 from zerocli.config import ModelConfig  # noqa: E402
+from zerocli.layout.sizes import parse_bytes  # noqa: E402
 from zerocli.models import build  # noqa: E402
-from zerocli.sizes import parse_bytes  # noqa: E402
 
 SHAPES = {"1.41b": (24, 2048, 16), "2.77b": (32, 2560, 20), "tiny": (4, 256, 4)}
 WAYS = {"device": {"recompute": True}, "cpu": {"offload": "activations=cpu"}, "keep": {}}

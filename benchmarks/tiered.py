@@ -35,7 +35,7 @@ SHAPES = {"1.41b": (24, 2048, 16), "2.77b": (32, 2560, 20), "tiny": (4, 256, 4)}
 def main(shape: str, offload: str, update: str, nvme_path: tuple[str, ...], staging: str, batch: int, seq: int,
          steps: int, warmup: int, json_path: str | None) -> None:  # fmt: skip
     """Train a GPT-2 shape in bf16 at stage 3 with recomputation and clipping at 1.0, and time its steps."""
-    from zerocli.sizes import parse_bytes
+    from zerocli.layout.sizes import parse_bytes
 
     layers, hidden, heads = SHAPES[shape]
     config = ModelConfig(layers=layers, hidden=hidden, heads=heads, vocab=50304, tie=False)

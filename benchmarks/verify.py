@@ -17,8 +17,8 @@ from tiered import SHAPES  # noqa: E402
 
 import zerocli  # noqa: E402
 from zerocli.config import ModelConfig  # noqa: E402
+from zerocli.layout.sizes import parse_bytes  # noqa: E402
 from zerocli.models import build  # noqa: E402
-from zerocli.sizes import parse_bytes  # noqa: E402
 
 
 @click.command(context_settings={"show_default": True})

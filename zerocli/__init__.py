@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from typing import Any
 
     from offload.verify import Corrupted as Corrupted
-    from zerocli.api import shard as shard
-    from zerocli.ema import EMA as EMA
-    from zerocli.engine import Engine as Engine
+    from zerocli.engine.api import shard as shard
+    from zerocli.engine.ema import EMA as EMA
+    from zerocli.engine.engine import Engine as Engine
+    from zerocli.engine.groups import ParamGroup as ParamGroup
+    from zerocli.engine.optim import FlatOptimizer as FlatOptimizer
     from zerocli.errors import Refused as Refused
-    from zerocli.groups import ParamGroup as ParamGroup
-    from zerocli.optim import FlatOptimizer as FlatOptimizer
 
 _LAZY = {
-    "shard": "zerocli.api",
-    "Engine": "zerocli.engine",
-    "EMA": "zerocli.ema",
-    "FlatOptimizer": "zerocli.optim",
-    "ParamGroup": "zerocli.groups",
+    "shard": "zerocli.engine.api",
+    "Engine": "zerocli.engine.engine",
+    "EMA": "zerocli.engine.ema",
+    "FlatOptimizer": "zerocli.engine.optim",
+    "ParamGroup": "zerocli.engine.groups",
     "Refused": "zerocli.errors",
     "Corrupted": "offload.verify",
 }

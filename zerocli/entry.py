@@ -21,7 +21,7 @@ if _before is signal.default_int_handler:  # not where whoever started us wants 
 
 def main() -> None:
     """Run the program and leave with its exit code."""
-    from zerocli import cli
+    from zerocli.cli import main as cli
 
     signal.signal(signal.SIGINT, _before)
     cli.main()

@@ -269,7 +269,7 @@ def malformed_values(manifest: dict[str, Any], draw: random.Random) -> None:
 
 
 def hostile(scene: Scene) -> None:
-    """The hostile checkpoints of tests/test_corruption.py that fit any model."""
+    """The hostile checkpoints of tests/checkpoint/test_corruption.py that fit any model."""
     fitting = [
         act for act in HOSTILE if act.__name__ not in ("_a_piece_twice", "_integers_for_floats", "_linked_folder")
     ]

@@ -16,12 +16,13 @@ import torch
 from torture import damage
 from torture.tally import Result
 from zerocli import config as configs
-from zerocli import trainer
 from zerocli.checkpoint import Damaged, Folder, Mismatch, Saver, Unreadable, load, resume
 from zerocli.checkpoint.loader import of_its_step
-from zerocli.engine import Engine
+from zerocli.engine.engine import Engine
 from zerocli.errors import UserError
-from zerocli.metrics import Line, MetricsFile
+from zerocli.profile.lines import Line
+from zerocli.run import trainer
+from zerocli.run.metrics import MetricsFile
 
 CLEAR = (Damaged, Mismatch, Unreadable, UserError, OSError)
 """What a resume may end with; the command makes a line of each."""

@@ -163,7 +163,8 @@ def _rank(
 
     import torch
 
-    from zerocli import cli, trainer
+    from zerocli.cli import main as cli
+    from zerocli.run import trainer
 
     torch.set_num_threads(1)
     if prepare is not None:

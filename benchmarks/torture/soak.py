@@ -34,7 +34,7 @@ ALLOWED = {"resident MiB": 8.0, "descriptors": 0.0, "threads": 0.0, "files": 0.0
 
 def keep_few_lines() -> None:
     """Have a rank keep some hundred lines of metrics in memory: it takes hours to come to the usual 20,000."""
-    from zerocli.metrics import History
+    from zerocli.profile.lines import History
 
     History.KEPT = 200
 

@@ -181,5 +181,5 @@ def report(program: Program, error: BaseException) -> str:
     """Return what failed, the program, and the command that runs it alone."""
     text = repr(program)
     quoted = shlex.quote(text) if re.search(r'["$`\\\\]', text) else f'"{text}"'
-    command = f"ZEROCLI_FUZZ_PROGRAM={quoted} python -m pytest tests/test_fuzz.py -k this_program"
+    command = f"ZEROCLI_FUZZ_PROGRAM={quoted} python -m pytest tests/laws/test_fuzz.py -k this_program"
     return f"{error}\n\nprogram:\n{text}\n\nrun it alone:\n{command}"

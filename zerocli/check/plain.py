@@ -15,9 +15,9 @@ from torch import nn
 
 from zerocli.check.compare import Outcome, rounding
 from zerocli.config import OptimizerConfig
-from zerocli.optim import arguments_of
-from zerocli.precision import LossScale, Precision
-from zerocli.schedule import make_schedule
+from zerocli.engine.optim import arguments_of
+from zerocli.engine.precision import LossScale, Precision
+from zerocli.run.schedule import make_schedule
 
 
 class NotPlain(Exception):

@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerocli.api import open_process_group
 from zerocli.check.compare import Differences, Gap, Outcome, Tolerance, differences, rounding
 from zerocli.check.plain import NotPlain, Plain, train
 from zerocli.check.rows import COMPILED_FACTOR, FACTOR, Checklist, Row
 from zerocli.config import Config
 from zerocli.console import say
-from zerocli.engine import Engine
+from zerocli.engine.api import open_process_group
+from zerocli.engine.engine import Engine
+from zerocli.engine.precision import precision
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
-from zerocli.precision import precision
-from zerocli.steps import micro_step
-from zerocli.trainer import build_factory, cap_device, make_engine, make_model, open_batches, resolve
+from zerocli.run.steps import micro_step
+from zerocli.run.trainer import build_factory, cap_device, make_engine, make_model, open_batches, resolve
 
 Result = dict[str, Any]
 GRACE_SECONDS = 10.0

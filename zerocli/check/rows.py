@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload import KINDS, parse_placement
-from zerocli.sizes import parse_bytes
-from zerocli.stage import STAGES
+from zerocli.layout.sizes import parse_bytes
+from zerocli.layout.stage import STAGES
 
 FACTOR = 8
 """How many times as much as rounding a row may differ; see [Note: tolerance] in compare.py."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zerocli.shards import Span
+from zerocli.layout.shards import Span
 
 PIECE_NUMEL = 4 << 20
 """Largest box, in elements: what is checked by one checksum, and read whole where any of it is wanted."""

@@ -22,9 +22,9 @@ from zerocli.checkpoint.parts import LoadPlanner
 from zerocli.checkpoint.pickles import guarded
 from zerocli.checkpoint.reader import Reader
 from zerocli.checkpoint.saver import describe
-from zerocli.engine import Engine
-from zerocli.exchange import exchange_json, first_problem
-from zerocli.startup import STARTUP
+from zerocli.engine.engine import Engine
+from zerocli.engine.exchange import exchange_json, first_problem
+from zerocli.engine.startup import STARTUP
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 

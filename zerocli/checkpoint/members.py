@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from zerocli.startup import STARTUP
+from zerocli.engine.startup import STARTUP
 
 if TYPE_CHECKING:
-    from zerocli.engine import Engine
+    from zerocli.engine.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWrite
 
 from zerocli.checkpoint.boxes import Box, boxes
 from zerocli.checkpoint.sources import Memory, Source
-from zerocli.shards import Span
+from zerocli.layout.shards import Span
 
 
 @dataclass(eq=False)

@@ -27,12 +27,12 @@ from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.members import control_group, members_of
 from zerocli.checkpoint.parts import SavePlanner
 from zerocli.checkpoint.pickles import guarded
-from zerocli.checkpoint.progress import Progress
 from zerocli.checkpoint.snapshot import Slots, Snapshot
 from zerocli.checkpoint.writer import Writer, make_folder
-from zerocli.comm import Severed, severed
-from zerocli.engine import Engine
-from zerocli.sizes import format_bytes
+from zerocli.engine.comm import Severed, severed
+from zerocli.engine.engine import Engine
+from zerocli.engine.progress import Progress
+from zerocli.layout.sizes import format_bytes
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 

@@ -27,7 +27,7 @@ from tiers.pages import Pages, Registrar
 from zerocli.checkpoint.boxes import PIECE_NUMEL, Box
 from zerocli.checkpoint.parts import Part
 from zerocli.checkpoint.sources import Wait
-from zerocli.lanes import Lane, Mark
+from zerocli.engine.streams import Lane, Mark
 
 ALIGN = 64
 """Pieces start at multiples of this many bytes within a slot."""

@@ -13,8 +13,8 @@ import torch
 
 from offload import Record, Store
 from tiers.transfer import Transfer
-from zerocli.shards import Span
-from zerocli.unit import MASTER, Flat
+from zerocli.engine.unit import MASTER, Flat
+from zerocli.layout.shards import Span
 
 Wait = Callable[[], None]
 """Stops the host until the bytes of a read are there."""

@@ -22,13 +22,13 @@ from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
 from zerocli.checkpoint.sources import parameters_of, source_of
-from zerocli.precision import PRECISIONS
-from zerocli.shards import Span
-from zerocli.states import History, histories, load_histories
-from zerocli.unit import MASTER, Flat
+from zerocli.engine.precision import PRECISIONS
+from zerocli.engine.states import History, histories, load_histories
+from zerocli.engine.unit import MASTER, Flat
+from zerocli.layout.shards import Span
 
 if TYPE_CHECKING:
-    from zerocli.engine import Engine
+    from zerocli.engine.engine import Engine
 
 
 class Mismatch(Exception):

@@ -28,8 +28,8 @@ from tiers.pages import memory_of
 from zerocli.checkpoint import manifest as manifests
 from zerocli.checkpoint.folder import MANIFEST, OLD, UNFINISHED
 from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
-from zerocli.checkpoint.progress import Progress
 from zerocli.checkpoint.snapshot import Batch, Snapshot
+from zerocli.engine.progress import Progress
 from zerocli.files import DirectFile, pwrite_all
 from zerocli.regular_files import remove, sync_folder
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from zerocli.config import file as configfile
 from zerocli.errors import quote
-from zerocli.sizes import parse_bytes
+from zerocli.layout.sizes import parse_bytes
 
 
 def convert(field: dataclasses.Field, value: object, raw: str | None) -> object:

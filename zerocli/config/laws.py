@@ -7,7 +7,7 @@ from typing import Any
 
 from zerocli.config.schema import FIELDS, Config, get, short
 from zerocli.errors import Problem, closest, quote
-from zerocli.shards import nearest_divisor
+from zerocli.layout.shards import nearest_divisor
 
 
 def validate(config: Config) -> list[Problem]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from zerocli.models.parts import Decoder, Embedding, Head, Linear, ModelConfig, attend, residual_std
 
 if TYPE_CHECKING:
+    from zerocli.engine.tensor_parallel import TensorParallel
     from zerocli.models.parallel import Split
-    from zerocli.tensor_parallel import TensorParallel
 
 
 class Llama(Decoder):

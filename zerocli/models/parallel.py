@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from zerocli.engine.tensor_parallel import Cut, TensorParallel
 from zerocli.models.loss import linear_cross_entropy
 from zerocli.models.parts import Head
-from zerocli.tensor_parallel import Cut, TensorParallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -7,7 +7,8 @@ from collections import defaultdict
 
 from offload.placement import HBM
 from zerocli.errors import UserError
-from zerocli.memory import model_states
+from zerocli.layout.memory import model_states
+from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan import constants, saves
 from zerocli.plan.flats import (
     FlatPlan,
@@ -27,7 +28,6 @@ from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.step import Peaks, Replay, updates_on_cpu
 from zerocli.plan.traced import Traced, way
-from zerocli.sizes import format_bytes, format_count
 
 _GATHERED = "{} buffers for each size of unit, whole, {} B a parameter"
 WORDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer_states"}

@@ -1,6 +1,6 @@
 """Sizes that the engine's parts choose for themselves, for those who must not import torch.
 
-`tests/test_plan.py` holds each to the part that it is copied from.
+`tests/plan/test_plan.py` holds each to the part that it is copied from.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from offload.placement import HBM, Spill
 from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.layout.shards import Layout, Span, lay_out
 from zerocli.plan import constants
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Shape
 from zerocli.plan.traced import Traced
-from zerocli.shards import Layout, Span, lay_out
 
 
 @dataclass(frozen=True)

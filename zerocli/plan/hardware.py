@@ -94,7 +94,7 @@ def preset(name: str) -> Hardware:
 def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardware | None:
     """Return this machine, if it has GPUs: its sizes, and its rates where `zerocli env --bench` measured them.
 
-    `facts` and `measured` are what `zerocli.commands.env` gathers and remembers.
+    `facts` and `measured` are what `zerocli.plan.bench` gathers and remembers.
     """
     gpus = facts["gpus"]
     if not gpus:

@@ -11,12 +11,12 @@ from zerocli import config as configs
 from zerocli.config import Config, ModelConfig
 from zerocli.config import file as configfile
 from zerocli.errors import ConfigError, Problem, UserError
+from zerocli.layout.sizes import parse_count
 from zerocli.plan.build import plan_model
 from zerocli.plan.families import read_shape
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import setup_of
 from zerocli.plan.shape import Shape
-from zerocli.sizes import parse_count
 
 MAX_CONFIG_NBYTES = 8 << 20
 """A config.json is a page of text; what is larger is something else."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from zerocli.layout.sizes import format_bytes
 from zerocli.plan.setup import Setup
-from zerocli.sizes import format_bytes
 
 TIERS = ("hbm", "dram", "nvme")
 WORDS = {"hbm": "GPU", "dram": "host", "nvme": "nvme"}

@@ -11,11 +11,11 @@ lies in the run folder, which need not be on the disks of the nvme tier, and no 
 
 from __future__ import annotations
 
+from zerocli.layout.sizes import format_count
 from zerocli.plan import constants
 from zerocli.plan.flats import FlatPlan
 from zerocli.plan.rows import Row
 from zerocli.plan.setup import Setup
-from zerocli.sizes import format_count
 
 SHARED = "shared"
 """In the place of a tier: a file system that no node has to itself."""

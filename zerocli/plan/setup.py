@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from offload.placement import HBM, Placement, Share, parse_placement, per_rank
 from zerocli.config import Config
 from zerocli.errors import UserError
-from zerocli.memory import grad_width
-from zerocli.sizes import parse_bytes
-from zerocli.stage import Stage
-from zerocli.stage import stage as stage_of
+from zerocli.layout.memory import grad_width
+from zerocli.layout.sizes import parse_bytes
+from zerocli.layout.stage import Stage
+from zerocli.layout.stage import stage as stage_of
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 TIERS = ("hbm", "dram", "nvme", "null")
@@ -137,8 +137,8 @@ def num_states(config: Config) -> int:
     name = optimizer.name.lower()
     if not optimizer.options and name in ("adamw", "sgd"):
         return 2 if name == "adamw" else int(optimizer.momentum != 0)
-    from zerocli.optim import arguments_of
-    from zerocli.rules import make_optimizer
+    from zerocli.engine.optim import arguments_of
+    from zerocli.engine.rules import make_optimizer
 
     try:
         return len(make_optimizer(optimizer.name, arguments_of(optimizer)).state_names)

@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from zerocli.engine import Engine
+from zerocli.engine.engine import Engine
+from zerocli.engine.settings import Settings
+from zerocli.engine.tensor_parallel import TensorParallel, open_axes, planned_cuts
+from zerocli.engine.unit import UnitChoice, claim_parameters, find_units
 from zerocli.errors import UserError
 from zerocli.plan import constants
 from zerocli.plan.measure import LiveBytes
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Unit
 from zerocli.plan.traced import Traced, way
-from zerocli.settings import Settings
-from zerocli.tensor_parallel import TensorParallel, open_axes, planned_cuts
-from zerocli.unit import UnitChoice, claim_parameters, find_units
 
 MAX_RANKS = 4096
 HELD = ("parameters", "gradients", "optimizer_states", "gathered", "buffers")
@@ -147,7 +147,7 @@ def _axes(ranks: int, tp: int) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def _without_memory() -> Iterator[None]:
     """While the body runs, new tensors have no memory, and answer as the first step's would."""
-    from zerocli import update
+    from zerocli.engine import update
     from zerocli.models import loss
 
     addresses: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()

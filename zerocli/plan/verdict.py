@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
+from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.rows import TIERS, WORDS
 from zerocli.plan.search import Candidate, Model
 from zerocli.plan.shape import Shape
-from zerocli.sizes import count_of, format_bytes, format_count
 
 
 @dataclass(frozen=True)

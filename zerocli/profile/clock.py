@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zerocli.lanes import compute_stream
+from zerocli.engine.streams import compute_stream
 
 COMPUTE, GATHER, REDUCE, UP, DOWN, DISK_READ, DISK_WRITE, UPDATE = (
     "compute",

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from zerocli.config import Config
+from zerocli.config.options import RunOptions
 from zerocli.console import say
-from zerocli.engine import Engine
-from zerocli.launch import RunOptions
-from zerocli.memory import CATEGORIES
-from zerocli.metrics import Line, device_peak
+from zerocli.engine.engine import Engine
+from zerocli.layout.memory import CATEGORIES
 from zerocli.profile import places
 from zerocli.profile.document import assemble
+from zerocli.profile.lines import Line, device_peak
 from zerocli.profile.runs import FILE
 from zerocli.regular_files import write_text
 

@@ -13,7 +13,7 @@ import torch
 from offload import Store
 from offload.mover import StagedStore
 from tiers.base import Block
-from zerocli.engine import Engine
+from zerocli.engine.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from zerocli.commands import env
 from zerocli.config import Config
-from zerocli.engine import Engine
-from zerocli.launch import RunOptions
-from zerocli.metrics import Line
+from zerocli.config.options import RunOptions
+from zerocli.engine.engine import Engine
+from zerocli.plan import bench
 from zerocli.profile import clock as clocks
 from zerocli.profile import places, rates
 from zerocli.profile.clock import Clock, Segment, Span
 from zerocli.profile.follow import Follower
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger, describe
+from zerocli.profile.lines import Line
 from zerocli.profile.nvml import process_nbytes
 from zerocli.profile.observer import FILE, Observer, away, facts, system
 from zerocli.profile.seams import Seams
@@ -324,7 +324,7 @@ def _phase(segment: Segment) -> str:
 
 def links(steps: list[list[Span]], config: Config) -> list[dict[str, Any]]:
     """Return for each lane that moved bytes what it achieved, in GB/s while it was busy, and the best it could."""
-    known = rates.best_links(env.remembered(env.gather(()), tuple(config.offload.nvme_path)))
+    known = rates.best_links(bench.remembered(bench.gather(()), tuple(config.offload.nvme_path)))
     found = []
     for lane in clocks.MOVES:
         nbytes = sum(span.nbytes for spans in steps for span in spans if span.lane == lane)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from zerocli.config import Config
+from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say, show
-from zerocli.launch import RunOptions
 from zerocli.profile import page, table, trace
 
 

@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 from tiers.base import Block, Tier
 from tiers.copies import Copier
 from tiers.transfer import Transfer
-from zerocli.comm import Collectives, Pending
-from zerocli.engine import Engine
+from zerocli.engine.comm import Collectives, Pending
+from zerocli.engine.engine import Engine
+from zerocli.engine.unit import Flat, Unit
 from zerocli.models import loss as loss_module
 from zerocli.profile import clock as clocks
 from zerocli.profile.clock import Clock
 from zerocli.profile.places import pieces, unit_name
-from zerocli.unit import Flat, Unit
 
 
 class Seams:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zerocli.memory import CATEGORIES
+from zerocli.layout.memory import CATEGORIES
+from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
-from zerocli.sizes import format_bytes, format_count
 
 ORDER = [(tier, category) for tier in TIERS for category in (*CATEGORIES, UNATTRIBUTED)]
 MEASURED_BY = dict.fromkeys(("host to device", "device to host"), ": zerocli env --bench") | dict.fromkeys(

@@ -1,0 +1,622 @@
+"""Checkpoints: saved at any stage, placement and world size, loaded at any other, bit for bit, beside training."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import nn
+from toys import Uneven, split, uneven_batch
+
+import zerocli
+from tiers.limits import HostLimits
+from zerocli.checkpoint import Folder, Mismatch, Saver, load, resume
+from zerocli.checkpoint import saver as savers
+from zerocli.checkpoint import snapshot as snapshots
+from zerocli.checkpoint.boxes import Block, Box, Extent, boxes, boxes_of, tile, whole
+from zerocli.checkpoint.parts import Part, SavePlanner, tensor_part
+from zerocli.checkpoint.sources import Memory
+from zerocli.layout.shards import Span
+
+TIERS = {
+    "tier_options": {
+        "nvme": {"lanes": 2, "grow_nbytes": 1 << 20, "staging_nbytes": 1 << 20, "unit_nbytes": 1 << 18},
+    },
+    "staging_nbytes": 48000,  # several chunks a unit
+}
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 6), max_size=4), st.data())
+@settings(max_examples=200, deadline=None)
+def test_boxes_tile_a_run_in_memory_order(shape, data):
+    shape = tuple(shape)
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    limit = data.draw(st.integers(1, 20))
+    tensor = torch.arange(numel).view(shape)
+    seen = []
+    at = 0
+    for box in boxes(shape, Span(start, stop), limit):
+        assert box.numel <= max(1, limit) and box.start == at
+        view = tensor[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+        seen += view.reshape(-1).tolist()
+        at += box.numel
+    assert seen == list(range(start, stop))
+
+
+@given(st.lists(st.integers(0, 4), max_size=3), st.data())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_boxes_tile_exactly_if_every_element_is_covered_once(shape, data):
+    shape = tuple(shape)
+    spans = [st.integers(0, n).flatmap(lambda a, n=n: st.integers(a, n).map(lambda b, a=a: (a, b - a))) for n in shape]
+    drawn = data.draw(st.lists(st.tuples(*spans), max_size=5))
+    parts = [(tuple(a for a, _ in each), tuple(b for _, b in each)) for each in drawn]
+    if data.draw(st.booleans()):  # such as a run is saved in, and perhaps one more or one less
+        cut = data.draw(st.integers(0, math.prod(shape)))
+        runs = (Span(0, cut), Span(cut, math.prod(shape)))
+        parts = [(box.offsets, box.sizes) for run in runs for box in boxes(shape, run, 3)] + parts[:1]
+        parts = parts[data.draw(st.integers(0, 1)) :]
+    covered = torch.zeros(shape, dtype=torch.int32)
+    for offsets, sizes in parts:
+        covered[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+    assert tile(shape, parts) == bool((covered == 1).all())
+
+
+def test_a_block_of_a_split_parameter_is_described_in_global_coordinates():
+    """What tensor parallelism will need: rank 1 of 2 holds columns 3..6 of (4, 6), or rows of three fused matrices."""
+    full = torch.arange(24).view(4, 6)
+    columns = Extent((4, 6), (Block(Span(0, 4), (0, 3)),))
+    rows = Extent((4, 6), (Block(Span(0, 1), (1, 0)), Block(Span(1, 2), (3, 0))))
+    for extent, local in ((columns, full[:, 3:]), (rows, full[[1, 3]])):
+        for run in (Span(0, local.numel()), Span(2, local.numel() - 1)):
+            got = {}
+            for box in boxes_of(extent, tuple(local.shape), run):
+                cut = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+                got[box.start] = full[cut].reshape(-1).tolist()
+            assert [v for k in sorted(got) for v in got[k]] == local.reshape(-1)[run.start : run.stop].tolist()
+    assert whole(()).blocks == (Block(Span(0, 1), ()),)
+
+
+# -- saved anywhere, loaded anywhere -------------------------------------------------------------------------------
+
+
+class Stateful(Uneven):
+    """With a frozen parameter, a scalar one, and buffers that differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(5, 3), requires_grad=False)
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, x, y):
+        self.seen += (x[:, :3] > 0).sum(0)
+        return super().forward(x, y) * (1 + self.scalar**2) + self.frozen.sum() * 0 + torch.rand(()) * 1e-3
+
+
+def engine_of(settings: dict, seed: int = 7):
+    torch.manual_seed(seed)
+    model = Stateful()
+    common = {"lr": 1e-2, "clip": 0.5, "weight_decay": 0.1, "bucket_nbytes": 4096, **TIERS}
+    return model, zerocli.shard(model, **(common | settings))
+
+
+def train(engine, model, steps: range) -> list[float]:
+    rank, world = engine.collectives.rank, engine.collectives.world
+    losses = []
+    for step in steps:
+        loss = model(*uneven_batch(step, split(rank, world)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def everything(engine) -> dict:
+    """Every parameter, state and counter, whole, as bytes that can be compared."""
+    state = engine.state_dict()
+    optimizer = engine.optimizer_state_dict()
+    flat = {name: value.tolist() for name, value in state.items() if name != "seen"}
+    flat |= {f"{n}.{k}": v.tolist() for n, states in optimizer.pop("state").items() for k, v in states.items()}
+    return flat | optimizer
+
+
+def save_at(folder: str, settings: dict, steps: int, asynchronous: bool = False):
+    """Train some steps, save, go on; return what was there at the save and the losses that followed."""
+    model, engine = engine_of(settings)
+    train(engine, model, range(1, steps + 1))
+    saver = Saver(engine, folder, asynchronous=asynchronous)
+    before = everything(engine)
+    saver.save(steps)
+    after = train(engine, model, range(steps + 1, steps + 3))
+    saver.close()
+    assert saver.failure is None, saver.failure
+    final = everything(engine), model.seen.tolist()
+    engine.close()
+    return before, after, final
+
+
+def load_at(folder: str, settings: dict, steps: int):
+    model, engine = engine_of(settings, seed=99)
+    resumed = resume(engine, folder)
+    assert resumed.step == steps
+    loaded = everything(engine)
+    after = train(engine, model, range(steps + 1, steps + 3))
+    final = everything(engine), model.seen.tolist()
+    engine.close()
+    return loaded, after, final
+
+
+STATES = [(stage, offload) for stage in (0, 1, 2, 3) for offload in ("", "cpu", "nvme") if stage or not offload]
+# What a precision adds (a master beside the parameters, a loss scale) does not depend on the disk that holds it: every
+# stage meets every placement, and every precision some of both.
+PRECISIONS = {
+    "fp32": [each for each in STATES if each not in ((1, "nvme"), (2, "cpu"), (3, "cpu"))],
+    "bf16": [(0, ""), (1, "nvme"), (3, "cpu")],
+    "fp16": [(0, ""), (2, "cpu"), (3, "nvme")],
+}
+if "ZEROCLI_TEST_LONG" in os.environ:
+    PRECISIONS = dict.fromkeys(PRECISIONS, STATES)
+CASES = [(*state, precision) for precision, states in PRECISIONS.items() for state in states]
+
+
+def each_case(act, folder: str) -> list:
+    """Do `act` for every case, in one set of ranks: starting them costs more than the cases do."""
+    results = []
+    for stage, offload, precision in CASES:
+        settings = {"stage": stage, "offload": offload, "precision": precision, "nvme_path": (folder,)}
+        saves = {"asynchronous": stage % 2 == 0} if act is save_at else {}
+        results.append(act(f"{folder}/{stage}{offload}{precision}", settings, 2, **saves))
+    return results
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
+    saved = run_ranks(2, each_case, save_at, str(tmp_path))
+    resumed = run_ranks(2, each_case, load_at, str(tmp_path))
+    for rank in range(2):
+        for case, before, after in zip(CASES, saved[rank], resumed[rank], strict=True):
+            # Parameters, states and counters when saved; the losses that follow; and where they lead.
+            assert before == after, case
+
+
+class Backwards(nn.Module):
+    """Units that are used in another order than they are declared in; sums of three ranks depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(33, 33) for _ in range(5))
+
+    def forward(self, x):
+        for block in reversed(self.blocks):
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def backwards(folder: str, first: int) -> list[list[float]]:
+    found = []
+    for stage in (0, 1, 2, 3):
+        torch.manual_seed(first)
+        engine = zerocli.shard(Backwards(), lr=1e-2, stage=stage, bucket_nbytes=1 << 20)
+        saver = Saver(engine, f"{folder}/{stage}", asynchronous=False)
+        assert resume(engine, f"{folder}/{stage}").step == first - 1
+        losses = []
+        for step in range(first, 8):
+            generator = torch.Generator().manual_seed(10 * step + engine.collectives.rank)
+            loss = engine(torch.randn(5, 33, generator=generator))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            if step == 3 and first == 1:
+                saver.save(step)
+        saver.close()
+        engine.close()
+        found.append(losses[-4:])
+    return found
+
+
+@pytest.mark.long
+def test_resumed_equals_uninterrupted_on_three_ranks_whatever_the_order_of_units(tmp_path):
+    saved = run_ranks(3, backwards, str(tmp_path), 1)
+    assert run_ranks(3, backwards, str(tmp_path), 4) == saved
+
+
+def test_a_checkpoint_loads_bitwise_at_every_stage_placement_and_world(tmp_path):
+    """Chain 1 -> 2 -> 4 -> 3 ranks, each at another stage and placement, loading what the one before saved."""
+    nvme = {"nvme_path": (str(tmp_path),)}
+    chain = [
+        (1, {"stage": 2}),
+        (2, {"stage": 3, "offload": "cpu"}),
+        (4, {"stage": 0}),
+        (3, {"stage": 3, "offload": "nvme", **nvme}),
+        (2, {"stage": 1, "offload": "optimizer=cpu", "update": "stream"}),
+        (1, {"stage": 3, "offload": "nvme", **nvme}),
+    ]
+    world, settings = chain[0]
+    run_ranks(world, save_at, str(tmp_path / "0"), settings, 3)
+    first = None
+    for number, (world, settings) in enumerate(chain[1:], 1):
+        results = run_ranks(world, pass_on, str(tmp_path / str(number - 1)), str(tmp_path / str(number)), settings)
+        first = first or results[0]
+        assert all(result == first for result in results), (world, settings)
+
+
+def pass_on(source: str, target: str, settings: dict):
+    _, engine = engine_of(settings, seed=11)
+    load(engine, Folder(source).of(3))
+    saver = Saver(engine, target)
+    saver.save(3)
+    saver.close()
+    assert saver.failure is None, saver.failure
+    found = everything(engine)
+    engine.close()
+    return found
+
+
+def continued(source: str, settings: dict, precision: str):
+    model, engine = engine_of(settings | {"precision": precision}, seed=11)
+    load(engine, Folder(source).of(3))
+    rank, world = engine.collectives.rank, engine.collectives.world
+    losses = []
+    for step in range(4, 8):
+        torch.manual_seed(step)  # one draw of noise for all worlds
+        loss = model(*uneven_batch(step, split(rank, world)))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().double()
+        if world > 1:
+            torch.distributed.all_reduce(mean)
+        losses.append(mean.item() / world)
+    return losses
+
+
+@pytest.mark.long
+def test_losses_agree_to_rounding_when_the_world_changes(tmp_path):
+    run_ranks(1, save_at, str(tmp_path), {"stage": 1}, 3)
+    reference = run_ranks(1, continued, str(tmp_path), {"stage": 0}, "fp32")[0]
+    for world, stage in ((2, 3), (3, 1)):  # and to four: test_resume.py
+        losses = run_ranks(world, continued, str(tmp_path), {"stage": stage}, "fp32")[0]
+        assert losses == pytest.approx(reference, rel=1e-5), world
+
+
+OPTIMIZERS = [("sgd", {"momentum": 0.9}), ("nadam", {})]  # a state, and states with a scalar beside them
+
+
+def each_optimizer(act, folder: str) -> list:
+    return [act(f"{folder}/{name}", {"stage": 3, "optimizer": name, **options}, 3) for name, options in OPTIMIZERS]
+
+
+@pytest.mark.long
+def test_other_optimizers_resume_too(tmp_path):
+    saved = run_ranks(2, each_optimizer, save_at, str(tmp_path))
+    assert run_ranks(2, each_optimizer, load_at, str(tmp_path)) == saved
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
+    model, engine = engine_of({"stage": 2})
+    saver = Saver(engine, tmp_path)
+    saver.save(1)
+    saver.close()
+    other = zerocli.shard(nn.Sequential(nn.Linear(15, 7), nn.Linear(7, 3)))
+    with pytest.raises(Mismatch, match="no parameters/0.bias.*only the checkpoint has parameters/blocks"):
+        load(other, Folder(tmp_path).of(1))
+    _, sgd = engine_of({"stage": 2, "optimizer": "sgd", "momentum": 0.9})
+    with pytest.raises(Mismatch, match="momentum_buffer"):
+        load(sgd, Folder(tmp_path).of(1))
+
+
+# -- saving beside training ----------------------------------------------------------------------------------------
+
+
+def trained_with_saves(folder: str, settings: dict, every: bool):
+    model, engine = engine_of(settings)
+    saver = Saver(engine, folder, keep=3) if every else None
+    losses, states = [], {}
+    for step in range(1, 6):
+        losses += train(engine, model, range(step, step + 1))
+        if saver is not None:
+            states[step] = everything(engine)
+            saver.save(step)
+    if saver is not None:
+        saver.close()
+        assert saver.failure is None, saver.failure
+    engine.close()
+    return losses, states
+
+
+BESIDE = [
+    {"stage": 0, "precision": "bf16"},
+    {"stage": 2},
+    {"stage": 3, "offload": "cpu", "update": "cpu", "precision": "bf16"},
+    {"stage": 3, "offload": "cpu", "update": "stream"},
+    {"stage": 3, "offload": "nvme"},
+]
+
+
+def each_beside(folder: str):
+    results = []
+    for number, case in enumerate(BESIDE):
+        case = case | {"nvme_path": (folder,)}
+        plain = trained_with_saves(f"{folder}/{number}", case, False)[0]
+        results.append((plain, *trained_with_saves(f"{folder}/{number}", case, True)))
+    return results
+
+
+def test_asynchronous_saves_every_step_change_nothing_and_hold_their_own_step(tmp_path):
+    for rank, results in enumerate(run_ranks(2, each_beside, str(tmp_path))):
+        for number, (plain, losses, states) in enumerate(results):
+            assert losses == plain, BESIDE[number]
+            folder = tmp_path / str(number)
+            assert [found.step for found in Folder(folder).newest_first()] == [5, 4, 3]
+            for step in (5, 4, 3) if rank == 0 else ():
+                assert _loaded(str(folder), step) == states[step], (BESIDE[number], step)
+
+
+def _loaded(folder: str, step: int):
+    _, engine = engine_of({"stage": 2}, seed=5)
+    load(engine, Folder(folder).of(step))
+    found = everything(engine)
+    engine.close()
+    return found
+
+
+def test_an_update_waits_until_its_states_have_been_read(tmp_path):
+    """The writer reads nothing until the next step's update asks for its turn: without a hold it comes too late."""
+    model, engine = engine_of({"stage": 2})
+    train(engine, model, range(1, 3))
+    expected = everything(engine)
+    asked = threading.Event()
+    saver = Saver(engine, tmp_path, probe=lambda name: name == "checkpoint read" and asked.wait(5))
+    saver.save(2)
+    hold = engine.updater.before_update
+
+    def watch(flat):
+        asked.set()
+        hold(flat)
+
+    engine.updater.before_update = watch
+    train(engine, model, range(3, 6))
+    assert asked.is_set()
+    saver.close()
+    assert _loaded(str(tmp_path), 2) == expected != everything(engine)
+
+
+def test_the_buffer_bounds_memory_and_a_hundred_saves_leak_nothing(tmp_path):
+    model, engine = engine_of({"stage": 3})
+    saver = Saver(engine, tmp_path, keep=1)
+
+    def resources() -> tuple[int, int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), saver.nbytes
+
+    counts = set()
+    for step in range(1, 101):
+        if step % 10 == 1:
+            train(engine, model, range(step, step + 1))
+        saver.save(step)
+        saver.wait()
+        if step > 2:
+            counts.add(resources())
+    assert len(counts) == 1 and saver.nbytes <= 2 * (32 << 20)
+    assert os.listdir(tmp_path) == ["step-00000100"]
+    saver.close()
+    assert saver.nbytes == 0
+
+
+def test_saves_that_fail_give_their_buffer_back(tmp_path):
+    """A disk that cannot be read from, again and again: the next save that can be made is made."""
+    _, engine = engine_of({"stage": 2})
+    broken = True
+
+    def probe(name: str) -> None:
+        if broken and name == "checkpoint read":
+            raise OSError(5, "Input/output error")
+
+    saver = Saver(engine, tmp_path, buffer_nbytes=1, probe=probe)
+    for step in range(1, 6):
+        broken = step < 5
+        saver.save(step)
+        assert saver._thread is not None
+        saver._thread.join(60)
+        assert not saver._thread.is_alive() and bool(saver.failure) == broken
+    saver.close()
+    assert [found.step for found in Folder(tmp_path).committed()] == [5] and os.listdir(tmp_path) == ["step-00000005"]
+
+
+# -- keeping -------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_are_kept_and_those_at_multiples(tmp_path):
+    _, engine = engine_of({"stage": 2})
+    saver = Saver(engine, tmp_path, keep=2, keep_every=4, asynchronous=False)
+    for step in range(1, 11):
+        saver.save(step)
+    saver.close()
+    assert [found.step for found in Folder(tmp_path).newest_first()] == [10, 9, 8, 4]
+
+
+def test_a_removal_that_is_cut_short_anywhere_leaves_nothing_after_the_next_start(tmp_path, monkeypatch):
+    _, engine = engine_of({"stage": 2})
+    saver = Saver(engine, tmp_path / "saved", keep=9, asynchronous=False)
+    for step in (1, 2):
+        saver.save(step)
+    saver.close()
+    num_cuts = 0
+    for cut in range(1, 20):
+        shutil.copytree(tmp_path / "saved", tmp_path / "copy")
+        count = 0
+
+        def counted(act, cut=cut):
+            def dies(*args, **kwargs):
+                nonlocal count
+                count += 1
+                if count == cut:
+                    raise KeyboardInterrupt
+                return act(*args, **kwargs)
+
+            return dies
+
+        with monkeypatch.context() as patch:
+            for name in ("rename", "replace", "unlink", "rmdir"):
+                patch.setattr(os, name, counted(getattr(os, name)))
+            try:
+                Folder(tmp_path / "copy").prune(2, 1, 0)
+            except KeyboardInterrupt:
+                num_cuts += 1
+        Folder(tmp_path / "copy").sweep()
+        assert [found.step for found in Folder(tmp_path / "copy").committed()] in ([2], [2, 1])
+        assert sorted(os.listdir(tmp_path / "copy")) == [
+            found.path.name for found in reversed(Folder(tmp_path / "copy").committed())
+        ]
+        shutil.rmtree(tmp_path / "copy")
+    assert num_cuts >= 4
+
+
+@pytest.mark.parametrize("stage", ["manifest", "rename", "commit"])
+def test_a_commit_that_fails_gives_its_space_back(tmp_path, stage):
+    _, engine = engine_of({"stage": 2})
+
+    def probe(name: str) -> None:
+        if broken and name == f"checkpoint {stage}":
+            raise OSError(30, "Read-only file system")
+
+    saver = Saver(engine, tmp_path, asynchronous=False, probe=probe)
+    for step, broken in ((1, False), (2, True), (1, True)):
+        saver.save(step)
+        assert bool(saver.failure) == broken
+        assert os.listdir(tmp_path) == ["step-00000001"] and resume(engine, tmp_path).step == 1
+    saver.close()
+
+
+def test_damaged_checkpoints_of_later_steps_never_take_the_place_of_whole_ones(tmp_path):
+    """A resume that passed over steps 7 and 9 saves step 5: with one to keep, that is step 5."""
+    _, engine = engine_of({"stage": 2})
+    saver = Saver(engine, tmp_path, keep=1, asynchronous=False)
+    for step in (4, 7):
+        saver.save(step)
+        Folder(tmp_path).of(step).rename(tmp_path / f"{step}")
+    saver.save(9)
+    for step in (4, 7):
+        (tmp_path / f"{step}").rename(Folder(tmp_path).of(step))
+    for step in (7, 9):
+        (Folder(tmp_path).of(step) / "rank-00000.bin").write_bytes(b"")
+    assert resume(engine, tmp_path).step == 4
+    saver.save(5)
+    saver.close()
+    assert resume(engine, tmp_path).step == 5
+    assert [found.step for found in Folder(tmp_path).committed()] == [9, 7, 5]
+
+
+def test_nothing_is_resumed_from_an_empty_folder(tmp_path):
+    _, engine = engine_of({"stage": 2})
+    assert resume(engine, tmp_path / "nowhere").step == 0
+
+
+def test_a_manifest_is_json_that_names_every_tensor(tmp_path):
+    _, engine = engine_of({"stage": 2})
+    saver = Saver(engine, tmp_path)
+    saver.save(1, {"note": "mine"})
+    saver.close()
+    document = json.loads((Folder(tmp_path).of(1) / "manifest.json").read_text())
+    names = {name.removeprefix("parameters/") for name in document["manifest"]["tensors"] if name.startswith("para")}
+    assert names == {name for name, _ in Stateful().named_parameters()}
+    assert document["manifest"]["values"]["note"] == "mine"
+    assert Path(tmp_path / "step-00000001").is_dir()
+
+
+def test_a_run_plans_its_saves_once_and_anew_where_something_else_is_saved():
+    planner = SavePlanner()
+    planner.parts = {part.name: part for part in (tensor_part("a", torch.ones(3)), tensor_part("b", torch.ones(2, 2)))}
+    first = planner.create_local_plan()
+    merged, metadata = planner.create_global_plan([first])
+    planner.parts = {part.name: part for part in (tensor_part("a", torch.zeros(3)), tensor_part("b", torch.ones(2, 2)))}
+    assert planner.create_local_plan() is first and planner.create_global_plan([first]) == (merged, metadata)
+    planner.parts["b"] = tensor_part("b", torch.ones(5, 2))
+    again = planner.create_local_plan()
+    assert again is not first
+    assert planner.create_global_plan([again])[1].state_dict_metadata["b"].size == (5, 2)
+
+
+class FarAway(Memory):
+    """Memory whose copies are under way until somebody waits for them."""
+
+    def __init__(self, tensor, under_way):
+        super().__init__(tensor)
+        self.on_gpu, self.under_way = True, under_way
+
+    def read(self, start, target):
+        super().read(start, target)
+        copy = object()
+        self.under_way.append(copy)
+        self.under_way.most = max(self.under_way.most, len(self.under_way))
+        return lambda: self.under_way.remove(copy) if copy in self.under_way else None
+
+
+class Counted(list):
+    most = 0
+
+
+def test_copies_off_a_gpu_are_long_and_few_are_under_way_at_once(monkeypatch):
+    """A full queue of the driver's would hold up training's own launches."""
+    monkeypatch.setattr(snapshots, "SLOT_NBYTES", 4096)
+    monkeypatch.setattr(snapshots, "MAX_SLOT_NBYTES", 4096)
+    under_way = Counted()
+    values = torch.arange(40 * 1024, dtype=torch.float32)
+    source = FarAway(values, under_way)
+    parts = [
+        Part(f"p{i}", (256,), source, [Box((0,), (128,), 256 * i), Box((128,), (128,), 256 * i + 128)])
+        for i in range(160)
+    ]
+    slots = snapshots.Slots(1 << 20, torch.device("cpu"))
+    snapshot = snapshots.Snapshot(parts, torch.device("cpu"), slots)
+    assert len(snapshot.batches) == 40
+    snapshot.start()
+    assert 0 < under_way.most <= snapshots.NUM_UNDER_WAY + 1  # a copy a slot, though each holds eight boxes
+    found = torch.cat([snapshot.fill(batch).bytes.view(torch.float32) for batch in snapshot.batches])
+    assert torch.equal(found, values)
+    snapshot.let_go()
+    slots.close()
+
+
+def test_a_wait_for_want_of_buffer_is_told_once_with_the_buffer_that_spares_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshots, "SLOT_NBYTES", 64 << 10)
+    monkeypatch.setattr(savers, "WORTH_SAYING_SECONDS", 0.0)
+    model, said = nn.Linear(300, 400), []
+    engine = zerocli.shard(model, stage=3, lr=0.1)
+    saver = Saver(engine, tmp_path, buffer_nbytes=1, say=said.append, keep=9)
+    for step in (1, 2):
+        saver.save(step)
+        engine.backward(engine(torch.ones(2, 300)).sum())
+        engine.step()
+    saver.close()
+    assert [("checkpoint.buffer=1GiB" in text) for text in said] == [True, False]
+    said.clear()
+    saver = Saver(engine, tmp_path, buffer_nbytes=1 << 30, say=said.append, keep=9)
+    saver.save(3)
+    saver.close()
+    assert len(said) == 1 and "checkpoint.buffer" not in said[0]
+    engine.close()
+
+
+def test_a_buffer_beyond_what_the_host_can_spare_is_cut_and_said(tmp_path, monkeypatch):
+    room = HostLimits(available=1 << 20, cgroup_limit=None, memlock=None)
+    monkeypatch.setattr(savers, "read_limits", lambda: room)
+    engine, said = zerocli.shard(nn.Linear(300, 400), stage=3), []
+    Saver(engine, tmp_path, buffer_nbytes=1 << 40, say=said.append).close()  # 1.4 MB are written
+    assert len(said) == 1 and "1024 GiB" in said[0] and "512.0 KiB" in said[0]
+    monkeypatch.setattr(savers, "read_limits", lambda: HostLimits(1 << 30, None, None))
+    Saver(engine, tmp_path, buffer_nbytes=1 << 40, say=said.append).close()  # never more is made than is written
+    assert len(said) == 1
+    engine.close()

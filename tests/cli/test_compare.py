@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPARE = Path(__file__).parents[2] / "benchmarks" / "compare.py"
+SMALL = "--device cpu --ranks 2 --layers 2 --hidden 32 --heads 2 --vocab 64 --seq 16 --rounds 1 --steps 2 --warmup 1"
+
+
+@pytest.mark.long
+def test_contestants_train_alike(tmp_path):
+    document = tmp_path / "compare.json"
+    command = [sys.executable, str(COMPARE), *SMALL.split(), "--contestants", "zero3,fsdp2", "--json", str(document)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(document.read_text())
+    ours, theirs = (result["turns"][name][0]["losses"] for name in ("zero3", "fsdp2"))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert len(ours) == 3
+    assert [target["target"].split()[0] for target in result["targets"]] == ["zero3"]

@@ -1,0 +1,244 @@
+"""What a run listens on: loopback where all ranks are on one machine; and nothing that arrives there can run code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import TINY
+from test_checkpoint import engine_of
+
+from zerocli.checkpoint import Saver, load, parts, pickles
+from zerocli.checkpoint.manifest import Damaged, Unfinished
+from zerocli.engine import store
+from zerocli.engine.exchange import exchange_json, first_problem
+from zerocli.errors import UserError
+from zerocli.worker import free_port, worker_environment
+
+SOURCES = [
+    path for name in ("zerocli", "offload", "tiers") for path in Path(store.__file__).parents[2].glob(f"{name}/**/*.py")
+]
+LISTENING = "0A"
+
+
+def listeners(pid: int) -> set[str]:
+    """Return the addresses, in the kernel's hexadecimal, on which a process listens."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(fd)))
+    rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == LISTENING and row[9] in inodes}
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+"""127.0.0.1, ::1 and the former as an IPv6 address."""
+
+
+def test_a_run_on_one_machine_listens_on_loopback_alone(tmp_path):
+    """The launcher, and every rank while it trains and saves: the store, and the groups of training and of saving."""
+    sets = [word for each in (*TINY, "train.steps=1000000", "train.log_every=1000") for word in ("--set", each)]
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", *store.INTERFACES)}
+    command = [sys.executable, "-m", "zerocli", "train", "tiny", *sets, "--ranks", "2", "--run-dir", str(tmp_path)]
+    command = [*on_a_reachable_host(), *command]
+    environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "checkpoints/step-00000002/manifest.json").exists():
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        found = {pid: listeners(pid) for pid in (run.pid, *children(run.pid))}
+        run.send_signal(signal.SIGTERM)
+        run.wait(60)
+    finally:
+        run.kill()
+        run.wait()
+    assert len(found) == 3 and sum(bool(each) for each in found.values()) == 2, found
+    assert set().union(*found.values()) <= LOOPBACK
+
+
+def on_a_reachable_host() -> list[str]:
+    """Return what gives a command a host name that is an address others reach, where that can be had.
+
+    gloo listens on the address of the host's name, which on many machines is a loopback address by itself.
+    """
+    address = reachable_address()
+    prefix = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", f'hostname {address} && exec "$@"', "sh"]
+    with contextlib.suppress(OSError):
+        if address and subprocess.run([*prefix, "true"], stderr=subprocess.DEVNULL).returncode == 0:
+            return prefix
+    return []
+
+
+def reachable_address() -> str:
+    """Return an address of this machine's that others reach; nothing where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("198.51.100.1", 9))  # sends nothing
+        return probe.getsockname()[0]
+    return ""
+
+
+def test_the_store_listens_on_the_masters_address_and_no_other(monkeypatch, capfd):
+    address, port = reachable_address(), free_port()
+    if not address:
+        pytest.skip("this machine has no network interface beside loopback")
+    with store.listen(address, port, loopback=False) as made:
+        assert made.getsockname() == (address, port)
+        with pytest.raises(UserError, match=f"port {port} of {address} is taken"):
+            store.listen(address, port, loopback=False)
+    for name, value in {"MASTER_ADDR": address, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(store.STORE_FD, raising=False)
+    kept = store.open_store(0, 1)
+    kept.set("key", "value")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=10)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_name_that_others_would_not_reach_is_not_listened_on(monkeypatch, capfd):
+    """Debian gives a machine's own name as 127.0.1.1; a service's address is nobody's own. It is said, once."""
+    assert store.listen("127.0.1.1", 0, loopback=False) is None
+    assert store.listen("198.51.100.1", 0, loopback=False) is None
+    assert store.listen("no-such-host.invalid", 0, loopback=False) is None
+    monkeypatch.setattr(store, "listen", lambda *_, **__: None)
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    store.open_store(0, 1).set("key", "value")
+    assert capfd.readouterr().err.count("the store listens on all interfaces: MASTER_ADDR localhost") == 1
+
+
+def test_a_store_that_never_comes_up_is_not_waited_for_long(monkeypatch):
+    """Rank 0 ended before it listened, and no launcher of ours is there to see it: SLURM's ranks."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="did not come up within 1 s: rank 0 has not started") as error:
+        store.open_store(1, 2, seconds=1)
+    assert error.value.exit_code == 1
+
+
+def test_which_ranks_are_known_to_be_on_one_machine():
+    assert store.on_one_machine({"MASTER_ADDR": "127.0.0.1"}) and store.on_one_machine({"MASTER_ADDR": "::1"})
+    assert store.on_one_machine({"MASTER_ADDR": "gpu01", "TORCHELASTIC_RUN_ID": "a", "GROUP_WORLD_SIZE": "1"})
+    assert not store.on_one_machine({"MASTER_ADDR": "gpu01", "TORCHELASTIC_RUN_ID": "a", "GROUP_WORLD_SIZE": "2"})
+    assert not store.on_one_machine({"MASTER_ADDR": "gpu01", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"})
+    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NODELIST": "gpu01", "SLURM_NNODES": "1"}
+    assert worker_environment(slurm)["MASTER_ADDR"] == "127.0.0.1"
+    assert worker_environment(slurm | {"SLURM_NNODES": "2"})["MASTER_ADDR"] == "gpu01"
+    chosen = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "eth7"}
+    store.stay_on_loopback(chosen)
+    assert chosen["GLOO_SOCKET_IFNAME"] == "eth7" and chosen["NCCL_SOCKET_IFNAME"] in ("lo", "lo0")
+    several = {"MASTER_ADDR": "gpu01"}
+    store.stay_on_loopback(several)
+    assert several == {"MASTER_ADDR": "gpu01"}
+
+
+# -- no pickles --------------------------------------------------------------------------------------------------------
+
+PICKLES = re.compile(r"\b\w+_object(_list)?\(|\bpickle\b|\btorch\.load\(|\bshelve\b|\bmarshal\b")
+ALLOWED = {
+    "zerocli/engine/ending.py": "py_object(",  # of ctypes: a reference count
+    "zerocli/run/tokens.py": "allow_pickle=False",
+    "zerocli/checkpoint/pickles.py": "",  # reads what torch's checkpoints exchange, and refuses what is not data
+    "zerocli/errors.py": "pickle would otherwise",  # a comment: multiprocessing's own pickles of errors
+}
+"""Lines of our source that name any of these, and why they may."""
+
+
+def test_nothing_of_ours_pickles_or_unpickles():
+    assert len(SOURCES) > 100
+    for path in SOURCES:
+        place = str(path.relative_to(Path(store.__file__).parents[2]))
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            allowed = ALLOWED.get(place)
+            assert not PICKLES.search(line) or (allowed is not None and allowed in line), f"{place}:{number}: {line}"
+
+
+class Bomb:
+    """Makes a folder when it is read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.makedirs, (self.path, 0o755, True)
+
+
+def read_bombs(folder: str) -> tuple[str, bool, bool, list]:
+    """What becomes of an object that runs code, within what torch's checkpoints exchange and without."""
+    path, refused, received = f"{folder}/{dist.get_rank()}", "", [None, None]
+    with pickles.guarded():
+        try:
+            dist.all_gather_object(received, Bomb(path))
+        except pickle.UnpicklingError as error:
+            refused = str(error)
+        dist.all_gather_object(received, OSError(28, "No space left on device", "/file"))
+    within = os.path.exists(path)
+    dist.barrier()
+    dist.all_gather_object([None, None], Bomb(f"{folder}/1a"))
+    return refused, within, os.path.exists(f"{folder}/1a"), received
+
+
+def test_what_torchs_checkpoints_exchange_cannot_run_code(tmp_path):
+    """The same object runs where nobody reads it with care: the test would notice."""
+    for refused, within, without, received in run_ranks(2, read_bombs, str(tmp_path)):
+        assert "os.makedirs, which no plan or result is made of" in refused and not within and without
+        assert [str(each) for each in received] == [str(OSError(28, "No space left on device", "/file"))] * 2
+    for module, name in (
+        ("os", "system"),
+        ("builtins", "eval"),
+        ("torch", "load"),
+        ("zerocli.checkpoint.writer", "os"),
+    ):
+        assert not pickles.is_data(module, name)
+    for name in ("shutil.rmtree", "Writer.finish", "make_folder"):
+        assert not pickles.is_data("zerocli.checkpoint.writer", name)
+
+
+def test_saves_and_loads_read_other_ranks_with_care(tmp_path, monkeypatch):
+    _, engine = engine_of({"stage": 3})
+    seen = []
+    for planner in (parts.SavePlanner, parts.LoadPlanner):
+        plan = planner.create_local_plan
+
+        def look(self, plan=plan):
+            seen.append(pickles._within.guarded and dist.distributed_c10d._unpickler is pickles.Reader)
+            return plan(self)
+
+        monkeypatch.setattr(planner, "create_local_plan", look)
+    for asynchronous in (False, True):
+        saver = Saver(engine, tmp_path, asynchronous=asynchronous)
+        saver.save(1)
+        saver.close()
+    load(engine, saver.folder.of(1))
+    assert seen == [True] * 3 and not getattr(pickles._within, "guarded", False)
+    engine.close()
+
+
+def exchanged() -> tuple[list, str, str, object]:
+    rank = dist.get_rank()
+    values = exchange_json({"rank": rank, "path": "\udcff/é" * rank, "nothing": None})
+    problem = Unfinished("half written") if rank == 1 else None
+    first = first_problem(problem, (Damaged, Unfinished), dist.group.WORLD)
+    return values, type(first).__name__, str(first), first_problem(None, (Damaged,), dist.group.WORLD)
+
+
+def test_ranks_exchange_words():
+    every = [{"rank": 0, "path": "", "nothing": None}, {"rank": 1, "path": "\udcff/é", "nothing": None}]
+    assert run_ranks(2, exchanged) == [(every, "Unfinished", "half written", None)] * 2

@@ -1,0 +1,101 @@
+"""Laws: layers run zerocli -> offload -> tiers, rooms of zerocli downwards, never back; no import goes in a circle."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYERS = ("zerocli", "offload", "tiers")
+"""From the top down: each may import those after it."""
+ROOMS = ("cli", "check", "run", "profile", "checkpoint", "plan", "models", "engine", "config", "layout")
+"""The same for the packages of zerocli. The modules beside them are below all, but for those that start the program."""
+START = ("zerocli", "zerocli.__main__", "zerocli.entry")
+TORCH_FREE = ("config", "layout")
+
+
+def name_of(path: Path, root: Path = ROOT) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    return {name_of(path): path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
+
+
+def imports(path: Path, at_import_only: bool = False) -> Iterator[str]:
+    """Yield the modules that a file imports, anywhere, or only those that it imports when it is imported itself."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if at_import_only else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in modules() else node.module for name in full)
+
+
+def room_of(name: str) -> str | None:
+    """Return the room of a module of zerocli; "" for those beside the rooms, None for whatever is not ours."""
+    if not name.startswith("zerocli") or name in START:
+        return None
+    room = name.split(".")[1]
+    return room if room in ROOMS else ""
+
+
+def climbs(room: str, path: Path) -> list[str]:
+    """Return what a file in a room imports from rooms above it."""
+    above = ROOMS[: ROOMS.index(room)] if room else ROOMS
+    return [name for name in imports(path) if room_of(name) in above]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_layer_imports_one_above_it(layer):
+    above = LAYERS[: LAYERS.index(layer)]
+    for name, path in modules().items():
+        if name.split(".")[0] == layer:
+            assert not [other for other in imports(path) if other.split(".")[0] in above], path
+
+
+@pytest.mark.parametrize("room", [*ROOMS, ""])
+def test_no_room_imports_one_above_it(room):
+    inside = [path for name, path in modules().items() if room_of(name) == room]
+    assert inside
+    assert not {name_of(path): found for path in inside if (found := climbs(room, path))}
+
+
+def test_every_package_is_a_room():
+    found = {path.parent.name for path in (ROOT / "zerocli").glob("*/__init__.py")}
+    assert found == set(ROOMS)
+
+
+def test_no_modules_import_in_a_circle():
+    graph = {name: {other for other in imports(path, True) if other in modules()} for name, path in modules().items()}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join([*way[way.index(name) :], name])
+        if name not in done:
+            for other in graph[name]:
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("room", TORCH_FREE)
+def test_some_rooms_import_no_torch(room):
+    for name, path in modules().items():
+        if room_of(name) == room:
+            assert not [other for other in imports(path) if other.split(".")[0] == "torch"], path
+
+
+def test_the_checks_would_notice(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f():\n    from zerocli.engine.engine import Engine\n")
+    assert climbs("layout", bad) == climbs("", bad) == ["zerocli.engine.engine"] and not climbs("plan", bad)

@@ -1,0 +1,143 @@
+"""Laws: communication is the paper's (2Ψ, 2Ψ, 2Ψ, 3Ψ), and so is memory, to the byte of what is stated here."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+import zerocli
+from zerocli.layout.shards import PARAM_ALIGN, SHARD_ALIGN
+
+WIDTH, BLOCK_NUMEL = 64, 2 * 64 * 64 + 2 * 64
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.two(torch.tanh(self.one(x)))
+
+
+class Deep(nn.Module):
+    def __init__(self, layers: int):
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(layers))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x).square().mean()
+
+
+def _wire(stage: int, layers: int, recompute: bool) -> tuple[dict[str, int], int, Counter]:
+    """Return the counted bytes of the third step, the padded numel, and what torch.distributed was really asked."""
+    import torch.distributed as dist
+
+    import zerocli.engine.comm as comm
+
+    seen: Counter = Counter()
+
+    def spy(kind, function, size):
+        def counted(*args, **kwargs):
+            seen[kind] += size(*args)
+            return function(*args, **kwargs)
+
+        return counted
+
+    comm._all_gather = spy("all_gather", comm._all_gather, lambda full, shard: full.nbytes)
+    comm._reduce_scatter = spy("reduce_scatter", comm._reduce_scatter, lambda shard, full: full.nbytes)
+    dist.all_reduce = spy("all_reduce", dist.all_reduce, lambda t: 2 * t.nbytes)
+    torch.manual_seed(0)
+    model = Deep(layers)
+    engine = zerocli.shard(model, stage=stage, clip=1.0, bucket_nbytes=16384, recompute=recompute)
+    for _ in range(3):
+        engine.collectives.take_nbytes()
+        seen.clear()
+        engine.backward(model(torch.randn(4, WIDTH)))
+        engine.step()
+    padded = sum(flat.layout.total for flat in engine.flats())
+    assert padded - engine.numel <= len(engine.units) * dist.get_world_size() * SHARD_ALIGN
+    return engine.collectives.take_nbytes(), padded, seen
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("layers", [2, 7])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_communication_is_the_papers(stage, layers, recompute):
+    counted, padded, seen = run_ranks(2, _wire, stage, layers, recompute)[0]
+    # All-reduced in fp64: the global norm, and of each parameter whether it got a gradient.
+    control = 2 * 8 * (1 + 4 * layers + 2)
+    whole = padded * 4
+    expected = {
+        0: {"all_reduce": 2 * whole, "all_gather": 0, "reduce_scatter": 0},
+        1: {"all_reduce": 0, "all_gather": whole, "reduce_scatter": whole},
+        2: {"all_reduce": 0, "all_gather": whole, "reduce_scatter": whole},
+        3: {"all_reduce": 0, "all_gather": 2 * whole, "reduce_scatter": whole},
+    }[stage]
+    assert counted == expected
+    if stage == 3:
+        # Over gloo ranks meet before each gather, after each unit's backward and at the end of each pass: each tells
+        # the others two integers.
+        met = seen["all_gather"] - expected["all_gather"]
+        gathers = 2 * (layers + 1)
+        assert met % (2 * 16) == 0 and gathers < met // (2 * 16) <= gathers + (layers + 1) + 2
+        seen["all_gather"] -= met
+    assert dict(seen) == {k: v for k, v in (expected | {"all_reduce": expected["all_reduce"] + control}).items() if v}
+    assert sum(counted.values()) == (3 if stage == 3 else 2) * whole
+
+
+def live_nbytes() -> int:
+    """Bytes of all tensor storages that are alive in this process."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        try:
+            if isinstance(thing, torch.Tensor):
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        except Exception:
+            continue
+    return sum(storages.values())
+
+
+def _held(stage: int, layers: int) -> tuple[int, dict, int]:
+    before = live_nbytes()
+    model = Deep(layers)
+    engine = zerocli.shard(model, stage=stage, precision="bf16", clip=1.0)
+    for _ in range(2):
+        engine.backward(model(torch.randn(4, WIDTH)))
+        engine.step()
+    return live_nbytes() - before, engine.memory(), engine.numel
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_is_the_papers(stage, world):
+    layers = 6
+    live, held, psi = run_ranks(world, _held, stage, layers)[0]
+    n = world
+    states = {0: (2 + 2 + 12) * psi, 1: 4 * psi + 12 * psi // n, 2: 2 * psi + 14 * psi // n, 3: 16 * psi // n}[stage]
+    # Constants, none of which grows with the number of layers (but padding, a unit's worth of alignment each):
+    padding = (layers + 1) * (n * SHARD_ALIGN + 4 * PARAM_ALIGN) * 16
+    scratch = 4 * (1 << 20)  # one update chunk in fp32
+    buckets = 2 * 2 * (BLOCK_NUMEL + n * SHARD_ALIGN) if stage >= 2 else 0
+    gathered = 2 * (2 * BLOCK_NUMEL + (WIDTH + 1) * WIDTH + 3 * n * SHARD_ALIGN) if stage == 3 else 0
+    small = 4096  # scalars: loss scale, counters, poison
+    assert live <= states + padding + scratch + buckets + gathered + small
+    assert states <= held["parameters"] + held["gradients"] + held["optimizer_states"] <= states + padding
+    assert held["gathered"] <= gathered and held["buffers"] <= scratch + buckets
+    assert abs(live - sum(held.values())) <= small
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_buffers_do_not_grow_with_layers(stage):
+    sizes = [run_ranks(2, _held, stage, layers)[0][1] for layers in (4, 8, 16)]
+    assert len({(held["gathered"], held["buffers"]) for held in sizes}) == 1

@@ -1,0 +1,265 @@
+"""`zerocli fit`: the paper's tables to their printed digits, verdicts and exit codes, and every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import click
+import pytest
+from published import PUBLISHED
+
+from zerocli.cli import fit
+from zerocli.cli import main as cli
+from zerocli.layout.memory import CATEGORIES
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("ZEROCLI_DEBUG", "0")
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def ask(capsys, *words: str) -> tuple[int, dict]:
+    """Return the exit code and the JSON document of `zerocli fit`."""
+    code = cli.run(["fit", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+# Table 1 of the paper, as printed: by number of ranks, then model, GB a device of stages 1, 2, 3.
+TABLE = {
+    1: {"7.5B": "120 120 120", "128B": "2048 2048 2048", "1T": "16000 16000 16000"},
+    4: {"7.5B": "52.5 41.3 30", "128B": "896 704 512", "1T": "7000 5500 4000"},
+    16: {"7.5B": "35.6 21.6 7.5", "128B": "608 368 128", "1T": "4750 2875 1000"},
+    64: {"7.5B": "31.4 16.6 1.88", "128B": "536 284 32", "1T": "4187 2218 250"},
+    256: {"7.5B": "30.4 15.4 0.47", "128B": "518 263 8", "1T": "4046 2054 62.5"},
+    1024: {"7.5B": "30.1 15.1 0.12", "128B": "513 257 2", "1T": "4011 2013 15.6"},
+}
+
+
+def as_printed(gigabytes: float, printed: str, model: str) -> str:
+    """Return a number with as many digits as the paper prints: it rounds 7.5B's column and truncates the others."""
+    digits = len(printed.partition(".")[2])
+    if model == "7.5B":
+        return f"{round(gigabytes * 10**digits + 1e-9) / 10**digits:.{digits}f}"
+    return f"{math.floor(gigabytes * 10**digits + 1e-9) / 10**digits:.{digits}f}"
+
+
+@pytest.mark.parametrize("ranks", TABLE)
+def test_every_cell_of_the_papers_table(ranks, capsys):
+    for model, line in TABLE[ranks].items():
+        for stage, printed in zip((1, 2, 3), line.split(), strict=True):
+            words = (model, "--ranks", str(ranks), "--stage", str(stage), "--offload", "", "--precision", "bf16")
+            _, answer = ask(capsys, *words)
+            [candidate] = answer["candidates"]
+            needed = candidate["tiers"]["hbm"]["needed"]
+            assert as_printed(needed / 1e9, printed, model) == printed, (model, ranks, stage)
+            assert sum(row["bytes"] for row in candidate["rows"]) == needed
+
+
+def test_figure_one(capsys):
+    _, answer = ask(capsys, "7.5B", "--ranks", "64", "--offload", "")
+    sizes = [each["tiers"]["hbm"]["needed"] / 1e9 for each in answer["candidates"]]
+    assert [f"{size:.0f}" if size > 100 else f"{size:.1f}" for size in sizes] == ["120", "31.4", "16.6", "1.9"]
+
+
+def test_the_contract_of_the_document(capsys):
+    code, answer = ask(capsys, "llama3-8b", "--ranks", "16", "--ranks-per-node", "8", "--gpu-memory", "80GiB")
+    assert code == 0 and answer["schema"] == 1 and answer["fits"] is True
+    assert answer["model"]["parameters"] == 8_030_261_248
+    assert {each["stage"] for each in answer["candidates"]} == {0, 1, 2, 3}
+    for candidate in answer["candidates"]:
+        for tier, sizes in candidate["tiers"].items():
+            rows = [row for row in candidate["rows"] if row["tier"] == tier]
+            assert sizes["needed"] == sum(row["bytes"] for row in rows)
+            assert all(row["category"] in CATEGORIES and row["formula"] and row["bytes"] >= 0 for row in rows)
+        over = any(sizes["needed"] > sizes["available"] for sizes in candidate["tiers"].values())
+        assert candidate["fits"] is not over and candidate["step"]["seconds"] > 0
+    best = answer["candidates"][answer["best"]["index"]]
+    fitting = [each["step"]["seconds"] for each in answer["candidates"] if each["fits"]]
+    assert best["step"]["seconds"] == min(fitting) and best["stage"] == answer["best"]["stage"]
+
+
+def test_host_and_disk_are_a_nodes(capsys):
+    """Optimizer states of 12 bytes a parameter, over 32 ranks of which a node has 8: a quarter on each node."""
+    words = ("llama3-8b", "--ranks", "32", "--ranks-per-node", "8", "--stage", "3", "--offload", "optimizer=nvme")
+    _, answer = ask(capsys, *words)
+    [candidate] = answer["candidates"]
+    [row] = [r for r in candidate["rows"] if r["tier"] == "nvme" and r["category"] == "optimizer_states"]
+    assert row["bytes"] == pytest.approx(12 * 8_030_261_248 / 4, rel=1e-4)
+    assert candidate["tiers"]["nvme"]["needed"] >= row["bytes"]
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
+    words = ["llama3-8b", "--ranks", "8", "--stage", "2", "--offload", "", "--gpu-memory", "16GiB"]
+    code, answer = ask(capsys, *words)
+    assert code == 3 and answer["fits"] is False and answer["best"] is None
+    [candidate] = answer["candidates"]
+    sizes = candidate["tiers"]["hbm"]
+    assert candidate["over"]["hbm"] == sizes["needed"] - sizes["available"] > 0
+    change = answer["change"]
+    assert change["fits"] and change["tiers"]["hbm"]["needed"] <= 16 * 2**30
+    # The change is a command line that fits.
+    again = [w for w in words[:3]] + change["arguments"].split() + words[-2:]
+    assert ask(capsys, *again)[0] == 0
+    assert cli.run(["fit", *words]) == 3
+    out = capsys.readouterr().out
+    assert "does not fit" in out and "over by" in out and change["arguments"] in out and "\x1b" not in out
+
+
+def test_the_table_marks_the_fastest_and_explains_every_row(capsys):
+    assert cli.run(["fit", "gpt2-xl", "--ranks", "8", "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert "fastest" in out and "bound by" in out and "\x1b" not in out
+    for word in ("parameters", "optimizer states", "activations", "logits", "CUDA context", "initialisation"):
+        assert word in out
+
+
+@pytest.mark.parametrize("name", ["gpt2", "pythia-1b", "opt-350m", "qwen3-8b", "gemma-2b", "phi-2", "mixtral-8x7b"])
+def test_hugging_face_configs_are_read_as_data(name, capsys, tmp_path):
+    values, count = PUBLISHED[name]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values | {"auto_map": {"AutoModel": "evil.py"}, "_name_or_path": "../../etc"}))
+    _, answer = ask(capsys, str(path), "--ranks", "8", "--seq", "1024")
+    assert answer["model"]["parameters"] == count
+    assert all(each["tiers"]["hbm"]["needed"] > 16 * count // 8 / 2 for each in answer["candidates"][:1])
+
+
+def test_a_config_json_alone_says_what_the_model_is(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PUBLISHED["gpt2"][0]))
+    assert cli.run(["fit", str(path), "--set", "model.layers=4"]) == 2
+    assert "says what the model is" in capsys.readouterr().err
+    assert cli.run(["fit", str(path), "--set", "activations.policy=recompute", "--ranks", "1"]) == 0
+
+
+def test_the_largest_model(capsys):
+    """By model states alone: 16 bytes a parameter over N ranks (stage 3), or all of them on one (stage 0)."""
+    room = 32 * 10**9
+    words = ("--max", "--ranks", "64", "--gpu-memory", "32GB", "--offload", "")
+    for stage, bytes_each in ((0, 16), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)):
+        _, answer = ask(capsys, *words, "--stage", str(stage))
+        states = answer["max"]["model_states_parameters"]
+        assert states == pytest.approx(room / bytes_each, rel=1e-6)
+        whole = answer["max"]["parameters"]
+        assert whole < states and answer["fits"] and answer["model"]["parameters"] == whole
+    _, answer = ask(capsys, *words, "--stage", "3", "--tp", "2")
+    assert answer["max"]["model_states_parameters"] == pytest.approx(room / (16 / 64), rel=1e-6)
+
+
+def tiny_factory():
+    from torch import nn
+
+    return nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 3))
+
+
+def test_a_factory_is_counted(capsys):
+    _, answer = ask(capsys, "test_fit:tiny_factory", "--ranks", "2")
+    assert answer["model"]["parameters"] == 143 and answer["model"]["whole"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["0B"], "below 1"),
+        (["7.5X"], "not a parameter count"),
+        (["--", "-7B"], "not a parameter count"),
+        (["no-such-model"], "no bundled config"),
+        (["llama3-8b", "--gpu-memory", "0"], "not above 0"),
+        (["llama3-8b", "--gpu-memory", "lots"], "not a size"),
+        (["llama3-8b", "--host-memory", "-4GiB"], "not a size"),
+        (["llama3-8b", "--ranks", "0"], "below 1"),
+        (["llama3-8b", "--ranks", "6", "--tp", "4"], "tp 4 does not divide ranks 6"),
+        (["llama3-8b", "--ranks", "6", "--tp", "3"], "tp 3 does not divide heads 32"),
+        (["llama3-8b", "--ranks", "12", "--ranks-per-node", "8"], "8 ranks per node do not divide ranks 12"),
+        (["llama3-8b", "--batch", "0"], "below 1"),
+        (["llama3-8b", "--precision", "int3"], "int3"),
+        (["llama3-8b", "--offload", "gpu"], "gpu"),
+        (["llama3-8b", "--stage", "0", "--offload", "cpu"], "stage 0 partitions nothing"),
+        (["llama3-8b", "--hardware", "h1000"], "did you mean h100?"),
+        (["llama3-8b", "--set", "runtime.contxt=1GiB"], "runtime.contxt"),
+        (["7.5B", "--set", "model.layers=4"], "has no shape"),
+        (["no_such_package:thing"], "cannot import"),
+        (["test_fit:no_such_name"], "cannot import"),
+        (["json:dumps"], "failed"),
+        (["sys:exit"], "failed"),
+        ([], "which MODEL"),
+    ],
+)
+def test_bad_input_is_2_with_one_clear_message(words, said, capsys):
+    assert cli.run(["fit", *words]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.startswith("error: ") and "Traceback" not in captured.err
+    assert not captured.out
+
+
+GOOD = PUBLISHED["llama3-8b"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("not json", "JSON syntax"),
+        (json.dumps(GOOD)[:-20], "JSON syntax"),
+        ("[1, 2]", "no JSON object"),
+        ("{}", "model_type"),
+        (json.dumps(GOOD | {"model_type": "llamma"}), "did you mean llama?"),
+        (json.dumps(GOOD | {"hidden_size": "wide"}), "hidden_size"),
+        (json.dumps(GOOD | {"hidden_size": 4096.5}), "hidden_size"),
+        (json.dumps(GOOD | {"num_hidden_layers": -1}), "num_hidden_layers"),
+        (json.dumps(GOOD | {"vocab_size": 10**400}), "vocab_size"),
+        (json.dumps(GOOD | {"num_hidden_layers": 10**9}), "num_hidden_layers"),
+        (json.dumps(GOOD | {"num_key_value_heads": 7}), "does not divide"),
+        (json.dumps(GOOD | {"tie_word_embeddings": "yes"}), "tie_word_embeddings"),
+        (json.dumps({"model_type": "qwen2"}), "hidden_size is missing"),
+        ('{"model_type": "llama", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+        (" " * (9 << 20), "bytes"),
+        ("\xff\xfe", "error"),
+    ],
+    ids=range(16),
+)
+def test_a_bad_config_json_is_2_with_its_place(text, said, capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="latin-1")
+    assert cli.run(["fit", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "config.json" in err and "Traceback" not in err and len(err) < 4000
+
+
+def test_the_flags_of_fit_are_these():
+    options = [name for param in fit.command.params if isinstance(param, click.Option) for name in param.opts]
+    assert sorted(options) == sorted(
+        "--stage --offload --ranks --ranks-per-node --tp --gpu-memory --host-memory --nvme-space --batch --seq "
+        "--precision --max --explain --trace --json --hardware --set".split()
+    )
+
+
+def test_help_opens_with_what_it_needs(capsys):
+    assert cli.run(["fit", "--help"]) == 0
+    assert "Needs no GPU and trains nothing" in capsys.readouterr().out.split("MODEL is")[0]
+
+
+def test_absurd_sizes_are_answered_too(capsys):
+    """Nothing is counted one by one: not chunks of a table of positions, not ranks."""
+    for words in (["tiny", "--seq", str(10**12)], ["tiny", "--ranks", str(10**9)], [f"{10**20}T"]):
+        code, answer = ask(capsys, *words, "--offload", "nvme", "--stage", "3")
+        assert code == 3 and not answer["fits"]
+
+
+def test_runtime_constants_can_be_given(capsys):
+    sizes = {}
+    for value in ("0", "1GiB"):
+        _, answer = ask(capsys, "tiny", "--ranks", "2", "--stage", "2", "--set", f"runtime.context={value}")
+        sizes[value] = answer["candidates"][0]["tiers"]["hbm"]["needed"]
+    assert sizes["1GiB"] - sizes["0"] == 2**30
+
+
+def test_no_torch_for_a_known_family():
+    import subprocess
+
+    code = "import sys; from zerocli import cli; cli.run(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    words = ["fit", "zero-1t", "--ranks", "1024"]
+    assert subprocess.run([sys.executable, "-c", code, *words], capture_output=True).returncode == 0

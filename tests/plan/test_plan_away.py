@@ -1,0 +1,175 @@
+"""Laws of what a plan counts off the device: copies read ahead, staging, and the checkpoints a run folder keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from zerocli.checkpoint.saver import Saver
+from zerocli.cli import main as cli
+from zerocli.config import ModelConfig
+from zerocli.engine.engine import Engine
+from zerocli.engine.settings import Settings
+from zerocli.models import build
+from zerocli.plan import constants
+from zerocli.plan.build import plan_model
+from zerocli.plan.inputs import shape_of
+from zerocli.plan.rows import Plan
+from zerocli.plan.saves import buffer
+from zerocli.plan.setup import Setup
+from zerocli.profile import places
+
+MODEL = ModelConfig(layers=4, hidden=128, heads=4, vocab=1500)
+SEQ = 32
+
+
+def trained(steps: int = 2, **settings: Any) -> Engine:
+    """Return an engine that has taken its steps."""
+    decoder = build(MODEL, SEQ, "meta")
+    engine = Engine(decoder, Settings(units=decoder.unit_modules(), device="cpu", **settings))
+    for _ in range(steps):
+        tokens = torch.randint(MODEL.vocab, (2, 2, SEQ))
+        engine.backward(engine(tokens[0], tokens[1]))
+        engine.step()
+    engine.settle()
+    return engine
+
+
+def planned(world: int, **setup: Any) -> Plan:
+    common: dict[str, Any] = {"ranks": world, "ranks_per_node": world, "batch": 2, "seq": SEQ, "device": "cpu"}
+    return plan_model(shape_of(MODEL, SEQ), Setup(**(common | {"precision": "fp32"} | setup)))
+
+
+# -- host memory beside what lies there --------------------------------------------------------------------------------
+
+OFFLOADS = ["nvme", "params=nvme,optimizer=cpu", "params=cpu,grads=cpu,optimizer=nvme"]
+
+
+def _footprints(folder: str, staging: int) -> list[tuple[int, int]]:
+    """Return, for each placement, the bytes of the tiers' arenas, and those with staging."""
+    found = []
+    for offload in OFFLOADS:
+        engine = trained(stage=3, offload=offload, nvme_path=(folder,), staging_nbytes=staging)
+        found.append((engine.tiers.footprint().get("dram", 0), places.footprint(engine)["dram"]))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("staging", [512 << 20, 1 << 20], ids=["room for all", "room for few"])
+def test_host_memory_of_disks_is_counted_as_it_is_taken(staging, tmp_path):
+    measured = run_ranks(2, _footprints, str(tmp_path), staging)
+    for at, offload in enumerate(OFFLOADS):
+        plan = planned(2, stage=3, offload=offload, staging_nbytes=staging)
+        rows = [row for row in plan.rows if row.tier == "dram"]
+        [staged] = [row for row in rows if "staging" in row.formula]
+        arenas, mapped = (sum(rank[at][which] for rank in measured) for which in (0, 1))
+        assert plan.needed("dram") - staged.nbytes == arenas, offload
+        assert mapped <= plan.needed("dram"), offload
+        objects = 2 if offload == "nvme" else 1
+        assert staged.nbytes == 2 * objects * ((64 << 20) + 32 * 4096)
+
+
+def test_checkpoints_of_blocks_on_disks_have_staging_of_their_own():
+    common: dict[str, Any] = {"stage": 3, "policy": "recompute"}
+    without = planned(2, **common, offload="params=nvme")
+    plan = planned(2, **common, offload="params=nvme,activations=nvme")
+    assert plan.needed("dram") - without.needed("dram") == 2 * ((64 << 20) + 32 * 4096)
+    assert plan.needed("nvme") - without.needed("nvme") == 2 * (64 << 20)  # swap files grow by so much
+
+
+# -- the run folder ----------------------------------------------------------------------------------------------------
+
+
+def nbytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _save(folder: str, stage: int, tp: int) -> tuple[int, int, int]:
+    """Save three times, two of which are kept; return bytes of one, the most there ever were, the buffer's."""
+    engine = trained(1, stage=stage, tp=tp)
+    most = 0
+
+    def look(moment: str) -> None:
+        nonlocal most
+        if moment == "checkpoint commit":
+            most = max(most, nbytes_in(Path(folder)))
+
+    saver = Saver(engine, folder, asynchronous=False, keep=2, probe=look)
+    saver.save(1)
+    one = nbytes_in(Path(folder))
+    for step in (2, 3):
+        saver.save(step)
+    used = saver.nbytes
+    saver.close()
+    engine.close()
+    return one, most, used
+
+
+@pytest.mark.parametrize(("stage", "tp"), [(0, 1), (3, 1), (2, 2)])
+def test_saved_checkpoints_are_as_large_as_planned(stage, tp, tmp_path):
+    results = run_ranks(2, _save, str(tmp_path), stage, tp)
+    one, most, _ = results[0]  # which commits
+    plan = planned(2, stage=stage, tp=tp, checkpoints=3)
+    assert plan.saved is not None and plan.saved in plan.rows and plan.saved.tier == "nvme"
+    assert 3 * 12 * plan.numel < most == pytest.approx(3 * one, rel=1e-3)
+    assert most <= plan.saved.nbytes <= most * 1.02
+    [row] = [row for row in plan.rows if row.tier == "dram" and "checkpoint" in row.formula]
+    assert max(used for *_, used in results) <= row.nbytes // 2 <= 2 * 32 << 20
+
+
+def test_a_saves_buffer_is_within_its_key():
+    setup = Setup(stage=3, ranks=8, checkpoints=3, checkpoint_buffer=1 << 30)
+    from zerocli.plan.families import read_shape
+    from zerocli.plan.flats import plan_flats
+
+    flats = plan_flats(read_shape({"model_type": "llama"}, {}, "llama"), setup)
+    assert buffer(setup, flats) == 1 << 30 and constants.SAVE_SLOT_NBYTES == 32 << 20
+
+
+def ask(capsys: Any, *words: str) -> dict[str, Any]:
+    cli.run(["fit", *words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_folder_counts_as_nvme_on_one_node_and_on_no_tier_on_several(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ("llama3-8b", "--stage", "3", "--offload", "optimizer=nvme", "--ranks-per-node", "8")
+    every = ("--set", "checkpoint.every=100")
+    each = 12 * 8_030_261_248
+    for ranks, sets, count, on_nvme in (
+        (8, (), 0, False),
+        (8, every, 3, True),
+        (8, (*every, "--set", "checkpoint.keep=5"), 6, True),
+        (8, (*every, "--set", "checkpoint.keep_every=500", "--set", "train.steps=2000"), 7, True),
+        (32, every, 3, False),
+    ):
+        answer = ask(capsys, *words, "--ranks", str(ranks), *sets)
+        [candidate] = answer["candidates"]
+        swap = 12 * 8_030_261_248 * min(8, ranks) // ranks
+        needed = candidate["tiers"]["nvme"]["needed"]
+        assert needed == pytest.approx(swap + count * each * on_nvme, rel=2e-3)
+        assert needed == sum(row["bytes"] for row in candidate["rows"] if row["tier"] == "nvme")
+        saved = candidate["checkpoints"]
+        assert saved is None if not count else saved["bytes"] == pytest.approx(count * each, rel=1e-3)
+        assert any("saved checkpoints" in note for note in answer["notes"]) is bool(count)
+    # The swap alone would fit in this space; what the command says leaves the checkpoints out does.
+    tight = (*words, "--ranks", "8", "--nvme-space", "120GiB")
+    assert (
+        not ask(capsys, *tight, *every)["fits"] and ask(capsys, *tight, *every, "--set", "checkpoint.every=0")["fits"]
+    )
+
+
+def test_the_largest_count_is_of_model_states_alone(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ("--max", "--ranks", "8", "--stage", "3", "--offload", "nvme", "--nvme-space", "100GiB")
+    without = ask(capsys, *words)["max"]
+    saving = ask(capsys, *words, "--set", "checkpoint.every=10")["max"]
+    assert saving["model_states_parameters"] == without["model_states_parameters"]
+    assert saving["parameters"] < without["parameters"]

@@ -1,0 +1,204 @@
+"""`zerocli train` as a person runs it: real processes, real files, real mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+
+SMALL = ["--steps", "4", "--batch", "2", "--seq", "32", "--set", "model.layers=2", "--set", "model.hidden=32"]
+KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second", "peak", "comm", "wait"}
+
+
+def run(folder: Path, *arguments: str, module: str = "zerocli", **environ: str) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | environ
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_what_the_contract_says(tmp_path):
+    done = run(tmp_path, "train", *SMALL, "--run-dir", "run", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["schema"] == 1 and document["ranks"] == 2 and document["steps"] == 4
+    rows = lines(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row.keys() >= KEYS
+        assert row["peak"].keys() == {"hbm", "dram", "nvme"} and row["peak"]["hbm"] > 0
+        assert row["comm"].keys() == {"all_gather", "reduce_scatter", "all_reduce"}
+        assert row["wait"].keys() == {"collectives", "transfers", "optimizer", "data"}
+        assert row["tokens"] == 2 * 2 * 32
+        assert 0 <= sum(row["wait"].values()) <= row["seconds"] * 1.05
+    assert json.loads((tmp_path / "run/config.json").read_text())["model"]["hidden"] == 32
+    assert (tmp_path / "run/checkpoints").is_dir()
+    assert "loss" in done.stderr and "stage 0" in done.stderr and "try: zerocli train" in done.stderr
+
+
+def test_stages_worlds_and_splits_see_the_same_data(tmp_path):
+    """One global batch of 4: two ranks, one rank with two micro-steps, four ranks."""
+    losses = {}
+    for name, world, sets in (
+        ("two", 2, ["zero.stage=3", "train.batch=2"]),
+        ("one", 1, ["zero.stage=0", "train.batch=4"]),
+        ("accumulated", 1, ["zero.stage=2", "train.batch=2", "train.accumulate=2"]),
+        ("four", 4, ["zero.stage=1", "train.batch=1"]),
+        ("global", 2, ["zero.stage=2", "train.batch=1", "train.global_batch=4"]),
+    ):
+        ended = runs.train(tmp_path / name, "train.seq=32", "checkpoint.every=0", *sets, world=world)
+        assert ended.codes == [0] * world, ended.said
+        losses[name] = [row["loss"] for row in lines(tmp_path / name)]
+        assert len(losses[name]) == 6
+    for name, values in losses.items():
+        assert values == pytest.approx(losses["two"], rel=1e-5), name
+
+
+def test_torchrun_starts_the_same_run(tmp_path):
+    sets = ["train.steps=4", "train.seq=32", "model.hidden=32", "model.heads=4", "zero.stage=3", "checkpoint.every=0"]
+    here = runs.train(tmp_path / "here", *sets)
+    there = run(
+        tmp_path,
+        *[
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "zerocli",
+            "train",
+            *SMALL,
+            "--stage",
+            "3",
+            "--run-dir",
+            "there",
+        ],
+        module="torch.distributed.run",
+        OMP_NUM_THREADS="1",
+    )
+    assert here.codes == [0, 0] and there.returncode == 0, there.stderr
+    assert [row["loss"] for row in lines(tmp_path / "here")] == [row["loss"] for row in lines(tmp_path / "there")]
+
+
+def test_check_compares_with_unsharded_training(tmp_path):
+    done = run(tmp_path, "train", *SMALL, "--stage", "3", "--check", "3", "--run-dir", "run", "--json")
+    assert done.returncode == 0, done.stderr
+    check = json.loads(done.stdout)["check"]
+    assert check["equal"] and check["steps"] == 3 and check["largest_relative_difference"] < 1e-5
+
+
+def test_dry_run_trains_nothing(tmp_path):
+    shape = ["gpt2-xl", "--stage", "3", "--ranks", "8", "--precision", "bf16", "--set", "model.vocab=256"]
+    done = run(tmp_path, "train", *shape, "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    psi = document["parameters"]
+    held = {category: row["held"] for category, row in document["memory"].items()}
+    assert held == {k: -(-n * psi // 8) for k, n in (("parameters", 2), ("gradients", 2), ("optimizer_states", 12))}
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):
+    wild = ["--set", "optimizer.lr=1e30", "--set", "train.clip=0", "--set", "optimizer.warmup=0", "--steps", "30"]
+    done = run(tmp_path, "train", *SMALL, *wild, "--run-dir", "run")
+    assert done.returncode == 1
+    assert "at step" in done.stderr and "no checkpoint" in done.stderr and "Traceback" not in done.stderr
+    last = lines(tmp_path / "run")[-1]
+    assert not math.isfinite(last["loss"]) or not math.isfinite(last["grad_norm"])
+    assert last["step"] < 30
+    sets = [*(word for word in wild if "=" in word), "train.on_nan=continue", "train.steps=30", "checkpoint.every=0"]
+    assert runs.train(tmp_path / "on", *sets).codes == [0, 0] and lines(tmp_path / "on")[-1]["step"] == 30
+
+
+@pytest.fixture
+def mistakes(tmp_path: Path) -> dict[str, tuple[list[str], list[str]]]:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("ten bytes.")
+    np.array([1, 2, 3, 400, 5] * 200, dtype=np.uint16).tofile(tmp_path / "beyond.bin")
+    (tmp_path / "bad.toml").write_text('[train]\nstepz = 3\nbatch = "two"\n[modle]\nlayers = 2\n[zero]\nstage = 7\n')
+    (tmp_path / "code.toml").write_text('[model]\nfactory = "os:getcwd"\n')
+    (tmp_path / "blocked").write_text("a file")
+    return {
+        "unknown key": (["bad.toml"], ["bad.toml:2", "did you mean", "bad.toml:3", "bad.toml:4", "bad.toml:7"]),
+        "stage": (["--stage", "5"], ["stage 5 is not one of 0, 1, 2, 3"]),
+        "heads": (["--set", "model.heads=5"], ["heads 5 does not divide hidden"]),
+        "global batch": (["--set", "train.global_batch=5"], ["global batch 5 is not a multiple of batch 2 x 2 ranks"]),
+        "no data": (["--data", "nowhere.txt"], ["nowhere.txt"]),
+        "empty data": (["--data", "empty.txt"], ["empty.txt", "empty"]),
+        "short data": (["--data", "short.txt"], ["short.txt", "10", "33"]),
+        "token beyond the vocabulary": (["--data", "beyond.bin"], ["400", "element 3", "0 to 255"]),
+        "run folder": (["--run-dir", "blocked/run"], ["blocked"]),
+        "factory in a file": (["code.toml"], ["code.toml:2", "no code is run"]),
+        "factory": (["no.such:factory"], ["cannot import no.such:factory"]),
+        "optimizer": (["--set", "optimizer.name=adamww"], ["adamww"]),
+    }
+
+
+MISTAKES = (
+    "unknown key, stage, heads, global batch, no data, empty data, short data, token beyond the vocabulary, "
+    "run folder, factory in a file, factory, optimizer"
+).split(", ")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_users_mistake_gets_facts_and_no_traceback(tmp_path, mistakes, name):
+    arguments, facts = mistakes[name]
+    plain = [] if arguments[0].endswith((".toml", "factory")) else SMALL
+    if "--run-dir" not in arguments:
+        arguments = [*arguments, "--run-dir", "run"]
+    done = run(tmp_path, "train", *arguments, *plain)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for fact in facts:
+        assert fact in done.stderr, done.stderr
+
+
+def children(pid: int) -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"PPid:\t{pid}\n" in (entry / "status").read_text():
+                    found |= {int(entry.name)} | children(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_an_interrupt_ends_every_rank_within_seconds(tmp_path, how):
+    command = [sys.executable, "-m", "zerocli", "train", *SMALL, "--steps", "100000", "--run-dir", "run"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True)
+    metrics = tmp_path / "run/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ranks = children(process.pid)
+    assert len(ranks) >= 2
+    process.send_signal(how)
+    assert process.wait(15) == 130
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert all(json.loads(line) for line in metrics.read_text().splitlines())  # whole lines only
+
+
+def test_a_run_that_neither_saves_nor_resumes_does_not_wait_for_torchs_checkpoints():
+    """Importing them takes longer than many a small run's steps."""
+    code = "import sys, zerocli.run.trainer; sys.exit('torch.distributed.checkpoint' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,66 @@
+"""Real gloo ranks for tests: each call runs a function in fresh processes that form one process group."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "pytest", "zerocli.engine.api", "zerocli.models", "zerocli.models.parallel", "zerocli.run.trainer"]
+    + ["zerocli.run.resume", "torch._dynamo"]  # any torch.optim optimizer imports it
+)
+
+
+def _worker(rank: int, world: int, store: str, connection: Any, function: Callable[..., Any], packed: bytes) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.pop("RANK", None)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        result = function(*pickle.loads(packed))
+        dist.barrier()
+        connection.send_bytes(pickle.dumps(("ok", result)))
+        dist.destroy_process_group()
+    except BaseException:
+        connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[Any]:
+    """Return `function(*args)` of each of `world` ranks; a rank's exception fails the test with its traceback."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        ends, processes = [], []
+        packed = pickle.dumps(args)  # plain pickle copies tensors; multiprocessing's own would share their memory
+        for rank in range(world):
+            here, there = _context.Pipe(duplex=False)
+            process = _context.Process(target=_worker, args=(rank, world, store, there, function, packed), daemon=True)
+            process.start()
+            there.close()
+            ends.append(here)
+            processes.append(process)
+        results: list[Any] = []
+        try:
+            for rank, end in enumerate(ends):
+                if not end.poll(seconds):
+                    raise TimeoutError(f"rank {rank} of {world} gave no answer in {seconds} s")
+                try:
+                    kind, value = pickle.loads(end.recv_bytes())
+                except EOFError:
+                    raise RuntimeError(f"rank {rank} of {world} died without a word") from None
+                if kind == "error":
+                    raise RuntimeError(f"rank {rank} of {world} failed:\n{value}")
+                results.append(value)
+        finally:
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+        return results

@@ -1,0 +1,156 @@
+"""Whole training runs for tests: the trainer itself, in forked ranks, which a test may kill wherever it likes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing.connection
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ranks import _context
+
+from zerocli import config as configs
+from zerocli.config.options import RunOptions
+from zerocli.worker import free_port
+
+TINY = [
+    "train.steps=6",
+    "train.batch=2",
+    "train.seq=8",
+    "model.layers=2",
+    "model.hidden=16",
+    "model.heads=2",
+    "checkpoint.every=2",
+]
+
+
+STUCK = -999
+
+
+@dataclass
+class Death:
+    """Ends a rank by SIGKILL at the `at`-th event of a seeded choice of kinds."""
+
+    ranks: tuple[int, ...]
+    at: int
+    only: str = ""
+    """Count only events whose name starts with this."""
+    signal: int = signal.SIGKILL
+    """0 is no signal: the rank's main thread stands still for good."""
+    act: Callable[[], None] | None = None
+    """Called instead, where something else than death is to happen; a function of a module's."""
+
+
+@dataclass
+class Ended:
+    """How a run ended: exit codes by rank (None: an exception), and what each said on stderr."""
+
+    codes: list[int]
+    said: list[str] = field(default_factory=list)
+
+
+def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given: dict[str, Any], death: Death) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    count = 0
+    if file_nbytes := given.pop("file_nbytes", 0):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_nbytes, file_nbytes))
+
+    def probe(name: str) -> None:
+        nonlocal count
+        count += name.startswith(death.only)
+        if rank in death.ranks and count == death.at and name.startswith(death.only):
+            if death.act is not None:
+                death.act()
+            else:
+                os.kill(os.getpid(), death.signal) if death.signal else threading.Event().wait()
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.said{rank}", "w", buffering=1) as said, contextlib.redirect_stderr(said):
+        from zerocli.errors import UserError
+        from zerocli.run import trainer
+
+        try:
+            config = configs.load("tiny", [*TINY, *sets])
+            code = trainer.work(config, RunOptions(folder, probe=probe, **given))
+        except UserError as error:
+            print(error.render(), file=sys.stderr)
+            code = error.exit_code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        said.flush()
+        os._exit(code)
+
+
+def train(
+    folder: Path,
+    *sets: str,
+    world: int = 2,
+    death: Death | None = None,
+    seconds: float = 90,
+    grace: float = 30,
+    **given: Any,
+) -> Ended:
+    """Run the trainer on `world` ranks to its end, however it ends; no process is left.
+
+    One that lives on `grace` seconds after another has failed is ended, and its code is STUCK.
+    """
+    port = free_port()
+    death = death or Death((), 0)
+    processes = [
+        _context.Process(target=_rank, args=(rank, world, port, str(folder), list(sets), given, death), daemon=True)
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + seconds
+    # Those that live are counted once: asked again, the last may have ended, and nothing would wake us.
+    while (alive := [p for p in processes if p.is_alive()]) and time.monotonic() < deadline:
+        multiprocessing.connection.wait([p.sentinel for p in alive], deadline - time.monotonic())
+        if any(process.exitcode for process in processes):
+            deadline = min(deadline, time.monotonic() + grace)
+    codes = []
+    for process in processes:
+        stuck = process.is_alive()
+        process.kill()
+        process.join()
+        codes.append(STUCK if stuck else process.exitcode or 0)
+    return Ended(codes, [Path(f"{folder}.said{rank}").read_text() for rank in range(world)])
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """The loss of each step; the later line of a step counts."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def deaths(seed: int, number: int, world: int) -> list[Death]:
+    """Seeded deaths: of one rank or of all, anywhere in a run or at a stage of its saves."""
+    draw = random.Random(seed)
+    stages = ["write", "rename", "read", "commit", "manifest", "sync"]
+    kinds = ["", *(f"checkpoint {stage}" for stage in stages), "", "checkpoint"]
+    found = []
+    for index in range(number):
+        only = kinds[index % len(kinds)]
+        rank = 0 if only.split()[-1:] in (["manifest"], ["rename"], ["commit"]) else draw.randrange(world)
+        most = {"": 110, "checkpoint": 10}.get(only, 3)  # three saves, each a handful of events on a rank
+        every = tuple(range(world)) if draw.random() < 0.4 else (rank,)
+        found.append(Death(every, draw.randint(1, most), only))
+    return found

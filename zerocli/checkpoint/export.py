@@ -1,0 +1,316 @@
+"""Export: a checkpoint's weights as consolidated safetensors, streamed piece by piece, under Hugging Face names.
+
+A piece goes from the checkpoint, verified, to its place in the new file, a few at a time and around the page cache both
+ways: memory does not grow with the model. Only what must be turned over (GPT-2's matrices, which Hugging Face keeps
+transposed) is held whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocli.checkpoint import safetensors
+from zerocli.checkpoint.folder import MANIFEST, Folder
+from zerocli.checkpoint.manifest import Damaged, Manifest, Tensor, Unreadable
+from zerocli.checkpoint.manifest import read as read_manifest
+from zerocli.checkpoint.reader import Reader
+from zerocli.checkpoint.safetensors import Entry
+from zerocli.config import Config, from_dict
+from zerocli.errors import DOES_NOT_FIT, FAILURE, UserError
+from zerocli.layout.sizes import format_bytes
+from zerocli.models import hugging
+from zerocli.models.hugging import Mapping
+from zerocli.regular_files import sync_folder, write_text
+
+NUM_THREADS = 12
+"""Pieces, or tensors to be turned over, that are on their way at once."""
+MEMORY_NBYTES = 2 << 30
+"""What turning tensors over may take; one is always allowed."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    step: int
+    files: list[str]
+    parameters: int
+    nbytes: int
+    note: str
+    model: bool
+    """Whether the config.json beside the weights says which model they are of."""
+
+
+def export(
+    run: str, step: int | None, out: Path, dtype: str, file_nbytes: int, say: Callable[[str], None] = lambda text: None
+) -> Exported:
+    """Write the parameters of a run's newest whole checkpoint (or that of `step`) to `out`, whole or not at all.
+
+    `run` may also be a checkpoint's own folder. Damage is often met only on the way: what was written until there is
+    removed, and the checkpoint before it is taken, unless this one was asked for.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists already and is not an empty folder", hint="another OUT")
+    found = candidates(run, step)
+    for path in found:
+        try:
+            return write(path, read_manifest(path), out, dtype, file_nbytes)
+        except Unreadable as error:
+            raise UserError(str(error), exit_code=FAILURE) from None
+        except Damaged as error:
+            if len(found) == 1:
+                hint = "" if step is None else "without --step it is the newest whole one"
+                raise UserError(f"{path}: {error}", hint=hint, exit_code=FAILURE) from None
+            say(f"{path.name} passed over: {error}")
+    raise UserError(f"{run}: none of its {len(found)} checkpoints is whole", exit_code=FAILURE)
+
+
+def candidates(run: str, step: int | None) -> list[Path]:
+    """Return the checkpoints to try, newest first; never none."""
+    path = Path(run)
+    if (path / MANIFEST).exists():
+        if step is not None and not path.name.endswith(f"-{step:08d}"):
+            raise UserError(f"{run}: is a checkpoint itself, and not of step {step}", hint="the run's folder as RUN")
+        return [path]
+    try:
+        found = Folder(path / "checkpoints").committed()
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
+    wanted = [each.path for each in found if step in (None, each.step)]
+    if not wanted:
+        others = ", ".join(str(each.step) for each in found[:9])
+        raise UserError(
+            f"{run}: no whole checkpoint{'' if step is None else f' of step {step}'}"
+            + (f"; there are {others}" if others else ""),
+            hint=f"--step {found[0].step}" if found else "zerocli train --run-dir RUN --set checkpoint.every=100",
+        )
+    return wanted
+
+
+def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: int) -> Exported:
+    """Write one checkpoint's parameters to `out`, which is absent or empty; raise Damaged where it is not whole."""
+    config = _config(manifest)
+    reason = hugging.known(config.model) if config else "the checkpoint does not say which model it is of"
+    names = [name.removeprefix("parameters/") for name in manifest.tensors if name.startswith("parameters/")]
+    mapped = [Mapping(n, (n,)) for n in names]
+    zeros: list[tuple[str, int]] = []
+    if config and not reason:
+        # One more than there are is enough to see that it is of another model, whatever its config says.
+        mapped = list(itertools.islice(hugging.mappings(config.model), len(names) + 1))
+        zeros = list(itertools.islice(hugging.absent(config.model), len(names) + 1))
+    told = {mapping.ours for mapping in mapped}
+    if missing := sorted(told - set(names)):
+        raise Damaged(f"it has no parameter {missing[0]}, which the model of its config has")
+    if beside := sorted(set(names) - told):
+        raise Damaged(f"it has a parameter {beside[0]}, which the model of its config has not")
+    with _aside(out) as aside:
+        files = _write(path, manifest, mapped, zeros, aside, DTYPES[dtype], file_nbytes)
+        about: dict[str, Any] = {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
+        if config and not reason:
+            about = hugging.config_json(config.model, config.train.seq, about["torch_dtype"])
+        elif config:
+            about = manifest.values["config"]
+        write_text(aside / "config.json", json.dumps(about, indent=2) + "\n")
+    numel = sum(math.prod(manifest.tensors[f"parameters/{name}"].shape) for name in names)
+    nbytes = sum((out / file).stat().st_size for file in files)
+    note = f"own names: {reason}" if reason else f"Hugging Face names ({config.model.family})" if config else ""
+    return Exported(manifest.step, files, numel, nbytes, note, config is not None)
+
+
+@contextlib.contextmanager
+def _aside(out: Path) -> Iterator[Path]:
+    """Give a new folder to write into, which becomes `out`; should anything fail, nothing of it is left.
+
+    One that is there (the current folder, a disk's own) is not replaced: the files go into it, the config last.
+    """
+    target = out.absolute()
+    within = target if target.exists() else target.parent
+    aside = None
+    try:
+        within.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f"{target.name}.export-", suffix=".tmp", dir=within))
+        aside.chmod(0o777 & ~_umask())
+        yield aside
+        sync_folder(aside)
+        if within == target:
+            for file in sorted(aside.iterdir(), key=lambda file: file.name == "config.json"):
+                file.rename(target / file.name)
+            aside.rmdir()
+        else:
+            aside.rename(target)
+        sync_folder(within)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror})", exit_code=FAILURE) from None
+    finally:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _config(manifest: Manifest) -> Config | None:
+    saved = manifest.values.get("config")
+    return from_dict(saved, "the checkpoint's config") if isinstance(saved, dict) else None
+
+
+# -- laying out ----------------------------------------------------------------------------------------------------
+
+
+def _entries(manifest: Manifest, mapped: list[Mapping], dtype: torch.dtype) -> Iterator[tuple[Mapping, list[Entry]]]:
+    """Yield each of our parameters with the tensors that it becomes."""
+    for mapping in mapped:
+        tensor = manifest.tensors[f"parameters/{mapping.ours}"]
+        kind = dtype if tensor.dtype.is_floating_point else tensor.dtype
+        rows = mapping.rows or tensor.shape[:1]
+        if sum(rows) != sum(tensor.shape[:1]):
+            raise Damaged(f"{mapping.ours} has {tensor.shape[0]} rows, not {sum(rows)}")
+        shapes = [(n, *tensor.shape[1:]) for n in rows] or [()]
+        if mapping.transposed:
+            shapes = [tuple(reversed(shape)) for shape in shapes]
+        yield mapping, [Entry(name, kind, shape) for name, shape in zip(mapping.theirs, shapes, strict=True)]
+
+
+def _write(
+    path: Path,
+    manifest: Manifest,
+    mapped: list[Mapping],
+    zeros: list[tuple[str, int]],
+    aside: Path,
+    dtype: torch.dtype,
+    file_nbytes: int,
+) -> list[str]:
+    groups: list[list[tuple[Mapping | None, list[Entry]]]] = [[]]
+    total = 0
+    extra = [(None, [Entry(name, dtype, (numel,))]) for name, numel in zeros]
+    for mapping, entries in [*_entries(manifest, mapped, dtype), *extra]:
+        nbytes = sum(entry.nbytes for entry in entries)
+        if groups[-1] and sum(e.nbytes for _, es in groups[-1] for e in es) + nbytes > file_nbytes:
+            groups.append([])
+        groups[-1].append((mapping, entries))
+        total += nbytes
+    free = shutil.disk_usage(aside).free
+    if total > free:
+        raise UserError(
+            f"{aside.parent}: {format_bytes(total)} needed, {format_bytes(free)} free there",
+            hint="an OUT on another disk, or --dtype bf16",
+            exit_code=DOES_NOT_FIT,
+        )
+    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    names = names if len(groups) > 1 else [safetensors.SINGLE]
+    with Reader(path, manifest) as reader:
+        with ThreadPoolExecutor(
+            _threads(manifest, mapped), initializer=torch.set_num_threads, initargs=(1,)
+        ) as threads:
+            for name, group in zip(names, groups, strict=True):
+                _fill(reader, aside / name, group, threads)
+    weight_map = {e.name: name for name, group in zip(names, groups, strict=True) for _, es in group for e in es}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_text(aside / safetensors.INDEX, json.dumps(index, indent=2) + "\n")
+    return names
+
+
+def _threads(manifest: Manifest, mapped: list[Mapping]) -> int:
+    """Return how many tensors may be on their way at once: one that is held whole is there three times for a moment."""
+    tensors = ((manifest.tensors[f"parameters/{mapping.ours}"], mapping) for mapping in mapped)
+    whole = [
+        math.prod(tensor.shape) * tensor.dtype.itemsize
+        for tensor, mapping in tensors
+        if _starts(tensor, mapping) is None
+    ]
+    return max(1, min(NUM_THREADS, MEMORY_NBYTES // (3 * max(whole, default=1))))
+
+
+def _starts(tensor: Tensor, mapping: Mapping) -> list[int] | None:
+    """Return where each piece begins in the file's order of elements, None for a tensor that must be held whole."""
+    starts = [flat_start(tensor.shape, piece.offsets, piece.sizes) for piece in tensor.pieces]
+    known = [start for start in starts if start is not None]
+    return known if len(known) == len(starts) and not mapping.transposed else None
+
+
+def _fill(
+    reader: Reader, path: Path, group: list[tuple[Mapping | None, list[Entry]]], threads: ThreadPoolExecutor
+) -> None:
+    """Write one file."""
+    writer = safetensors.Writer(path, [entry for _, entries in group for entry in entries])
+    waiting: deque[Future[None]] = deque()
+    try:
+        for mapping, entries in group:
+            for job in _jobs(reader, writer, mapping, entries):
+                waiting.append(threads.submit(job))
+                if len(waiting) > 2 * NUM_THREADS:
+                    waiting.popleft().result()
+        while waiting:
+            waiting.popleft().result()
+        writer.finish()
+    finally:
+        wait(waiting)
+        writer.close()
+
+
+def _jobs(
+    reader: Reader, writer: safetensors.Writer, mapping: Mapping | None, entries: list[Entry]
+) -> Iterator[Callable[[], None]]:
+    """Yield what brings one of our parameters into the tensors that it becomes (None: they are zeros)."""
+    if mapping is None:
+        yield lambda: _zero(writer, entries)
+        return
+    name = f"parameters/{mapping.ours}"
+    starts = _starts(reader.manifest.tensors[name], mapping)
+    if starts is None:
+        turned = mapping.transposed
+        yield lambda: _place(writer, entries, 0, reader.tensor(name).t() if turned else reader.tensor(name))
+        return
+    for index, begin in enumerate(starts):
+        yield functools.partial(_move, reader, writer, entries, name, index, begin)
+
+
+def _move(reader: Reader, writer: safetensors.Writer, entries: list[Entry], name: str, index: int, begin: int) -> None:
+    _place(writer, entries, begin, reader.piece(name, index))
+
+
+def _place(writer: safetensors.Writer, entries: list[Entry], begin: int, values: torch.Tensor) -> None:
+    """Write values, the elements from `begin` on of all the entries one after another."""
+    values = values.reshape(-1)
+    at = 0
+    for entry in entries:
+        low, high = max(begin, at), min(begin + values.numel(), at + entry.numel)
+        if low < high:
+            writer.write(entry.name, low - at, values[low - begin : high - begin])
+        at += entry.numel
+
+
+def _zero(writer: safetensors.Writer, entries: list[Entry]) -> None:
+    for entry in entries:
+        writer.write(entry.name, 0, torch.zeros(entry.numel, dtype=entry.dtype))
+
+
+def flat_start(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int | None:
+    """Return where a box begins in a row-major tensor, None where its elements do not lie one after another there."""
+    inner, start, cut = 1, 0, False
+    for length, offset, size in reversed(list(zip(shape, offsets, sizes, strict=True))):
+        if cut and size > 1:
+            return None
+        cut = cut or size < length
+        start += offset * inner
+        inner *= length
+    return start

@@ -1,0 +1,313 @@
+"""`zerocli check`: reads the flags, starts the ranks (anew where a row ended them), and shows what they found."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from offload import KINDS, parse_placement
+from zerocli import config as configs
+from zerocli import machine
+from zerocli.check import table
+from zerocli.check.rows import TIERS, Checklist, choose_rows
+from zerocli.cli.train import arguments
+from zerocli.console import say, show
+from zerocli.errors import DOES_NOT_FIT, FAILURE, UserError
+from zerocli.layout.sizes import format_bytes, parse_bytes
+from zerocli.run import launch
+from zerocli.run.job import EXIT_OK, Job
+from zerocli.worker import die_with_parent, worker_environment
+
+STEPS = 3
+LARGEST = {"train.batch": 2, "train.seq": 128}
+"""What a check takes of these unless told: differences show in little data as well as in much."""
+CHECKLIST, RESULTS = "checklist.json", "results.jsonl"
+KEYS = {
+    "nvme_path": "offload.nvme_path",
+    "ranks": "parallel.ranks",
+    "tp": "parallel.tp",
+    "batch": "train.batch",
+    "seq": "train.seq",
+    "precision": "train.precision",
+    "data": "data.path",
+    "seed": "train.seed",
+}
+
+
+@click.command()
+@click.argument("source", metavar="[MODEL]", default="tiny")
+@click.option("--stage", type=click.IntRange(0, 3), multiple=True, help="Only this ZeRO stage; may be repeated.")
+@click.option("--offload", multiple=True, metavar="PLACEMENT", help="Only this placement, or none; may be repeated.")
+@click.option("--nvme-path", multiple=True, metavar="DIR", help="Folder on an NVMe disk; by default a temporary one.")
+@click.option("--ranks", type=int, metavar="N", help="Processes; by default one per GPU, two without a GPU.")
+@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.")
+@click.option("--steps", type=click.IntRange(1), default=STEPS, show_default=True, help="Optimizer steps to compare.")
+@click.option(
+    "--batch", type=int, metavar="N", help="Sequences per rank and micro-step; by default the config's, at most 2."
+)
+@click.option("--seq", type=int, metavar="N", help="Tokens per sequence; by default the config's, at most 128.")
+@click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto.")
+@click.option("--data", metavar="PATH", help="Text file or folder, or tokens in .bin or .npy.")
+@click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order.")
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated.")
+@click.option(
+    "--all", "everything", is_flag=True, help="More rows: each with compiled blocks too, and offloaded activations."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    source: str,
+    sets: tuple[str, ...],
+    stage: tuple[int, ...],
+    offload: tuple[str, ...],
+    **given: Any,
+) -> int:
+    """Say whether sharding changes the numbers of MODEL: exit code 0 if it does not, 1 if it does.
+
+    Trains a few steps without sharding, in plain torch, and then under every stage and placement that this machine
+    allows, without and with recomputation and compiled blocks. Losses, gradient norms, parameters and optimizer states
+    must be equal up to rounding. MODEL is a bundled name, a .toml, a Hugging Face config.json or module:factory.
+    """
+    worker = worker_environment()
+    flags = {key: given[name] for name, key in KEYS.items()}
+    if worker:
+        die_with_parent()
+        flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
+    config = _smaller(configs.load(source, sets=sets, flags=flags), sets, flags)
+    _refuse(config, offload)
+    if worker:
+        os.environ.update(worker)
+    with _folder(worker is not None) as folder:
+        if worker and "ZEROCLI_PARENT" in os.environ:
+            return _be_rank(config, Checklist.from_dict(json.loads((folder / CHECKLIST).read_text())), folder, given)
+        config, checklist, num_ranks = _choose(config, stage, offload, folder, given)
+        if worker:
+            return _be_rank(config, checklist, folder, given, alone=True)
+        code = _launch(checklist, folder, num_ranks, [str(ctx.info_name), *arguments(ctx)], given["as_json"])
+        return code if code is not None else _show(config, checklist, folder, given["as_json"])
+
+
+def _smaller(config: configs.Config, sets: tuple[str, ...], flags: dict[str, Any]) -> configs.Config:
+    """Return the config with less data a step, unless the user said how much."""
+    said = {text.partition("=")[0].strip() for text in sets} | {
+        key for key, value in flags.items() if value is not None
+    }
+    train = config.train
+    if "train.batch" not in said:
+        train = dataclasses.replace(train, batch=min(train.batch, LARGEST["train.batch"]))
+    if "train.seq" not in said:
+        train = dataclasses.replace(train, seq=min(train.seq, LARGEST["train.seq"]))
+    if "train.global_batch" not in said and train.global_batch:
+        train = dataclasses.replace(train, global_batch=0, accumulate=2)
+    return dataclasses.replace(config, train=train)
+
+
+def _refuse(config: configs.Config, offloads: tuple[str, ...]) -> None:
+    """Raise UserError for placements that no stage takes, and for masks that cannot be the same."""
+    for text in offloads:
+        try:
+            parse_placement(text, KINDS, TIERS, parse_bytes)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    if config.parallel.tp > 1 and config.model.dropout > 0:
+        raise UserError(
+            f"tp {config.parallel.tp} and dropout {config.model.dropout:g}: heads on other ranks draw other masks than "
+            "in one process, so the numbers differ",
+            hint="--set model.dropout=0",
+        )
+
+
+@contextlib.contextmanager
+def _folder(worker: bool) -> Iterator[Path]:
+    """Give the check's folder: that of the process that started this rank, or a temporary one."""
+    if worker and "ZEROCLI_PARENT" in os.environ:
+        yield Path(os.environ["ZEROCLI_RUN_DIR"])
+        return
+    path = Path(tempfile.mkdtemp(prefix="zerocli-check-"))
+    try:
+        (path / "logs").mkdir()
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# -- what to run -------------------------------------------------------------------------------------------------------
+
+
+def _choose(
+    config: configs.Config, stages: tuple[int, ...], offloads: tuple[str, ...], folder: Path, given: dict[str, Any]
+) -> tuple[configs.Config, Checklist, int]:
+    """Return the config, the rows that this machine allows, and the number of ranks; each choice is said."""
+    num_gpus = len(machine.gpus())
+    num_ranks, reason = launch.choose_ranks(config.parallel.ranks, config.parallel.tp, num_gpus)
+    first = os.environ.get("RANK", "0") == "0"
+    tell = say if first else (lambda text: None)
+    tell(f"ranks {num_ranks} ({reason})")
+    numel, needed = _needs(config, num_gpus, num_ranks)
+    _fits(config, num_gpus, needed)
+    config, nvme = _with_disk(config, folder, numel, tell)
+    compiler = bool(num_gpus or shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++"))
+    if not compiler:
+        tell("no compiled rows: there is no C++ compiler (g++, or CXX)")
+    rows = choose_rows(stages, offloads, numel, num_ranks // config.parallel.tp, nvme, compiler, given["everything"])
+    return config, Checklist(rows, given["steps"]), num_ranks
+
+
+def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, dict[str, int]]:
+    """Return the model's parameters, and the bytes that the unsharded run and the comparison need on each tier."""
+    from zerocli.plan.factory import count_factory
+    from zerocli.plan.inputs import plan_config, shape_of
+
+    if config.model.factory:
+        numel = count_factory(config.model.factory)
+        whole = 16 * numel  # parameters, gradients and Adam's two moments; activations are not known
+    else:
+        numel = shape_of(config.model, config.train.seq).numel
+        alone = dataclasses.replace(
+            config,
+            parallel=dataclasses.replace(config.parallel, ranks=1, tp=1),
+            zero=dataclasses.replace(config.zero, stage=0),
+            offload=dataclasses.replace(config.offload, placement=""),
+        )
+        plan = plan_config(alone, "cuda" if num_gpus else "cpu")
+        assert plan is not None
+        whole = plan.needed("hbm")
+    # fp32 copies on the host: initial values, the unsharded run's parameters and moments, and each rank's of a row.
+    copies = 4 * numel * (1 + 3 + 3 * num_ranks)
+    return numel, {"hbm": whole, "dram": copies} if num_gpus else {"hbm": 0, "dram": whole + copies}
+
+
+def _fits(config: configs.Config, num_gpus: int, needed: dict[str, int]) -> None:
+    """Raise UserError, exit code 3, where the unsharded run has no room."""
+    has = {"dram": machine.memory().available, "hbm": min((gpu.nbytes for gpu in machine.gpus()), default=0)}
+    for tier, what in (("hbm", "GPU memory"), ("dram", "host memory")):
+        if needed[tier] > has[tier]:
+            raise UserError(
+                f"{config.name} is too large to be trained without sharding here: {what}: {format_bytes(needed[tier])} "
+                f"needed for the unsharded run and its copies, {format_bytes(has[tier])} free",
+                hint="the same model with fewer or smaller layers: --set model.layers=2, --set model.hidden=..."
+                if not config.model.factory
+                else "a factory that builds the same model with fewer or smaller layers",
+                exit_code=DOES_NOT_FIT,
+            )
+
+
+def _with_disk(config: configs.Config, folder: Path, numel: int, tell: Any) -> tuple[configs.Config, bool]:
+    """Return the config with a folder for the nvme tier, and whether there is room in it."""
+    paths = config.offload.nvme_path or (str(folder),)
+    for path in paths:
+        if not Path(path).is_dir():
+            raise UserError(f"--nvme-path {path}: there is no such folder")
+    needed, free = 16 * numel + (256 << 20), min(machine.disk(path)[1] for path in paths)
+    if free < needed:
+        where = ", ".join(paths)
+        tell(f"no nvme rows: {format_bytes(needed)} needed, {format_bytes(free)} free in {where} (--nvme-path)")
+        return config, False
+    return dataclasses.replace(config, offload=dataclasses.replace(config.offload, nvme_path=paths)), True
+
+
+# -- running it --------------------------------------------------------------------------------------------------------
+
+
+def _launch(checklist: Checklist, folder: Path, num_ranks: int, words: list[str], as_json: bool) -> int | None:
+    """Run the ranks until each row has a result; return the exit code of ranks that could not even begin, else None.
+
+    A row that ends its ranks (a crash, or one of them fails alone) is an error, and new ranks go on behind it.
+    """
+    todo = checklist
+    while todo.first < len(checklist.rows):
+        (folder / CHECKLIST).write_text(json.dumps(todo.as_dict()))
+        before = len(_entries(folder))
+        job = Job([sys.executable, "-m", "zerocli", *words], num_ranks, folder)
+        code = job.run()
+        entries = _entries(folder)
+        if len(entries) == before:  # not even the unsharded run
+            job.tell()
+            return code or FAILURE
+        done = [entry["row"] for entry in entries if "row" in entry]
+        first = max(done, default=-1) + 1
+        if code != EXIT_OK and first < len(checklist.rows):
+            if job.signals:
+                job.tell()
+                return code
+            result = {"row": first, "verdict": "error", "message": job.failure()}
+            _keep(folder, result)
+            _print(table.row_line(checklist, checklist.rows[first], result), as_json)
+            first += 1
+        todo = dataclasses.replace(checklist, first=first)
+    return None
+
+
+def _be_rank(
+    config: configs.Config, checklist: Checklist, folder: Path, given: dict[str, Any], alone: bool = False
+) -> int:
+    """Be one rank; rank 0 shows each row as it ends. `alone`: nobody reads the folder, so it shows the rest as well."""
+    from zerocli.check import ranks
+
+    if not config.offload.nvme_path:
+        config = dataclasses.replace(config, offload=dataclasses.replace(config.offload, nvme_path=(str(folder),)))
+
+    def keep(entry: dict[str, Any]) -> None:
+        _keep(folder, entry)
+        if "row" in entry:
+            _print(table.row_line(checklist, checklist.rows[entry["row"]], entry), given["as_json"])
+        elif checklist.first == 0:
+            _print("\n".join(table.heading(_name(config), checklist, entry, _tokens(config))), given["as_json"])
+
+    ranks.work(config, checklist, keep)
+    if not alone or os.environ.get("RANK") != "0":
+        return EXIT_OK
+    missing = [row for index, row in enumerate(checklist.rows) if index not in _results(folder)]
+    if missing:
+        raise UserError(f"a rank failed alone; not run: {missing[0]} and what follows", exit_code=FAILURE)
+    return _show(config, checklist, folder, given["as_json"])
+
+
+def _name(config: configs.Config) -> str:
+    return config.model.factory or config.name
+
+
+def _tokens(config: configs.Config) -> str:
+    train = config.train
+    passes = f" x {train.accumulate} passes" if train.accumulate > 1 else ""
+    return f"{train.batch} x {train.seq} tokens per rank{passes}"
+
+
+def _show(config: configs.Config, checklist: Checklist, folder: Path, as_json: bool) -> int:
+    """Show the verdict; return the exit code."""
+    about = next(entry for entry in _entries(folder) if "row" not in entry)
+    results = _results(folder)
+    _print("\n".join(table.closing(checklist, about, results)), as_json)
+    if as_json:
+        show(json.dumps(table.document(_name(config), checklist, about, results)))
+    return EXIT_OK if table.ok(results) else FAILURE
+
+
+def _print(text: str, as_json: bool) -> None:
+    say(text) if as_json else show(text)
+
+
+def _keep(folder: Path, entry: dict[str, Any]) -> None:
+    with (folder / RESULTS).open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def _entries(folder: Path) -> list[dict[str, Any]]:
+    path = folder / RESULTS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _results(folder: Path) -> dict[int, dict[str, Any]]:
+    return {entry["row"]: entry for entry in _entries(folder) if "row" in entry}

@@ -1,0 +1,48 @@
+"""`zerocli export`: the weights of a run's checkpoint, for other programs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import click
+
+from zerocli.console import say, show
+from zerocli.errors import UserError
+from zerocli.layout.sizes import format_bytes, format_count, parse_bytes
+
+
+@click.command()
+@click.argument("run")
+@click.argument("out")
+@click.option("--step", type=click.IntRange(0), metavar="N", help="Which checkpoint; by default the newest whole one.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", help="Of the weights.")
+@click.option("--file-size", default="5GB", metavar="SIZE", help="Largest file, unless one tensor is larger.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as_json: bool) -> int:
+    """Write the weights of RUN's checkpoint to the folder OUT: safetensors with an index, and config.json.
+
+    Llama and GPT-2 models get Hugging Face names, so that `transformers` loads OUT; others keep the model's own.
+    `zerocli train --init-from OUT` starts from them.
+    """
+    try:
+        file_nbytes = parse_bytes(file_size)
+    except ValueError as error:
+        raise UserError(f"--file-size {file_size}: {error}") from None
+    from zerocli.checkpoint import export
+
+    began = time.perf_counter()
+    done = export.export(run, step, Path(out), dtype, max(1, file_nbytes), say)
+    seconds = time.perf_counter() - began
+    rate = done.nbytes / seconds / 1e9
+    say(
+        f"step {done.step}: {format_count(done.parameters)} parameters in {len(done.files)} "
+        f"{'file' if len(done.files) == 1 else 'files'}, {format_bytes(done.nbytes)} in {seconds:.1f} s "
+        f"({rate:.2f} GB/s); {done.note}"
+    )
+    say(f"try: zerocli train {f'{out}/config.json ' if done.model else ''}--init-from {out}")
+    if as_json:
+        document = {"schema": 1, "step": done.step, "out": out, "files": done.files, "parameters": done.parameters}
+        show(json.dumps(document | {"bytes": done.nbytes, "seconds": seconds, "names": done.note}))
+    return 0

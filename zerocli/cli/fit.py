@@ -1,0 +1,246 @@
+"""`zerocli fit`: will it fit, on which stage and tiers, and what is the fastest way that does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from zerocli import machine
+from zerocli.console import printable, show
+from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.layout.sizes import format_bytes, parse_bytes
+from zerocli.plan import search
+from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
+from zerocli.plan.inputs import Source, model_of, read_source
+from zerocli.plan.rows import Row
+from zerocli.plan.runtime import RUNTIME
+from zerocli.plan.saves import SHARED
+from zerocli.plan.setup import Setup, setup_of
+from zerocli.plan.shape import Shape
+from zerocli.plan.verdict import Verdict, document, render
+
+DEFAULT_HARDWARE = "h100"
+STAGES = (0, 1, 2, 3)
+
+
+@click.command()
+@click.argument("model", metavar="[MODEL]", default="")
+@click.option("--stage", type=click.IntRange(0, 3), metavar="0..3", help="Only this ZeRO stage; all four otherwise.")
+@click.option("--offload", metavar="PLACEMENT", help="Only this placement: cpu, nvme, or params=cpu,optimizer=nvme.")
+@click.option("--ranks", type=int, metavar="N", help="GPUs in all; by default one node's.")
+@click.option("--ranks-per-node", type=int, metavar="N", help="GPUs per node; they share its host memory and disks.")
+@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.")
+@click.option("--gpu-memory", metavar="SIZE", help="Memory of a GPU, such as 80GiB.")
+@click.option("--host-memory", metavar="SIZE", help="Host memory per node.")
+@click.option("--nvme-space", metavar="SIZE", help="Disk space per node.")
+@click.option("--batch", type=int, metavar="N", help="Sequences per data-parallel rank and micro-step.")
+@click.option("--seq", type=int, metavar="N", help="Tokens per sequence.")
+@click.option("--precision", metavar="NAME", help="bf16 (the default), fp16 or fp32.")
+@click.option("--hardware", metavar="NAME", help=f"Sizes and rates of a kind of node: {', '.join(PRESETS)}.")
+@click.option("--max", "largest", is_flag=True, help="The largest model that fits; MODEL gives the proportions.")
+@click.option("--explain", is_flag=True, help="Show every row with its formula.")
+@click.option("--trace", is_flag=True, help="Run the real engine on fake tensors instead of the formulas.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@click.option(
+    "--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; also runtime.NAME, hardware.NAME."
+)
+def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool, **given: Any) -> int:
+    """Needs no GPU and trains nothing: says whether MODEL fits, on which stage and tiers, and what is fastest.
+
+    MODEL is a bundled name, a .toml, a Hugging Face config.json, package.module:factory, or a count such as 7.5B, for
+    which only model states can be known. Device memory is a GPU's; host memory and disks are a node's. Times are
+    estimates. Exit code 0: it fits, 3: it does not.
+
+    --set also takes what a process needs beside the model (runtime.context=600MiB) and rates of the machine
+    (hardware.disk=4.5, in GB/s).
+    """
+    if not model and not largest:
+        raise UserError("which MODEL?", hint="zerocli fit llama3-8b, or zerocli fit 7.5B")
+    sets, runtime, rates = _split_sets(given["sets"])
+    source = read_source(model or "zero-7.5b", sets, _flags(given))
+    hardware, notes = choose_hardware(given)
+    hardware = dataclasses.replace(hardware, **rates)
+    setup, more = choose_setup(source, given, hardware, runtime)
+    notes = [*source.notes, *notes, *more]
+    if not model:
+        notes.append("proportions, batch and seq of zero-7.5b (no MODEL was named)")
+    stages = STAGES if given["stage"] is None else (given["stage"],)
+    planned = _model(source, trace, setup, stages, notes)
+    if largest:
+        verdict = _largest(planned, setup, hardware, stages, given["offload"])
+    else:
+        candidates = search.weigh_all(planned, setup, hardware, stages, given["offload"])
+        best = search.best_of(candidates)
+        change = None if best else search.smallest_change(planned, candidates[-1].setup, hardware)
+        verdict = Verdict(planned, printable(source.name), hardware, candidates, best, change)
+    if (saved := verdict.candidates[0].plan.saved) is not None:
+        notes.append(_on_saves(saved))
+    verdict = dataclasses.replace(verdict, notes=tuple(notes))
+    if as_json:
+        show(json.dumps(document(verdict)))
+    else:
+        colour = sys.stdout.isatty()
+        click.echo(render(verdict, explain, colour))
+    return 0 if verdict.fits else DOES_NOT_FIT
+
+
+def _on_saves(saved: Row) -> str:
+    """Say how the verdict takes the run folder."""
+    size = format_bytes(saved.nbytes)
+    if saved.tier == SHARED:
+        return f"saved checkpoints: up to {size} in the run folder, which all nodes share; no tier counts them"
+    return (
+        f"saved checkpoints: up to {size} in the run folder, counted as nvme: it may be on the same disks "
+        "(--set checkpoint.every=0 leaves them out)"
+    )
+
+
+def _flags(given: Mapping[str, Any]) -> dict[str, object]:
+    """Return the config keys that flags set; ranks are the machine's matter and checked there."""
+    return {"train.batch": given["batch"], "train.seq": given["seq"], "train.precision": given["precision"]}
+
+
+def _split_sets(sets: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, int], dict[str, Any]]:
+    """Return (the sets of config keys, overrides of the runtime's constants, of the hardware's rates)."""
+    runtime: dict[str, int] = {}
+    rates: dict[str, Any] = {}
+    kept = []
+    for text in sets:
+        key, _, value = text.partition("=")
+        section, _, name = key.strip().partition(".")
+        known = {"runtime": tuple(RUNTIME), "hardware": RATES}.get(section)
+        if known is None:
+            kept.append(text)
+            continue
+        if name not in known:
+            raise UserError(f"--set {text}: there is no {section}.{name}; there are {', '.join(known)}")
+        if section == "runtime":
+            runtime[name] = _size(f"--set {key.strip()}", value, zero=True)
+        else:
+            rates[name] = _rate(f"--set {key.strip()}", value)
+    return tuple(kept), runtime, rates
+
+
+def _rate(flag: str, text: str) -> float:
+    """Return a rate in GB/s (tflops: TFLOPS; adam: billions of parameters a second)."""
+    try:
+        rate = float(text)
+    except ValueError as error:
+        raise UserError(f"{flag}={text}: not a number", hint=f"{flag}=4.5") from error
+    if not 0 < rate < 1e9:
+        raise UserError(f"{flag}={text}: a rate is above 0, in GB/s", hint=f"{flag}=4.5")
+    return rate
+
+
+def _size(flag: str, text: str, zero: bool = False) -> int:
+    try:
+        nbytes = parse_bytes(text.strip())
+    except ValueError as error:
+        raise UserError(f"{flag} {error}") from error
+    if nbytes <= 0 and not zero:
+        raise UserError(f"{flag} {text} is not above 0", hint=f"{flag} 80GiB")
+    return nbytes
+
+
+def choose_hardware(given: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
+    """Return the machine to plan for, and what was assumed of it."""
+    notes = []
+    if given["hardware"]:
+        hardware = preset(given["hardware"])
+    else:
+        from zerocli.plan import bench
+
+        here = None
+        if machine.gpus():
+            facts = bench.gather(())
+            here = this_machine(facts, bench.remembered(facts, ()))
+        hardware = here or PRESETS[DEFAULT_HARDWARE]
+        asked = [name for name in ("gpu_memory", "host_memory", "nvme_space") if given[name]]
+        if here is None and len(asked) < 3:
+            rest = "the rest of the node" if asked else "the node"
+            notes.append(f"{rest} as of {hardware.name} (no GPU here; --hardware names another)")
+    changes: dict[str, Any] = {
+        name: _size(f"--{name.replace('_', '-')}", given[name])
+        for name in ("gpu_memory", "host_memory", "nvme_space")
+        if given[name] is not None
+    }
+    return dataclasses.replace(hardware, **changes), notes
+
+
+def choose_setup(
+    source: Source, given: Mapping[str, Any], hardware: Hardware, runtime: dict[str, int]
+) -> tuple[Setup, list[str]]:
+    """Return the setup that config and flags give, and what was assumed."""
+    notes = []
+    ranks, tp = given["ranks"], given["tp"] if given["tp"] is not None else source.config.parallel.tp
+    if ranks is None:
+        ranks = source.config.parallel.ranks or math.lcm(hardware.gpus, max(tp, 1))
+        notes.append(f"ranks {ranks} (one node of {hardware.name}; --ranks)")
+    per_node = given["ranks_per_node"]
+    if per_node is None:
+        per_node = min(ranks, hardware.gpus) if ranks > 0 else 1
+        if ranks > per_node and ranks % per_node:
+            per_node = math.gcd(ranks, per_node)
+    setup = setup_of(source.config, ranks=ranks, tp=tp, ranks_per_node=per_node, runtime=runtime)
+    if source.config.train.precision == "auto" and "v100" in hardware.name.lower():
+        setup = dataclasses.replace(setup, precision="fp16")
+        notes.append(f"precision fp16 ({hardware.name} has no bf16)")
+    if given["offload"] is not None:
+        setup = dataclasses.replace(setup, offload=given["offload"])
+    return setup, notes
+
+
+def _model(source: Source, traced: bool, setup: Setup, stages: tuple[int, ...], notes: list[str]) -> search.Model:
+    if traced:
+        notes.append("traced: the real engine on tensors without memory, with a CPU's operations and a GPU's chunks")
+        return _trace(source, setup, stages)
+    if source.shape is not None:
+        return source.shape
+    if source.factory:
+        from zerocli.plan.factory import count_factory
+
+        notes.append("a factory's model is counted: model states alone; --trace runs it and counts the rest")
+        return count_factory(source.factory)
+    return source.count
+
+
+def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Model:
+    """Run the model once for each way of training that the stages differ in."""
+    shape = source.shape
+    built_in = model_of(shape) if shape is not None else None
+    if not source.factory and built_in is None:
+        raise UserError(
+            f"--trace runs a model, and {source.name} names none that is built in",
+            hint="zerocli fit package.module:factory --trace, with a function that builds the model",
+        )
+    from zerocli.plan.factory import build_factory
+    from zerocli.plan.trace import trace
+
+    def make() -> Any:
+        if built_in is None or shape is None:
+            return build_factory(source.factory)
+        from zerocli.models import build
+
+        return build(built_in, shape.positions or setup.seq, "meta")
+
+    return trace(source.name, make, [dataclasses.replace(setup, stage=stage, offload="") for stage in stages])
+
+
+def _largest(
+    planned: search.Model, setup: Setup, hardware: Hardware, stages: tuple[int, ...], offload: str | None
+) -> Verdict:
+    """Return the verdict on the largest model of the family's shape, and the largest count by model states alone."""
+    count = search.largest_count(setup, hardware, stages, offload)
+    shape = planned if isinstance(planned, Shape) else None
+    grown = search.largest_shape(shape, setup, hardware, stages, offload) if shape is not None else None
+    model: search.Model = grown if grown is not None else max(1, count)
+    candidates = search.weigh_all(model, setup, hardware, stages, offload)
+    name = f"the largest {shape.family}" if shape is not None and grown is not None else "the largest"
+    best = search.best_of(candidates)
+    return Verdict(model, name, hardware, candidates, best, None, largest=(grown, count))

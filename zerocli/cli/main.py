@@ -1,0 +1,168 @@
+"""The program: finds the command, runs it, and turns every failure into a few lines and an exit code.
+
+Exit codes: 0 ok, 1 failure, 2 usage or config, 3 does not fit, 75 preempted after saving, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import resource
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from zerocli import allocator, console
+from zerocli.errors import UserError, closest
+
+# name -> (module:attribute, the line shown by --help); modules are imported only when their command runs.
+COMMANDS = {
+    "fit": ("zerocli.cli.fit:command", "Say whether a model fits, and the fastest way that does; needs no GPU."),
+    "train": ("zerocli.cli.train:command", "Train a model under a ZeRO stage, on one machine or many."),
+    "profile": (
+        "zerocli.cli.profile:command",
+        "Run a few steps and show where the bytes and the seconds go, predicted beside measured.",
+    ),
+    "check": ("zerocli.cli.check:command", "Say whether sharding changes a model's numbers."),
+    "export": ("zerocli.cli.export:command", "Write a checkpoint's weights as safetensors, for other programs."),
+    "configs": ("zerocli.cli.configs:command", "List, show and copy the bundled configs."),
+    "env": ("zerocli.cli.env:command", "Show this machine: cores, memory and its limits, GPUs, disks."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are dotted paths, so that `--help` and completion import none of them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and not ctx.resilient_parsing:
+            meant = closest(args[0], COMMANDS)
+            ctx.fail(f"there is no command {args[0]}" + (f"; did you mean {meant}?" if meant else ""))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, sentence) for name, (_, sentence) in COMMANDS.items()])
+
+
+def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from zerocli import machine
+
+        click.echo(f"zerocli {machine.version('zerocli') or '(not installed, run from its folder)'}")
+        ctx.exit()
+
+
+@click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show tracebacks (also: ZEROCLI_DEBUG=1).")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show it.")
+@click.pass_context
+def group(ctx: click.Context, debug: bool) -> None:
+    """Train models with ZeRO: optimizer states, gradients and parameters partitioned over ranks.
+
+    `zerocli train` alone trains a small model on this machine.
+    """
+    if debug:
+        os.environ["ZEROCLI_DEBUG"] = "1"  # the environment, so that the ranks hear of it
+    allocator.choose()
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the program and leave with its exit code."""
+    sys.exit(run(args))
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code; every failure has been told to the user by then."""
+    console.open_standard_streams()
+    try:
+        result = group.main(args, prog_name="zerocli", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except BrokenPipeError:  # whoever read our output has read enough (`| head`)
+        console.silence_stdout()
+        return 1
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted", 130)
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "zerocli"
+        return _fail(describe(error.format_message(), f"{path} --help"), 2)
+    except click.ClickException as error:
+        return _fail(describe(error.format_message()), error.exit_code)
+    except UserError as error:
+        return _fail(describe(str(error), error.hint), error.exit_code)
+    except MemoryError:
+        return _fail(describe("host memory ran out (or its limit: ulimit -v, a cgroup's)"), 1)
+    except OSError as error:
+        if _wants_traceback() or not error.strerror:
+            return _fail(_describe_bug(error), 1)
+        return _fail(describe(*_about(error)), 1)  # a disk's doing, or its owner's
+    except Exception as error:
+        return _fail(_describe_bug(error), 1)
+
+
+def describe(message: str, hint: str | None = None) -> str:
+    """Return a user's error as lines: `error:` before each fact (its further lines are indented), `try:` the hint."""
+    lines = [line if line.startswith(" ") or not line else f"error: {line}" for line in message.splitlines()]
+    return "\n".join(lines + [f"try: {line}" for line in (hint or "").splitlines()])
+
+
+def _about(error: OSError) -> tuple[str, str]:
+    """Return the fact and the hint of what the system refused."""
+    where = f"{error.filename}: " if error.filename else ""
+    hint = ""
+    if error.errno == errno.EMFILE:
+        hint = f"ulimit -n 4096 (it is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
+    return f"{where}{error.strerror}", hint
+
+
+def _describe_bug(error: Exception) -> str:
+    summary = f"error: a bug in zerocli: {type(error).__name__}: {error}"
+    if _wants_traceback() or _is_rank():
+        return f"{_own_traceback(error)}{summary}"
+    return f"{summary}\ntry: the same command with `zerocli --debug` for the traceback, and report it with that"
+
+
+def _own_traceback(error: Exception) -> str:
+    """Return the traceback from the command on: the frames above it are ours and click's, the same every time."""
+    frame = error.__traceback__
+    while frame and frame.tb_next and frame.tb_frame.f_globals.get("__name__", "").startswith((__name__, "click.")):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame))
+
+
+def _fail(text: str, code: int) -> int:
+    if _wants_traceback() and code in (2, 3):
+        text = f"{traceback.format_exc()}{text}"
+    if _is_rank():
+        from zerocli import worker
+
+        if worker.record_failure(text, code):
+            return code
+    console.say(text)
+    return code
+
+
+def _wants_traceback() -> bool:
+    return os.environ.get("ZEROCLI_DEBUG", "") not in ("", "0")
+
+
+def _is_rank() -> bool:
+    """Say whether this process is one rank of a run: the traceback of a rank is always wanted."""
+    return "RANK" in os.environ

@@ -1,0 +1,164 @@
+"""`zerocli profile`: where the bytes and the seconds of a run go, predicted beside measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from zerocli import config as configs
+from zerocli import machine
+from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config
+from zerocli.config.options import RunOptions
+from zerocli.console import quoted, say, show
+from zerocli.errors import UserError
+from zerocli.run import launch
+from zerocli.worker import die_with_parent, worker_environment
+
+STEPS = 6
+"""Steps of a profile that is not told how many: in two memory is followed, the others are timed."""
+
+
+@click.command()
+@config_options
+@click.argument("other", metavar="[RUN]", required=False)
+@click.option("--run-dir", metavar="DIR", help="Folder of this run; by default runs/<config>-<time>.")
+@click.option("--init-from", metavar="DIR", help="Start from the weights in DIR (safetensors), such as an export.")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of --run-dir, or of the newest run.")
+@click.option("--check", type=click.IntRange(0), default=0, metavar="N", help="As in train; profiles those N steps.")
+@click.option("--dry-run", is_flag=True, help="Show what is predicted; run nothing.")
+@click.option("--html", metavar="FILE", help="Write one page to look at in a browser; needs no network.")
+@click.option("--trace-file", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
+@click.option("--snapshot", metavar="FILE", help="Write CUDA's memory snapshot, for torch's own viewer.")
+@click.option("--json", is_flag=True, help="One JSON document on stdout.")
+@click.pass_context
+def command(
+    ctx: click.Context, /, source: str, other: str | None, sets: tuple[str, ...], run_dir: str | None, **given: Any
+) -> int:
+    """Run a few steps of CONFIG and show what holds the memory of each tier and where the step's time goes.
+
+    Given the folder of a run instead, show what it recorded; given two, compare them.
+    """
+    for name in ("html", "trace_file", "snapshot"):
+        if given[name]:
+            _check_writable(given[name], f"--{name.replace('_', '-')}")
+    if other is not None or os.path.isdir(source):
+        _refuse_changes(ctx, source)
+        return _show_runs([source, *([other] if other is not None else [])], given)
+    return _profile(ctx, source, sets, run_dir, given)
+
+
+def _check_writable(path: str, flag: str) -> None:
+    folder = Path(path).absolute().parent
+    where = path if os.path.exists(path) else folder
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(where, os.W_OK):
+        raise UserError(
+            f"{flag} {path}: no file can be written there", hint=f"{flag} with a file in a folder that exists"
+        )
+
+
+def _refuse_changes(ctx: click.Context, run: str) -> None:
+    """Refuse what would change a run that is over: it would go unheard."""
+    shown = {"source", "other", "html", "trace_file", "snapshot", "json"}
+    given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    names = [name if name != "sets" else "set" for name in given if name not in shown]
+    flags = " ".join(f"--{name.replace('_', '-')}" for name in names)
+    if flags:
+        raise UserError(
+            f"{flags}: {run} is a run, and is shown as it was",
+            hint=f"zerocli profile {quoted(run)}, or zerocli profile CONFIG {flags} ...",
+        )
+
+
+def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
+    from zerocli.profile import page, runs, table
+
+    found = [runs.read(path) for path in paths]
+    for path, document in zip(paths, found, strict=True):
+        for note in document.pop("warnings", []):
+            say(f"{path}: {note}")
+    if given["snapshot"]:
+        raise UserError("--snapshot is of a live run: CUDA's allocator keeps none", hint="zerocli profile CONFIG")
+    if given["trace_file"]:
+        from zerocli.profile import trace
+
+        if len(found) > 1:
+            raise UserError(
+                "--trace-file is of one run, and two are given",
+                hint=f"zerocli profile {quoted(paths[0])} --trace-file ...",
+            )
+        trace.write(given["trace_file"], found[0])
+        say(f"trace: {given['trace_file']} ({trace.VIEWERS})")
+    if given["html"]:
+        page.write(given["html"], list(zip(paths, found, strict=True)))
+        say(f"page: {given['html']}")
+    if given["json"]:
+        shown = [{key: value for key, value in each.items() if key != "timeline"} for each in found]
+        document = shown[0] if len(shown) == 1 else {"schema": 1, "runs": dict(zip(paths, shown, strict=True))}
+        show(json.dumps(document))
+    else:
+        show(table.render(found[0]) if len(found) == 1 else table.compare(found[0], found[1], (paths[0], paths[1])))
+    return 0
+
+
+def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: str | None, given: dict[str, Any]) -> int:
+    worker = worker_environment()
+    flags = {key: given[name] for name, key in KEYS.items()}
+    resume = given["resume"]
+    said = any(text.partition("=")[0].strip() == "train.steps" for text in sets)
+    if flags["train.steps"] is None and not said and not resume:
+        flags["train.steps"] = STEPS
+    if worker:
+        die_with_parent()
+        flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
+    if resume and run_dir and ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
+        source = own_config(run_dir, source)
+        ctx.params["source"] = source  # the ranks are told of it, not of the default
+    config = configs.load(source, sets=sets, flags=flags)
+    fresh = run_dir is None and not resume
+    if worker and "ZEROCLI_PARENT" in os.environ:
+        run_dir = os.environ["ZEROCLI_RUN_DIR"]
+    run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
+    options = RunOptions(run_dir, resume, given["check"], given["dry_run"], given["json"], source)
+    if options.dry_run:
+        return _dry_run(config, worker is not None, given["json"])
+    if not worker:
+        return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
+    os.environ.update(worker)
+    launch.create_run_dir(run_dir)
+    from zerocli.profile.profiler import Profiler
+    from zerocli.profile.reporter import Reporter, recording
+    from zerocli.run import trainer
+
+    teller = Reporter(given["html"] or "", given["trace_file"] or "", source)
+    with recording(given["snapshot"] or ""):
+        return trainer.work(config, options, Profiler(teller, follow=not config.model.compile))
+
+
+def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
+    """Show what the plan says; needs no torch."""
+    from zerocli.plan.inputs import plan_config
+    from zerocli.profile import table
+
+    if worker and os.environ.get("RANK", "0") != "0":
+        return 0
+    num_gpus = len(machine.gpus())
+    ranks, _ = launch.choose_ranks(config.parallel.ranks, config.parallel.tp, num_gpus)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=ranks))
+    plan = plan_config(config, "cuda" if num_gpus else "cpu")
+    if plan is None:
+        raise UserError("a factory's model has no plan before it is built", hint="zerocli profile without --dry-run")
+    document = {
+        "schema": 1,
+        "rows": table.planned(plan),
+        "peak": {tier: {"predicted": plan.needed(tier), "measured": None} for tier in table.TIERS},
+        "step": {"seconds": None, "compute": None, "wait": None},
+    }
+    show(json.dumps(document) if as_json else "\n".join(table.dry(document)))
+    say("nothing was run")
+    return 0

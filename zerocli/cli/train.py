@@ -1,0 +1,207 @@
+"""`zerocli train`: reads the flags, decides whether this process starts the ranks or is one, and hands over."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from zerocli import config as configs
+from zerocli import machine
+from zerocli.checkpoint.folder import Folder
+from zerocli.config.options import RunOptions
+from zerocli.console import say
+from zerocli.errors import UserError
+from zerocli.regular_files import read_regular
+from zerocli.run import launch
+from zerocli.worker import die_with_parent, job_name, worker_environment
+
+RUNS = "runs"
+# Parameter of the command -> the config key that it sets.
+KEYS = {
+    "stage": "zero.stage",
+    "offload": "offload.placement",
+    "nvme_path": "offload.nvme_path",
+    "ranks": "parallel.ranks",
+    "tp": "parallel.tp",
+    "steps": "train.steps",
+    "batch": "train.batch",
+    "seq": "train.seq",
+    "precision": "train.precision",
+    "data": "data.path",
+    "seed": "train.seed",
+    "init_from": "train.init_from",
+}
+
+
+def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command CONFIG, the flags that set config keys, and `--set`."""
+    decorators = [
+        click.argument("source", metavar="[CONFIG]", default="tiny"),
+        click.option(
+            "--stage", type=int, metavar="0..3", help="ZeRO: 1 optimizer states, 2 + gradients, 3 + parameters."
+        ),
+        click.option("--offload", metavar="PLACEMENT", help="Where states live: cpu, or params=cpu,optimizer=nvme."),
+        click.option("--nvme-path", multiple=True, metavar="DIR", help="Folder on an NVMe disk; may be repeated."),
+        click.option("--ranks", type=int, metavar="N", help="Processes; by default one a GPU, two without a GPU."),
+        click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them."),
+        click.option("--steps", type=int, metavar="N", help="Optimizer steps."),
+        click.option("--batch", type=int, metavar="N", help="Sequences per data-parallel rank and micro-step."),
+        click.option("--seq", type=int, metavar="N", help="Tokens per sequence."),
+        click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto."),
+        click.option("--data", metavar="PATH", help="Text file or folder, or tokens in .bin or .npy."),
+        click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order."),
+        click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated."),
+    ]
+    for decorator in reversed(decorators):
+        function = decorator(function)
+    return function
+
+
+@click.command()
+@config_options
+@click.option("--run-dir", metavar="DIR", help="Folder of this run; by default runs/<config>-<time>.")
+@click.option("--init-from", metavar="DIR", help="Start from the weights in DIR (safetensors), such as an export.")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of --run-dir, or of the newest run.")
+@click.option(
+    "--check", type=click.IntRange(0), default=0, metavar="N", help="Compare N steps with unsharded training."
+)
+@click.option("--dry-run", is_flag=True, help="Show the config and what each rank would hold; train nothing.")
+@click.option("--json", is_flag=True, help="One JSON document on stdout.")
+@click.pass_context
+def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: str | None, **given: Any) -> int:
+    """Train CONFIG: a bundled name (see `zerocli configs ls`), a .toml, a Hugging Face config.json or module:factory.
+
+    Without CONFIG it trains `tiny`. Under torchrun or srun this process is one rank; otherwise it starts the ranks.
+    """
+    worker = worker_environment()
+    flags = {key: given[name] for name, key in KEYS.items()}
+    if worker:
+        die_with_parent()
+        flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
+    if given["resume"] and run_dir and ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
+        source = own_config(run_dir, source)
+        ctx.params["source"] = source  # the ranks are told of it, not of the default
+    config = configs.load(source, sets=sets, flags=flags)
+
+    fresh = run_dir is None and not given["resume"]
+    resume = given["resume"]
+    if worker and "ZEROCLI_PARENT" in os.environ:
+        run_dir = os.environ["ZEROCLI_RUN_DIR"]
+    run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
+    if worker:
+        resume = resume or was_restarted(run_dir)
+    options = RunOptions(run_dir, resume, given["check"], given["dry_run"], given["json"], source)
+
+    if options.dry_run:
+        return _dry_run(config, options, worker)
+    if worker:
+        os.environ.update(worker)
+        launch.create_run_dir(run_dir)
+        from zerocli.run import trainer
+
+        return trainer.work(config, options)
+    return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
+
+
+def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, str] | None) -> int:
+    if worker and worker["RANK"] != "0":
+        return 0
+    if not config.parallel.ranks:
+        num_ranks, reason = launch.choose_ranks(0, config.parallel.tp, len(machine.gpus()))
+        say(f"ranks {num_ranks} ({reason})")
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=num_ranks))
+    from zerocli.run import trainer
+
+    return trainer.dry_run(config, options)
+
+
+def arguments(ctx: click.Context) -> list[str]:
+    """Return the command line as it was resolved, without `--ranks`: whoever starts the ranks knows their number."""
+    words: list[str] = []
+    for param in ctx.command.params:
+        value = ctx.params.get(str(param.name))
+        if isinstance(param, click.Argument):
+            if value is not None:
+                words.insert(0, str(value))
+        elif param.name == "ranks" or ctx.get_parameter_source(str(param.name)) is not ParameterSource.COMMANDLINE:
+            continue
+        elif isinstance(param, click.Option) and param.is_flag:
+            words.append(param.opts[0])
+        else:
+            for each in value if isinstance(value, tuple) else (value,):
+                words += [param.opts[0], str(each)]
+    return words
+
+
+def default_run_dir(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return runs/<name>-<what>: the job's id where all ranks know it, so that they agree, and the time otherwise."""
+    job = environ.get("SLURM_JOB_ID") if "SLURM_PROCID" in environ else None
+    run = environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run != "none":
+        # `torchrun --standalone` makes up a UUID: its first group is enough to tell runs apart.
+        uuid = re.fullmatch(r"([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}", run)
+        mark = f"run{uuid[1] if uuid else re.sub(r'[^A-Za-z0-9_]+', '_', run)}"
+    elif job:
+        mark = f"job{job}"
+    else:
+        mark = time.strftime("%Y%m%d-%H%M%S")
+    return f"{RUNS}/{name}-{mark}"
+
+
+def own_config(run_dir: str, default: str) -> str:
+    """Return the config that the run in a folder was started with, for a `--resume` that names none.
+
+    Where its file is gone and a checkpoint is there, the checkpoint's is written again; but never one that names code.
+    """
+    path = Path(run_dir, "config.json").absolute()
+    found = [] if path.is_file() else Folder(Path(run_dir, "checkpoints")).committed()
+    if found:
+        from zerocli.checkpoint.manifest import Damaged, Unreadable, read  # with torch: not for every start
+        from zerocli.regular_files import write_text
+
+        for each in found:
+            with contextlib.suppress(Damaged, Unreadable, OSError, TypeError, ValueError):
+                config = read(each.path).values.get("config")
+                if isinstance(config, dict) and not dict(config.get("model") or {}).get("factory"):
+                    write_text(path, json.dumps(config, indent=2) + "\n")
+                    say(f"{path} is gone: written again from the checkpoint of step {each.step}")
+                    break
+    return str(path) if path.is_file() else default
+
+
+def newest_run(name: str) -> str:
+    """Return the folder of the newest run of `name` with a checkpoint, for a `--resume` that names no folder."""
+    pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6}(-\d+)?|job\w+|run\w+)")
+    folders = [each for each in Path(RUNS).glob("*") if pattern.fullmatch(each.name) and has_checkpoint(each)]
+    if not folders:
+        raise UserError(
+            f"nothing to resume: no run of {name} with a checkpoint in {Path(RUNS).absolute()}",
+            hint="--run-dir with the folder of the run, or no --resume",
+        )
+    return str(max(folders, key=lambda folder: folder.stat().st_mtime))
+
+
+def was_restarted(run_dir: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Say whether torchrun or SLURM started this run anew and there is a checkpoint to go on from.
+
+    torchrun counts a restart after a failure, but none when a node joins: then it is known by the job's own name.
+    """
+    restarts = [environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    job, before = job_name(environ), Path(run_dir, launch.JOB_FILE)
+    same = bool(job) and before.is_file() and read_regular(before, 1 << 16).decode(errors="replace") == job
+    return (same or restarts != ["0", "0"]) and has_checkpoint(run_dir)
+
+
+def has_checkpoint(run_dir: str | os.PathLike[str]) -> bool:
+    """Say whether anything was saved in `run_dir`; whether it is whole is for the reader of checkpoints to say."""
+    return bool(Folder(Path(run_dir, "checkpoints")).committed())

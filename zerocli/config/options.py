@@ -1,0 +1,26 @@
+"""What a run is asked to do beside its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run is asked to do beside its config."""
+
+    run_dir: str
+    """Folder of metrics, config, checkpoints and logs; the same on all ranks."""
+    resume: bool = False
+    """Go on from the newest checkpoint in `run_dir`."""
+    check: int = 0
+    """Train this many steps unsharded too and report the largest difference in loss; 0 is no check."""
+    dry_run: bool = False
+    """Print the config and what each rank would hold; train nothing, write nothing."""
+    json: bool = False
+    """Rank 0 prints one JSON document on stdout."""
+    source: str = "tiny"
+    """CONFIG as it was given, for the command to try next."""
+    probe: Callable[[str], None] = lambda name: None
+    """Called at each gather, reduce, update and stage of a save; tests end processes here."""

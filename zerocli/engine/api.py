@@ -1,0 +1,80 @@
+"""The Python API: `shard` a model, then train it from a loop of your own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerocli.engine.engine import Engine
+from zerocli.engine.rules import OptimizerChoice
+from zerocli.engine.settings import Settings
+from zerocli.engine.store import CONNECT_SECONDS, open_store, stay_on_loopback
+
+
+def shard(
+    model: nn.Module,
+    optimizer: OptimizerChoice = "adamw",
+    lr: float | Callable[[int], float] | None = None,
+    stage: int = 3,
+    **settings: Any,
+) -> Engine:
+    """Shard `model` over the data-parallel ranks and return the engine that trains it.
+
+    The model itself does not change: `model(batch)` and `engine(batch)` are the same. Further keywords are the fields
+    of `engine.settings.Settings` (precision, accumulate, clip, weight_decay, units, recompute, ...); what is not one of
+    them goes to the optimizer (betas, eps, momentum, ...). Under torchrun the process group is opened if need be.
+
+    With `tp=N` groups of N neighbouring ranks split a built-in model's layers between them, before the rest is sharded
+    over the others; those N must get the same batches and, where there is dropout, be seeded alike.
+    """
+    known = {key: value for key, value in settings.items() if key in Settings.__dataclass_fields__}
+    options = dict(known.pop("options", {})) | {k: v for k, v in settings.items() if k not in known and k != "options"}
+    open_process_group(known.get("device"))
+    tell_compiler()  # a user's own program may put torch.compile around the model
+    return Engine(model, Settings(stage=stage, optimizer=optimizer, lr=lr, options=options, **known))
+
+
+@functools.cache
+def tell_compiler() -> None:
+    """Have torch.compile leave the runtime's own functions alone: between them it compiles the user's.
+
+    Loads the compiler, which takes a second. `zerocli.models` is compiled as a user's own model is.
+    """
+    from torch._dynamo import trace_rules
+
+    for name in sorted(sys.modules):
+        ours = name.startswith(("zerocli.", "offload.", "tiers.")) and not name.startswith("zerocli.models")
+        if ours and sys.modules[name].__spec__ is not None:
+            trace_rules.add(name)
+
+
+def open_process_group(
+    device: torch.device | str | None = None,
+    connect_seconds: float = CONNECT_SECONDS,
+    met: Callable[[dist.Store], None] = lambda store: None,
+) -> None:
+    """Join the ranks that torchrun started, unless that was done already; a lone process stays alone.
+
+    `met` is called with the store as soon as that is reached, before this rank waits for any other.
+    """
+    if dist.is_initialized() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return
+    on_gpu = torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda")
+    backend = "gloo"
+    if on_gpu:
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
+        torch.cuda.set_device(index % torch.cuda.device_count())
+        backend = "gloo" if shared else "nccl"  # NCCL refuses two ranks on one GPU
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    stay_on_loopback()
+    store = open_store(rank, world, connect_seconds)
+    met(store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)

@@ -1,0 +1,136 @@
+"""Buckets: memory of a constant size through which gradients pass to their owners, and what each carries of a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from zerocli.engine.streams import Waits
+from zerocli.layout.shards import SHARD_ALIGN, Layout, Span
+
+Strided = tuple[tuple[int, ...], tuple[int, ...], int]
+"""(size, stride, offset) of a view into one-dimensional memory."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A part of one gradient and its place in a bucket."""
+
+    entry: int
+    """Index of the parameter in the layout; -1 is padding, which is zeroed."""
+    source: Strided
+    target: Strided
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """What one bucket carries of a flat: the same columns of every rank's slice."""
+
+    columns: Span
+    numel: int
+    copies: tuple[Copy, ...]
+
+
+def plan_buckets(layout: Layout, world: int, bucket_numel: int) -> list[BucketPlan]:
+    """Cut a flat into buckets of at most `bucket_numel` elements, each holding equal columns of all ranks' slices."""
+    each = layout.total // world
+    width = max(SHARD_ALIGN, min(each, bucket_numel // world // SHARD_ALIGN * SHARD_ALIGN))
+    spans = [(i, entry.span) for i, entry in enumerate(layout.entries)] + [(-1, gap) for gap in layout.gaps()]
+    plans = []
+    for columns in Span(0, each).pieces(width):
+        copies: list[Copy] = []
+        for index, span in spans:
+            copies.extend(_copies(index, span, columns, each, world))
+        plans.append(BucketPlan(columns, columns.numel * world, tuple(copies)))
+    return plans
+
+
+def _copies(index: int, span: Span, columns: Span, each: int, world: int) -> list[Copy]:
+    """Return how the parameter at `span` of the flat goes into the bucket of `columns`; whole rows go as one copy."""
+    if columns.numel == each:  # the bucket is the whole flat: one straight copy
+        return [Copy(index, ((span.numel,), (1,), 0), ((span.numel,), (1,), span.start))] if span.numel else []
+    found: list[Copy] = []
+    first, last = span.start // each, min(world - 1, max(span.start, span.stop - 1) // each)
+    whole: list[int] = []
+    for row in range(first, last + 1):
+        part = columns.shifted(row * each).intersect(span)
+        if part.numel == columns.numel:
+            whole.append(row)
+        elif part.numel:
+            at = row * columns.numel + part.start - row * each - columns.start
+            found.append(Copy(index, ((part.numel,), (1,), part.start - span.start), ((part.numel,), (1,), at)))
+    if whole:  # consecutive by construction
+        size = (len(whole), columns.numel)
+        source = (size, (each, 1), whole[0] * each + columns.start - span.start)
+        found.append(Copy(index, source, (size, (columns.numel, 1), whole[0] * columns.numel)))
+    return found
+
+
+def fill(memory: torch.Tensor, plan: BucketPlan, sources: list[torch.Tensor | None], add: bool = False) -> None:
+    """Put the plan's part of the gradients into memory; `add` adds them to what is there."""
+    into, out_of = [], []
+    for copy in plan.copies:
+        target = memory.as_strided(copy.target[0], copy.target[1], memory.storage_offset() + copy.target[2])
+        source = sources[copy.entry] if copy.entry >= 0 else None
+        if source is None:
+            if not add:
+                target.zero_()
+        else:
+            into.append(target)
+            out_of.append(source.as_strided(copy.source[0], copy.source[1], source.storage_offset() + copy.source[2]))
+    if into:
+        (torch._foreach_add_ if add else torch._foreach_copy_)(into, out_of)
+
+
+class Rest:
+    """What is left to do of a reduction, done once; `cause` is what somebody who does it waits for."""
+
+    def __init__(self, finish: Callable[[], None], cause: str = "collectives") -> None:
+        self._finish: Callable[[], None] | None = finish
+        self.cause = cause
+
+    def do(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+@dataclass
+class Bucket:
+    """Memory that one reduction at a time passes through."""
+
+    memory: torch.Tensor
+    busy: Rest | None = None
+    """Of the reduction that still uses the memory."""
+
+
+class Pool:
+    """At most `count` buckets for each size and dtype, made when first needed and then used in turn."""
+
+    def __init__(self, count: int, device: torch.device, waits: Waits) -> None:
+        self._count, self._device, self._waits = count, device, waits
+        self._kinds: dict[tuple[int, torch.dtype], list[Bucket]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Bucket:
+        """Return a bucket whose last use is over."""
+        buckets = self._kinds.setdefault((numel, dtype), [])
+        if len(buckets) < self._count:
+            buckets.append(Bucket(torch.empty(numel, dtype=dtype, device=self._device)))
+            return buckets[-1]
+        bucket = buckets.pop(0)
+        buckets.append(bucket)
+        if bucket.busy is not None:
+            with self._waits.waiting(bucket.busy.cause):
+                bucket.busy.do()
+            bucket.busy = None
+        return bucket
+
+    def all(self) -> list[Bucket]:
+        return [bucket for buckets in self._kinds.values() for bucket in buckets]
+
+    def clear(self) -> None:
+        """Forget what the buckets were busy with: it is done."""
+        for bucket in self.all():
+            bucket.busy = None

@@ -1,0 +1,255 @@
+"""Collectives over one axis of ranks: torch.distributed's own, with their bytes counted.
+
+The one module that knows torch's names for them (they changed between 2.11 and 2.13), that a world of one needs
+none, and that gloo gives futures where NCCL gives streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from zerocli.engine import ending
+from zerocli.engine.streams import Mark
+
+# torch 2.13 renamed both; the old names warn there and the new ones are absent in 2.11.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Severed(RuntimeError):
+    """A collective that cannot be finished: another rank is gone, or can no longer be reached."""
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(what, reason)
+        self.what, self.reason = what, reason
+        self.missing = ""
+        """Which ranks are gone, where somebody found out."""
+
+    def __str__(self) -> str:
+        return f"{self.what} failed, another rank was lost: {self.missing or self.reason}"
+
+
+def severed(error: BaseException, what: str = "a collective") -> Severed | None:
+    """Return the loss of a rank that an error tells of, None if it tells of something else.
+
+    gloo says it in words only; what it finds wrong by its own checks is a mistake of the caller's instead.
+    """
+    text = str(error)
+    if isinstance(error, Severed):
+        return error
+    if not isinstance(error, RuntimeError):
+        return None
+    by_gloo = "/gloo/transport/" in text and "enforce fail" not in text
+    by_nccl = isinstance(error, dist.DistBackendError) and ("RemoteError" in text or "remote process exited" in text)
+    if not (by_gloo or by_nccl or isinstance(error, dist.DistNetworkError | dist.DistStoreError)):
+        return None
+    words = re.sub(r"\[[^][]*/[^][]*:\d+\]\s*", "", text).strip().partition(". This is")[0]
+    return Severed(what, (words.splitlines() or [type(error).__name__])[0][:200])
+
+
+class Pending:
+    """A collective under way; after `wait` its result may be used on the current stream."""
+
+    def __init__(self, work: dist.Work | None, mark: Mark | None, what: str = "a collective") -> None:
+        self._work, self._mark = work, mark
+        self._what = what
+        self.since: float | None = None
+        """When the host began to stand still for it (time.monotonic); None if it does not."""
+
+    @property
+    def done(self) -> bool:
+        return (self._work is None or self._work.is_completed()) and (self._mark is None or self._mark.done)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self.since = time.monotonic()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                if (lost := severed(error, self._what)) is not None:
+                    raise lost from error
+                raise
+            finally:
+                self._work = None
+        if self._mark is not None:
+            self._mark.wait()
+
+
+@dataclass(eq=False)
+class Issued:
+    """A collective that this rank has begun: the how-manieth of its group, and what it carries."""
+
+    number: int
+    kind: str
+    what: str
+    begun: float = field(default_factory=time.monotonic)
+    pending: Pending | None = None
+    """What ends it; None while the host is still within the call."""
+    on_host: bool = False
+    """Whether it goes on only while the host waits for it (gloo): unwaited for, it is open but holds up nobody."""
+
+    @property
+    def since(self) -> float:
+        """When it began to hold somebody up; infinitely far ahead if it does not yet."""
+        if self.pending is None or not self.on_host:
+            return self.begun
+        return self.pending.since if self.pending.since is not None else math.inf
+
+    @property
+    def over(self) -> bool:
+        return self.pending is not None and self.pending.done
+
+    def restart(self) -> None:
+        """Count the time that it holds somebody up from now on."""
+        self.begun = time.monotonic()
+
+    def end(self) -> None:
+        """Count it as over."""
+        self.pending = Pending(None, None)
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.what or 'control values'}" if self.kind else self.what
+
+
+class Collectives:
+    """The collectives of one group of ranks, issued on the current lane; counts the bytes of full buffers.
+
+    An all-reduce counts twice, as in the ZeRO paper (it is a reduce-scatter and an all-gather). A world of one puts
+    nothing on the wire and counts nothing. Small control messages (norms, flags) are counted apart.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group, self.device = group, device
+        here = dist.is_available() and dist.is_initialized()
+        if here:
+            ending.arm()
+        self.rank = dist.get_rank(group) if here else 0
+        self.world = dist.get_world_size(group) if here else 1
+        self.backend = dist.get_backend(group) if here and self.world > 1 else ""
+        # Only a CPU needs the future: on a GPU the collective is ordered by the lane it is issued on.
+        self._async = device.type == "cpu"
+        self.nbytes: Counter[str] = Counter()
+        self.issued = 0
+        """Collectives begun; all ranks begin the same ones in one order, so it tells who has not arrived."""
+        self.open: deque[Issued] = deque()
+        """Those that may not be over, oldest first; a watchdog looks at them."""
+        self.moved = time.monotonic()
+        """When the last one was begun."""
+
+    @contextlib.contextmanager
+    def _noted(self, kind: str, what: str) -> Iterator[Issued]:
+        """Keep a collective among the open ones from before the host enters it."""
+        while self.open and self.open[0].over:
+            self.open.popleft()
+        self.issued += 1
+        entry = Issued(self.issued, kind, what, on_host=self._async)
+        self.moved = entry.begun
+        self.open.append(entry)
+        try:
+            yield entry
+        except RuntimeError as error:
+            entry.end()
+            if (lost := severed(error, str(entry))) is not None:
+                raise lost from error
+            raise
+        if entry.pending is None:  # the host has waited for it, or the stream will
+            entry.pending = self._pending(None)
+
+    @classmethod
+    def alone(cls, device: torch.device) -> Collectives:
+        """Return the collectives of a group that is this rank and no other."""
+        made = cls(None, device)
+        made.rank, made.world = 0, 1
+        return made
+
+    def _pending(self, work: dist.Work | None, entry: Issued | None = None) -> Pending:
+        what = str(entry) if entry is not None else ""
+        return Pending(work if self._async else None, None if self._async else self.mark(), what)
+
+    def mark(self) -> Mark:
+        """Mark the work issued on the current lane so far."""
+        return Mark(self.device)
+
+    def reached(self) -> Pending:
+        """Return what ends when the work issued on the current lane so far does."""
+        return self._pending(None)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
+        """Fill `full` with every rank's shard in rank order; `shard` may be this rank's slice of `full`."""
+        if self.world == 1:
+            if full.data_ptr() != shard.data_ptr():
+                full.copy_(shard)
+            return self._pending(None)
+        self.nbytes["all_gather"] += full.nbytes
+        with self._noted("all_gather", what) as entry:
+            entry.pending = self._pending(_all_gather(full, shard, group=self.group, async_op=self._async), entry)
+        return entry.pending
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str = "") -> Pending:
+        """Sum `full` over the ranks into each rank's `shard` of it; `shard` may be this rank's slice of `full`."""
+        if self.world == 1:
+            if full.data_ptr() != shard.data_ptr():
+                shard.copy_(full)
+            return self._pending(None)
+        self.nbytes["reduce_scatter"] += full.nbytes
+        with self._noted("reduce_scatter", what) as entry:
+            entry.pending = self._pending(_reduce_scatter(shard, full, group=self.group, async_op=self._async), entry)
+        return entry.pending
+
+    def all_reduce(self, tensor: torch.Tensor, what: str = "") -> Pending:
+        """Sum `tensor` over the ranks in place."""
+        if self.world == 1:
+            return self._pending(None)
+        self.nbytes["all_reduce"] += 2 * tensor.nbytes
+        with self._noted("all_reduce", what) as entry:
+            entry.pending = self._pending(dist.all_reduce(tensor, group=self.group, async_op=self._async), entry)
+        return entry.pending
+
+    def sum_control(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a small tensor over the ranks in place, on the current stream; not part of the model's traffic."""
+        if self.world > 1:
+            self.nbytes["control"] += tensor.nbytes
+            with self._noted("all_reduce", ""):
+                dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def gather_control(
+        self, tensor: torch.Tensor, kind: str = "all_gather", what: str = "", out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return every rank's copy of a small tensor, stacked in rank order; `kind` of `what` is what it prepares."""
+        everyone = tensor.new_empty((self.world, *tensor.shape)) if out is None else out
+        if self.world == 1:
+            return everyone.copy_(tensor)
+        self.nbytes["control"] += everyone.nbytes
+        with self._noted(kind, what):
+            _all_gather(everyone.view(-1), tensor.reshape(-1), group=self.group)
+        return everyone
+
+    def broadcast_indices(self, indices: list[int]) -> list[int]:
+        """Return rank 0's list of numbers, of which all ranks have as many, outside training steps."""
+        if self.world == 1 or self.backend == "fake":  # a fake group is rank 0's own
+            return indices
+        return self.broadcast(torch.tensor(indices, dtype=torch.int64, device=self.device)).tolist()
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Overwrite `tensor` with rank `source`'s, outside training steps."""
+        if self.world > 1:
+            self.nbytes["control"] += tensor.nbytes
+            with self._noted("broadcast", ""):
+                dist.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
+    def take_nbytes(self) -> dict[str, int]:
+        """Return the bytes moved since the last call, by kind, and start counting anew."""
+        taken = {kind: self.nbytes[kind] for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+        self.nbytes.clear()
+        return taken

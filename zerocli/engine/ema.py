@@ -1,0 +1,168 @@
+"""EMA: an exponential moving average of a sharded model's parameters, of which each rank keeps the part it holds.
+
+The average is of the fp32 masters, so it takes 4 bytes for each parameter of which this rank holds the optimizer state:
+all of them at stage 0, the N-th part on N ranks from stage 1 on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from zerocli.engine import states
+from zerocli.engine.unit import MASTER, Flat
+from zerocli.errors import Refused
+from zerocli.layout.shards import Layout
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank keeps of the average of one flat: the elements of which it holds the master."""
+
+    layout: Layout
+    average: torch.Tensor
+
+
+class EMA:
+    """Averages the engine's trainable parameters: `update()` after each step, `applied()` to compute with them.
+
+    `device` is where the average is kept; by default the engine's own, or the host where states are offloaded.
+    """
+
+    def __init__(self, engine: Engine, decay: float = 0.999, device: torch.device | str | None = None) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay must be between 0 and 1, not {decay}")
+        self._engine, self.decay = engine, decay
+        self._device = torch.device(device) if device is not None else None
+        self.updates = 0
+        """Updates made so far; the first one takes the parameters as they are."""
+        self._applied = False
+        engine.settle()
+        self._parts = {_key(flat): self._part(flat) for flat in engine.trainable()}
+
+    @torch.no_grad()
+    def update(self, decay: float | None = None) -> None:
+        """Move the average towards the parameters: average = decay * average + (1 - decay) * parameters."""
+        self._refuse_applied("update()")
+        decay = self.decay if decay is None else decay
+        engine = self._engine
+        engine.settle()
+        for flat in self._flats():
+            average = self._parts[_key(flat)].average
+            now = states.read_held(flat, MASTER, engine.device).to(average.device)
+            if self.updates == 0:
+                average.copy_(now)
+            else:
+                average.lerp_(now, 1.0 - decay)
+        self.updates += 1
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the averaged parameters, whole, fp32, on the CPU, with the model's frozen parameters and buffers.
+
+        Under the model's own names, so a plain model loads it. Collective: every rank gets all of it.
+        """
+        self._refuse_applied("state_dict()")
+        flats = {id(flat): self._parts[_key(flat)].average for flat in self._flats()}
+        return states.model_state(self._engine, flats)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load what `state_dict` gave, at any stage, placement and world size; every rank passes the same."""
+        self._refuse_applied("load_state_dict()")
+        engine = self._engine
+        flats = self._flats()
+        names = [entry.name for flat in flats for entry in flat.layout.entries]
+        if missing := sorted(set(names) - state.keys()):
+            raise ValueError(f"the state has no average of {missing}")
+        for flat in flats:
+            whole = torch.zeros(flat.layout.total, device=engine.device)
+            for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
+                view.copy_(engine.tensor_parallel.part(entry.name, state[entry.name]))
+            self._parts[_key(flat)].average.copy_(whole[flat.held.start : flat.held.stop])
+        self.updates = max(self.updates, 1)  # what was loaded is an average: the next update does not replace it
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """While the body runs, the model computes with the averaged parameters; then it has its own again, to the bit.
+
+        Collective. Training inside is refused when the body ends: its steps would be lost.
+        """
+        self._refuse_applied("applied()")
+        engine = self._engine
+        engine.settle()
+        steps, flats = engine.steps, self._flats()
+        trained = {_key(flat): self._copy(flat) for flat in flats}
+        self._applied = True
+        try:
+            for flat in flats:
+                self._put(flat, self._parts[_key(flat)].average)
+            yield
+        finally:
+            engine.settle()
+            for flat in flats:
+                self._put(flat, trained[_key(flat)])
+            self._applied = False
+        if engine.steps != steps:
+            raise Refused(
+                f"{engine.steps - steps} steps were made inside ema.applied(), and the parameters that they changed "
+                "are the trained ones again; call engine.step() outside of it"
+            )
+
+    def _flats(self) -> list[Flat]:
+        """Return the trainable flats; where they are laid out anew (one was frozen or unfrozen) so is the average."""
+        flats = list(self._engine.trainable())
+        gone = self._parts.keys() - {_key(flat) for flat in flats}
+        new = [flat for flat in flats if _key(flat) not in self._parts]
+        if gone or new:
+            self._lay_out_anew(sorted(gone), new)
+        return flats
+
+    @torch.no_grad()
+    def _lay_out_anew(self, gone: list[tuple[str, ...]], new: list[Flat]) -> None:
+        """Move averages to the flats that their parameters are in now; one that was not trained starts as it is."""
+        engine = self._engine
+        averages: dict[str, torch.Tensor] = {}
+        for key in gone:
+            part = self._parts.pop(key)
+            whole = states.whole_of(engine, part.layout.total, part.average.to(engine.device))
+            averages |= {e.name: whole[e.offset : e.offset + e.numel].view(e.shape) for e in part.layout.entries}
+        for flat in new:
+            part = self._parts[_key(flat)] = self._part(flat)
+            whole = states.whole_of(engine, flat.layout.total, part.average.to(engine.device))
+            for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
+                if entry.name in averages:
+                    view.copy_(averages[entry.name])
+            part.average.copy_(whole[flat.held.start : flat.held.stop])
+
+    def _part(self, flat: Flat) -> Part:
+        return Part(flat.layout, self._copy(flat))
+
+    @torch.no_grad()
+    def _copy(self, flat: Flat) -> torch.Tensor:
+        held = states.read_held(flat, MASTER, self._engine.device)
+        device = self._device or (torch.device("cpu") if flat.record is not None else self._engine.device)
+        return held.detach().to(device, torch.float32, copy=True)
+
+    @torch.no_grad()
+    def _put(self, flat: Flat, held: torch.Tensor) -> None:
+        """Make the flat's parameters those that the ranks hold the parts of. Collective."""
+        engine = self._engine
+        states.load_whole(flat, states.whole_of(engine, flat.layout.total, held.to(engine.device)).to(engine.device))
+        engine.collectives.take_nbytes()
+
+    def _refuse_applied(self, call: str) -> None:
+        if self._applied:
+            raise Refused(f"{call} inside ema.applied(): the parameters are the average there; call it outside")
+
+
+def _key(flat: Flat) -> tuple[str, ...]:
+    """Return what tells a flat: its unit, and the names and places of its parameters."""
+    return (flat.unit.name, *(f"{entry.name}@{entry.offset}" for entry in flat.layout.entries), str(flat.held))

@@ -1,0 +1,633 @@
+"""The engine: one ZeRO runtime for all stages, around any nn.Module, from a user's own loop.
+
+The life of a step: `forward` of each unit makes its parameters whole (gather.py) and lets them go; `backward` does so
+again in reverse while gradients are reduced to their owners (reduce.py); `step` takes the exact global norm, updates
+the slices this rank holds (optim.py) and spreads them. What is partitioned is the stage's three booleans; a world of
+one and parameters that stay resident are the same code with trivial values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from offload import ACTIVATIONS, HBM, KINDS, parse_placement, per_rank
+from offload.mover import Mover, StagedStore
+from offload.stack import Stack
+from offload.tierset import TierSet
+from tiers.registry import available
+from zerocli.engine import agreement as agreements
+from zerocli.engine import relayout, states, whole
+from zerocli.engine.activations import Activations
+from zerocli.engine.agreement import Agreement
+from zerocli.engine.build import Builder
+from zerocli.engine.comm import Collectives
+from zerocli.engine.counts import Counts
+from zerocli.engine.facade import ShardedOptimizer
+from zerocli.engine.gather import Gatherer
+from zerocli.engine.groups import arrange
+from zerocli.engine.hooks import Hooks
+from zerocli.engine.modules import register_method
+from zerocli.engine.named import IncompatibleKeys
+from zerocli.engine.optim import FlatOptimizer, Group, StepValues
+from zerocli.engine.parameters import Gradients, guard, unguard
+from zerocli.engine.precision import LossScale, precision
+from zerocli.engine.reduce import Reducer
+from zerocli.engine.rules import make_optimizer, unsuitable
+from zerocli.engine.settings import Settings
+from zerocli.engine.startup import STARTUP
+from zerocli.engine.streams import Waits
+from zerocli.engine.tensor_parallel import TensorParallel, open_axes
+from zerocli.engine.unit import Flat, Unit, recomputed_units
+from zerocli.engine.unshard import unsharded_model
+from zerocli.engine.update import Updater, choose_update, stream_chunk
+from zerocli.engine.verified import VerifiedReads
+from zerocli.errors import Refused
+from zerocli.layout.sizes import parse_bytes
+from zerocli.layout.stage import stage as stage_of
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did; the tensors are still on the device, so reading them is when the host waits."""
+
+    step: int
+    lr: float
+    grad_norm: torch.Tensor
+    """Norm of the whole averaged gradient, before clipping."""
+    skipped: torch.Tensor
+    """1.0 if the gradients were not finite and nothing was updated."""
+
+
+class Engine:
+    """A sharded model with its optimizer: call it, then `backward(loss)`, then `step()`."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.model, self.settings = getattr(model, "_orig_mod", model), settings  # of torch.compile: what it compiles
+        self._call = model
+        self.device = _indexed(settings.device) if settings.device is not None else _default_device(model)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.stage = stage_of(settings.stage)
+        self.precision, _ = precision(settings.precision, self.device)
+        if settings.accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, not {settings.accumulate}")
+        if settings.reduce not in ("compute", "fp32"):
+            raise ValueError(f"reduce {settings.reduce!r} is not one of compute, fp32")
+        self.waits = Waits(self.device)
+        data_parallel, mesh = open_axes(settings.tp, settings.group, self.device)
+        self.collectives = Collectives(data_parallel, self.device)
+        self.tensor_parallel = TensorParallel(mesh, self.device, self.waits)
+        settings.watch(self)
+        self.tensor_parallel.split(self.model)
+        self.rule: FlatOptimizer = make_optimizer(settings.optimizer, settings.options)
+        if self.rule.whole and self.tensor_parallel.world > 1:
+            raise ValueError(f"optimizer {settings.optimizer} needs whole matrices, which tp splits: use tp=1")
+        self.arranged = arrange(
+            *(self.model, self.rule, settings.optimizer, settings.groups, settings.lr, settings.weight_decay)
+        )
+        if reason := unsuitable(self.rule, list(self.model.named_parameters())):
+            raise ValueError(reason)
+        self.loss_scale = LossScale(self.precision.scales, self.device)
+        self.steps = 0
+        self.updates = torch.zeros((), device=self.device)
+        self._micro = 0
+        self._gradients = Gradients()
+        self._held_whole = 0
+
+        self.units = self._build_units()
+        self.counts = Counts(self.device, self.rule.split)
+        self.counts.add(entry.name for flat in self.trainable() for entry in flat.layout.entries)
+        self.optimizer = ShardedOptimizer(self, self.arranged, dict(self.model.named_parameters()))
+        for flat in self.flats():
+            for parameter, entry in zip(flat.parameters, flat.layout.entries, strict=True):
+                guard(parameter, entry.name, self._gradients)
+            flat.note_values() if flat.buffer is not None else flat.detach()
+        names = {id(p): e.name for f in self.flats() for e, p in zip(f.layout.entries, f.parameters, strict=True)}
+        self._owners = [
+            (module._parameters, key, parameter, names[id(parameter)])
+            for module in self.model.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        """Where each parameter hangs in the model."""
+        self.connect()
+        away = any(flat.away for flat in self.flats())
+        on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
+        self.updater = Updater(self.rule, self.counts, self.collectives, self.device, on_cpu, self._chunk)
+        recomputed = recomputed_units(self.units, settings.recompute or ACTIVATIONS in self.placement.shares)
+        stack = Stack(
+            lambda name: self.tiers.open(name, ACTIVATIONS),
+            self.placement.of(ACTIVATIONS),
+            len(recomputed),
+            self.tiers.traffic,
+            self.tiers.verifier,
+        )
+        # Tensor-parallel ranks have equal checkpoints: each keeps a part, unless told not to.
+        equal = self.tensor_parallel if settings.partition_activations else Collectives.alone(self.device)
+        self.activations = Activations(stack, equal, self.device, self.waits)
+        self.hooks = Hooks(self, recomputed)
+        self.collectives.take_nbytes()
+        self.tensor_parallel.take_nbytes()
+
+    def connect(self) -> None:
+        """Make what gathers and reduces the units' flats as they are now."""
+        settings = self.settings
+        self._places = {id(flat): place for place, flat in enumerate(self.flats())}
+        self.gatherer = Gatherer(
+            self.units,
+            self.collectives,
+            self.device,
+            self.waits,
+            settings.probe,
+            settings.gather_buffers,
+            before_gather=self._bring_up_to_date,
+            look_ahead=self._look_ahead,
+            meet=lambda flat: self.agreement.meet(self._places[id(flat)]),
+        )
+        together = self.gatherer.moves and self.collectives.world > 1
+        together = together and (self.collectives.backend == "gloo" if settings.uneven is None else settings.uneven)
+        self.reducer = Reducer(
+            self.units,
+            self.stage,
+            self.collectives,
+            self.device,
+            self.waits,
+            settings.probe,
+            settings.bucket_nbytes,
+            reduce_fp32=settings.reduce == "fp32",
+            # Where parameters move, the engine says when a unit is through; elsewhere its last gradient does.
+            eager=not self.gatherer.moves,
+            together=together,
+            tensor_parallel=self.tensor_parallel,
+            unexpected=self._join_backward,
+        )
+        # Ranks talk over gloo, host to host, while their GPUs work.
+        talk = self.collectives
+        if together and talk.backend != "gloo":
+            ranks = dist.get_process_group_ranks(talk.group or dist.group.WORLD)
+            with STARTUP.waiting("making a process group for control values"):
+                group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            talk = Collectives(group, torch.device("cpu"))
+        self.agreement = Agreement(
+            talk,
+            together,
+            self.waits,
+            ready=lambda: self.reducer.ready,
+            launch=self.reducer.launch,
+            join=lambda place: self.gatherer.join(list(self.flats())[place]),
+            about=self._about,
+        )
+
+    def _about(self, place: int) -> tuple[str, str]:
+        """Return the collective that ranks meet for: the gather of the flat at this place, or a reduction."""
+        if place >= 0:
+            return "all_gather", f"parameters of {list(self.flats())[place].unit.title}"
+        flat = self.reducer.newest
+        return ("reduce_scatter", f"gradients of {flat.unit.title}") if flat is not None else ("all_gather", "")
+
+    # -- building --------------------------------------------------------------------------------------------------
+
+    @property
+    def local_world(self) -> int:
+        """The ranks of this machine; all of them where no launcher says otherwise."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.collectives.world * self.tensor_parallel.world))
+
+    def _build_units(self) -> list[Unit]:
+        settings = self.settings
+        partitioned = [kind for kind in KINDS if getattr(self.stage, kind)]
+        placement = parse_placement(settings.offload, partitioned, available(), parse_bytes)
+        self.placement = per_rank(placement, self.local_world)
+        self.tiers = TierSet(self.local_world, self.device, settings.nvme_path, settings.tier_options, settings.verify)
+        self.verified = VerifiedReads(self.tiers.verifier, self.device, self.gather_control)
+        self.mover = Mover(settings.staging_nbytes, self.tiers.open_cache)
+        self._chunk = stream_chunk(settings.staging_nbytes, len(self.rule.state_names))
+        names = self.rule.state_names
+        compute = self.precision.compute
+        self._builder = Builder(
+            *(self.model, settings, self.stage, compute, self.collectives, self.tensor_parallel),
+            *(names, self.placement, self.tiers, self.mover, self._chunk, self.arranged.group_of),
+        )
+        try:
+            return self._builder.build()
+        except BaseException:  # a full disk: nobody gets an engine to close
+            self.tiers.close()
+            raise
+
+    # -- forward and backward --------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        """Let a method other than `forward` use the module's own parameters: they are whole while it runs."""
+        register_method(module, name)
+
+    def before_forward(self) -> None:
+        """Take up parameters that were unfrozen since; called before each forward that is not part of another."""
+        if torch.is_grad_enabled() and relayout.unfrozen(self):
+            relayout.refit(self, self._builder)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, create_graph: bool = False) -> None:
+        """Accumulate the gradient of the mean of `loss` over the ranks and the step's backward passes."""
+        if loss.numel() != 1:
+            raise ValueError(f"backward needs a loss of one element, not of shape {tuple(loss.shape)}")
+        if Engine._in_backward:
+            raise Refused("backward was called inside another backward")
+        if create_graph:
+            raise Refused(
+                "gradients of gradients are taken with torch.autograd.grad(..., create_graph=True) in the loss; "
+                "engine.backward(loss) then trains with them"
+            )
+        self._begin_backward()
+        Engine._in_backward = [self]
+        try:
+            if loss.requires_grad:
+                loss.register_hook(lambda grad: self.reducer.outermost())
+            seed = self._loss_seed()
+            if seed is None:
+                loss.backward(retain_graph=retain_graph)
+            else:
+                with self.hooks.unscaled_outside(loss, seed):
+                    (loss * seed).backward(retain_graph=retain_graph)
+            for engine in Engine._in_backward:
+                engine._end_backward()
+        except BaseException:
+            for engine in Engine._in_backward:
+                engine._abandon_backward()
+            raise
+        finally:
+            Engine._in_backward = []
+
+    _in_backward: ClassVar[list[Engine]] = []
+    """The engines that take part in the backward pass under way; the first one's `backward` was called."""
+
+    def _begin_backward(self, joining: bool = False) -> None:
+        accumulate = self.settings.accumulate
+        if self._micro >= accumulate:
+            raise RuntimeError(
+                f"backward was called {self._micro + 1} times before step(); shard(..., accumulate={self._micro + 1}) "
+                "adds the gradients of several backward passes"
+            )
+        with self.waits.waiting("optimizer"):
+            self.updater.pump()  # units that forward did not use: their gradients are about to be replaced
+        if self._micro == 0 and not joining:
+            self.verified.issue()
+        self.reducer.begin(first=self._micro == 0, last=self._micro == accumulate - 1, joining=joining)
+        self._gradients.in_backward = True
+
+    def _join_backward(self, name: str) -> None:
+        """Take part in another engine's backward whose loss has reached this one; refuse any other."""
+        if not Engine._in_backward:
+            raise Refused(
+                f"a gradient of {name} arrived outside engine.backward(loss): call it instead of loss.backward()"
+            )
+        if self.loss_scale.active or Engine._in_backward[0].loss_scale.active:
+            raise Refused("two engines under one loss have one loss scale each under fp16: use bf16 or fp32")
+        self._begin_backward(joining=True)
+        self.reducer.outermost()
+        Engine._in_backward.append(self)
+
+    def _end_backward(self) -> None:
+        self.agreement.meet(agreements.BACKWARD)
+        self.reducer.finish()
+        self.hooks.end_backward()
+        self.gatherer.settle()
+        self._micro += 1
+        self._gradients.in_backward, self._gradients.pending = False, True
+
+    def _abandon_backward(self) -> None:
+        """After an exception: the step's gradients are lost, and nothing of them is left."""
+        self.reducer.abandon()
+        self.hooks.abandon()
+        self.gatherer.settle(quietly=True)
+        self.activations.settle()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        self._micro = 0
+        self._gradients.in_backward = self._gradients.pending = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether backward has been called since the last step."""
+        return self._micro > 0
+
+    def got_gradient(self, flat: Flat, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has got a gradient in this step, on any rank. Collective."""
+        index = next(i for i, p in enumerate(flat.parameters) if p is parameter)
+        mine = torch.tensor(float(index in self.reducer.received(flat)), device=self.device)
+        return bool(self.collectives.sum_control(mine).item())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that this step has accumulated so far."""
+        self.reducer.drop_grads()
+        self._forget_gradients()
+
+    def _loss_seed(self) -> torch.Tensor | None:
+        """Return what the loss is multiplied by before its backward; None: it is left as it is.
+
+        Gradients are summed over ranks and micro-steps, and divided by `gradient_divisor` in the update. Only fp16,
+        whose numbers end at 65504, divides by the ranks before the sum.
+        """
+        return self.loss_scale.value / self.collectives.world if self.loss_scale.active else None
+
+    @property
+    def gradient_divisor(self) -> torch.Tensor | float:
+        """What the gradients of this step, as they are kept, are divided by to be averages."""
+        if self.loss_scale.active:
+            return self.loss_scale.value * self._micro
+        return float(self.collectives.world * self._micro)
+
+    def _bring_up_to_date(self, flat: Flat) -> None:
+        """Issue what is left of a flat's update; the host may have to wait for states on a disk, and compute for it."""
+        if self.updater.owes(flat):
+            with self.waits.waiting("optimizer"):
+                self.updater.pump(flat)
+
+    def _look_ahead(self, now: Sequence[Unit], then: Sequence[Unit]) -> None:
+        """Tell the mover which parameters are used next: `now` in this step, `then` in the next one.
+
+        What this step, or the update still under way, is going to change is not read before.
+        """
+        soon = [(flat, not self.updater.owes(flat)) for unit in now for flat in unit.flats]
+        later = [(flat, not flat.trainable) for unit in then for flat in unit.flats]
+        uses = [(f.param_store, read) for f, read in (*soon, *later) if isinstance(f.param_store, StagedStore)]
+        if uses:
+            self.mover.expect(uses)
+
+    # -- the optimizer step ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> StepResult:
+        """Clip by the exact global norm, update what this rank holds, and spread it; a non-finite step is skipped."""
+        if self._micro == 0:
+            raise RuntimeError("step() needs a backward(loss) before it")
+        if self._micro < self.settings.accumulate:
+            self.reducer.finish_early()
+        if self._held_whole:
+            raise Refused("step() inside `with engine.gathered(...)` would change what it gives: leave it first")
+        self.verified.look()
+        self._refuse_replaced()
+        self._refuse_uneven()  # of the step before, where the device was not asked then
+        self.adopt_edits()
+        self.settings.probe("optimizer")
+        groups = self.optimizer.hyperparameters(self.steps + 1)
+        self.steps += 1
+        lr = self.optimizer.base_lr
+        with self.waits.waiting("optimizer"):
+            self.gatherer.agree_on_order()
+            squares, inactive = self._exchange()
+            values, norm = self._step_values(groups, squares, inactive, self.agreement.compare())
+            if self.device.type == "cpu":
+                self._refuse_uneven()
+            order = [flat for unit in self.gatherer.forward_order() for flat in unit.trainable]
+            self.updater.start(order, values, self.gatherer.refresh, inactive)
+            # Each spread ran beside the next update; a user who reads a parameter after this finds it whole.
+            self.gatherer.settle()
+            self._wait_for_resident()
+        self.loss_scale.update(values.skip)
+        self.gatherer.end_step()
+        self.hooks.end_step()
+        self._forget_gradients()
+        return StepResult(self.steps, lr, norm, values.skip)
+
+    def _refuse_uneven(self) -> None:
+        self.agreement.refuse(lambda place: list(self.flats())[place].unit.title)
+
+    def _refuse_replaced(self) -> None:
+        """Refuse to go on without a parameter that a module has lost, or beside one that it was given instead."""
+        for owner, key, parameter, name in self._owners:
+            if owner.get(key) is not parameter:
+                raise Refused(
+                    f"{name} is not the parameter that was sharded, and would not be trained: copy values into the old "
+                    f"one inside `with engine.gathered({name!r}, write=True)`, or shard the changed model anew"
+                )
+
+    def _wait_for_resident(self) -> None:
+        """Order the compute stream after the updates of parameters that it reads without a gather."""
+        for flat in self.trainable():
+            if flat.resident is not None and flat.written is not None:
+                flat.written.wait()
+
+    def _exchange(self) -> tuple[torch.Tensor, frozenset[str]]:
+        """Return the squared norm of all gradients, and the parameters that got none on any rank.
+
+        Both come from one small exchange. A rank on which every gradient arrived knows the second without looking at
+        the result, so the host waits for the device only where some did not.
+        """
+        flats = list(self.trainable())
+        received = [self.reducer.received(flat) for flat in flats]
+        complete = all(len(got) == len(flat.parameters) for flat, got in zip(flats, received, strict=True))
+        if complete:
+            sums = torch.ones(1 + sum(map(len, received)), dtype=torch.float64, device=self.device)
+        else:
+            rows = zip(flats, received, strict=True)
+            mine = [float(i in got) for flat, got in rows for i in range(len(flat.parameters))]
+            sums = torch.tensor([0.0, *mine], dtype=torch.float64, device=self.device)
+        sums[0] = self.reducer.squared_norm()
+        sums = self.tensor_parallel.total(self.collectives.sum_control(sums))
+        if complete:
+            return sums[0], frozenset()
+        names = [entry.name for flat in flats for entry in flat.layout.entries]
+        return sums[0], frozenset(n for n, active in zip(names, sums[1:].tolist(), strict=True) if not active)
+
+    def _step_values(
+        self,
+        groups: tuple[Group, ...],
+        squares: torch.Tensor,
+        inactive: frozenset[str],
+        uneven: torch.Tensor | None,
+    ) -> tuple[StepValues, torch.Tensor]:
+        divisor = self.gradient_divisor
+        norm = squares.sqrt().float() / divisor
+        finite = torch.isfinite(norm)
+        skip = (~finite).float() if uneven is None else torch.maximum((~finite).float(), uneven)
+        factor = torch.ones_like(norm)
+        if self.settings.clip is not None:
+            factor = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
+        # A skipped step must not divide by a NaN on its way to being ignored.
+        grad_scale = torch.where(finite, divisor / factor, torch.ones_like(norm))
+        # New tensors each step: an update of the last one may still be reading its own.
+        self.updates = self.updates + (1 - skip)
+        self.counts.advance(inactive, 1 - skip)
+        return StepValues(groups, self.counts.values, grad_scale, skip), norm
+
+    # -- looking in ------------------------------------------------------------------------------------------------
+
+    def trainable(self) -> Iterator[Flat]:
+        return (flat for flat in self.flats() if flat.trainable)
+
+    def flats(self) -> Iterator[Flat]:
+        for unit in self.units:
+            yield from unit.flats
+
+    def adopt_edits(self) -> None:
+        """Take over parameters that were moved, or changed in place where they have an fp32 master beside them."""
+        for flat in self.flats():
+            if flat.resident is None:
+                continue
+            flat.put_back()
+            if flat.trainable and flat.dtype != torch.float32 and flat.edited():
+                states.adopt(flat, flat.resident, self.device)
+                flat.note_values()
+
+    def settle(self) -> None:
+        """Wait on the current stream until nothing of the engine's is in flight but transfers between tiers."""
+        self.adopt_edits()
+        self.updater.pump()
+        self.gatherer.settle()
+        for flat in self.trainable():
+            if flat.written is not None:
+                flat.written.wait()
+        self.verified.look_now()
+
+    def verify(self) -> None:
+        """Raise `zerocli.Corrupted` if anything that the steps made so far have read is not what was written.
+
+        Collective, and waits for the device; nothing to do without `shard(..., verify=True)`.
+        """
+        if self.verified.active:
+            self.updater.pump()
+            self.verified.look_everywhere()
+
+    def close(self) -> None:
+        """Give back what lies on other tiers; the engine cannot train after this."""
+        self.updater.pump()
+        self.gatherer.settle()
+        self.hooks.close()
+        self.reducer.close()
+        for flat in self.flats():
+            if flat.resident is not None:  # the others have no values to give back, and say so
+                for parameter in flat.parameters:
+                    unguard(parameter)
+        self.mover.close()
+        self.tiers.close()
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes this rank holds on its device, by category; of activations the checkpoints' arena alone."""
+        seen: dict[int, str] = {}
+        nbytes = dict.fromkeys(("parameters", "gradients", "optimizer_states", "gathered", "activations", "buffers"), 0)
+
+        def count(category: str, tensor: torch.Tensor | None) -> None:
+            if tensor is not None and tensor.numel():
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in seen:
+                    seen[storage.data_ptr()] = category
+                    nbytes[category] += storage.nbytes()
+
+        for flat in self.flats():
+            count("parameters", flat.resident)
+            count("parameters", flat.shard)
+            count("gradients", flat.grad_full)
+            count("gradients", flat.grad)
+            count("optimizer_states", flat.master)
+            for state in flat.states.values():
+                count("optimizer_states", state)
+        for buffer in (*self.model.buffers(), *(self.agreement.memory if self.device.type == "cpu" else ())):
+            count("buffers", buffer)
+        nbytes["gathered"] = self.gatherer.nbytes
+        nbytes["activations"] = self.activations.stack.nbytes().get(HBM, 0)
+        nbytes["buffers"] += self.reducer.nbytes + self.updater.nbytes.get(self.device.type, 0)
+        return nbytes
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the whole model, padding left out."""
+        entries = [entry for flat in self.flats() for entry in flat.layout.entries]
+        return sum(math.prod(self.tensor_parallel.whole_shape(e.name, e.shape)) for e in entries)
+
+    @functools.cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of both axes that train this model, in torch.distributed's numbers. The first use is collective."""
+        if self.collectives.world * self.tensor_parallel.world == 1:
+            return (dist.get_rank() if dist.is_initialized() else 0,)
+        mine = torch.tensor([dist.get_rank()], device=self.device)
+        return tuple(sorted(int(rank) for rank in self.gather_control(mine).flatten().tolist()))
+
+    def gather_control(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return every rank's copy of a small tensor, stacked, over both axes of ranks. Collective."""
+        return self.tensor_parallel.gather_control(self.collectives.gather_control(tensor)).flatten(0, 1)
+
+    # -- whole parameters and gradients: see whole.py --------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gathered(self, *what: str | nn.Parameter | nn.Module, write: bool = False) -> Iterator[None]:
+        """While the body runs, these parameters have their whole values, on every rank; nothing given means all.
+
+        `what` is names, parameters or modules. With `write` changes made in place are kept, those of rank 0 on every
+        rank; without, a change is refused. Collective.
+        """
+        self.settle()
+        self._held_whole += 1
+        try:
+            with whole.gathered(self, what, write):
+                yield
+        finally:
+            self._held_whole -= 1
+
+    def grad(self, name: str) -> torch.Tensor | None:
+        """Return a parameter's whole gradient (fp32, on the CPU): the mean over the ranks and the passes made so far.
+
+        None if it got none on any rank. Between backward and step; collective.
+        """
+        return whole.gradient(self, name)
+
+    # -- whole states, under the model's own names: see states.py --------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the full, unsharded parameters (fp32) and buffers on the CPU, under the model's own names.
+
+        Collective: every rank calls it, and every rank gets all of it.
+        """
+        return states.model_state(self)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
+        """Load full, unsharded tensors under the model's own names; every rank passes the same. Collective.
+
+        `strict` raises ValueError where a name is missing or unknown; otherwise what is there is loaded, and both are
+        returned. Another shape is always refused. A tied weight needs one of its names; several must be equal.
+        """
+        self.hooks.generation += 1
+        return states.load_model_state(self, state, strict)
+
+    def unsharded_model(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
+        """Return an independent, whole, plain copy of the model, which later steps do not change. Collective.
+
+        Its parameters are fp32, as in `state_dict()`, or of `dtype`; buffers, ties and requires_grad are the model's.
+        """
+        return unsharded_model(self, device, dtype)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's full states on the CPU, by parameter name, with its counters. Collective."""
+        return states.optimizer_state(self)
+
+    def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load what `optimizer_state_dict` gave, at any stage, placement and world size."""
+        states.load_optimizer_state(self, saved)
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """Return the device; a bare `cuda` is this process's own GPU."""
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _default_device(model: nn.Module) -> torch.device:
+    for p in model.parameters():
+        if p.device.type not in ("meta", "cpu"):
+            return p.device
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")

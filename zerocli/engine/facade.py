@@ -1,0 +1,148 @@
+"""`engine.optimizer`: the engine's optimizer as a torch.optim.Optimizer, for learning-rate schedulers and habits."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerocli.engine.groups import Arranged
+from zerocli.engine.optim import Group
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Gives hyperparameters to look at and to change; `step` and `zero_grad` are the engine's.
+
+    What is written to `param_groups` (lr, weight_decay, betas, ...), by hand or by a scheduler, holds from the next
+    step on. The states are the engine's too, whole and by parameter name: `state_dict()`.
+    """
+
+    def __init__(self, engine: Engine, arranged: Arranged, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._engine = engine
+        self._schedule: Callable[[int], float] | None = engine.settings.lr if callable(engine.settings.lr) else None
+        self._factors = arranged.factors
+        self._last: tuple[Group, ...] = ()
+        members: list[list[nn.Parameter]] = [[] for _ in arranged.groups]
+        for name, at in arranged.group_of.items():
+            members[at].append(parameters[name])
+        instance = engine.settings.optimizer
+        if isinstance(instance, torch.optim.Optimizer):
+            # The user's own groups, so that schedulers made for the instance go on working.
+            for group, params in zip(instance.param_groups, members, strict=True):
+                group["params"] = params
+            super().__init__([{"params": params} for params in members], instance.defaults)
+            self.param_groups = instance.param_groups
+            self._replace_methods(instance)
+        else:
+            groups = [{**group, "params": params} for group, params in zip(arranged.groups, members, strict=True)]
+            defaults = {key: value for key, value in arranged.groups[0].items() if key != "name"}
+            super().__init__(groups, defaults)
+        self._shown = [group["lr"] for group in self.param_groups]
+
+    def _replace_methods(self, instance: torch.optim.Optimizer) -> None:
+        """Make the instance that the user holds do what this does: its parameters hold no gradients any more."""
+        for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
+            target = getattr(self, name)
+
+            def forward(_: Any, *args: Any, _target: Callable[..., Any] = target, **kwargs: Any) -> Any:
+                return _target(*args, **kwargs)
+
+            if hasattr(getattr(instance, name), "_wrapped_by_lr_sched"):
+                forward._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+            setattr(instance, name, types.MethodType(forward, instance))
+
+    def hyperparameters(self, step: int) -> tuple[Group, ...]:
+        """Return each group's hyperparameters for a step; where lr is a function of it, show its value."""
+        if self._schedule is not None:
+            if [group["lr"] for group in self.param_groups] != self._shown:
+                raise RuntimeError(
+                    "the learning rate is a function of the step, lr=..., and something else has set it as well: "
+                    "give shard a number as lr to use a scheduler"
+                )
+            self.show(step)
+        rule = self._engine.rule
+        now = tuple(
+            Group(float(group["lr"]), float(group.get("weight_decay", 0.0)), rule.options_in(group), at)
+            for at, group in enumerate(self.param_groups)
+        )
+        if now != self._last:
+            for group in now:
+                rule.check(group)
+            self._last = now
+        return self._last
+
+    def show(self, step: int) -> None:
+        """Where lr is a function of the step, set the groups to its value at `step`."""
+        if self._schedule is not None:
+            base = self._schedule(max(1, step))
+            for group, factor in zip(self.param_groups, self._factors, strict=True):
+                group["lr"] = base * factor
+            self._shown = [group["lr"] for group in self.param_groups]
+
+    @property
+    def base_lr(self) -> float:
+        """The learning rate to report: before the groups' factors where lr is a function, else the first group's."""
+        return self._shown[0] / (self._factors[0] or 1.0) if self._schedule else float(self.param_groups[0]["lr"])
+
+    # -- torch's interface -----------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Do `engine.step()`."""
+        if closure is not None:
+            raise ValueError("step() takes no closure: call engine.backward(loss) before it")
+        return self._engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do `engine.zero_grad()`."""
+        self._engine.zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "_shown" in vars(self):
+            raise RuntimeError("parameters are in groups from the start: give shard groups=[zerocli.ParamGroup(...)]")
+        # Without the wrapper that loads torch's compiler, which takes each rank a second.
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return `engine.optimizer_state_dict()`. Collective."""
+        return self._engine.optimizer_state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Do `engine.load_optimizer_state_dict(state_dict)`."""
+        self._engine.load_optimizer_state_dict(state_dict)
+
+    # -- saving hyperparameters ------------------------------------------------------------------------------------
+
+    def saved_groups(self) -> list[dict[str, Any]]:
+        """Return the groups' plain hyperparameters, without parameters."""
+        return [
+            {key: value for key, value in ((key, _plain(value)) for key, value in group.items()) if _is_plain(value)}
+            for group in self.param_groups
+        ]
+
+    def load_groups(self, saved: list[dict[str, Any]] | None, steps: int) -> None:
+        """Take up saved hyperparameters, as torch does, where the groups are the same; a function of the step wins."""
+        if saved is not None and self._schedule is None and len(saved) == len(self.param_groups):
+            names = [group.get("name") for group in self.param_groups]
+            if [group.get("name") for group in saved] == names:
+                for group, values in zip(self.param_groups, saved, strict=True):
+                    group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        self.show(steps)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(item, int | float | None) for item in value)
+    return isinstance(value, int | float | str | None)

@@ -1,0 +1,397 @@
+"""Gathering: a unit's parameters are whole just before they are used, from a small fixed pool of buffers.
+
+[Note: gather buffers and autograd]
+Autograd saves views of weights for backward. A buffer that is refilled with the next unit's parameters would change
+under such a view, so none is ever saved: while a sharded module runs, a saved-tensor hook replaces every view of a
+gather buffer by (flat, offset, shape, stride), and backward takes the view anew from whichever buffer holds the unit
+then, gathering it if need be. Other tensors pass on to the hooks that were active before, so recomputation and
+save-on-CPU hooks work inside and outside. Memory is constant, and an unexpected order costs speed, never correctness.
+
+A view that somebody keeps in another way (an attribute of a custom function's context, a graph for second derivatives)
+shows in the use count of the buffer's storage: such a buffer is never refilled but left to whoever keeps the view, and
+a new one takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zerocli.engine.comm import Collectives, Pending
+from zerocli.engine.streams import Lane, Mark, Waits
+from zerocli.engine.unit import Flat, Unit
+from zerocli.errors import Refused
+
+
+@dataclass(eq=False)
+class Buffer:
+    """One gather buffer of the pool."""
+
+    tensor: torch.Tensor
+    holder: Flat | None = None
+    freed: Mark | None = None
+    """Compute that still reads the buffer ends here; the next gather into it starts after."""
+    used_at: int = 0
+    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """Parameter views by flat, made once."""
+    own_uses: int = 0
+    """Use count of the storage when nobody but us refers to it."""
+
+    def __post_init__(self) -> None:
+        self.storage = self.tensor.untyped_storage()
+
+    @property
+    def uses(self) -> int:
+        return torch._C._storage_Use_Count(self.storage._cdata)  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def aliased(self) -> bool:
+        """Whether somebody else keeps a view of it; asked while no parameter is one."""
+        return self.uses > self.own_uses
+
+    def views_of(self, flat: Flat) -> list[torch.Tensor]:
+        """Return the flat's parameters as views of the buffer; called while nobody else refers to it."""
+        if id(flat) not in self.views:
+            self.views[id(flat)] = flat.views(self.tensor)
+        self.own_uses = self.uses
+        return self.views[id(flat)]
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """A view of a gather buffer, as autograd saves it: where it lies in its flat, not in memory."""
+
+    flat: Flat
+    offset: int
+    """In elements of its own dtype, which need not be the flat's (a complex view of real numbers)."""
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    conjugate: bool
+    negative: bool
+
+
+class Gatherer:
+    """Brings units in, ahead of their use in the order traced in the step before, and lets them go."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        collectives: Collectives,
+        device: torch.device,
+        waits: Waits,
+        probe: Callable[[str], None],
+        buffers_per_class: int,
+        before_gather: Callable[[Flat], None],
+        look_ahead: Callable[[Sequence[Unit], Sequence[Unit]], None],
+        meet: Callable[[Flat], None],
+    ) -> None:
+        self._units, self._collectives, self._device = units, collectives, device
+        self._waits, self._probe = waits, probe
+        self._limit = buffers_per_class
+        self._before_gather, self._look_ahead, self._meet = before_gather, look_ahead, meet
+        self._lane = Lane(device)
+        self._pool: dict[tuple[int, torch.dtype], list[Buffer]] = {}
+        self._buffer_of: dict[int, Buffer] = {}
+        self._pins: dict[int, int] = {unit.index: 0 for unit in units}
+        self._clock = 0
+        self._order: list[int] = []
+        self._seen: list[int] = []
+        self._update_order: list[Unit] | None = None
+        self._cursor = 0
+        self._hooks: list[tuple[Any, Any]] = []
+        self.moves = any(flat.resident is None for unit in units for flat in unit.flats)
+        """Whether any parameter comes and goes; otherwise there is nothing to hook or release."""
+        stores = [flat.param_store for unit in units for flat in unit.flats]
+        self._far = any(store is not None and not store.tier.addressable for store in stores)
+        """Whether any comes from a tier that is read well ahead."""
+
+    # -- the order of use ------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit, record: bool) -> None:
+        """Make the unit's parameters whole for its forward or backward, and start bringing in what comes next.
+
+        `record` notes the use as one of a training step, in whose order the next step is prefetched.
+        """
+        if record:
+            self._seen.append(unit.index)
+        self._cursor = self._position_after(unit.index)
+        self.need(unit)
+        self.prefetch()
+        if self._far:
+            order = [self._units[index] for index in self._order]
+            self._look_ahead(order[self._cursor :], order[: self._cursor])
+
+    def forward_order(self) -> list[Unit]:
+        """Return all units in the order in which a forward needs them: rank 0's, in the first step, on every rank.
+
+        Updates and the gathers after them follow it, so it must not depend on what this rank happened to run.
+        """
+        if self._update_order is not None:
+            return self._update_order
+        first_use = {index: at for at, index in reversed(list(enumerate(self._seen)))}
+        return sorted(self._units, key=lambda unit: first_use.get(unit.index, len(self._seen)))
+
+    def agree_on_order(self) -> None:
+        """Adopt rank 0's order of updates for good; collective the first time, free afterwards."""
+        if self._update_order is None:
+            indices = self._collectives.broadcast_indices([unit.index for unit in self.forward_order()])
+            self._update_order = [self._units[index] for index in indices]
+
+    def end_step(self) -> None:
+        """Close the step's trace: the next one is prefetched in this order."""
+        if self._seen:
+            self._order, self._seen = self._seen, []
+        self._cursor = 0
+
+    def _position_after(self, index: int) -> int:
+        for at in range(self._cursor, len(self._order)):
+            if self._order[at] == index:
+                return at + 1
+        return len(self._order)
+
+    def prefetch(self) -> bool:
+        """Start gathering what comes next, as far as there are buffers; return whether anything was started."""
+        started = False
+        ahead = self._order[self._cursor : self._cursor + self._limit - 1] if self.moves else []
+        for index in ahead:
+            for flat in self._units[index].flats:
+                if flat.resident is None and flat.buffer is None and flat.pending is None:
+                    buffer = self._free_buffer(flat)
+                    if buffer is None:
+                        return started
+                    self._fill(flat, buffer)
+                    started = True
+        return started
+
+    # -- in and out ------------------------------------------------------------------------------------------------
+
+    def need(self, unit: Unit) -> None:
+        """Make the unit's parameters whole on the current stream; gathers what nobody has asked for yet."""
+        with self.pinned(unit):  # one flat of the unit must not take another's buffer
+            for flat in unit.flats:
+                self._need_flat(flat)
+
+    def _need_flat(self, flat: Flat) -> None:
+        if flat.resident is None and flat.buffer is None and flat.pending is None:
+            self._fill(flat, self._free_buffer(flat) or self._evict(flat))
+        if flat.pending is not None:
+            if flat.pending.done:
+                flat.pending.wait()
+            else:
+                with self._waits.waiting("transfers" if flat.param_store is not None else "collectives"):
+                    flat.pending.wait()
+            flat.pending = None
+            buffer = self._buffer_of.get(id(flat))
+            if buffer is not None:
+                flat.attach(buffer.tensor, buffer.views[id(flat)])
+        self._clock += 1
+        if flat.resident is None:
+            self._buffer_of[id(flat)].used_at = self._clock
+
+    def _fill(self, flat: Flat, buffer: Buffer) -> None:
+        assert buffer.holder is None
+        buffer.holder = flat  # before the ranks meet: meeting may gather other flats, into other buffers
+        self._buffer_of[id(flat)] = buffer
+        buffer.views_of(flat)
+        try:
+            self._meet(flat)
+            flat.pending = self._gather(flat, buffer.tensor, buffer.freed)
+        except BaseException:
+            self._drop(flat)
+            raise
+
+    def _gather(self, flat: Flat, full: torch.Tensor, freed: Mark | None) -> Pending:
+        """Start filling memory with a flat's parameters, once nobody computes with what was there."""
+        self._before_gather(flat)  # its update, if there is one, is issued before its parameters are read
+        with self._lane.run(after=freed):
+            if flat.written is not None:
+                flat.written.wait()
+            self._probe("gather")
+            if flat.param_store is None:
+                assert flat.shard is not None
+                return self._collectives.all_gather(full, flat.shard, f"parameters of {flat.unit.title}")
+            # First this rank's slice, then everyone's. Streams wait here, and the host only for a disk that is behind:
+            # the gather is issued now and not when the slice happens to come, so that all ranks keep one order.
+            own = full[flat.own.start : flat.own.stop]
+            with self._waits.waiting("transfers"):
+                flat.param_store.fetch(0, own).wait()
+            return self._collectives.all_gather(full, own, f"parameters of {flat.unit.title}")
+
+    def join(self, flat: Flat) -> None:
+        """Take part in a gather that other ranks need and this one does not."""
+        full = torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)
+        self._gather(flat, full, None).wait()
+
+    def refresh(self, flat: Flat) -> None:
+        """After an update: spread the owned slices of resident parameters to the other ranks."""
+        if flat.trainable and flat.resident is not None and flat.shard is not None and flat.held == flat.own:
+            with self._lane.run(after=flat.written):
+                self._probe("gather")
+                what = f"parameters of {flat.unit.title}"
+                flat.pending = self._collectives.all_gather(flat.resident, flat.shard, what)
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether the unit's parameters are whole, or on their way."""
+        return all(f.resident is not None or f.buffer is not None or f.pending is not None for f in unit.flats)
+
+    def in_use(self, unit: Unit) -> bool:
+        """Whether somebody computes with the unit's parameters."""
+        return self._pins[unit.index] > 0
+
+    @contextlib.contextmanager
+    def pinned(self, unit: Unit) -> Iterator[None]:
+        """While the body runs, the unit's buffers are not taken from it."""
+        self._pins[unit.index] += 1
+        try:
+            yield
+        finally:
+            self._pins[unit.index] -= 1
+
+    def release(self, unit: Unit) -> None:
+        """Let the unit's buffers be refilled once the compute issued so far is through with them."""
+        if self._pins[unit.index] == 0:
+            for flat in unit.flats:
+                if flat.resident is None and flat.buffer is not None:
+                    self._vacate(flat)
+
+    def settle(self, quietly: bool = False) -> None:
+        """Finish every gather under way and let go of everything: no buffer outlives an update of its parameters.
+
+        `quietly` while another error is on its way up: what fails here as well is dropped.
+        """
+        for unit in self._units:
+            for flat in unit.flats:
+                if flat.pending is not None:
+                    try:
+                        self._need_flat(flat)
+                    except Exception:
+                        if not quietly:
+                            raise
+                        self._drop(flat)
+            self.release(unit)
+
+    def _drop(self, flat: Flat) -> None:
+        """Give up a gather that failed; its buffer is free."""
+        flat.pending = None
+        buffer = self._buffer_of.pop(id(flat), None)
+        if buffer is not None:
+            buffer.holder, buffer.freed = None, Mark(self._device)
+
+    def lose_place(self) -> None:
+        """Forget the place in the trace: what comes next is the start of a step."""
+        self._cursor = 0
+
+    def _vacate(self, flat: Flat) -> None:
+        changed = flat.changed_while_whole()
+        buffer = self._buffer_of.pop(id(flat))
+        buffer.holder, buffer.freed = None, Mark(self._device)
+        flat.detach()
+        if changed:
+            raise Refused(
+                f"{changed[0]} was changed in place while it was gathered, and the change would be lost: change it "
+                f"outside forward, inside `with engine.gathered({changed[0]!r}, write=True)`"
+            )
+
+    # -- the pool --------------------------------------------------------------------------------------------------
+
+    def _free_buffer(self, flat: Flat) -> Buffer | None:
+        """Return a buffer of the flat's size that holds nothing, making one while the class is under its limit."""
+        buffers = self._pool.setdefault((flat.layout.total, flat.dtype), [])
+        # One that others keep views of is theirs: it goes with the last of them, and another takes its place.
+        buffers[:] = [buffer for buffer in buffers if buffer.holder is not None or not buffer.aliased]
+        free = [buffer for buffer in buffers if buffer.holder is None]
+        if free:
+            return free[0]
+        if len(buffers) < min(self._limit, self._sharers(flat)):
+            return self._grow(buffers, flat)
+        return None
+
+    def _evict(self, flat: Flat) -> Buffer:
+        """Vacate the least recently used buffer of the class that nobody computes with; grow if all are in use."""
+        buffers = self._pool[(flat.layout.total, flat.dtype)]
+        idle = [b for b in buffers if b.holder and not self._pins[b.holder.unit.index]]
+        # What was prefetched and never used goes last: it is the likeliest to be wanted next.
+        idle.sort(key=lambda b: (b.holder is not None and b.holder.pending is not None, b.used_at))
+        for buffer in idle:
+            assert buffer.holder is not None
+            self._need_flat(buffer.holder)
+            self._vacate(buffer.holder)
+            if not buffer.aliased:
+                return buffer
+            buffers.remove(buffer)
+        return self._grow(buffers, flat)
+
+    def _grow(self, buffers: list[Buffer], flat: Flat) -> Buffer:
+        buffers.append(Buffer(torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)))
+        return buffers[-1]
+
+    def _sharers(self, flat: Flat) -> int:
+        key = (flat.layout.total, flat.dtype)
+        return sum((f.layout.total, f.dtype) == key and f.resident is None for u in self._units for f in u.flats)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gather buffers."""
+        return sum(b.tensor.nbytes for buffers in self._pool.values() for b in buffers)
+
+    # -- what autograd saves: see [Note: gather buffers and autograd] ----------------------------------------------
+
+    def locate(self, tensor: torch.Tensor) -> SavedView | None:
+        """Return where `tensor` lies in a flat if it is a view of a gather buffer."""
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a wrapper of torch.func's: whoever keeps it keeps the buffer
+            return None
+        for buffers in self._pool.values():
+            for buffer in buffers:
+                start = buffer.tensor.data_ptr()
+                if start <= address < start + buffer.tensor.nbytes and buffer.holder is not None:
+                    offset = (address - start) // tensor.element_size()
+                    bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+                    return SavedView(buffer.holder, offset, tensor.size(), tensor.stride(), *bits)
+        return None
+
+    def resolve(self, saved: SavedView) -> torch.Tensor:
+        """Return the saved view anew, from the buffer that holds its flat now."""
+        self._need_flat(saved.flat)
+        buffer = saved.flat.buffer
+        assert buffer is not None
+        if saved.dtype == buffer.dtype:
+            return buffer.as_strided(saved.size, saved.stride, saved.offset)
+        view = torch.empty(0, dtype=saved.dtype, device=buffer.device)
+        start = buffer.storage_offset() * buffer.element_size() // saved.dtype.itemsize
+        view.set_(buffer.untyped_storage(), start + saved.offset, saved.size, saved.stride)
+        view = view.conj() if saved.conjugate else view
+        return torch._neg_view(view) if saved.negative else view
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """While the body runs, autograd saves no view of a gather buffer."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if not self.moves or not torch.is_grad_enabled() or (outer is not None and outer in self._hooks):
+            yield
+            return
+        outer_pack, outer_unpack = outer if outer is not None else (None, None)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            saved = self.locate(tensor)
+            if saved is not None:
+                return saved
+            return tensor if outer_pack is None else outer_pack(tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, SavedView):
+                return self.resolve(packed)
+            return packed if outer_unpack is None else outer_unpack(packed)
+
+        self._hooks.append((pack, unpack))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                yield
+        finally:
+            self._hooks.pop()

@@ -1,0 +1,252 @@
+"""Hooks: what happens around a unit's forward and backward.
+
+Forward of each unit makes its parameters whole and lets them go. Backward reaches a unit through the gradient of its
+output and leaves it through that of its input: between the two its parameters are there again, and after it its
+gradients are complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from zerocli.engine import agreement
+from zerocli.engine.ends import Ends
+from zerocli.engine.modules import Entry, outside_of_units, unwrap, wrap
+from zerocli.engine.unit import Unit
+from zerocli.errors import Refused
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
+
+
+class Hooks:
+    """Runs the calls of a sharded model's modules, and follows backward through its units."""
+
+    def __init__(self, engine: Engine, recomputed: list[Unit]) -> None:
+        self._engine = engine
+        self._depth = 0
+        self._recomputing = 0
+        """How many recomputed units are running, one inside the other."""
+        self._backward_units: set[int] = set()
+        self._open: Counter[int] = Counter()
+        """Calls of each unit whose input has not had its gradient yet."""
+        self._unsure: set[int] = set()
+        """Units of which some call cannot be followed: their gradients are complete only when backward is over."""
+        self.generation = 0
+        """Counts the changes of parameters: graphs of an earlier one are refused."""
+        self._ends = Ends()
+        self._modules = [unit.module for unit in engine.units]
+        for unit in engine.units:
+            entry = wrap(unit.module, unit, self)
+            if engine.settings.compile and unit.index > 0:
+                entry.body = torch.compile(entry.body)
+            if unit in recomputed:
+                entry.body = self._recomputed(unit, entry.body)
+        for module in outside_of_units(engine.model, engine.units):
+            wrap(module, engine.units[0], self)
+            self._modules.append(module)
+        # It would move the weights into memory of its own, which the engine does not know.
+        self._recurrent = [module for module in engine.model.modules() if isinstance(module, nn.RNNBase)]
+        for module in self._recurrent:
+            module.__dict__["flatten_parameters"] = _leave_in_place
+
+    def close(self) -> None:
+        """Give the modules back to their user."""
+        for module in self._modules:
+            unwrap(module)
+        for module in self._recurrent:
+            module.__dict__.pop("flatten_parameters", None)
+
+    def load_state_dict(self, state: Any, strict: bool) -> Any:
+        return self._engine.load_state_dict(state, strict=strict)
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def run(self, entry: Entry, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a call of a sharded module."""
+        engine, unit = self._engine, entry.unit
+        if not entry.own and engine.gatherer.in_use(unit):  # inside a call of the model itself
+            return function(*args, **kwargs)
+        if unit.index == 0 and self._depth == 0 and engine.precision.compute != torch.float32:
+            args, kwargs = tree_map(self._cast_input, (args, kwargs))
+        return self.run_unit(unit, function, args, kwargs)
+
+    def run_body(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        """Run a module's forward within its call; a checkpoint of the user's, with hooks of its own, may be between."""
+        with self._engine.gatherer.saving():
+            return entry.body(*args, **kwargs)
+
+    def run_unit(self, unit: Unit, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a function with the unit's parameters whole."""
+        engine, gatherer, grad = self._engine, self._engine.gatherer, torch.is_grad_enabled()
+        outermost = self._depth == 0 and not engine.reducer.active  # else a recomputation in backward
+        if outermost:
+            engine.before_forward()
+            gatherer = engine.gatherer
+            if grad and engine.loss_scale.active:
+                self._ends.note_inputs((args, kwargs))
+        with _plain_tensors():
+            gatherer.enter(unit, record=grad)
+        self._depth += 1
+        finished = False
+        try:
+            with gatherer.pinned(unit), gatherer.saving():
+                if gatherer.moves and grad:
+                    self._watch_input(unit, args, kwargs)
+                output = function(*args, **kwargs)
+                if gatherer.moves or (outermost and grad):
+                    output = self._watch_output(unit, output, outermost)
+            finished = True
+        finally:
+            self._depth -= 1
+            if outermost and not (finished and grad):
+                gatherer.settle(quietly=not finished)  # no backward follows, or none that is known
+                gatherer.lose_place()
+        if outermost:  # what the user does next, a collective of their own maybe, finds all ranks out of this call
+            engine.agreement.meet(agreement.FORWARD)
+        if not engine.reducer.active:  # else this is a recomputation, and backward comes next
+            gatherer.release(unit)
+        engine.settings.probe("forward")
+        return output
+
+    def _cast_input(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.to(self._engine.precision.compute)
+        return value
+
+    def _recomputed(self, unit: Unit, body: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `body` with only its input kept for backward, where it runs again."""
+        engine = self._engine
+
+        def inner(spec: TreeSpec, *leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, spec)
+            engine.gatherer.need(unit)
+            self._recomputing += 1
+            try:
+                with engine.gatherer.pinned(unit), engine.gatherer.saving():  # inside the checkpoint's own hooks
+                    return body(*args, **kwargs)
+            finally:
+                self._recomputing -= 1
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = tree_flatten((args, kwargs))
+            # Inside a unit that is recomputed as a whole there is nothing left to save.
+            if self._recomputing or not torch.is_grad_enabled() or not engine.activations.takes(unit.name, leaves):
+                return body(*args, **kwargs)
+            with engine.activations.keeping(unit.name, leaves):
+                return checkpoint(inner, spec, *leaves, use_reentrant=False)
+
+        return outer
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def _watch_input(self, unit: Unit, args: Any, kwargs: Any) -> None:
+        """Ask autograd to say when the unit's input has its gradient: this call's backward is then over.
+
+        Autograd runs what was recorded last first, so all nodes of the call run before the one that made its input. A
+        call whose input has no such node (raw data) cannot be followed.
+        """
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                self._open[unit.index] += 1
+                value.register_hook(lambda grad: self._leave_backward(unit))
+                return
+        self._unsure.add(unit.index)
+
+    def _watch_output(self, unit: Unit, output: Any, outermost: bool) -> Any:
+        """Ask autograd to say when backward reaches the unit; an output that is a bare parameter leaves as a copy."""
+        return tree_map(lambda value: self._watch(unit, value, outermost), output)
+
+    def _watch(self, unit: Unit, value: Any, outermost: bool) -> Any:
+        engine, generation = self._engine, self.generation
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):  # its tensors are watched; the object stays the user's
+                self._watch(unit, getattr(value, field.name, None), outermost)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if engine.gatherer.moves and engine.gatherer.locate(value) is not None:
+            value = value.clone()
+        if value.grad_fn is not None and torch.is_grad_enabled():  # a leaf outlives the call, and so would its hook
+            if outermost:
+                value.register_hook(lambda grad: self._check(generation))
+                if engine.loss_scale.active:
+                    self._ends.note_output(value)
+            if engine.gatherer.moves:
+                value.register_hook(lambda grad: self._enter_backward(unit))
+        return value
+
+    def unscaled_outside(self, loss: torch.Tensor, scale: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """While the body runs a backward of the loss times `scale`, tensors outside the model see nothing of it."""
+        return self._ends.unscaled(loss, scale)
+
+    def _check(self, generation: int) -> None:
+        if generation != self.generation:
+            raise Refused(
+                "this loss was computed with parameters that have changed since, by step() or by loading: run forward "
+                "again before backward"
+            )
+
+    def _enter_backward(self, unit: Unit) -> None:
+        gatherer = self._engine.gatherer
+        if unit.index not in self._backward_units or not gatherer.holds(unit):
+            self._backward_units.add(unit.index)
+            gatherer.enter(unit, record=True)
+
+    def _leave_backward(self, unit: Unit) -> None:
+        """Take the gradients of a unit for complete, and release it, when the last of its calls has passed."""
+        if not self._engine.reducer.active:  # torch.autograd.grad: another backward of the same calls may follow
+            self._unsure.add(unit.index)
+            return
+        self._open[unit.index] -= 1
+        if self._open[unit.index] == 0 and unit.index not in self._unsure:
+            self._backward_units.discard(unit.index)
+            for flat in unit.trainable:
+                self._engine.reducer.complete(flat)
+            self._engine.gatherer.release(unit)
+            if not self._engine.gatherer.prefetch():  # where ranks meet before a gather, gradients are sent then
+                self._engine.agreement.meet(agreement.NOTHING)
+
+    def cannot_follow(self, unit: Unit) -> None:
+        """Take the unit's gradients for complete only when backward is over: its parameters are used elsewhere too."""
+        self._unsure.add(unit.index)
+
+    def end_backward(self) -> None:
+        self._backward_units.clear()
+        self._ends.clear()
+
+    def abandon(self) -> None:
+        """Forget the calls that a failed backward was to go through."""
+        self._backward_units.clear()
+        self._ends.clear()
+        self._open.clear()
+        self._unsure.update(unit.index for unit in self._engine.units)  # until the step ends
+
+    def end_step(self) -> None:
+        """Forget calls that no backward followed, and refuse graphs made before this."""
+        self._backward_units.clear()
+        self._open.clear()
+        self._unsure.clear()
+        self.generation += 1
+
+
+def _leave_in_place() -> None:
+    """Stand in for RNNBase.flatten_parameters."""
+
+
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Make tensors that training can use later, also inside the caller's inference mode or torch.func transform."""
+    if not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,154 @@
+"""Sharded modules: calls of a user's module go through the engine, by a subclass of its class made on the fly.
+
+Hooks of the user's own run inside, with parameters there; `module(x)` and `module.forward(x)` are the same. Attributes,
+`isinstance`, the class's name and the signature of `forward` stay what they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch import nn
+
+from zerocli.engine.unit import Unit, outside
+from zerocli.errors import Refused
+
+_ENTRY = "_zerocli_entry"
+
+
+class Runner(Protocol):
+    """What runs a sharded module's calls."""
+
+    def run(self, entry: Entry, function: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+    def run_body(self, entry: Entry, args: Any, kwargs: Any) -> Any: ...
+
+    def load_state_dict(self, state: Any, strict: bool) -> Any: ...
+
+
+class Entry:
+    """What a sharded module knows of its engine: the unit that its parameters come from, and what its forward is."""
+
+    def __init__(self, unit: Unit, module: nn.Module, runner: Runner) -> None:
+        self.unit, self.runner = unit, runner
+        self.own = module is unit.module
+        """Whether the module is the unit itself; otherwise it is a part of the rest, which may be entered alone."""
+        self.root = self.own and unit.index == 0
+        self.before = module.__dict__.get("forward")
+        """The forward that the user had set on the instance, if any."""
+        self.body: Callable[..., Any] = module.forward
+        self.methods: list[str] = []
+        """Methods of the instance that were registered."""
+        self.called = False
+        """Whether the forward that comes next belongs to a call that is under way."""
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `module.__call__`, hooks and all."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.called = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.called = False
+
+        return self.runner.run(self, called, args, kwargs)
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        """Run `module.forward`, as part of a call or by itself."""
+        if self.called:
+            self.called = False
+            return self.runner.run_body(self, args, kwargs)
+        return self.runner.run(self, self.body, args, kwargs)
+
+
+def wrap(module: nn.Module, unit: Unit, runner: Runner) -> Entry:
+    """Make the runner run a module's calls."""
+    if _ENTRY in module.__dict__:
+        raise Refused(f"{type(module).__name__} is sharded by another engine already: close that one first")
+    entry = Entry(unit, module, runner)
+    module.__dict__.pop("forward", None)
+    module.__dict__[_ENTRY] = entry
+    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
+    return entry
+
+
+def unwrap(module: nn.Module) -> None:
+    """Make a module what it was before `wrap`."""
+    entry: Entry | None = module.__dict__.pop(_ENTRY, None)
+    if entry is not None:
+        module.__class__ = type(module)._zerocli_class  # type: ignore[attr-defined]
+        for name in entry.methods:
+            module.__dict__.pop(name, None)
+        if entry.before is not None:
+            module.__dict__["forward"] = entry.before
+
+
+def register_method(module: nn.Module, name: str) -> None:
+    """Let a method of a sharded module find its parameters whole, as its forward does."""
+    entry: Entry | None = module.__dict__.get(_ENTRY)
+    if entry is None:
+        raise Refused(
+            f"{type(module).__name__} is inside a unit, which is gathered as a whole: register the method of the unit, "
+            "or choose shard(..., units=...) so that it is one"
+        )
+    method = getattr(module, name)
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        assert entry is not None
+        return entry.runner.run(entry, method, args, kwargs)
+
+    module.__dict__[name] = run
+    entry.methods.append(name)
+
+
+def outside_of_units(model: nn.Module, units: list[Unit]) -> Iterator[nn.Module]:
+    """Yield the modules, but the model itself, that hold parameters of the rest: each may be called by itself."""
+    rest = {id(p) for flat in units[0].flats for p in flat.parameters}
+    for module in outside(model, {id(unit.module) for unit in units if unit.index > 0}):
+        container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        if module is not model and not container and any(id(p) in rest for p in module.parameters()):
+            yield module
+
+
+@functools.cache
+def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
+    class Sharded(original):  # type: ignore[valid-type, misc]
+        _zerocli_class = original
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.__dict__[_ENTRY].call(super().__call__, args, kwargs)
+
+        @functools.wraps(original.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.__dict__[_ENTRY].forward(args, kwargs)
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+            entry: Entry = self.__dict__[_ENTRY]
+            if entry.root:  # masters and every rank's part, which a copy into parameters would miss
+                return entry.runner.load_state_dict(state_dict, strict)
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+            made = original.__new__(original)
+            memo[id(self)] = made
+            entry: Entry = self.__dict__[_ENTRY]
+            state = {key: value for key, value in self.__dict__.items() if key not in (_ENTRY, *entry.methods)}
+            if entry.before is not None:
+                state["forward"] = entry.before
+            made.__dict__.update(copy.deepcopy(state, memo))
+            return made
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise Refused(
+                f"a sharded {original.__name__} cannot be pickled: save engine.state_dict(), or the module that "
+                "engine.unsharded_model() returns"
+            )
+
+    Sharded.__name__, Sharded.__qualname__ = original.__name__, original.__qualname__
+    Sharded.__module__, Sharded.__doc__ = original.__module__, original.__doc__
+    return Sharded

@@ -1,0 +1,113 @@
+"""Tensors by name: whether a state fits a model, of which a weight may have several names (ties)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from zerocli.engine.tensor_parallel import TensorParallel
+
+State = Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
+
+
+class IncompatibleKeys(NamedTuple):
+    """Names that a model has and a state lacks, and the other way round; as torch gives them."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class Matched(NamedTuple):
+    """Which name of a state each tensor of a model is loaded from, by the tensor's id, and what does not fit."""
+
+    names: dict[int, str]
+    missing: list[str]
+    unexpected: list[str]
+    other_shape: list[str]
+
+    def require(self, strict: bool = True) -> None:
+        """Raise ValueError naming what does not fit; without `strict` that is another shape alone."""
+        if self.other_shape or (strict and (self.missing or self.unexpected)):
+            raise ValueError(
+                f"state_dict does not match: missing {self.missing}, unknown {self.unexpected}, "
+                f"other shape {self.other_shape}"
+            )
+
+
+def match(model: nn.Module, state: Mapping[str, torch.Tensor], tp: TensorParallel) -> Matched:
+    """Return how `state` fits the model; a tied weight needs one of its names, and with several they must be equal."""
+    own = model.state_dict(keep_vars=True)
+    groups: dict[int, list[str]] = {}
+    for name, value in own.items():
+        groups.setdefault(id(value), []).append(name)
+    found = Matched({}, [], sorted(state.keys() - own.keys()), [])
+    for key, aliases in groups.items():
+        there = [name for name in aliases if name in state]
+        if not there:
+            found.missing.extend(aliases)
+            continue
+        first = there[0]
+        whole = tp.whole_shape(aliases[0], own[first].shape)
+        wrong = [
+            f"{name} {tuple(state[name].shape)}, not {tuple(whole)}" for name in there if state[name].shape != whole
+        ]
+        found.other_shape.extend(wrong)
+        if not wrong:
+            for other in there[1:]:
+                if state[other] is not state[first] and not torch.equal(state[other], state[first]):
+                    raise ValueError(
+                        f"{first} and {other} are one tied weight of the model and two different ones of the state; "
+                        "leave one of them out"
+                    )
+        found.names[key] = first
+    return found
+
+
+def given(model: nn.Module, state: State | None, tp: TensorParallel) -> Callable[[str], torch.Tensor] | None:
+    """Return the function from a parameter's name to this rank's part of its given value; None if none are given.
+
+    Raise ValueError, before anything is read, where a mapping's names or shapes do not fit the model.
+    """
+    if state is None:
+        return None
+    own = model.state_dict(keep_vars=True)
+    ids = {name: id(value) for name, value in model.named_parameters(remove_duplicate=False)}
+    if isinstance(state, Mapping):
+        match(model, state, tp).require()
+    aliases: dict[int, list[str]] = {}
+    for name, value in own.items():
+        aliases.setdefault(id(value), []).append(name)
+    # The parameters are replaced while the model is built: names outlive that, ids do not.
+    others = {name: aliases[key] for name, key in ids.items() if key in aliases}
+
+    def read(name: str) -> torch.Tensor:
+        value = _find(state, others[name])
+        if value is None:
+            raise ValueError(f"state gives no value for {' or '.join(others[name])}")
+        return tp.part(name, value)
+
+    return read
+
+
+def load_buffers(model: nn.Module, state: State) -> None:
+    """Overwrite the model's persistent buffers with those that `state` has."""
+    with torch.no_grad():
+        for name, value in model.state_dict(keep_vars=True).items():
+            if not isinstance(value, nn.Parameter) and (new := _find(state, [name])) is not None:
+                value.copy_(new)
+
+
+def _find(state: State, names: list[str]) -> torch.Tensor | None:
+    """Return the value under the first of these names that `state` has one for; a function may raise KeyError."""
+    for name in names:
+        try:
+            value = state[name] if isinstance(state, Mapping) else state(name)
+        except KeyError:
+            continue
+        if value is not None:
+            return value
+    return None

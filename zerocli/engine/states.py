@@ -1,0 +1,238 @@
+"""Whole states: full, unsharded tensors under the model's own names, from whichever tier holds their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerocli.engine.named import IncompatibleKeys, match
+from zerocli.engine.unit import MASTER, REPLICATED, Flat
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
+
+
+def read_held(flat: Flat, name: str, device: torch.device) -> torch.Tensor:
+    """Return this rank's part of an optimizer array (or the fp32 master) on the device."""
+    if flat.record is not None and name in flat.record.arrays:
+        return flat.record.read(name, device)
+    if name == MASTER:
+        if flat.master is not None:
+            return flat.master
+        assert flat.param_store is not None and flat.dtype == torch.float32
+        target = torch.empty(flat.own.numel, dtype=flat.dtype, device=device)
+        flat.param_store.fetch(0, target).synchronize()
+        return target
+    return flat.states[name]
+
+
+def write_held(flat: Flat, name: str, values: torch.Tensor) -> None:
+    """Overwrite this rank's part of an optimizer array, or the fp32 master and with it the parameters."""
+    if flat.record is not None and name in flat.record.arrays:
+        flat.record.write(name, values)
+    elif name != MASTER:
+        flat.states[name].copy_(values)
+    elif flat.master is not None:
+        flat.master.copy_(values)
+
+
+def whole_of(engine: Engine, total: int, held: torch.Tensor) -> torch.Tensor:
+    """Return on the CPU the whole, of `total` elements, of what each rank holds a part of. Collective."""
+    if held.numel() == total:
+        return held.detach().to("cpu", copy=True)
+    whole = torch.empty(total, dtype=held.dtype, device=engine.device)
+    engine.collectives.all_gather(whole, held).wait()
+    return whole.cpu()
+
+
+def join_parts(engine: Engine, flat: Flat, held: torch.Tensor) -> torch.Tensor:
+    """Return on the CPU the whole of what each rank holds a part of."""
+    return whole_of(engine, flat.layout.total, held)
+
+
+def whole_parameters(engine: Engine, flat: Flat) -> torch.Tensor:
+    """Return a flat's parameters whole, as exact as they are kept."""
+    if flat.trainable:
+        return join_parts(engine, flat, read_held(flat, MASTER, engine.device))
+    if flat.resident is not None:
+        return flat.resident.cpu()
+    held = flat.shard
+    if held is None:
+        assert flat.param_store is not None
+        held = torch.empty(flat.own.numel, dtype=flat.dtype, device=engine.device)
+        flat.param_store.fetch(0, held).synchronize()
+    return join_parts(engine, flat, held)
+
+
+def _forget_traffic(engine: Engine) -> None:
+    """Leave what moved here out of the count of training's own bytes."""
+    engine.collectives.take_nbytes()
+    engine.tensor_parallel.take_nbytes()
+
+
+@torch.no_grad()
+def model_state(engine: Engine, held: Mapping[int, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """See `Engine.state_dict`; `held` has, by a flat's id, what this rank holds of other values for its parameters."""
+    engine.settle()
+    values: dict[int, torch.Tensor] = {}
+    for flat in engine.flats():
+        if held is not None and id(flat) in held:
+            whole = join_parts(engine, flat, held[id(flat)].to(engine.device))
+        else:
+            whole = whole_parameters(engine, flat)
+        for parameter, entry, view in zip(flat.parameters, flat.layout.entries, flat.views(whole), strict=True):
+            values[id(parameter)] = engine.tensor_parallel.join(entry.name, view.clone())
+    _forget_traffic(engine)
+    return {
+        name: values[id(value)] if id(value) in values else value.detach().cpu().clone()
+        for name, value in engine.model.state_dict(keep_vars=True).items()
+    }
+
+
+@torch.no_grad()
+def load_model_state(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
+    """See `Engine.load_state_dict`."""
+    engine.settle()
+    own, tp = engine.model.state_dict(keep_vars=True), engine.tensor_parallel
+    matched = match(engine.model, state, tp)
+    matched.require(strict)
+    for flat in engine.flats():
+        sources = [matched.names.get(id(parameter)) for parameter in flat.parameters]
+        if not any(sources):
+            continue
+        dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
+        whole = torch.zeros(flat.layout.total, dtype=dtype, device=engine.device)
+        if not all(sources):
+            whole.copy_(whole_parameters(engine, flat))  # the others stay as they are
+        for source, entry, view in zip(sources, flat.layout.entries, flat.views(whole), strict=True):
+            if source is not None:
+                view.copy_(tp.part(entry.name, state[source]))
+        load_whole(flat, whole)
+    for value in own.values():
+        if not isinstance(value, nn.Parameter) and id(value) in matched.names:
+            value.copy_(state[matched.names[id(value)]])
+    _forget_traffic(engine)
+    return IncompatibleKeys(matched.missing, matched.unexpected)
+
+
+def load_whole(flat: Flat, whole: torch.Tensor) -> None:
+    """Overwrite what this rank holds of the flat's parameters from whole values."""
+    if flat.trainable:
+        write_held(flat, MASTER, whole[flat.held.start : flat.held.stop])
+    mine = whole[flat.own.start : flat.own.stop]
+    if flat.resident is not None:
+        flat.resident.copy_(whole)
+    elif flat.shard is not None:
+        flat.shard.copy_(mine)
+    elif flat.param_store is not None:
+        flat.param_store.put(0, mine.to(flat.dtype)).synchronize()
+
+
+@dataclass(frozen=True)
+class History:
+    """What an optimizer keeps for one parameter beside arrays of its shape."""
+
+    count: int
+    """Updates made of it."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def histories(engine: Engine) -> dict[str, History]:
+    """Return the history of every trainable parameter; waits for the device."""
+    counts, rule = engine.counts.by_name(), engine.rule
+    found = {}
+    for flat in engine.trainable():
+        for entry in flat.layout.entries:
+            at, group = engine.counts.class_of(entry.name), entry.group % REPLICATED
+            numbers, tensors = rule.numbers(entry.name, at, group), rule.tensors(entry.name)
+            found[entry.name] = History(counts[entry.name], numbers, tensors)
+    return found
+
+
+def load_histories(engine: Engine, saved: Mapping[str, History]) -> None:
+    """Take up the histories of all trainable parameters."""
+    counts, rule = engine.counts, engine.rule
+    rule.forget()
+    # Parameters with the same numbers share a class of counts, whichever classes there were.
+    counts.adopt(
+        {name: history.count for name, history in saved.items()},
+        lambda name: tuple(sorted(saved[name].numbers.items())),
+    )
+    for flat in engine.trainable():
+        for entry in flat.layout.entries:
+            at, group, one = counts.class_of(entry.name), entry.group % REPLICATED, saved[entry.name]
+            tensors = {key: value.to(engine.device, copy=True) for key, value in one.tensors.items()}
+            rule.load(entry.name, at, group, one.count, one.numbers, tensors)
+
+
+@torch.no_grad()
+def adopt(flat: Flat, values: torch.Tensor, device: torch.device) -> None:
+    """Make whole values in the compute dtype the flat's parameters; the master of unchanged ones keeps all its bits."""
+    if flat.trainable and flat.dtype != torch.float32:
+        master = read_held(flat, MASTER, device)
+        held = values[flat.held.start : flat.held.stop]
+        write_held(flat, MASTER, torch.where(held != master.to(flat.dtype), held.float(), master))
+    mine = values[flat.own.start : flat.own.stop]
+    if flat.resident is not None:
+        if flat.resident is not values:
+            flat.resident.copy_(values)
+    elif flat.shard is not None:
+        flat.shard.copy_(mine)
+    elif flat.param_store is not None:
+        flat.param_store.put(0, mine.clone()).synchronize()
+
+
+@torch.no_grad()
+def optimizer_state(engine: Engine) -> dict[str, Any]:
+    """See `Engine.optimizer_state_dict`."""
+    engine.settle()
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for flat in engine.trainable():
+        for key in engine.rule.state_names:
+            whole = join_parts(engine, flat, read_held(flat, key, engine.device))
+            for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
+                states.setdefault(entry.name, {})[key] = engine.tensor_parallel.join(entry.name, view.clone())
+    _forget_traffic(engine)
+    kept = histories(engine)
+    for name, history in kept.items():
+        copies = {key: value.detach().cpu().clone() for key, value in history.tensors.items()}
+        states.setdefault(name, {}).update(copies)
+    return {
+        "state": states,
+        "steps": engine.steps,
+        "updates": engine.updates.item(),
+        "counts": {name: history.count for name, history in kept.items()},
+        "numbers": {name: dict(history.numbers) for name, history in kept.items() if history.numbers},
+        "loss_scale": engine.loss_scale.state(),
+        "param_groups": engine.optimizer.saved_groups(),
+    }
+
+
+@torch.no_grad()
+def load_optimizer_state(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """See `Engine.load_optimizer_state_dict`."""
+    engine.settle()
+    known, loaded = set(engine.rule.state_names), {}
+    counts, numbers = saved.get("counts", {}), saved.get("numbers", {})
+    for flat in engine.trainable():
+        for key in engine.rule.state_names:
+            whole = torch.zeros(flat.layout.total, device=engine.device)
+            for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
+                view.copy_(engine.tensor_parallel.part(entry.name, saved["state"][entry.name][key]))
+            write_held(flat, key, whole[flat.held.start : flat.held.stop])
+        for entry in flat.layout.entries:
+            own = saved["state"].get(entry.name, {})
+            tensors = {key: value for key, value in own.items() if key not in known}
+            count = int(counts.get(entry.name, saved["updates"]))  # before counts were kept, one stood for all
+            loaded[entry.name] = History(count, numbers.get(entry.name, {}), tensors)
+    load_histories(engine, loaded)
+    engine.steps = saved["steps"]
+    # A new tensor: an update may still be reading the old one.
+    engine.updates = torch.full_like(engine.updates, float(saved["updates"]))
+    engine.loss_scale.load(saved["loss_scale"])
+    engine.optimizer.load_groups(saved.get("param_groups"), engine.steps)

@@ -1,0 +1,295 @@
+"""Tensor parallelism: the ranks that split each layer between them, and how a whole parameter is cut for them.
+
+The ranks form a mesh of (data-parallel, tensor-parallel) with the tensor-parallel axis inside, so that its ranks are
+neighbours: same machine, fastest links. ZeRO runs over the other axis and never notices.
+
+[Note: plain parameters] Layers are split by torch's own `parallelize_module`, with styles of ours (models/parallel.py)
+that leave each rank a plain parameter of its part. ZeRO's flats then hold what a rank has, as without tensor
+parallelism: gathers, reductions and updates are the same code. A DTensor in their place would dispatch every operation
+in Python, hide from the gatherer what autograd saves, and has no public placement for a fused projection, whose
+sections (queries, keys, values) are each split by themselves.
+
+[Note: replicated parameters] A parameter is either split (each rank has a part) or replicated (all have the same:
+norms, the biases of sums, positions, a vocabulary that does not divide). Replicated ones see the same activations on
+all tensor-parallel ranks, and so get the same gradients, but each rank's go through another data-parallel group, whose
+sum may be rounded in another order: such copies can drift apart over a long run. So the reduced gradient, of which ZeRO
+leaves each rank a slice, is taken from tensor-parallel rank 0. In the global norm replicated squares count once, those
+of the parts are added up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from zerocli.engine.comm import Collectives
+from zerocli.engine.startup import STARTUP
+from zerocli.engine.streams import Lane, Waits
+from zerocli.layout.shards import nearest_divisor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a whole parameter of `shape` is divided: along `dim`, each of its `sections` by itself."""
+
+    shape: tuple[int, ...]
+    dim: int
+    sections: tuple[int, ...]
+    """Lengths along `dim` that each hold something of their own, such as queries, keys and values."""
+
+    def runs(self, rank: int, world: int) -> list[tuple[int, int]]:
+        """Return (start in the whole, length) along `dim` of what `rank` has of each section, in the part's order."""
+        starts = itertools.accumulate(self.sections[:-1], initial=0)
+        each = [length // world for length in self.sections]
+        return [(start + rank * length, length) for start, length in zip(starts, each, strict=True)]
+
+    def part(self, whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+        """Return what `rank` has of the whole, in memory of its own; `join` of all ranks' parts gives it back."""
+        runs = self.runs(rank, world)
+        return torch.cat([whole.narrow(self.dim, start, length) for start, length in runs], self.dim)
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the whole of all ranks' parts, in rank order."""
+        lengths = [length // len(parts) for length in self.sections]
+        pieces = [part.split(lengths, self.dim) for part in parts]
+        return torch.cat([piece for section in zip(*pieces, strict=True) for piece in section], self.dim)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class TensorParallel(Collectives):
+    """The tensor-parallel axis: its collectives, counted apart, and the cuts of the parameters it splits.
+
+    `mesh` is one-dimensional; None is an axis of one rank, which splits nothing.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, device: torch.device, waits: Waits | None = None) -> None:
+        super().__init__(mesh.get_group() if mesh is not None else None, device)
+        if mesh is None:  # to torch, no group means all ranks
+            self.rank, self.world = 0, 1
+        self._mesh = mesh
+        self._waits, self._lane = waits or Waits(device), Lane(device)
+        self.cuts: dict[str, Cut] = {}
+        """The cut of each parameter that is split, by its name in the model."""
+        self._unchecked = {"batches", "random numbers"}
+
+    # -- splitting a model -----------------------------------------------------------------------------------------
+
+    def split(self, model: nn.Module) -> None:
+        """Leave each rank its part of the model's split parameters; values, where there are some, are rank 0's."""
+        if self.world == 1:
+            return
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        plan = plan_of(model, self)
+        check_degree(self.world, extents(model, plan))
+        self.cuts = cuts_of(model, plan)
+        for value in (*model.parameters(), *model.buffers()):
+            if not value.is_meta and value.numel():
+                agreed = self.broadcast(value.detach().to(self.device).contiguous())
+                value.data.copy_(agreed)
+        parallelize_module(model, self._mesh, plan)
+        model.register_forward_pre_hook(self._check_input, with_kwargs=True)
+
+    def replicates(self, name: str) -> bool:
+        """Whether all ranks of the axis hold the same parameter of this name, and more than one does."""
+        return self.world > 1 and name not in self.cuts
+
+    # -- whole parameters ------------------------------------------------------------------------------------------
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole parameter, or of an optimizer state of its shape."""
+        return self.cuts[name].part(whole, self.rank, self.world) if name in self.cuts else whole
+
+    def join(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Return the whole of what each rank passes its part of, where `part` lies. Collective."""
+        if name not in self.cuts:
+            return part
+        everyone = torch.empty((self.world, *part.shape), dtype=part.dtype, device=self.device)
+        self.all_gather(everyone.view(-1), part.to(self.device).reshape(-1)).wait()
+        return self.cuts[name].join(everyone.unbind()).to(part.device)
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the whole shape of the parameter of which this rank has `shape`."""
+        return self.cuts[name].shape if name in self.cuts else tuple(shape)
+
+    # -- inside a step ---------------------------------------------------------------------------------------------
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum an activation over the ranks in place; compute goes on with the result."""
+        with self._waits.waiting("collectives"):
+            self.all_reduce(tensor, "activations").wait()
+        return tensor
+
+    def max_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Leave the ranks' maximum in place."""
+        if self.world > 1:
+            self.nbytes["all_reduce"] += 2 * tensor.nbytes
+            with self._waits.waiting("collectives"), self._noted("all_reduce", "the logits' maxima"):
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def start_sum_(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Start to sum over the ranks in place, beside the compute that follows; the result ends it."""
+        with self._lane.run():
+            pending = self.all_reduce(tensor, "activations' gradients")
+
+        def finish() -> None:
+            with self._waits.waiting("collectives"):
+                pending.wait()
+
+        return finish
+
+    def agree_(self, tensor: torch.Tensor, what: str = "replicated gradients") -> None:
+        """Overwrite a replicated gradient with rank 0's."""
+        self.nbytes["broadcast"] += tensor.nbytes
+        with self._noted("broadcast", what):
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def take_nbytes(self) -> dict[str, int]:
+        """Return the bytes moved since the last call, by kind, and start counting anew."""
+        broadcast = self.nbytes["broadcast"]
+        return super().take_nbytes() | {"broadcast": broadcast}
+
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a small value over the ranks, added in rank order: the same bits on all of them."""
+        return self.gather_control(value).sum(0)
+
+    def _check_input(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if "batches" not in self._unchecked:
+            return
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        prints = [float(x.detach().double().flatten() @ _weights(x)) for x in leaves]
+        self._check_alike("batches", torch.tensor(prints, dtype=torch.float64, device=self.device))
+
+    def _check_alike(self, what: str, value: torch.Tensor) -> None:
+        """Raise where ranks that share each layer are not given the same to begin with: the result would be garbage."""
+        self._unchecked.discard(what)
+        everyone = self.gather_control(value)
+        if not bool((everyone == everyone[:1]).all()):
+            raise ValueError(
+                f"the {self.world} ranks that split each layer between them (tp) were given different {what}: "
+                "they need the same, by engine.collectives.rank and not by the rank among all"
+            )
+
+    @contextlib.contextmanager
+    def own_masks(self) -> Iterator[None]:
+        """While the body runs, each rank draws random numbers of its own; before and after, all draw the same.
+
+        For dropout on what is split. The seed comes from the CPU's generator, whose state recomputation restores.
+        """
+        seed = int(torch.randint(2**62, ()))
+        if "random numbers" in self._unchecked:
+            self._check_alike("random numbers", torch.tensor([seed], device=self.device))
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed + self.rank)
+            yield
+
+
+def _weights(x: torch.Tensor) -> torch.Tensor:
+    """Return a number for each element, so that a weighted sum tells orders apart."""
+    return torch.arange(1, x.numel() + 1, dtype=torch.float64, device=x.device)
+
+
+def open_axes(
+    tp: int | DeviceMesh, group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
+    """Return the data-parallel group and the tensor-parallel mesh; a number makes both out of all ranks. Collective."""
+    if not isinstance(tp, int):
+        if group is None or tp.ndim != 1:
+            raise ValueError(
+                'tp takes one axis of a mesh, beside the other: tp=mesh["tp"], group=mesh["dp"].get_group()'
+            )
+        return group, tp
+    if tp < 1:
+        raise ValueError(f"tp {tp} is below 1")
+    if tp == 1:
+        return group, None
+    if group is not None:
+        raise ValueError(f'tp={tp} divides all ranks; with a group of your own pass the other axis: tp=mesh["tp"]')
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    check_degree(tp, {"ranks": world})
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with STARTUP.waiting("making the process groups of both axes"):
+        mesh = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    return mesh["dp"].get_group(), mesh["tp"]
+
+
+# -- plans: which modules of a model are split, and how ----------------------------------------------------------------
+
+
+def plan_of(model: nn.Module, tp: TensorParallel) -> dict[str, Any]:
+    """Return the model's own plan: patterns of module names, each with its style."""
+    plan = getattr(model, "tensor_parallel_plan", None)
+    if plan is None:
+        raise ValueError(
+            f"{type(model).__name__} has no tensor_parallel_plan(): tp splits the built-in gpt2 and llama families, "
+            "and models that say how they are split; other models train with tp 1"
+        )
+    return plan(tp)
+
+
+def _planned(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module, Any]]:
+    for path, module in model.named_modules():
+        for pattern, style in plan.items():
+            if path.count(".") == pattern.count(".") and fnmatch(path, pattern):
+                yield path, module, style
+
+
+def cuts_of(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Cut]:
+    """Return the cut of each parameter that the plan splits, by its name, for a model that is still whole."""
+    return {
+        f"{path}.{name}": cut
+        for path, module, style in _planned(model, plan)
+        for name, cut in style.cuts(module).items()
+    }
+
+
+def extents(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers that a degree of the plan must divide, under the names a person knows them by."""
+    found: dict[str, int] = {}
+    for path, module, style in _planned(model, plan):
+        for name, number in style.extents(module).items():
+            found.setdefault(name if "heads" in name else f"{name} of {path}", number)
+    return found
+
+
+def check_degree(tp: int, numbers: Mapping[str, int]) -> None:
+    """Raise ValueError for the first number that `tp` does not divide, with the nearest degree that divides all."""
+    for name, number in numbers.items():
+        if number % tp:
+            nearest = nearest_divisor(tp, math.gcd(*numbers.values()))
+            raise ValueError(f"tp {tp} does not divide {name} {number}; the nearest that works is tp {nearest}")
+
+
+def planned_cuts(model: nn.Module, degree: int) -> dict[str, Cut]:
+    """Return the cuts of a whole model's parameters at this tensor-parallel degree; needs no ranks."""
+    if degree == 1:
+        return {}
+    axis = TensorParallel(None, torch.device("cpu"))
+    axis.world = degree  # planned, not joined
+    plan = plan_of(model, axis)
+    check_degree(degree, extents(model, plan))
+    return cuts_of(model, plan)
+
+
+def local_numel(model: nn.Module, degree: int) -> int:
+    """Return how many of a whole model's parameters each rank has at this tensor-parallel degree; needs no ranks."""
+    cuts = planned_cuts(model, degree)
+    return sum(p.numel() // (degree if name in cuts else 1) for name, p in model.named_parameters())

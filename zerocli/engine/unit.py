@@ -1,0 +1,305 @@
+"""Units: the parameters that are gathered, computed with and released together.
+
+A unit's parameters live in flat buffers: one for each dtype of trainable ones and of frozen ones. Each rank owns one
+contiguous, aligned slice of each. Parameters are views: gathering a unit is one collective and no copy-out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from offload import Record, Store
+from zerocli.engine.comm import Collectives, Pending
+from zerocli.engine.parameters import attach, edited, edited_in_place, moved, note_values, release
+from zerocli.engine.streams import Mark
+from zerocli.errors import Refused
+from zerocli.layout.shards import Layout, Span, lay_out, owned
+from zerocli.layout.stage import Stage
+
+MASTER = "master"
+"""Name of the fp32 copy of parameters that compute in fewer bits."""
+
+REPLICATED = 1 << 16
+"""Added to the group of parameters that all tensor-parallel ranks hold alike; they come last in a flat."""
+
+
+@dataclass(eq=False)
+class Flat:
+    """One flat buffer of a unit: its layout, this rank's slice, and where its states are right now."""
+
+    unit: Unit
+    layout: Layout
+    parameters: list[nn.Parameter]
+    dtype: torch.dtype
+    """Compute dtype: what the parameters are when they are gathered."""
+    trainable: bool
+    own: Span
+    """The slice that this rank owns."""
+    held: Span
+    """The span that this rank keeps optimizer states for: `own`, or all of it when the stage replicates them."""
+
+    resident: torch.Tensor | None = None
+    """The whole buffer, where it is kept for good (parameters not partitioned)."""
+    shard: torch.Tensor | None = None
+    """This rank's slice in the compute dtype; a view of `resident` where there is one."""
+    written: Mark | None = None
+    """The optimizer's last write to `shard`; a gather starts after it."""
+    master: torch.Tensor | None = None
+    """`held` in fp32; the same memory as the parameters when they are fp32 themselves."""
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Optimizer states of `held`, by name."""
+    grad_full: torch.Tensor | None = None
+    """The whole gradient, where it is kept (gradients not partitioned)."""
+    grad: torch.Tensor | None = None
+    """The gradient of `held`, reduced over the ranks at the end of backward."""
+
+    param_store: Store | None = None
+    """`own` in the compute dtype, where it is kept off the device (there is no `shard` then)."""
+    grad_store: Store | None = None
+    """The gradient of `own`, where it is kept off the device (there is no `grad` then)."""
+    record: Record | None = None
+    """Optimizer states, and the master if there is one, where they are kept off the device."""
+
+    buffer: torch.Tensor | None = None
+    """What the parameters are views of at the moment; None while they are released."""
+    pending: Pending | None = None
+    """A gather into `buffer` that is under way."""
+
+    @property
+    def replicated(self) -> int:
+        """Where the parameters begin that all tensor-parallel ranks hold alike; the flat's end if there are none."""
+        return self.layout.start_of(REPLICATED)
+
+    @property
+    def away(self) -> bool:
+        """Whether any of its states is kept off the device."""
+        return self.param_store is not None or self.grad_store is not None or self.record is not None
+
+    def chunks(self, numel: int) -> list[tuple[int, Span]]:
+        """Return (group, span) of pieces of at most `numel` elements that tile `held`, counted from its start."""
+        return [
+            (group, span)
+            for group, segment in self.layout.segments(self.held)
+            for span in segment.shifted(-self.held.start).pieces(numel)
+        ]
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters as views of a buffer of the flat's length."""
+        return [buffer[e.offset : e.offset + e.numel].view(e.shape) for e in self.layout.entries]
+
+    def attach(self, buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        """Make the parameters views of `buffer`."""
+        for parameter, view in zip(self.parameters, views, strict=True):
+            attach(parameter, view)
+            note_values(parameter)
+        self.buffer = buffer
+
+    def detach(self) -> None:
+        """Leave the parameters with their shape but no values: whoever reads them meets an error by name."""
+        for parameter, hollow in zip(self.parameters, self._hollow, strict=True):
+            release(parameter, hollow)
+        self.buffer = None
+
+    def edited(self) -> list[str]:
+        """Return the names of parameters whose values somebody may have changed in place."""
+        return [e.name for e, p in zip(self.layout.entries, self.parameters, strict=True) if edited(p)]
+
+    def put_back(self) -> None:
+        """Take parameters that were moved to other memory back into the flat, with the values that they have there."""
+        assert self.resident is not None
+        for entry, parameter in zip(self.layout.entries, self.parameters, strict=True):
+            if moved(parameter):
+                view = self.resident[entry.offset : entry.offset + entry.numel].view(entry.shape)
+                view.copy_(parameter.detach())
+                attach(parameter, view)
+                note_values(parameter, kept=True)
+
+    def changed_while_whole(self) -> list[str]:
+        """Return the names of gathered parameters that were changed; of `p.data` and moved ones only values tell."""
+        if not any(edited(p) or moved(p) for p in self.parameters):
+            return []
+        assert self.buffer is not None
+        rows = list(zip(self.layout.entries, self.parameters, self.views(self.buffer), strict=True))
+        if elsewhere := [e.name for e, p, view in rows if moved(p) and not torch.equal(p.detach(), view)]:
+            return elsewhere
+        if not (names := self.edited()):
+            return []
+        known = [e.name for e, p, _ in rows if edited_in_place(p) and not moved(p)]
+        if known or (self.shard is None and self.param_store is None):
+            return known
+        kept = self.shard
+        if kept is None:
+            assert self.param_store is not None
+            kept = torch.empty(self.own.numel, dtype=self.dtype, device=self.buffer.device)
+            self.param_store.fetch(0, kept).synchronize()
+        gathered = self.buffer[self.own.start : self.own.stop]
+        return [] if torch.equal(gathered.view(torch.uint8), kept.view(torch.uint8)) else names
+
+    def note_values(self) -> None:
+        """Take the parameters' values for known, as they are."""
+        for parameter in self.parameters:
+            note_values(parameter, kept=self.resident is not None)
+
+    def __post_init__(self) -> None:
+        device = self.parameters[0].device
+        kind = torch.device("cpu") if device.type == "meta" else device
+        fill = float("nan") if self.dtype.is_floating_point else 0
+        one = torch.full((1,), fill, dtype=self.dtype, device=kind)
+        # NaN for whoever gets past Python's check of a released parameter: never stale numbers.
+        self._hollow = [one.expand(entry.shape) if entry.shape else one[0] for entry in self.layout.entries]
+
+
+class Unit:
+    """A module whose parameters come and go together."""
+
+    def __init__(self, index: int, name: str, module: nn.Module) -> None:
+        self.index, self.name, self.module = index, name, module
+        self.flats: list[Flat] = []
+
+    @property
+    def trainable(self) -> list[Flat]:
+        """Its flats of trainable parameters, one for each dtype."""
+        return [flat for flat in self.flats if flat.trainable]
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return self.name or "the rest"
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name or 'rest'})"
+
+
+UnitChoice = Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.Module] | None
+
+
+def chooses(choice: Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.Module]) -> Callable[[nn.Module], bool]:
+    """Return whether a module is chosen by a class, a predicate, or the modules themselves."""
+    if isinstance(choice, type):
+        return lambda module: isinstance(module, choice)
+    if callable(choice):
+        return choice
+    ids = {id(module) for module in choice}
+    return lambda module: id(module) in ids
+
+
+def recomputed_units(units: Sequence[Unit], choice: bool | UnitChoice) -> list[Unit]:
+    """Return the units that are recomputed: those chosen, or by default the repeated blocks.
+
+    Repeated blocks are units whose class several share, or all but the rest where none does. An embedding has next to
+    nothing to keep, and what follows the last block is wanted again as soon as backward begins: recomputing it would
+    only double its cost.
+    """
+    inner = [unit for unit in units if unit.index > 0]
+    if choice is None or isinstance(choice, bool):
+        classes = [type(unit.module) for unit in inner]
+        return ([unit for unit in inner if classes.count(type(unit.module)) > 1] or inner) if choice else []
+    chosen = [unit for unit in inner if chooses(choice)(unit.module)]
+    if not chosen:
+        raise ValueError(f"no unit of the model matches recompute={choice!r}")
+    return chosen
+
+
+def find_units(model: nn.Module, choice: UnitChoice = None) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of the modules that become units, in the model's order; the rest is the model itself.
+
+    By default the repeated blocks: children of one class, two or more, in a ModuleList, ModuleDict or Sequential.
+    `choice` names them instead: a class, a predicate, or the modules themselves. The rest comes first, named "".
+    """
+    chosen: list[tuple[str, nn.Module]] = [("", model)]
+    if choice is None:
+        _walk_blocks(model, "", chosen)
+        return chosen
+    wanted = chooses(choice)
+    for name, module in model.named_modules():
+        if module is not model and wanted(module) and any(True for _ in module.parameters()):
+            chosen.append((name, module))
+    if len(chosen) == 1:
+        raise ValueError(f"no module of {type(model).__name__} matches units={choice!r}")
+    return chosen
+
+
+def _walk_blocks(module: nn.Module, prefix: str, chosen: list[tuple[str, nn.Module]]) -> None:
+    children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
+    classes = [type(child) for _, child in children]
+    container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    for name, child in children:
+        path = f"{prefix}.{name}" if prefix else name
+        listed = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if container and classes.count(type(child)) >= 2 and not listed:
+            chosen.append((path, child))
+        else:
+            _walk_blocks(child, path, chosen)
+
+
+def claim_parameters(
+    model: nn.Module, found: Sequence[tuple[str, nn.Module]]
+) -> list[tuple[Unit, list[tuple[str, nn.Parameter]]]]:
+    """Assign each parameter to the innermost unit that holds it; one that several hold belongs to the rest."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    holder: dict[int, int] = {}
+    inner_first = sorted(range(1, len(found)), key=lambda i: -found[i][0].count("."))
+    for i in inner_first:
+        for p in found[i][1].parameters():
+            before = holder.get(id(p))
+            if before is None:
+                holder[id(p)] = i
+            elif not _inside(found[before][1], found[i][1]):
+                holder[id(p)] = 0
+    # A weight tied between a unit and a module outside of every unit must be there for both: the rest's too.
+    for module in outside(model, {id(unit) for name, unit in found if name}):
+        for p in module.parameters(recurse=False):
+            holder[id(p)] = 0
+    claimed: list[tuple[Unit, list[tuple[str, nn.Parameter]]]] = []
+    for i, (name, module) in enumerate(found):
+        mine = [(names[id(p)], p) for p in model.parameters() if holder.get(id(p), 0) == i]
+        claimed.append((Unit(i, name, module), mine))
+    return claimed
+
+
+def outside(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
+    """Yield the module and all in it that can be reached without passing through one of the units (by id)."""
+    seen: set[int] = set()
+    left = [module]
+    while left:
+        here = left.pop()
+        if id(here) not in seen and id(here) not in units:
+            seen.add(id(here))
+            yield here
+            left.extend(here.children())
+
+
+def _inside(inner: nn.Module, outer: nn.Module) -> bool:
+    return any(module is inner for module in outer.modules())
+
+
+def build_flats(
+    unit: Unit,
+    named: Sequence[tuple[str, nn.Parameter]],
+    group_of: Callable[[str, nn.Parameter], int],
+    dtype_of: Callable[[str, nn.Parameter], torch.dtype],
+    trains: Callable[[nn.Parameter], bool],
+    stage: Stage,
+    collectives: Collectives,
+) -> None:
+    """Lay the unit's parameters out into flats for this rank; allocates nothing."""
+    kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    for name, p in named:
+        if trains(p) and not p.dtype.is_floating_point:
+            raise Refused(
+                f"{name} is {p.dtype}: only real floating-point parameters can be trained; keep a complex one as a "
+                "real tensor of shape (..., 2) and use torch.view_as_complex in forward"
+            )
+        kinds.setdefault((trains(p), dtype_of(name, p)), []).append((name, p))
+    for (trainable, dtype), members in kinds.items():
+        groups = [group_of(name, p) if trainable else 0 for name, p in members]
+        layout = lay_out([(n, tuple(p.shape), g) for (n, p), g in zip(members, groups, strict=True)], collectives.world)
+        by_name = dict(members)
+        own = owned(layout.total, collectives.world, collectives.rank)
+        held = own if stage.optimizer else Span(0, layout.total)
+        ordered = [by_name[entry.name] for entry in layout.entries]
+        unit.flats.append(Flat(unit, layout, ordered, dtype, trainable, own, held))

@@ -1,0 +1,52 @@
+"""Unsharding: an independent, whole, plain copy of a sharded model, as the user's own classes have it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerocli.errors import Refused
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
+
+
+@torch.no_grad()
+def unsharded_model(engine: Engine, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
+    """See `Engine.unsharded_model`."""
+    if engine.tensor_parallel.world > 1:
+        raise Refused(
+            f"the layers of this model are split over {engine.tensor_parallel.world} tensor-parallel ranks: a whole "
+            "copy has other shapes; build the model again and load engine.state_dict() into it"
+        )
+    return copy_module(engine.model, engine.state_dict(), torch.device(device), dtype)
+
+
+def copy_module(
+    model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """Return a deep copy of `model` whose parameters have the values of `state`, without what sharding added to it.
+
+    No parameter's memory is copied: each is replaced by its new one. Ties, requires_grad and hooks are kept. `dtype` is
+    of floating-point parameters and buffers; by default parameters are fp32, frozen ones that are kept in fewer bits
+    too, so that the copy computes in one dtype, and buffers as they are.
+    """
+    memo: dict[int, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and id(value) not in memo:
+            # Always a tensor of its own: what `state` holds belongs to the caller.
+            new = state[name].to(device, _dtype(state[name], dtype or torch.float32), copy=True)
+            memo[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
+    if left := [name for name, value in model.named_parameters() if id(value) not in memo]:
+        raise Refused(f"the model's state_dict() leaves out {left}: their values are not known; name them there too")
+    for b in model.buffers():
+        memo[id(b)] = b.detach().to(device, _dtype(b, dtype), copy=True)
+    return copy.deepcopy(model, memo)  # a sharded module copies itself as the class that it was
+
+
+def _dtype(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and value.is_floating_point() else value.dtype

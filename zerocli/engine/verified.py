@@ -1,0 +1,79 @@
+"""Verified reads: whether any rank has read bytes that were not what was written, asked before a step is reported.
+
+On a CPU a corrupt read raises where it happens. On a GPU the comparison is one more piece of the device's work, so its
+outcome is copied to the host as a step's other values are: `issue` does that when a backward begins, by when the update
+before it has been issued to its end, and `look` at the end of the same step finds it there. Everything that step N has
+read, its update included, is then looked at in step N + 1 at the latest, before the line of step N is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from offload.verify import Corrupted, Unverified
+from zerocli.engine.streams import Lane
+
+
+class VerifiedReads:
+    """Asks `verifier` on behalf of all ranks; `gather` returns every rank's copy of a small tensor."""
+
+    def __init__(
+        self, verifier: Unverified, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._verifier, self._device, self._gather = verifier, device, gather
+        self._lane = Lane(device)
+        self._issued: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    @property
+    def active(self) -> bool:
+        return self._verifier.active
+
+    def issue(self) -> None:
+        """On a GPU, start bringing to the host what has been found so far, on every rank. Collective."""
+        if not self.active or self._device.type != "cuda":
+            return
+        with self._lane.run():
+            everyone = self._everyone()
+            host = torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True)
+            host.copy_(everyone, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._issued = host, event
+
+    def look(self) -> None:
+        """Raise `Corrupted` for what the last `issue` has brought, or this rank has found in host memory."""
+        if self._issued is not None:
+            (host, event), self._issued = self._issued, None
+            event.synchronize()
+            self._refuse(host)
+        self._verifier.refuse()
+
+    def look_now(self) -> None:
+        """Raise `Corrupted` for what this rank has read so far; waits for its device."""
+        found = self._verifier.collect()
+        self._verifier.refuse(0 if found is None else int(found.item()))
+
+    def look_everywhere(self) -> None:
+        """Raise `Corrupted` for what any rank has read so far; waits for the devices. Collective."""
+        if self.active:
+            self._refuse(self._everyone().cpu())
+
+    def _everyone(self) -> torch.Tensor:
+        """Return what every rank has found: 0 for nothing, -1 in host memory, else the number of a piece."""
+        mine = self._verifier.collect()
+        if mine is None or self._verifier.failed:
+            mine = torch.full((), -int(self._verifier.failed), dtype=torch.int64, device=self._device)
+        return self._gather(mine)
+
+    def _refuse(self, everyone: torch.Tensor) -> None:
+        found = everyone.flatten().tolist()
+        if any(found):
+            collected = self._verifier.collect()
+            self._verifier.refuse(0 if collected is None else int(collected.item()))
+            ranks = ", ".join(str(rank) for rank, each in enumerate(found) if each)
+            raise Corrupted(
+                f"rank {ranks} has read bytes from a tier that are not what was written; its own message names them",
+                tier="another rank's",
+            )

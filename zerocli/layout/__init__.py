@@ -1,0 +1,1 @@
+"""Stages, shards and sizes: arithmetic without torch."""

@@ -1,0 +1,44 @@
+"""Model states per rank, as the ZeRO paper counts them. Pure arithmetic: no torch, nothing allocated."""
+
+from __future__ import annotations
+
+from zerocli.layout.stage import stage as stage_of
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer_states",
+    "gathered",
+    "activations",
+    "logits",
+    "buffers",
+    "runtime",
+)
+"""What memory is counted under, in plans and profiles."""
+HELD = ("parameters", "gradients", "optimizer_states", "gathered", "activations", "buffers")
+"""Those of them that an engine holds from step to step."""
+
+
+def grad_width(compute_bytes: int, accumulate: int, reduce: str) -> int:
+    """Return the bytes of a gradient's element: of the compute dtype, or of fp32 if several are added up."""
+    return compute_bytes if accumulate == 1 and reduce == "compute" else 4
+
+
+def model_states(
+    numel: int, stage: int, world: int, compute_bytes: int, grad_bytes: int, num_states: int
+) -> dict[str, int]:
+    """Return the bytes of parameters, gradients and optimizer states that each rank holds.
+
+    `num_states` fp32 arrays beside the parameters (2 for Adam); below fp32 there is an fp32 master as well.
+    """
+    split = stage_of(stage)
+    state_bytes = 4 * (num_states + (compute_bytes < 4))
+
+    def share(nbytes: int, partitioned: bool) -> int:
+        return -(-nbytes // world) if partitioned else nbytes
+
+    return {
+        "parameters": share(numel * compute_bytes, split.parameters),
+        "gradients": share(numel * grad_bytes, split.gradients),
+        "optimizer_states": share(numel * state_bytes, split.optimizer),
+    }

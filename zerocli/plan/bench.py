@@ -1,0 +1,96 @@
+"""This machine in facts, and what its tiers deliver: measured once, remembered in the user's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from zerocli import machine
+from zerocli.console import say
+from zerocli.errors import UserError
+from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular, write_text
+
+BENCH_NBYTES = 1 << 30
+BENCH_SECONDS = 5.0
+
+
+def gather(paths: tuple[str, ...]) -> dict[str, Any]:
+    """Return the facts of this machine as one JSON-able document; sizes in bytes, null where there is no limit."""
+    memory = machine.memory()
+    disks = {}
+    for path in paths or (".",):
+        total, free = machine.disk(path)
+        disks[str(Path(path).absolute())] = {"total": total, "free": free}
+    return {
+        "schema": 1,
+        "host": socket.gethostname(),
+        "system": machine.system(),
+        "cores": machine.cores(),
+        "gpus": [{"name": gpu.name, "memory": gpu.nbytes} for gpu in machine.gpus()],
+        "memory": {"total": memory.total, "available": memory.available},
+        "limits": {"cgroup_memory": memory.limit, "memlock": machine.memlock()},
+        "disks": disks,
+        "versions": {name: machine.version(name) for name in ("zerocli", "torch", "numpy")}
+        | {"python": ".".join(map(str, sys.version_info[:3]))},
+        "backends": machine.backends(),
+    }
+
+
+def measure(facts: dict[str, Any], paths: tuple[str, ...]) -> None:
+    """Measure host memory and GPU, and the disks under `paths`, and remember the results."""
+    try:
+        from tiers import bench
+    except ImportError as error:
+        raise UserError(f"nothing to measure with: {error}", hint="zerocli env, without --bench") from error
+    say("measuring; this takes some seconds per tier")
+    results = {bench_key(facts): bench.bench_dram_hbm(BENCH_NBYTES)}
+    for path in paths:
+        folder = Path(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            results[bench_key(facts, path)] = bench.bench_nvme([str(folder)], BENCH_NBYTES, BENCH_SECONDS)
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror}", hint="another --nvme-path") from error
+    cache = read_cache()
+    for key, result in results.items():
+        cache[key] = {"time": time.time(), "result": result}
+    target = cache_path()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_text(target, json.dumps(cache, indent=2))
+
+
+def remembered(facts: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
+    """Return the remembered measurements of this machine, with their age in seconds; of `paths`, or of all disks."""
+    prefix = bench_key(facts)
+    wanted = {prefix, *(bench_key(facts, path) for path in paths)}
+    found = {}
+    for key, entry in read_cache().items():
+        if key in wanted or (not paths and key.startswith(f"{prefix} ")):
+            name = key.removeprefix(prefix).strip() or "dram_hbm"
+            found[name] = {"age": max(0.0, time.time() - entry["time"]), "result": entry["result"]}
+    return found
+
+
+def bench_key(facts: dict[str, Any], path: str = "") -> str:
+    """Return what a measurement holds for: the host, its GPU and, for a disk, the folder."""
+    gpu = facts["gpus"][0]["name"] if facts["gpus"] else "cpu"
+    return f"{facts['host']}/{gpu}" + (f" {Path(path).absolute()}" if path else "")
+
+
+def cache_path() -> Path:
+    """Return where measurements are remembered."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerocli" / "bench.json"
+
+
+def read_cache() -> dict[str, Any]:
+    """Return the remembered measurements; none when the file is missing or unreadable: they can be taken again."""
+    try:
+        cache = json.loads(read_regular(cache_path(), MAX_CONFIG_NBYTES))
+    except (OSError, ValueError, UserError):
+        return {}
+    return cache if isinstance(cache, dict) else {}

@@ -1,0 +1,65 @@
+"""What one step of training showed: a line of metrics, which profiles and reports are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerocli.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one step of training showed, over all ranks."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    peak: dict[str, int]
+    fragmentation: int
+    """Bytes the allocator has taken from the device beyond the most that were ever used, on the worst rank."""
+    comm: dict[str, int]
+    comm_tp: dict[str, int]
+    wait: dict[str, float]
+    skipped: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+class History(list[Line]):
+    """A run's lines as it goes, the first and the newest `KEPT` or more: a month has millions, its file has all."""
+
+    KEPT = 10_000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def append(self, line: Line) -> None:
+        super().append(line)
+        self.num_steps += 1
+        if len(self) > 2 * self.KEPT:
+            del self[1 : self.KEPT + 1]
+
+
+def device_peak(engine: Engine) -> dict[str, int]:
+    """Return this rank's peak bytes by tier: the allocator's on a GPU, what the engine holds on a CPU."""
+    if engine.device.type == "cuda":
+        hbm = torch.cuda.max_memory_allocated(engine.device)
+    else:
+        hbm = sum(engine.memory().values())
+    return {"hbm": hbm, "dram": engine.tiers.used("dram"), "nvme": engine.tiers.used("nvme")}
+
+
+def fragmentation(engine: Engine) -> int:
+    """Return the bytes reserved on the device beyond the allocated peak; 0 where no allocator counts them."""
+    if engine.device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_reserved(engine.device) - torch.cuda.max_memory_allocated(engine.device)

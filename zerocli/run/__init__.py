@@ -1,0 +1,1 @@
+"""A training run: launch, ranks, steps, data, metrics, and how it ends."""

@@ -1,0 +1,111 @@
+"""Start the ranks of a run on this machine, as many as suit it, and wait for them; never one is left behind."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zerocli import machine
+from zerocli.config.options import RunOptions
+from zerocli.console import say
+from zerocli.errors import UserError
+from zerocli.regular_files import own_folder
+from zerocli.run.job import Job
+from zerocli.run.run_lock import lock_run_folder
+
+JOB_FILE = "job"
+"""In the run folder: the name of the elastic job that wrote its checkpoints."""
+
+
+def launch(
+    config: Any,
+    options: RunOptions,
+    arguments: Sequence[str] = ("train",),
+    *,
+    fresh: bool = False,
+    worker: Sequence[str] | None = None,
+) -> int:
+    """Run one process a rank on this machine until all have ended; return the exit code of the run.
+
+    `arguments` are zerocli's own (the command first); `fresh` wants a run folder that nobody else has; `worker` is the
+    command of a rank, for tests.
+    """
+    num_ranks, reason = choose_ranks(config.parallel.ranks or 0, config.parallel.tp or 1, len(machine.gpus()))
+    machine.allow_open_files(open_files(num_ranks))
+    run_dir = create_run_dir(options.run_dir, fresh)
+    say(f"ranks {num_ranks} ({reason})")
+    say(f"equivalent torchrun command: {torchrun_line(num_ranks, arguments)}")
+    say(f"run folder: {run_dir}")
+    command = list(worker or [sys.executable, "-m", "zerocli", *arguments])
+    with lock_run_folder(run_dir):
+        job = Job(command, num_ranks, run_dir, saves=saves(config))
+        code = job.run()
+    job.tell()
+    return code
+
+
+def open_files(num_ranks: int) -> int:
+    """Return how many files a process of a run may have open: twice what was seen, and connections to each rank."""
+    return 128 + 8 * num_ranks
+
+
+def saves(config: Any) -> bool:
+    """Say whether a run is saved at all; then it also saves when it is told to stop, and needs time for it."""
+    checkpoint = getattr(config, "checkpoint", None)
+    return checkpoint is not None and (checkpoint.every > 0 or checkpoint.time_limit > 0)
+
+
+def choose_ranks(asked: int, tp: int, num_gpus: int) -> tuple[int, str]:
+    """Return (number of ranks, the reason); refuse more ranks than GPUs unless ZEROCLI_SHARE_GPU=1."""
+    if asked and num_gpus and asked > num_gpus:
+        if os.environ.get("ZEROCLI_SHARE_GPU") != "1":
+            raise UserError(
+                f"{asked} ranks, but {num_gpus} GPU{'s' if num_gpus > 1 else ''} on this machine",
+                hint=f"--ranks {num_gpus}, or several machines with torchrun\n"
+                "ZEROCLI_SHARE_GPU=1 lets ranks share a GPU over gloo (slow, for tests)\n"
+                "CUDA_VISIBLE_DEVICES= trains on the CPU",
+            )
+        return asked, f"as asked; they share {num_gpus} GPU{'s' if num_gpus > 1 else ''} over gloo"
+    if asked:
+        return asked, "as asked"
+    if num_gpus % tp:
+        raise UserError(
+            f"tp {tp} does not divide the {num_gpus} GPUs of this machine", hint=f"--ranks {num_gpus // tp * tp or tp}"
+        )
+    if num_gpus:
+        return num_gpus, "one process per GPU"
+    return tp * math.ceil(2 / tp), "no GPU: two processes so that partitioning is real" if tp <= 2 else "no GPU: --tp"
+
+
+def torchrun_line(num_ranks: int, arguments: Sequence[str]) -> str:
+    """Return the torchrun command that starts the same ranks, ready for pasting into a shell."""
+    return shlex.join(["torchrun", "--standalone", "--nproc-per-node", str(num_ranks), "-m", "zerocli", *arguments])
+
+
+def create_run_dir(path: str, fresh: bool = False) -> Path:
+    """Create the run folder with its logs and return it; `fresh` picks a name that no other run has taken."""
+    run_dir = Path(path).absolute()
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        for number in range(2, 1000):
+            try:
+                run_dir.mkdir(exist_ok=not fresh)
+                break
+            except FileExistsError:
+                if not fresh:
+                    raise
+                run_dir = Path(f"{Path(path).absolute()}-{number}")
+        own_folder(run_dir / "logs")
+        with tempfile.TemporaryFile(dir=run_dir):  # may we write there?
+            pass
+    except OSError as error:
+        raise UserError(
+            f"cannot write the run folder {run_dir}: {error.strerror}", hint="--run-dir with a folder you may write to"
+        ) from error
+    return run_dir

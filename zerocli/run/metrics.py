@@ -1,0 +1,210 @@
+"""A run's metrics: one JSON line a step, whole or absent; read back from the device one step late."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from zerocli.engine.engine import Engine, StepResult
+from zerocli.engine.streams import WaitReading
+from zerocli.errors import FAILURE, UserError
+from zerocli.files import pwrite_all
+from zerocli.profile.lines import Line, device_peak, fragmentation
+from zerocli.regular_files import open_regular
+
+
+class Moment:
+    """The point of time at which the device reaches what was issued so far; the host may be far ahead of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._clock = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def wait(self) -> None:
+        """Stop the host until the device is there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: Moment) -> float:
+        """Return the seconds from an earlier moment to this one, both of them reached."""
+        if self._event is not None and earlier._event is not None:
+            return earlier._event.elapsed_time(self._event) / 1e3
+        return self._clock - earlier._clock
+
+
+class Readback:
+    """Small device values on their way to the host; `values()` waits for them and for nothing issued later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+        else:
+            self._host = tensor.clone()
+        self.reached = Moment(tensor.device)
+
+    def values(self) -> torch.Tensor:
+        self.reached.wait()
+        return self._host
+
+
+_Issued = tuple[StepResult, Readback, tuple[dict[str, int], dict[str, int]], WaitReading]
+"""A step on its way: its result, every rank's values, bytes moved by the two axes of ranks, waits."""
+
+
+class Recorder:
+    """Collects each step's values without holding up the device; a step's line comes once the next is issued."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokens_per_step: int,
+        waited_for_data: Callable[[], float],
+        asks_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._engine, self._tokens = engine, tokens_per_step
+        self._asks_to_stop = asks_to_stop
+        self.stopping = False
+        """Whether any rank has asked to stop; it turns true at the same step on all of them."""
+        self._waited_for_data = waited_for_data
+        self._pending: _Issued | None = None
+        engine.waits.take()  # what was waited for before the first step is no step's
+        self._since = Moment(engine.device)
+
+    def record(self, result: StepResult, loss: torch.Tensor) -> Line | None:
+        """Take a step that was just issued; return the line of the one before."""
+        engine = self._engine
+        facts = [*device_peak(engine).values(), fragmentation(engine)]
+        peak = torch.tensor([float(value) for value in facts], dtype=torch.float64)
+        asked = torch.full_like(loss, float(self._asks_to_stop()), dtype=torch.float64)
+        mine = torch.cat(
+            [torch.stack([loss.double(), result.grad_norm.double(), result.skipped.double(), asked]), peak.to(loss)]
+        )
+        everyone = engine.gather_control(mine)
+        engine.waits.add("data", self._waited_for_data())
+        moved = (engine.collectives.take_nbytes(), engine.tensor_parallel.take_nbytes())
+        now = (result, Readback(everyone), moved, engine.waits.take())
+        before, self._pending = self._pending, now
+        return self._line(before) if before else None
+
+    def flush(self) -> Line | None:
+        """Return the line of the last step. Collective where reads are verified."""
+        if self._pending is not None:
+            self._engine.verify()  # its update may not have been issued to its end
+        before, self._pending = self._pending, None
+        return self._line(before) if before else None
+
+    def _line(self, issued: _Issued) -> Line:
+        result, readback, (comm, comm_tp), waits = issued
+        values = readback.values()
+        seconds, self._since = readback.reached.since(self._since), readback.reached
+        self.stopping = self.stopping or bool(values[:, 3].any())
+        *peaks, unused = [int(value) for value in values[:, 4:].amax(0).tolist()]
+        return Line(
+            step=result.step,
+            loss=values[:, 0].mean().item(),
+            grad_norm=values[0, 1].item(),
+            lr=result.lr,
+            tokens=self._tokens,
+            seconds=seconds,
+            tokens_per_second=self._tokens / seconds,
+            peak=dict(zip(("hbm", "dram", "nvme"), peaks, strict=True)),
+            comm=comm,
+            fragmentation=unused,
+            comm_tp=comm_tp,
+            wait=waits.seconds(),
+            skipped=bool(values[0, 2].item()),
+        )
+
+
+class MetricsFile:
+    """Appends lines to RUN/metrics.jsonl, each whole or absent; mends a torn last line left by a killed run.
+
+    A disk that is full ends no training: lines wait, and are written once there is room.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None] = lambda text: None) -> None:
+        self._path, self._say = path, say
+        self._fd = open_regular(path, os.O_RDWR | os.O_CREAT)
+        self._end = os.fstat(self._fd).st_size
+        self._waiting = b""
+        """Lines that are not in the file yet."""
+        self._failed = False
+        whole = _whole_nbytes(self._fd, self._end)
+        if whole < self._end:
+            self._end = whole
+            os.ftruncate(self._fd, self._end)
+
+    def write(self, line: Line) -> None:
+        self._waiting += (json.dumps(line.as_dict()) + "\n").encode()
+        self._try(self._append)
+        self._failed = self._failed and bool(self._waiting)
+
+    def sync(self) -> None:
+        """Have what was written on the disk: no checkpoint is ahead of its run's lines."""
+        self._try(lambda: os.fsync(self._fd))
+        self._refuse_if_gone()
+
+    def close(self) -> None:
+        """Write what still waits; raise OSError where that cannot be, UserError where the file is gone."""
+        try:
+            self._append()
+            self._refuse_if_gone()
+        finally:
+            os.close(self._fd)
+
+    def _refuse_if_gone(self) -> None:
+        """Raise UserError where the file's name is another file's by now, or nobody's: the run folder was removed."""
+        try:
+            there = os.lstat(self._path)
+        except FileNotFoundError:
+            there = None
+        except OSError:  # a disk that does not answer now may do so later
+            return
+        if there is None or not os.path.samestat(there, os.fstat(self._fd)):
+            raise UserError(
+                f"{self._path.parent} was removed or replaced while the run was writing there: its metrics, and "
+                "whatever it had saved, are gone",
+                hint="the same command again, with another --run-dir",
+                exit_code=FAILURE,
+            )
+
+    def _append(self) -> None:
+        try:
+            pwrite_all(self._fd, memoryview(self._waiting), self._end)
+        except OSError:
+            os.ftruncate(self._fd, self._end)  # half a line would be taken for a whole one by the next that is added
+            raise
+        self._end += len(self._waiting)
+        self._waiting = b""
+
+    def _try(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except OSError as error:
+            if not self._failed:
+                self._say(f"{self._path}: cannot write metrics ({error.strerror}); buffering and retrying")
+            self._failed = True
+
+
+def _whole_nbytes(fd: int, nbytes: int) -> int:
+    """Return where the last whole line of a file ends, read from its end backwards: it may be of any size."""
+    end = nbytes
+    while end:
+        start = max(0, end - _TAIL_NBYTES)
+        found = os.pread(fd, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
+
+
+_TAIL_NBYTES = 1 << 20

@@ -1,0 +1,193 @@
+"""What a run says to a person: the opening lines, progress, the closing summary, the dry run's table."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from typing import Any
+
+import torch
+
+from zerocli.config import Config, to_dict
+from zerocli.config.options import RunOptions
+from zerocli.console import say
+from zerocli.engine.engine import Engine
+from zerocli.engine.precision import precision
+from zerocli.layout.memory import HELD, grad_width, model_states
+from zerocli.layout.sizes import count_of, format_bytes, format_count
+from zerocli.plan.setup import num_states
+from zerocli.profile.lines import History, Line
+
+
+def opening(config: Config, engine: Engine) -> str:
+    """Return the lines that open a run: what is trained, and each automatic choice with its reason."""
+    _, reason = precision(config.train.precision, engine.device)
+    world, tp, train = engine.collectives.world, engine.tensor_parallel.world, config.train
+    tokens = train.batch * train.accumulate * world * train.seq
+    axes = f" ({world} data-parallel x {tp} tensor-parallel)" if tp > 1 else ""
+    each = "data-parallel ranks" if tp > 1 else "ranks"
+    update = f"; update {'on the CPU' if engine.updater.on_cpu else 'through the device'} ({engine.update_reason})"
+    away = [f"offload {config.offload.placement}{update if any(f.away for f in engine.flats()) else ''}"]
+    return "\n".join(
+        [
+            f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "
+            f"{config.zero.stage}, {count_of(world * tp, 'rank')}{axes} on {engine.device.type}",
+            f"precision {engine.precision.name} ({reason})",
+            *_vocabulary(config, engine),
+            f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {world} {each} x accumulate "
+            f"{train.accumulate} x seq {train.seq}",
+            *([*away, *engine.tiers.notes] if engine.placement.tiers else []),
+        ]
+    )
+
+
+def _vocabulary(config: Config, engine: Engine) -> list[str]:
+    """Return what became of the vocabulary under tensor parallelism, and why; nothing without."""
+    tp, vocab = engine.tensor_parallel, config.model.vocab
+    if tp.world == 1 or config.model.factory:
+        return []
+    if "head.weight" in tp.cuts:
+        return [f"vocabulary split, {vocab // tp.world} tokens a rank (tp {tp.world} divides {vocab})"]
+    return [f"vocabulary whole on every rank (tp {tp.world} does not divide {vocab})"]
+
+
+class Progress:
+    """A bar on a terminal, a line every `every` steps elsewhere; silent on other ranks."""
+
+    def __init__(self, steps: int, every: int, active: bool) -> None:
+        self._steps, self._every, self._active = steps, every, active
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        if self._active and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._steps, unit="step", dynamic_ncols=True)
+        return self
+
+    def show(self, line: Line) -> None:
+        if not self._active:
+            return
+        text = f"loss {line.loss:.4f}  grad {line.grad_norm:.3f}  {line.tokens_per_second:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+        elif line.step == 1 or line.step % self._every == 0 or line.step == self._steps:
+            say(f"step {line.step}/{self._steps}  {text}  lr {line.lr:.2e}")
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def gather_memory(engine: Engine) -> dict[str, int]:
+    """Return the most bytes any rank holds, by category. Collective."""
+    mine = torch.tensor([engine.memory()[c] for c in HELD], dtype=torch.float64, device=engine.device)
+    most = engine.gather_control(mine).amax(0)
+    return dict(zip(HELD, (int(value) for value in most.tolist()), strict=True))
+
+
+def summary(
+    config: Config,
+    options: RunOptions,
+    engine: Engine,
+    lines: History,
+    held: dict[str, int],
+    checked: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the closing summary as one JSON document."""
+    settled = lines[1:] or lines  # the first step also warms up
+    width = engine.precision.compute.itemsize
+    grads = grad_width(width, config.train.accumulate, config.zero.reduce)
+    whole = model_states(engine.numel, 0, 1, width, grads, len(engine.rule.state_names))
+    return {
+        "schema": 1,
+        "run_dir": options.run_dir,
+        "config": config.name,
+        "stage": config.zero.stage,
+        "ranks": engine.collectives.world * engine.tensor_parallel.world,
+        "tp": engine.tensor_parallel.world,
+        "parameters": engine.numel,
+        "steps": lines.num_steps,
+        "first_loss": lines[0].loss,
+        "final_loss": lines[-1].loss,
+        "tokens_per_second": sum(x.tokens for x in settled) / sum(x.seconds for x in settled),
+        "memory": {c: {"held": held[c], "stage_0": whole.get(c, 0)} for c in HELD},
+        "peak": lines[-1].peak,
+        "check": checked,
+        "next": next_command(config, options.source),
+    }
+
+
+def next_command(config: Config, source: str) -> str:
+    """Return the command a person would try after this one."""
+    tp = f" --tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
+    if config.zero.stage < 3:
+        return f"zerocli train {shlex.quote(source)} --stage 3{tp}"
+    if not config.offload.placement:
+        return f"zerocli train {shlex.quote(source)} --stage 3{tp} --offload cpu"
+    return f"zerocli train {shlex.quote(source)} --stage 3{tp} --check 10"
+
+
+def _title(what: str, stage: int, tp: int) -> str:
+    """Return the head of a table of memory: this run beside training that splits nothing."""
+    return f"{what:<20}{f'stage {stage}' + (f' tp {tp}' if tp > 1 else ''):>14}{'stage 0':>14}"
+
+
+def _row(category: str, held: int, stage_0: int) -> str:
+    return f"{category.replace('_', ' '):<20}{format_bytes(held):>14}{format_bytes(stage_0):>14}"
+
+
+def closing(summary: dict[str, Any]) -> str:
+    """Return the summary as a person reads it."""
+    rows = [_title("held by each rank", summary["stage"], summary["tp"])]
+    totals = [0, 0]
+    for category, row in summary["memory"].items():
+        totals = [totals[0] + row["held"], totals[1] + row["stage_0"]]
+        rows.append(_row(category, row["held"], row["stage_0"]))
+    rows.append(_row("total", *totals))
+    head = (
+        f"\nloss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f} in {summary['steps']} steps, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s on {count_of(summary['ranks'], 'rank')}\n"
+    )
+    away = [f"{tier} {format_bytes(n)}" for tier, n in summary["peak"].items() if n and tier != "hbm"]
+    tail = [f"on other tiers: {', '.join(away)}"] if away else []
+    tail.append(f"\nmetrics: {summary['run_dir']}/metrics.jsonl")
+    if summary["check"] is not None:
+        tail.append(check_line(summary["check"]))
+    return "\n".join([head, *rows, *tail, f"try: {summary['next']}"])
+
+
+def check_line(check: dict[str, Any]) -> str:
+    """Return how a comparison with unsharded training went."""
+    verdict = "equal to unsharded training" if check["equal"] else "NOT equal to unsharded training"
+    return (
+        f"check: {verdict} over {check['steps']} steps: largest difference in loss "
+        f"{check['largest_difference']:.3g} ({check['largest_relative_difference']:.2g} relative, "
+        f"tolerance {check['tolerance']:g})"
+    )
+
+
+def planned_memory(config: Config, numel: int, local: int) -> dict[str, dict[str, int]]:
+    """Return the model states each rank would hold, beside stage 0, from arithmetic alone.
+
+    `local` of the `numel` parameters are a rank's own share under tensor parallelism.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen, _ = precision(config.train.precision, device)
+    width = chosen.compute.itemsize
+    common = (width, grad_width(width, config.train.accumulate, config.zero.reduce), num_states(config))
+    held = model_states(local, config.zero.stage, config.parallel.ranks // config.parallel.tp, *common)
+    whole = model_states(numel, 0, 1, *common)
+    return {category: {"held": held[category], "stage_0": whole[category]} for category in held}
+
+
+def dry(config: Config, numel: int, held: dict[str, dict[str, int]]) -> str:
+    """Return the dry run's text."""
+    rows = [_row(category, row["held"], row["stage_0"]) for category, row in held.items()]
+    title = _title("each rank holds", config.zero.stage, config.parallel.tp)
+    shown = json.dumps(to_dict(config), indent=2)
+    ranks = count_of(config.parallel.ranks, "rank")
+    where = f"{format_count(numel)} parameters on {ranks} (activations and buffers not counted)"
+    return "\n".join([shown, "", where, title, *rows])

@@ -1,0 +1,170 @@
+"""The steps of a run: batches through the engine, a line of metrics a step, saves when they are due."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from zerocli.config import Config, to_dict
+from zerocli.config.options import RunOptions
+from zerocli.console import quoted, say
+from zerocli.engine.engine import Engine
+from zerocli.errors import FAILURE, UserError
+from zerocli.profile.lines import Line
+from zerocli.run import report
+from zerocli.run.data import Batches, Prefetcher
+from zerocli.run.launch import saves
+from zerocli.run.metrics import MetricsFile, Recorder
+from zerocli.run.preempt import Preemption
+from zerocli.run.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from zerocli.checkpoint.saver import Saver
+
+
+@contextlib.contextmanager
+def long_lived() -> Iterator[None]:
+    """While the body runs, have the collector pass over what is there already, a model and all of torch.
+
+    A full collection takes a tenth of a second and more of a step, on each of many ranks at another time, and all wait.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def micro_step(engine: Engine, tokens: torch.Tensor, targets: torch.Tensor, seeds: tuple[int, ...]) -> torch.Tensor:
+    """Run one forward and backward, with the random state that this micro-step always has; return its loss."""
+    torch.manual_seed(hash(seeds) & (2**63 - 1))
+    loss = engine(tokens, targets)
+    engine.backward(loss)
+    return loss.detach()
+
+
+def run_steps(
+    config: Config,
+    options: RunOptions,
+    engine: Engine,
+    batches: Batches,
+    rank: int,
+    first: int,
+    lines: list[Line],
+    watchdog: Watchdog,
+) -> str:
+    """Train from step `first` on, adding a line a step; return why the run was stopped before its end, if it was.
+
+    Ranks that split a layer between them see the same data and random numbers.
+    """
+    train, checkpoint = config.train, config.checkpoint
+    replica, replicas = engine.collectives.rank, engine.collectives.world
+    steps = min(train.steps, options.check) if options.check else train.steps
+    stopped = ""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(long_lived())
+        metrics = MetricsFile(Path(options.run_dir) / "metrics.jsonl", say) if rank == 0 else None
+        saver = make_saver(config, options, engine, rank) if saves(config) else None
+        if saver is not None:
+            watchdog.watch(saver.progress)
+        loader = stack.enter_context(Prefetcher(batches, first, replica, replicas, engine.device, steps))
+        progress = stack.enter_context(report.Progress(steps, train.log_every, active=rank == 0))
+        preemption = Preemption(checkpoint.time_limit, lambda: saver.longest_seconds if saver else 0.0)
+        if saver is not None:
+            stack.enter_context(preemption)
+        tokens_per_step = train.batch * train.accumulate * replicas * train.seq
+        asks = preemption.wants_stop if saver is not None else (lambda: False)
+        recorder = Recorder(engine, tokens_per_step, lambda: loader.waited_seconds, asks)
+
+        def keep(line: Line | None) -> None:
+            if line is not None:
+                lines.append(line)
+                if metrics is not None:
+                    metrics.write(line)
+                progress.show(line)
+                stop_if_broken(config, line, saver)
+
+        def save(step: int) -> None:
+            assert saver is not None
+            if saver.asked == step:
+                return
+            keep(recorder.flush())
+            if metrics is not None:
+                metrics.sync()
+            saver.save(step, {"config": to_dict(config), "samples": batches.seen(step, replicas)})
+
+        for step in range(first, steps + 1):
+            total = torch.zeros((), device=engine.device)
+            for micro in range(train.accumulate):
+                tokens, targets = next(loader)
+                total += micro_step(engine, tokens, targets, (train.seed, step, micro, replica))
+            keep(recorder.record(engine.step(), total / train.accumulate))
+            if step == first and rank == 0:
+                for note in engine.activations.notes:
+                    say(note)
+            if saver is not None and (step == steps or (checkpoint.every and step % checkpoint.every == 0)):
+                save(step)
+            if saver is not None and recorder.stopping and step < steps:
+                save(step)
+                stopped = f"stopped after step {step} ({preemption.reason}), which is saved"
+                break
+        keep(recorder.flush())
+        if saver is not None:
+            finish_saving(saver, engine, options)
+        if metrics is not None:
+            metrics.close()
+    return stopped
+
+
+def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int) -> Saver:
+    """Return what saves the run. Collective."""
+    from zerocli.checkpoint.saver import Saver  # with torch's checkpoints, a second to import: only for runs that save
+
+    checkpoint = config.checkpoint
+    return Saver(
+        engine,
+        Path(options.run_dir) / "checkpoints",
+        asynchronous=checkpoint.async_,
+        buffer_nbytes=checkpoint.buffer,
+        keep=checkpoint.keep,
+        keep_every=checkpoint.keep_every,
+        say=say if rank == 0 else (lambda text: None),
+        probe=options.probe,
+    )
+
+
+def finish_saving(saver: Saver, engine: Engine, options: RunOptions) -> None:
+    """Wait for the last save; raise UserError if it failed, for nobody may think that it is there."""
+    saver.close()
+    engine.verify()
+    if saver.lost is not None:
+        raise saver.lost
+    if saver.failure is not None:
+        hint = f"room on the disk, then --resume --run-dir {quoted(options.run_dir)}"
+        raise UserError(saver.failure, hint=hint, exit_code=FAILURE)
+
+
+class Diverged(UserError):
+    """A loss that is not a number; every rank raises it after the same step, as they agree on its metrics."""
+
+
+def stop_if_broken(config: Config, line: Line, saver: Saver | None = None) -> None:
+    """End the run at a loss that is not a number; fp16 merely skips such a step and lowers its scale."""
+    broken = not math.isfinite(line.loss) or (line.skipped and config.train.precision != "fp16")
+    if broken and config.train.on_nan == "stop":
+        what = f"loss is {line.loss}" if not math.isfinite(line.loss) else "the gradients are not finite"
+        if saver is not None:
+            saver.wait()
+        saved = f"step {saver.saved} is saved" if saver is not None and saver.saved else "no checkpoint was written"
+        raise Diverged(
+            f"{what} at step {line.step} (lr {line.lr:.3g}); the step was not applied; {saved}",
+            hint="a lower --set optimizer.lr=..., or --set train.on_nan=continue",
+            exit_code=1,
+        )

@@ -1,0 +1,348 @@
+"""The training run behind `zerocli train`: reads top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from offload.verify import Corrupted
+from tiers.errors import TierError
+from zerocli import machine
+from zerocli.checkpoint.folder import Folder
+from zerocli.config import Config, to_dict
+from zerocli.config.options import RunOptions
+from zerocli.console import say, show
+from zerocli.engine.api import open_process_group
+from zerocli.engine.build import DoesNotFit
+from zerocli.engine.comm import severed
+from zerocli.engine.engine import Engine
+from zerocli.engine.optim import arguments_of
+from zerocli.engine.precision import precision
+from zerocli.engine.settings import Settings
+from zerocli.engine.startup import STARTUP
+from zerocli.engine.store import CONNECT_SECONDS
+from zerocli.engine.tensor_parallel import local_numel
+from zerocli.errors import UserError
+from zerocli.models import Decoder, build
+from zerocli.plan.factory import build_factory
+from zerocli.plan.inputs import plan_config
+from zerocli.profile.lines import History, Line
+from zerocli.profile.observer import Observer
+from zerocli.regular_files import own_folder, sync_folder, write_text
+from zerocli.run import rank_loss, report
+from zerocli.run.data import Batches, open_source
+from zerocli.run.job import EXIT_PREEMPTED
+from zerocli.run.launch import JOB_FILE, open_files
+from zerocli.run.run_lock import lock_run_folder
+from zerocli.run.schedule import make_schedule
+from zerocli.run.steps import Diverged, micro_step, run_steps
+from zerocli.run.watchdog import START_SECONDS, Watchdog, end_process
+from zerocli.worker import job_name
+
+
+def work(config: Config, options: RunOptions, observer: Observer | None = None) -> int:
+    """Be one rank of a run, watched by `observer`; return the exit code."""
+    refuse_check_of_masks(config, options)
+    if "RANK" in os.environ and threading.current_thread() is threading.main_thread():
+        # An exception at any line, torch's callbacks among them, could leave a rank half way; it ends at once instead.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    machine.allow_open_files(open_files(int(os.environ.get("WORLD_SIZE", "1"))))
+    STARTUP.probe = options.probe
+    watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir))
+    try:
+        with watchdog:
+            join_ranks(config, watchdog)
+            # A launcher of ours has the folder already; of torchrun's or SLURM's ranks the first takes it.
+            first = "ZEROCLI_PARENT" not in os.environ and (not dist.is_initialized() or dist.get_rank() == 0)
+            with lock_run_folder(options.run_dir) if first else contextlib.nullcontext():
+                return _train(config, options, observer or Observer(), watchdog)
+    except Corrupted as error:
+        fact, hint = rank_loss.standing(options.run_dir)
+        raise UserError(f"{error}; nothing of this step is saved; {fact}", hint=hint, exit_code=1) from error
+    except TierError as error:
+        raise UserError(str(error), hint=error.hint or "", exit_code=1) from error
+    except RuntimeError as error:
+        gone = severed(error)
+        if gone is None:
+            raise
+        raise rank_loss.explain(gone.what, gone.reason, gone.missing or watchdog.missing, options.run_dir) from error
+    except OSError as error:
+        if not error.strerror:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        fact, hint = rank_loss.standing(options.run_dir)
+        raise UserError(f"{where}{error.strerror}; {fact}", hint=hint, exit_code=1) from error
+    finally:
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+def join_ranks(config: Config, watchdog: Watchdog) -> None:
+    """Open the process group, watched from the moment that its store is there."""
+
+    def met(store: dist.Store) -> None:
+        watchdog.meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store)
+        STARTUP.probe("start opening the process group")
+
+    limit = config.train.watchdog
+    with STARTUP.waiting("opening the process group"):
+        open_process_group(connect_seconds=max(limit, START_SECONDS) if limit else CONNECT_SECONDS, met=met)
+    if dist.is_initialized():  # by somebody else, before
+        watchdog.meet(dist.get_rank(), dist.get_world_size())
+
+
+def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Watchdog) -> int:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    config = resolve(config, world)
+    with STARTUP.by_itself("opening the data"):
+        batches = open_batches(config, check=rank == 0)
+    run_dir = Path(options.run_dir)
+    cap_device(config)
+    with STARTUP.by_itself("building the model"):
+        refuse_overwriting(options)
+        engine = observer.build(lambda: make_engine(config, probe=options.probe, watch=watchdog.attach))
+    with STARTUP.by_itself("preparing the run folder"):
+        if rank == 0:
+            own_folder(run_dir / "checkpoints")
+            for folder in (run_dir, run_dir.absolute().parent):  # or the power could take the run with all it has saved
+                sync_folder(folder)
+            say(report.opening(config, engine))
+    with STARTUP.by_itself("loading"):
+        first = begin(config, options, engine, batches, rank)
+    with STARTUP.by_itself("writing the run folder"):
+        if rank == 0:
+            Folder(run_dir / "checkpoints").sweep()
+            write_text(run_dir / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
+            write_text(run_dir / JOB_FILE, job_name())
+    # The reference starts from the very same values: take them before the first update.
+    start = engine.state_dict() if options.check else None
+    lines = History()
+    try:
+        stopped = run_steps(config, options, engine, batches, rank, first, lines, watchdog)
+    except Diverged as error:
+        watchdog.close(error)
+        observer.report(config, options, engine, lines)
+        raise
+    watchdog.close()
+    if lines:
+        observer.report(config, options, engine, lines)  # before the reference's memory is there as well
+    if stopped or not lines:
+        if not lines and dist.is_initialized():
+            dist.barrier()  # no step was made: another rank may still be opening a group, which needs us until then
+        engine.close()
+        if rank == 0:
+            say(stopped or f"nothing is left to train: step {first - 1} of {config.train.steps} was saved")
+            if options.json and not (lines and observer.tells):
+                about = {"schema": 1, "run_dir": options.run_dir, "steps": lines.num_steps, "stopped": stopped}
+                show(json.dumps(about))
+        return EXIT_PREEMPTED if stopped else 0
+    checked = compare(config, start, lines, batches, rank, engine.collectives.world) if start else None
+    held = report.gather_memory(engine)
+    if rank == 0 and not observer.tells:
+        summary = report.summary(config, options, engine, lines, held, checked)
+        say(report.closing(summary))
+        if options.json:
+            show(json.dumps(summary))
+    elif rank == 0 and checked is not None:
+        say(report.check_line(checked))
+    engine.close()
+    return 1 if checked is not None and not checked["equal"] else 0
+
+
+def cap_device(config: Config) -> None:
+    """Let the allocator take no more of the GPU than the config allows."""
+    if config.train.gpu_memory and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, config.train.gpu_memory / total))
+
+
+def resolve(config: Config, world: int) -> Config:
+    """Return the config with what depends on the number of ranks, of both axes, worked out."""
+    train, tp = config.train, config.parallel.tp
+    if train.global_batch:
+        replicas = world // tp
+        each, what = train.batch * replicas, "ranks" if tp == 1 else "data-parallel ranks"
+        if train.global_batch % each:
+            raise UserError(
+                f"global batch {train.global_batch} is not a multiple of batch {train.batch} x {replicas} {what} "
+                f"= {each}",
+                hint=f"--set train.global_batch={max(1, round(train.global_batch / each)) * each}",
+            )
+        train = dataclasses.replace(train, accumulate=train.global_batch // each)
+    parallel = dataclasses.replace(config.parallel, ranks=world)
+    return dataclasses.replace(config, train=train, parallel=parallel)
+
+
+def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
+    """Refuse to compare what is not meant to be equal: heads on several ranks each draw their own dropout."""
+    if options.check and config.parallel.tp > 1 and config.model.dropout > 0:
+        raise UserError(
+            f"--check with tp {config.parallel.tp} and dropout {config.model.dropout:g}: heads on other ranks draw "
+            "other masks than in one process, so the losses differ",
+            hint="--set model.dropout=0",
+        )
+
+
+def make_model(config: Config, device: str = "meta") -> nn.Module:
+    """Return the model, without memory on the meta device, where a factory's always is."""
+    if config.model.factory:
+        return build_factory(config.model.factory)
+    return build(config.model, config.train.seq, device)
+
+
+def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) -> Engine:
+    """Return the engine of a config, around its model or the one given; `changes` are fields of its settings."""
+    model = make_model(config) if model is None else model
+    optimizer = config.optimizer
+    units = model.unit_modules() if isinstance(model, Decoder) else None
+    settings = Settings(
+        stage=config.zero.stage,
+        optimizer=optimizer.name,
+        lr=make_schedule(optimizer.schedule, optimizer.lr, config.train.steps, optimizer.warmup, optimizer.min_lr),
+        weight_decay=optimizer.weight_decay,
+        options=arguments_of(optimizer),
+        precision=config.train.precision,
+        accumulate=config.train.accumulate,
+        clip=config.train.clip or None,
+        units=units,
+        recompute=config.activations.policy == "recompute",
+        partition_activations=config.activations.partition,
+        compile=config.model.compile,
+        seed=config.train.seed,
+        bucket_nbytes=config.zero.bucket,
+        gather_buffers=config.zero.buffers,
+        reduce=config.zero.reduce,
+        offload=config.offload.placement,
+        update=config.offload.update,
+        nvme_path=config.offload.nvme_path,
+        staging_nbytes=config.offload.staging,
+        verify=config.offload.verify,
+        tp=config.parallel.tp,
+    )
+    try:
+        return Engine(model, dataclasses.replace(settings, **changes))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except DoesNotFit as error:
+        raise UserError(str(error), hint=error.hint, exit_code=3) from error
+
+
+def open_batches(config: Config, check: bool = True) -> Batches:
+    vocab = 0 if config.model.factory else config.model.vocab
+    source = open_source(config.data.path, config.data.tokenizer, config.data.dtype, vocab, config.train.seq, check)
+    train = config.train
+    return Batches(source, train.batch, train.seq, train.accumulate, train.seed)
+
+
+def refuse_overwriting(options: RunOptions) -> None:
+    """Keep a new run out of a folder that holds another's checkpoints."""
+    saved = Folder(Path(options.run_dir) / "checkpoints").committed()
+    if saved and not options.resume:
+        raise UserError(
+            f"{options.run_dir} holds the checkpoint of step {saved[0].step}: a new run there would replace it",
+            hint="--resume goes on from it; or another --run-dir",
+        )
+
+
+def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches, rank: int) -> int:
+    """Fill the engine with what the run starts from; return its first step. Collective."""
+    if not options.resume and not config.train.init_from:
+        return 1
+    from zerocli import start  # with torch's checkpoints, a second to import: not for a run that starts from nothing
+
+    return start.begin(config, options, engine, batches, say if rank == 0 else (lambda text: None))
+
+
+def compare(
+    config: Config,
+    start: dict[str, torch.Tensor],
+    lines: list[Line],
+    batches: Batches,
+    rank: int,
+    replicas: int,
+) -> dict[str, Any]:
+    """Train the same steps in one process without sharding, on rank 0, and compare the losses."""
+    alone = dist.new_group([0]) if dist.is_initialized() else None
+    result = [0.0, 0.0]
+    if rank == 0:
+        accumulate = config.train.accumulate
+        engine = make_engine(config, stage=0, accumulate=accumulate * replicas, group=alone, tp=1, offload="")
+        engine.load_state_dict(start)
+        for line in lines:
+            total = torch.zeros((), dtype=torch.float64, device=engine.device)
+            for micro in range(accumulate):
+                for each in range(replicas):
+                    tokens, targets = batches.batch(line.step, micro, each, replicas)
+                    seeds = (config.train.seed, line.step, micro, each)
+                    total += micro_step(engine, tokens.to(engine.device), targets.to(engine.device), seeds)
+            engine.step()
+            difference = abs(total.item() / (accumulate * replicas) - line.loss)
+            result = [max(result[0], difference), max(result[1], difference / abs(line.loss))]
+    if dist.is_initialized():
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        shared = torch.tensor(result, dtype=torch.float64, device=device)
+        dist.broadcast(shared, 0)
+        result = shared.tolist()
+    chosen, _ = precision(config.train.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    tolerance = 1e-4 if chosen.name == "fp32" else 2e-2
+    return {
+        "steps": len(lines),
+        "largest_difference": result[0],
+        "largest_relative_difference": result[1],
+        "tolerance": tolerance,
+        "equal": result[1] <= tolerance,
+    }
+
+
+def count_parameters(config: Config) -> tuple[int, int]:
+    """Return (the model's parameters, those of one rank under tensor parallelism), without building every block."""
+
+    def count(model: nn.Module) -> tuple[int, int]:
+        return sum(p.numel() for p in model.parameters()), local_numel(model, config.parallel.tp)
+
+    layers = config.model.layers
+    if config.model.factory or layers < 3:
+        return count(make_model(config))
+    counts = [
+        count(make_model(dataclasses.replace(config, model=dataclasses.replace(config.model, layers=num))))
+        for num in (1, 2)
+    ]
+    numel, local = (one + (layers - 1) * (two - one) for one, two in zip(*counts, strict=True))
+    return numel, local
+
+
+def dry_run(config: Config, options: RunOptions) -> int:
+    """Print the resolved config and what each rank would hold; train nothing."""
+    began = time.perf_counter()
+    config = resolve(config, max(1, config.parallel.ranks))
+    open_batches(config)
+    try:
+        numel, local = count_parameters(config)
+        held = report.planned_memory(config, numel, local)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    document = {"schema": 1, "config": to_dict(config), "parameters": numel, "memory": held}
+    planned = plan_config(config, "cuda" if torch.cuda.is_available() else "cpu")
+    if planned is not None:
+        document["plan"] = planned.as_dict()
+    if options.json:
+        show(json.dumps(document))
+    else:
+        show(report.dry(config, numel, held))
+        if planned is not None:
+            show("\n".join(["", "the whole plan of a rank's device, and of its node:", *planned.lines()]))
+    say(f"nothing was trained ({time.perf_counter() - began:.1f} s)")
+    return 0
