@@ -142,6 +142,14 @@ class Stack:
         """Return the bytes of the arenas by tier."""
         return dict(self._used)
 
+    def near(self) -> list[torch.Tensor]:
+        """Return the memory of the arenas on the device."""
+        return [block.tier.view(block) for block in {slot.block: None for slot in self._slots if slot.near}]
+
+    def far(self) -> list[Block]:
+        """Return the blocks of the arenas on other tiers."""
+        return list({slot.block: None for slot in self._slots if not slot.near})
+
     # -- slots -----------------------------------------------------------------------------------------------------
 
     def _take(self, nbytes: int) -> Slot:

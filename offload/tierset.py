@@ -73,6 +73,10 @@ class TierSet:
             return sum(disks.values()) // self._ranks_per_node if disks else None
         return None
 
+    def addressable(self) -> frozenset[str]:
+        """Return the names of open tiers whose memory the CPU can work on."""
+        return frozenset(name for (name, _), tier in self._open.items() if tier.addressable)
+
     def used(self, name: str) -> int:
         """Return the most bytes that were ever in use on a tier."""
         return sum(tier.peak for (opened, _), tier in self._open.items() if opened == name)

@@ -70,7 +70,7 @@ def failing(monkeypatch, error: BaseException) -> None:
     ],
 )
 def test_start_up_does_not_import_torch(words):
-    code = "import sys; from zerocli import cli; c = cli.run(sys.argv[1:]); sys.exit(c or 'torch' in sys.modules)"
+    code = "import sys; from zerocli.cli.main import run; c = run(sys.argv[1:]); sys.exit(c or 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerocli.models.loss import IGNORED, MAX_CHUNK_NUMEL, chunk_tokens, linear_cross_entropy, padded_vocab
+from zerocli.layout.constants import MAX_CHUNK_NUMEL, chunk_tokens, padded_vocab
+from zerocli.models.loss import IGNORED, linear_cross_entropy
 
 HIDDEN = 24
 

@@ -15,8 +15,8 @@ from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
+from zerocli.layout import constants
 from zerocli.models import build
-from zerocli.plan import constants
 from zerocli.plan.build import plan_model
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.rows import Plan

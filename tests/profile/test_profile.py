@@ -15,7 +15,7 @@ from toys import Uneven, split, uneven_batch
 import zerocli
 from zerocli.config import Config, ModelConfig
 from zerocli.engine.streams import Waits
-from zerocli.layout.memory import CATEGORIES
+from zerocli.layout.categories import CATEGORIES
 from zerocli.plan.inputs import shape_of
 from zerocli.profile import clock as clocks
 from zerocli.profile.clock import Segment, Span

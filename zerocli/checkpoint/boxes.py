@@ -12,10 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zerocli.layout.constants import PIECE_NUMEL
 from zerocli.layout.shards import Span
-
-PIECE_NUMEL = 4 << 20
-"""Largest box, in elements: what is checked by one checksum, and read whole where any of it is wanted."""
 
 MAX_CUT_DIMS = 12
 """Dimensions in which a tensor may be cut: more than any model's have, few enough to look at every corner of a box."""

@@ -22,21 +22,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tiers.base import PAGE_NBYTES, round_up
+from tiers.base import round_up
 from tiers.pages import Pages, Registrar
-from zerocli.checkpoint.boxes import PIECE_NUMEL, Box
+from zerocli.checkpoint.boxes import Box
 from zerocli.checkpoint.parts import Part
 from zerocli.checkpoint.sources import Wait
 from zerocli.engine.streams import Lane, Mark
+from zerocli.layout.constants import save_slot
 
 ALIGN = 64
 """Pieces start at multiples of this many bytes within a slot."""
-SLOT_NBYTES = round_up(8 * PIECE_NUMEL, PAGE_NBYTES)
-"""Bytes of the smallest slot: a piece of any dtype fits."""
 NUM_UNDER_WAY = 8
 """Slots that copies are issued for at once: at a full queue the driver would hold up every thread's launches."""
-MAX_SLOT_NBYTES = 4 * SLOT_NBYTES
-"""Of the largest: fewer, longer copies, for a stream takes only so many before its host has to wait."""
 
 
 @dataclass
@@ -68,7 +65,7 @@ class Slots:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.lane = Lane(device)
-        self.slot_nbytes = min(MAX_SLOT_NBYTES, max(SLOT_NBYTES, nbytes // 64 // PAGE_NBYTES * PAGE_NBYTES))
+        self.slot_nbytes = save_slot(nbytes)
         self._left = max(2, nbytes // self.slot_nbytes)
         self._pin = device.type == "cuda"
         self._registrar = Registrar()

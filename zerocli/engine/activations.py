@@ -75,6 +75,11 @@ class Activations:
         """What was decided on the way, a line each."""
         return [*self._notes.values(), *self.stack.notes]
 
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (category, name, tensor) of the arena of checkpoints on the device."""
+        for memory in self.stack.near():
+            yield "activations", "checkpoints of blocks", memory
+
     @property
     def nbytes(self) -> int:
         """Bytes of checkpoints on the device: the arena, and what is on its way out or was brought back."""

@@ -13,7 +13,7 @@ not the same, some have computed with another unit's parameters: the step change
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -56,9 +56,11 @@ class Agreement:
         self._suspect: tuple[torch.Tensor, list[int]] | None = None
         """Whether ranks have gathered different flats in the last step, on the device, and what this one did."""
 
-    @property
-    def memory(self) -> tuple[torch.Tensor, ...]:
-        return (self._mine, self._everyone) if self.active else ()
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (category, name, tensor) of what the exchange goes through."""
+        if self.active:
+            yield "buffers", "agreement", self._mine
+            yield "buffers", "agreement", self._everyone
 
     def meet(self, want: int) -> None:
         """Return when all ranks are about to gather the flat `want`, or at the end that FORWARD, ... describe."""

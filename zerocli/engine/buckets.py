@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from zerocli.engine.streams import Waits
-from zerocli.layout.shards import SHARD_ALIGN, Layout, Span
+from zerocli.layout.buffers import bucket_width
+from zerocli.layout.shards import Layout, Span
 
 Strided = tuple[tuple[int, ...], tuple[int, ...], int]
 """(size, stride, offset) of a view into one-dimensional memory."""
@@ -36,7 +37,7 @@ class BucketPlan:
 def plan_buckets(layout: Layout, world: int, bucket_numel: int) -> list[BucketPlan]:
     """Cut a flat into buckets of at most `bucket_numel` elements, each holding equal columns of all ranks' slices."""
     each = layout.total // world
-    width = max(SHARD_ALIGN, min(each, bucket_numel // world // SHARD_ALIGN * SHARD_ALIGN))
+    width = bucket_width(layout.total, world, bucket_numel)
     spans = [(i, entry.span) for i, entry in enumerate(layout.entries)] + [(-1, gap) for gap in layout.gaps()]
     plans = []
     for columns in Span(0, each).pieces(width):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload import HBM, Placement, Record, Share, Spill, Store
+from offload import HBM, Placement, Record, Share, Store
 from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet, shortage
 from tiers.base import Tier
@@ -23,8 +22,9 @@ from zerocli.engine.startup import STARTUP
 from zerocli.engine.tensor_parallel import TensorParallel
 from zerocli.engine.unit import MASTER, REPLICATED, Flat, Unit, build_flats, claim_parameters, find_units
 from zerocli.errors import Refused
+from zerocli.layout.buffers import gradient_arenas, gradients
+from zerocli.layout.flats import Sizing, place
 from zerocli.layout.sizes import format_bytes
-from zerocli.layout.stage import Stage
 
 
 class DoesNotFit(Exception):
@@ -35,14 +35,6 @@ class DoesNotFit(Exception):
         self.hint = hint
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Where the pieces of one flat go, by kind, and how large each is."""
-
-    tiers: dict[str, str]
-    nbytes: dict[str, int]
-
-
 class Builder:
     """Makes units out of a model, for one rank."""
 
@@ -50,7 +42,7 @@ class Builder:
         self,
         model: nn.Module,
         settings: Settings,
-        stage: Stage,
+        sizing: Sizing,
         compute: torch.dtype,
         collectives: Collectives,
         tensor_parallel: TensorParallel,
@@ -58,16 +50,14 @@ class Builder:
         placement: Placement,
         tiers: TierSet,
         mover: Mover,
-        chunk: int,
         groups: Mapping[str, int],
     ) -> None:
         self._groups = groups
-        self._model, self._settings, self._stage = model, settings, stage
+        self._model, self._settings, self._sizing = model, settings, sizing
         self._compute, self._collectives, self._states = compute, collectives, tuple(state_names)
-        self._placement, self._tiers, self._mover, self._chunk = placement, tiers, mover, chunk
+        self._placement, self._tiers, self._mover = placement, tiers, mover
         self._tensor_parallel = tensor_parallel
         self._device = collectives.device
-        self._single = settings.accumulate == 1 and settings.reduce == "compute"
         self._mixed = mixes(model, compute)
 
     def build(self) -> list[Unit]:
@@ -78,12 +68,12 @@ class Builder:
         units = [unit for unit, _ in claimed]
         for unit, named in claimed:
             self.lay_out(unit, named, lambda p: p.requires_grad)
-        plans = self._preflight(units)
+        self._preflight(units)
         materialise.place_buffers(self._model, fresh, self._collectives, self._device)
         for flat in _flats(units):
-            self._fill(flat, fresh, plans[id(flat)])
+            self._fill(flat, fresh)
             STARTUP.move()
-        self._allocate_gradients([flat for unit in reversed(units) for flat in unit.trainable], plans)
+        self._allocate_gradients([flat for unit in reversed(units) for flat in unit.trainable])
         materialise.reset_buffer_owners(self._model, fresh, self._settings.seed, self._device)
         if self._settings.state is not None:
             load_buffers(self._model, self._settings.state)
@@ -96,16 +86,19 @@ class Builder:
 
     def place(self, units: list[Unit], flats: list[Flat], values: Callable[[Flat], torch.Tensor]) -> None:
         """Fill new flats of units whose others are placed already."""
-        plans = plan_pieces(units, self._placement, self._sizes)
-        for flat in flats:
-            self._place(flat, values(flat), plans[id(flat)])
-        self._allocate_gradients([flat for flat in flats if flat.trainable], plans)
+        everything = list(_flats(units))
+        placed = place([flat.spec for flat in everything], self._placement, self._sizing)
+        for flat, spec in zip(everything, placed, strict=True):
+            if flat in flats:
+                flat.spec = spec
+                self._place(flat, values(flat))
+        self._allocate_gradients([flat for flat in flats if flat.trainable])
 
     def lay_out(
         self, unit: Unit, named: Sequence[tuple[str, nn.Parameter]], trains: Callable[[nn.Parameter], bool]
     ) -> None:
         """Give a unit the flats of its parameters, those that train apart from the others; allocates nothing."""
-        build_flats(unit, named, self._group_of, self._dtype_of, trains, self._stage, self._collectives)
+        build_flats(unit, named, self._group_of, self._dtype_of, trains, self._sizing.stage, self._collectives)
 
     def _dtype_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         """Return what a parameter computes in: its own dtype where the user has asked for that, or the precision's."""
@@ -118,17 +111,27 @@ class Builder:
         return self._compute
 
     def _grad_dtype(self, flat: Flat) -> torch.dtype:
-        return flat.dtype if self._single else torch.float32
+        return flat.dtype if self._sizing.grad_width(flat.spec.width) == flat.spec.width else torch.float32
 
     # -- where things go -------------------------------------------------------------------------------------------
 
-    def _preflight(self, units: list[Unit]) -> dict[int, Plan]:
-        plans = plan_pieces(units, self._placement, self._sizes)
-        over = shortage(self._placement, _needed(plans), self._tiers)
+    def _preflight(self, units: list[Unit]) -> None:
+        """Give every piece its tier; raise DoesNotFit where one has too little room."""
+        flats = list(_flats(units))
+        for flat, spec in zip(flats, place([flat.spec for flat in flats], self._placement, self._sizing), strict=True):
+            flat.spec = spec
+        over = shortage(self._placement, self._needed(units, self._placement), self._tiers)
         if over:
             facts = "; ".join(f"{n}: {format_bytes(need)} needed, {format_bytes(has)} there" for n, need, has in over)
             raise DoesNotFit(f"it does not fit (each rank's share of the node): {facts}", self._nearest(units))
-        return plans
+
+    def _needed(self, units: list[Unit], placement: Placement) -> Counter[str]:
+        """Return the bytes that a placement of all pieces needs on each tier."""
+        needed: Counter[str] = Counter()
+        for spec in place([flat.spec for flat in _flats(units)], placement, self._sizing):
+            for kind, nbytes in spec.pieces(self._sizing).items():
+                needed[spec.tiers[kind]] += nbytes
+        return needed
 
     def _nearest(self, units: list[Unit]) -> str:
         """Return the first placement, from small changes to large, that has room."""
@@ -137,7 +140,7 @@ class Builder:
             for moved in (["optimizer"], ["optimizer", "parameters"], kinds):
                 shares = dict(self._placement.shares) | {kind: (Share(tier),) for kind in moved if kind in kinds}
                 other = Placement(shares)
-                if not shortage(other, _needed(plan_pieces(units, other, self._sizes)), self._tiers):
+                if not shortage(other, self._needed(units, other), self._tiers):
                     short = {"parameters": "params", "gradients": "grads"}
                     text = ",".join(f"{short.get(k, k)}={word if k in moved else self._word(k)}" for k in kinds)
                     return f"--offload {text}"
@@ -146,21 +149,12 @@ class Builder:
     def _word(self, kind: str) -> str:
         return "+".join({"dram": "cpu"}.get(s.tier, s.tier) for s in self._placement.of(kind))
 
-    def _sizes(self, flat: Flat) -> dict[str, int]:
-        """Return the bytes of each piece of a flat."""
-        own = flat.own.numel
-        sizes = {"parameters": own * flat.dtype.itemsize}
-        if flat.trainable:
-            sizes["gradients"] = own * self._grad_dtype(flat).itemsize
-            sizes["optimizer"] = own * 4 * len(self._record_arrays(flat))
-        return sizes
-
     def _record_arrays(self, flat: Flat) -> tuple[str, ...]:
         return self._states if flat.dtype == torch.float32 else (MASTER, *self._states)
 
     # -- filling ---------------------------------------------------------------------------------------------------
 
-    def _fill(self, flat: Flat, fresh: materialise.Fresh, plan: Plan) -> None:
+    def _fill(self, flat: Flat, fresh: materialise.Fresh) -> None:
         """Give a flat its initial values and the states this rank holds of it, each on its tier."""
 
         def initialise() -> None:
@@ -168,17 +162,16 @@ class Builder:
 
         with torch.no_grad():
             whole = materialise.whole_values(flat, fresh, initialise, self._collectives, self._device, self._given)
-            self._place(flat, whole, plan)
+            self._place(flat, whole)
 
-    def _place(self, flat: Flat, whole: torch.Tensor, plan: Plan) -> None:
-        self._place_parameters(flat, whole, plan.tiers["parameters"])
+    def _place(self, flat: Flat, whole: torch.Tensor) -> None:
+        self._place_parameters(flat, whole, flat.spec.tiers["parameters"])
         if flat.trainable:
-            self._place_states(flat, whole[flat.held.start : flat.held.stop], plan.tiers["optimizer"])
+            self._place_states(flat, whole[flat.held.start : flat.held.stop], flat.spec.tiers["optimizer"])
 
     def _place_parameters(self, flat: Flat, whole: torch.Tensor, tier: str) -> None:
         mine = whole[flat.own.start : flat.own.stop]
-        # A slice that is the whole buffer needs no gathering: one rank is the general case with a trivial slice.
-        if tier == HBM and (not self._stage.parameters or self._collectives.world == 1):
+        if flat.spec.resident(self._sizing):
             flat.resident = whole.to(flat.dtype)
             flat.shard = flat.resident[flat.own.start : flat.own.stop]
             flat.attach(flat.resident, flat.views(flat.resident))
@@ -200,8 +193,8 @@ class Builder:
 
     def _place_states(self, flat: Flat, held: torch.Tensor, tier: str) -> None:
         arrays = self._record_arrays(flat)
-        if tier != HBM and arrays:
-            cuts = [0, *(span.stop for _, span in flat.chunks(self._chunk))]
+        if tier != HBM:
+            cuts = [0, *(span.stop for _, span in flat.spec.chunks(self._sizing.chunk))]
             opened = self._tiers.open(tier, "optimizer")
             flat.record = Record(opened, arrays, cuts, self._tiers.traffic, self._tiers.verifier)
             flat.record.store.what = f"the optimizer states of {flat.unit.title}"
@@ -213,49 +206,29 @@ class Builder:
         if flat.record is None:
             flat.states = {name: torch.zeros_like(held, dtype=torch.float32) for name in self._states}
 
-    def _allocate_gradients(self, flats: list[Flat], plans: dict[int, Plan]) -> None:
+    def _allocate_gradients(self, flats: list[Flat]) -> None:
         """Give trainable flats their gradients: a shard, or a part of one arena in the order given, backward's.
 
         In one arena neighbours are reduced together, however small they are.
         """
-        if self._stage.gradients:
+        if self._sizing.stage.gradients:
             for flat in flats:
                 STARTUP.move()
-                tier, numel = plans[id(flat)].tiers["gradients"], flat.held.numel
-                if tier == HBM:
-                    flat.grad = torch.zeros(numel, dtype=self._grad_dtype(flat), device=self._device)
+                spec, dtype = gradients(flat.spec, self._sizing), self._grad_dtype(flat)
+                if spec.tier == HBM:
+                    flat.grad = torch.zeros(spec.numel, dtype=dtype, device=self._device)
                 else:
-                    opened = self._tiers.open(tier, "gradients")
-                    about = (opened, "gradients", numel, self._grad_dtype(flat))
+                    about = (self._tiers.open(spec.tier, "gradients"), "gradients", spec.numel, dtype)
                     flat.grad_store = Store(*about, self._tiers.traffic, self._tiers.verifier)
                     flat.grad_store.what = f"the gradients of {flat.unit.title}"
-            return
-        for dtype in dict.fromkeys(self._grad_dtype(flat) for flat in flats):
-            alike = [flat for flat in flats if self._grad_dtype(flat) == dtype]
-            arena = torch.zeros(sum(flat.layout.total for flat in alike), dtype=dtype, device=self._device)
+        for spec in gradient_arenas([flat.spec for flat in flats], self._sizing):
+            alike = [flat for flat in flats if self._sizing.grad_width(flat.spec.width) == spec.width]
+            arena = torch.zeros(spec.numel, dtype=self._grad_dtype(alike[0]), device=self._device)
             at = 0
             for flat in alike:
                 flat.grad_full = arena[at : at + flat.layout.total]
                 flat.grad = flat.grad_full[flat.held.start : flat.held.stop]
                 at += flat.layout.total
-
-
-def plan_pieces(units: list[Unit], placement: Placement, sizes: Callable[[Flat], dict[str, int]]) -> dict[int, Plan]:
-    """Assign the pieces of all flats to tiers, kind by kind, in the units' order."""
-    spills = {kind: Spill(kind, placement.of(kind)) for kind in ("parameters", "gradients", "optimizer")}
-    plans = {}
-    for flat in _flats(units):
-        nbytes = sizes(flat)
-        plans[id(flat)] = Plan({kind: spills[kind].place(size) for kind, size in nbytes.items()}, nbytes)
-    return plans
-
-
-def _needed(plans: dict[int, Plan]) -> Counter[str]:
-    needed: Counter[str] = Counter()
-    for plan in plans.values():
-        for kind, tier in plan.tiers.items():
-            needed[tier] += plan.nbytes[kind]
-    return needed
 
 
 def _flats(units: list[Unit]) -> Iterator[Flat]:

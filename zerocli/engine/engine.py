@@ -9,6 +9,7 @@ one and parameters that stay resident are the same code with trivial values.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import ACTIVATIONS, HBM, KINDS, parse_placement, per_rank
+from offload import ACTIVATIONS, KINDS, parse_placement, per_rank
 from offload.mover import Mover, StagedStore
 from offload.stack import Stack
 from offload.tierset import TierSet
@@ -49,9 +50,12 @@ from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes
 from zerocli.engine.unit import Flat, Unit, recomputed_units
 from zerocli.engine.unshard import unsharded_model
-from zerocli.engine.update import Updater, choose_update, stream_chunk
+from zerocli.engine.update import Updater, choose_update
 from zerocli.engine.verified import VerifiedReads
 from zerocli.errors import Refused
+from zerocli.layout.buffers import Spec, persistent
+from zerocli.layout.categories import HELD
+from zerocli.layout.flats import Sizing
 from zerocli.layout.sizes import parse_bytes
 from zerocli.layout.stage import stage as stage_of
 
@@ -101,6 +105,8 @@ class Engine:
         self.steps = 0
         self.updates = torch.zeros((), device=self.device)
         self._micro = 0
+        self.sizing: Sizing
+        self.agreement: Agreement
         self._gradients = Gradients()
         self._held_whole = 0
 
@@ -123,7 +129,8 @@ class Engine:
         self.connect()
         away = any(flat.away for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
-        self.updater = Updater(self.rule, self.counts, self.collectives, self.device, on_cpu, self._chunk)
+        self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
+        self.updater = Updater(self.rule, self.counts, self.collectives, self.device, self.sizing)
         recomputed = recomputed_units(self.units, settings.recompute or ACTIVATIONS in self.placement.shares)
         stack = Stack(
             lambda name: self.tiers.open(name, ACTIVATIONS),
@@ -149,7 +156,7 @@ class Engine:
             self.device,
             self.waits,
             settings.probe,
-            settings.gather_buffers,
+            self.sizing,
             before_gather=self._bring_up_to_date,
             look_ahead=self._look_ahead,
             meet=lambda flat: self.agreement.meet(self._places[id(flat)]),
@@ -158,13 +165,11 @@ class Engine:
         together = together and (self.collectives.backend == "gloo" if settings.uneven is None else settings.uneven)
         self.reducer = Reducer(
             self.units,
-            self.stage,
+            self.sizing,
             self.collectives,
             self.device,
             self.waits,
             settings.probe,
-            settings.bucket_nbytes,
-            reduce_fp32=settings.reduce == "fp32",
             # Where parameters move, the engine says when a unit is through; elsewhere its last gradient does.
             eager=not self.gatherer.moves,
             together=together,
@@ -210,12 +215,20 @@ class Engine:
         self.tiers = TierSet(self.local_world, self.device, settings.nvme_path, settings.tier_options, settings.verify)
         self.verified = VerifiedReads(self.tiers.verifier, self.device, self.gather_control)
         self.mover = Mover(settings.staging_nbytes, self.tiers.open_cache)
-        self._chunk = stream_chunk(settings.staging_nbytes, len(self.rule.state_names))
-        names = self.rule.state_names
-        compute = self.precision.compute
+        self.sizing = Sizing(
+            self.stage,
+            self.collectives.world,
+            len(self.rule.state_names),
+            settings.accumulate,
+            settings.reduce,
+            settings.bucket_nbytes,
+            settings.gather_buffers,
+            settings.staging_nbytes,
+            self.device.type,
+        )
         self._builder = Builder(
-            *(self.model, settings, self.stage, compute, self.collectives, self.tensor_parallel),
-            *(names, self.placement, self.tiers, self.mover, self._chunk, self.arranged.group_of),
+            *(self.model, settings, self.sizing, self.precision.compute, self.collectives, self.tensor_parallel),
+            *(self.rule.state_names, self.placement, self.tiers, self.mover, self.arranged.group_of),
         )
         try:
             return self._builder.build()
@@ -513,32 +526,36 @@ class Engine:
         self.mover.close()
         self.tiers.close()
 
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (category, name, tensor) of all that is kept from step to step; the first to name a memory is right."""
+        for flat in self.flats():
+            yield from flat.holdings()
+        for name, buffer in self.model.named_buffers():
+            yield "buffers", name, buffer
+        for part in (self.gatherer, self.reducer, self.updater, self.activations, self.agreement):
+            yield from part.holdings()
+
+    def scalars(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (category, name, tensor) of single elements, of which there are a few for each unit."""
+        for flat in self.flats():
+            yield from flat.scalars()
+        yield "buffers", "counters", self.updates
+        yield "buffers", "counters", self.counts.values
+
     def memory(self) -> dict[str, int]:
         """Return the bytes this rank holds on its device, by category; of activations the checkpoints' arena alone."""
-        seen: dict[int, str] = {}
-        nbytes = dict.fromkeys(("parameters", "gradients", "optimizer_states", "gathered", "activations", "buffers"), 0)
-
-        def count(category: str, tensor: torch.Tensor | None) -> None:
-            if tensor is not None and tensor.numel():
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in seen:
-                    seen[storage.data_ptr()] = category
-                    nbytes[category] += storage.nbytes()
-
-        for flat in self.flats():
-            count("parameters", flat.resident)
-            count("parameters", flat.shard)
-            count("gradients", flat.grad_full)
-            count("gradients", flat.grad)
-            count("optimizer_states", flat.master)
-            for state in flat.states.values():
-                count("optimizer_states", state)
-        for buffer in (*self.model.buffers(), *(self.agreement.memory if self.device.type == "cpu" else ())):
-            count("buffers", buffer)
-        nbytes["gathered"] = self.gatherer.nbytes
-        nbytes["activations"] = self.activations.stack.nbytes().get(HBM, 0)
-        nbytes["buffers"] += self.reducer.nbytes + self.updater.nbytes.get(self.device.type, 0)
+        seen: set[int] = set()
+        nbytes = dict.fromkeys(HELD, 0)
+        for category, _, tensor in self.holdings():
+            storage = tensor.untyped_storage()
+            if tensor.device.type == self.device.type and tensor.numel() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                nbytes[category] += storage.nbytes()
         return nbytes
+
+    def specs(self) -> list[Spec]:
+        """Return the specifications of what is kept from step to step; scalars and the model's buffers have none."""
+        return persistent([flat.spec for unit in self.gatherer.forward_order() for flat in unit.flats], self.sizing)
 
     @property
     def numel(self) -> int:

@@ -25,6 +25,8 @@ from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.streams import Lane, Mark, Waits
 from zerocli.engine.unit import Flat, Unit
 from zerocli.errors import Refused
+from zerocli.layout.buffers import gather_limits
+from zerocli.layout.flats import Sizing
 
 
 @dataclass(eq=False)
@@ -85,14 +87,15 @@ class Gatherer:
         device: torch.device,
         waits: Waits,
         probe: Callable[[str], None],
-        buffers_per_class: int,
+        sizing: Sizing,
         before_gather: Callable[[Flat], None],
         look_ahead: Callable[[Sequence[Unit], Sequence[Unit]], None],
         meet: Callable[[Flat], None],
     ) -> None:
         self._units, self._collectives, self._device = units, collectives, device
         self._waits, self._probe = waits, probe
-        self._limit = buffers_per_class
+        self._limit = sizing.gather_buffers
+        self._limits = gather_limits([flat.spec for unit in units for flat in unit.flats], sizing)
         self._before_gather, self._look_ahead, self._meet = before_gather, look_ahead, meet
         self._lane = Lane(device)
         self._pool: dict[tuple[int, torch.dtype], list[Buffer]] = {}
@@ -307,7 +310,7 @@ class Gatherer:
         free = [buffer for buffer in buffers if buffer.holder is None]
         if free:
             return free[0]
-        if len(buffers) < min(self._limit, self._sharers(flat)):
+        if len(buffers) < self._limits[flat.layout.total, flat.spec.width]:
             return self._grow(buffers, flat)
         return None
 
@@ -330,14 +333,11 @@ class Gatherer:
         buffers.append(Buffer(torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)))
         return buffers[-1]
 
-    def _sharers(self, flat: Flat) -> int:
-        key = (flat.layout.total, flat.dtype)
-        return sum((f.layout.total, f.dtype) == key and f.resident is None for u in self._units for f in u.flats)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all gather buffers."""
-        return sum(b.tensor.nbytes for buffers in self._pool.values() for b in buffers)
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (category, name, tensor) of the gather buffers."""
+        for buffers in self._pool.values():
+            for buffer in buffers:
+                yield "gathered", f"gather buffers of {buffer.tensor.numel()} elements", buffer.tensor
 
     # -- what autograd saves: see [Note: gather buffers and autograd] ----------------------------------------------
 

@@ -10,21 +10,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerocli.engine.buckets import Bucket, BucketPlan, Pool, Rest, fill, plan_buckets
+from zerocli.engine.buckets import BucketPlan, Pool, Rest, fill, plan_buckets
 from zerocli.engine.comm import Collectives
 from zerocli.engine.parameters import drop_grad, has_grad, take_grad
 from zerocli.engine.streams import Lane, Waits
 from zerocli.engine.tensor_parallel import TensorParallel
 from zerocli.engine.unit import Flat, Unit
 from zerocli.errors import Refused
-from zerocli.layout.shards import SHARD_ALIGN, Span
-from zerocli.layout.stage import Stage
+from zerocli.layout.buffers import bucket_limit, bucket_numel
+from zerocli.layout.flats import Sizing
+from zerocli.layout.shards import Span
 
 NORM_ROW = 4096
 
@@ -35,37 +36,32 @@ class Reducer:
     def __init__(
         self,
         units: list[Unit],
-        stage: Stage,
+        sizing: Sizing,
         collectives: Collectives,
         device: torch.device,
         waits: Waits,
         probe: Callable[[str], None],
-        bucket_nbytes: int,
-        reduce_fp32: bool,
         eager: bool,
         together: bool,
         tensor_parallel: TensorParallel,
         unexpected: Callable[[str], None],
     ) -> None:
-        self._stage, self._collectives, self._device = stage, collectives, device
+        self._stage, self._collectives, self._device = sizing.stage, collectives, device
         self._waits, self._probe, self._eager, self._together = waits, probe, eager, together
-        self._reduce_fp32, self._tensor_parallel = reduce_fp32, tensor_parallel
+        self._reduce_fp32, self._tensor_parallel = sizing.reduce == "fp32", tensor_parallel
         self._unexpected = unexpected
-        self._bucket_nbytes = bucket_nbytes
         self._lane = Lane(device)
         self._flats = [flat for unit in units for flat in unit.trainable]
-        largest = max((flat.layout.total for flat in self._flats), default=0)
-        self._bucket_numels = {dtype: self._bucket_numel(dtype) for dtype in {self._wire(f) for f in self._flats}}
+        specs = [flat.spec for flat in self._flats]
+        wires = {self._wire(flat) for flat in self._flats}
+        self._bucket_numels = {dtype: bucket_numel(specs, sizing, dtype.itemsize) for dtype in wires}
         # Of a gradient that is kept whole, as many elements at a time in fp32 as in fewer bits.
         self._limits: dict[torch.dtype, int] = {}
         for flat in self._flats:
             if flat.grad_full is not None:
-                elements = max(1, bucket_nbytes // self._wire(flat).itemsize)
+                elements = max(1, sizing.bucket_nbytes // self._wire(flat).itemsize)
                 self._limits[flat.grad_full.dtype] = min(elements, self._limits.get(flat.grad_full.dtype, elements))
-        # Two in turn; where gradients leave the device, enough for one whole unit to be on its way beside the next.
-        leaves = any(flat.grad_store is not None for flat in self._flats)
-        smallest = min(self._bucket_numels.values(), default=0)
-        count = min(8, -(-largest // smallest) + 1) if leaves and smallest else 2
+        count = bucket_limit(specs, sizing)
         self._buckets, self._lift = Pool(count, device, waits), Pool(count, device, waits)
         self._run: list[torch.Tensor] = []
         """Gradients that lie one after another and are still to be all-reduced together."""
@@ -100,10 +96,6 @@ class Reducer:
     def _wire(self, flat: Flat) -> torch.dtype:
         """The dtype in which a flat's gradients travel."""
         return torch.float32 if self._reduce_fp32 else flat.dtype
-
-    def _bucket_numel(self, wire: torch.dtype) -> int:
-        largest = max(flat.layout.total for flat in self._flats if self._wire(flat) == wire)
-        return min(largest, max(self._bucket_nbytes // wire.itemsize, self._collectives.world * SHARD_ALIGN))
 
     def begin(self, first: bool, last: bool, joining: bool = False) -> None:
         """Open a backward pass: `first` and `last` of the step's micro-steps; `joining` one that is under way."""
@@ -463,14 +455,10 @@ class Reducer:
             self._unfinished.append(lift.busy)
         return done
 
-    def buckets(self) -> list[Bucket]:
-        """Return all reduction buckets."""
-        return [*self._buckets.all(), *self._lift.all()]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the reduction buckets."""
-        return sum(bucket.memory.nbytes for bucket in self.buckets())
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (category, name, tensor) of the reduction buckets."""
+        for bucket in (*self._buckets.all(), *self._lift.all()):
+            yield "buffers", "reduction buckets", bucket.memory
 
 
 def _measured(flat: Flat, columns: Span) -> list[Span]:

@@ -17,7 +17,8 @@ from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.parameters import attach, edited, edited_in_place, moved, note_values, release
 from zerocli.engine.streams import Mark
 from zerocli.errors import Refused
-from zerocli.layout.shards import Layout, Span, lay_out, owned
+from zerocli.layout.flats import FlatSpec, flat_spec
+from zerocli.layout.shards import Layout, Span, lay_out
 from zerocli.layout.stage import Stage
 
 MASTER = "master"
@@ -32,15 +33,11 @@ class Flat:
     """One flat buffer of a unit: its layout, this rank's slice, and where its states are right now."""
 
     unit: Unit
-    layout: Layout
+    spec: FlatSpec
+    """What lies where in it, this rank's slices, and the tiers of its pieces."""
     parameters: list[nn.Parameter]
     dtype: torch.dtype
     """Compute dtype: what the parameters are when they are gathered."""
-    trainable: bool
-    own: Span
-    """The slice that this rank owns."""
-    held: Span
-    """The span that this rank keeps optimizer states for: `own`, or all of it when the stage replicates them."""
 
     resident: torch.Tensor | None = None
     """The whole buffer, where it is kept for good (parameters not partitioned)."""
@@ -70,6 +67,24 @@ class Flat:
     """A gather into `buffer` that is under way."""
 
     @property
+    def layout(self) -> Layout:
+        return self.spec.layout
+
+    @property
+    def trainable(self) -> bool:
+        return self.spec.trainable
+
+    @property
+    def own(self) -> Span:
+        """The slice that this rank owns."""
+        return self.spec.own
+
+    @property
+    def held(self) -> Span:
+        """The span that this rank keeps optimizer states for."""
+        return self.spec.held
+
+    @property
     def replicated(self) -> int:
         """Where the parameters begin that all tensor-parallel ranks hold alike; the flat's end if there are none."""
         return self.layout.start_of(REPLICATED)
@@ -77,15 +92,26 @@ class Flat:
     @property
     def away(self) -> bool:
         """Whether any of its states is kept off the device."""
-        return self.param_store is not None or self.grad_store is not None or self.record is not None
+        return self.spec.away
 
-    def chunks(self, numel: int) -> list[tuple[int, Span]]:
-        """Return (group, span) of pieces of at most `numel` elements that tile `held`, counted from its start."""
-        return [
-            (group, span)
-            for group, segment in self.layout.segments(self.held)
-            for span in segment.shifted(-self.held.start).pieces(numel)
-        ]
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (category, name, tensor) of what it keeps on the device; the first to name a memory is right."""
+        unit = self.unit.name or "rest"
+        for category, tensor in (
+            ("parameters", self.resident),
+            ("parameters", self.shard),
+            ("gradients", self.grad_full),
+            ("gradients", self.grad),
+            ("optimizer_states", self.master),
+            *(("optimizer_states", state) for state in self.states.values()),
+        ):
+            if tensor is not None and tensor.numel():
+                yield category, f"{unit} {category}", tensor
+
+    def scalars(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield what its parameters show while they are released."""
+        if self._hollow:
+            yield "buffers", "released parameters", self._hollow[0]
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters as views of a buffer of the flat's length."""
@@ -299,7 +325,7 @@ def build_flats(
         groups = [group_of(name, p) if trainable else 0 for name, p in members]
         layout = lay_out([(n, tuple(p.shape), g) for (n, p), g in zip(members, groups, strict=True)], collectives.world)
         by_name = dict(members)
-        own = owned(layout.total, collectives.world, collectives.rank)
-        held = own if stage.optimizer else Span(0, layout.total)
         ordered = [by_name[entry.name] for entry in layout.entries]
-        unit.flats.append(Flat(unit, layout, ordered, dtype, trainable, own, held))
+        ranks = (collectives.world, collectives.rank)
+        spec = flat_spec(unit.name or "rest", layout, dtype.itemsize, stage, *ranks, trainable)
+        unit.flats.append(Flat(unit, spec, ordered, dtype))

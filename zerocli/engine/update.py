@@ -8,13 +8,11 @@ streams of their own, so that the host waits for nothing and the next forward ov
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from offload import Store
 from tiers.transfer import Transfer
 from zerocli.engine.comm import Collectives
 from zerocli.engine.counts import Counts, within
@@ -24,12 +22,12 @@ from zerocli.engine.streams import Lane, Mark
 from zerocli.engine.torchrule import WholeOptimizer
 from zerocli.engine.unit import MASTER, REPLICATED, Flat
 from zerocli.engine.whole_update import update_whole
-from zerocli.layout.shards import SHARD_ALIGN, Span
+from zerocli.layout.buffers import slot_widths
+from zerocli.layout.constants import NUM_SLOTS, UPDATE_CHUNK
+from zerocli.layout.flats import Sizing
+from zerocli.layout.shards import Span
+from zerocli.layout.stage import STAGES
 
-UPDATE_CHUNK = {"cpu": 1 << 20, "cuda": 16 << 20}
-"""Elements updated at a time, through an fp32 copy of their gradients. On a CPU all that they meet stays in cache; on a
-GPU torch's fused kernel gives a block of threads 64 K elements, so fewer would leave multiprocessors idle."""
-NUM_SLOTS = 6
 LEAD = NUM_SLOTS // 2
 """Chunks fetched ahead of the one that is updated; the other slots are being written back."""
 
@@ -45,6 +43,8 @@ class Job:
     """What of the chunk is updated, counted from its start, each with its class of counts; see counts.py."""
     last: bool
     """Whether it ends its flat."""
+    passing: frozenset[str] = frozenset()
+    """What of it passes through the buffers of a slot, and is not updated where it lies: see `layout.slot_widths`."""
 
 
 class Slot:
@@ -73,14 +73,13 @@ class Updater:
         counts: Counts,
         collectives: Collectives,
         device: torch.device,
-        on_cpu: bool,
-        chunk: int,
+        sizing: Sizing,
     ) -> None:
         self._rule, self._counts, self._collectives, self._device = rule, counts, collectives, device
-        self.on_cpu = on_cpu
+        self.on_cpu = sizing.update_on_cpu
+        self._sizing = sizing
         self.before_update: Callable[[Flat], None] = lambda flat: None
         """Called before a flat's states change, on the lane of the change: a checkpoint may still be reading them."""
-        self._chunk = chunk
         self._fetching, self._updating = Lane(device), Lane(device)
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
         self._scratch: dict[str, torch.Tensor] = {}
@@ -94,13 +93,13 @@ class Updater:
         self._at = LEAD
         self._start = Mark(device)
 
-    @property
-    def nbytes(self) -> dict[str, int]:
-        """Bytes of slots and scratch, by the type of device they are on."""
-        total: Counter[str] = Counter()
-        for buffer in (*self._scratch.values(), *(b for slot in self._slots for b in slot.buffers.values())):
-            total[buffer.device.type] += buffer.nbytes
-        return dict(total)
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (category, name, tensor) of slots and scratch, on the device and beside it."""
+        for slot in self._slots:
+            for buffer in slot.buffers.values():
+                yield "buffers", "update slots", buffer
+        for buffer in self._scratch.values():
+            yield "buffers", "update scratch", buffer
 
     def _place(self, flat: Flat) -> torch.device:
         """Return where a flat is updated: where its states are, or for those off the device where that was chosen."""
@@ -188,7 +187,8 @@ class Updater:
 
     def _jobs_of(self, flat: Flat) -> list[Job]:
         """Return the chunks that have something to update; one empty chunk where none of this rank's has."""
-        spans = flat.chunks(self._chunk if flat.away else UPDATE_CHUNK[self._device.type])
+        spans = flat.spec.chunks(self._sizing.chunk if flat.away else UPDATE_CHUNK[self._device.type])
+        passing = frozenset(slot_widths(flat.spec, self._sizing))
         segments = self._counts.segments(flat.layout, self._inactive)
         chosen: list[tuple[int, Span, tuple[tuple[Span, int], ...]]]
         if len(segments) == 1 and segments[0][0].numel == flat.layout.total:
@@ -198,7 +198,7 @@ class Updater:
             chosen = [(group, span, tuple(within(held, span))) for group, span in spans]
             chosen = [job for job in chosen if job[2]] or [(0, Span(0, 0), ())]
         return [
-            Job(flat, group % REPLICATED, span, parts, i == len(chosen) - 1)
+            Job(flat, group % REPLICATED, span, parts, i == len(chosen) - 1, passing)
             for i, (group, span, parts) in enumerate(chosen)
         ]
 
@@ -212,21 +212,18 @@ class Updater:
         slot.leaving, slot.arriving, slot.parts = [], [], {}
         if not job.segments:
             return
-        if flat.record is not None and not self._in_place(flat, flat.record.store):
+        if "record" in job.passing:
+            assert flat.record is not None
             memory = self._take(job, slot, "record", torch.float32, flat.record.width(span.start, span.stop))
             slot.arriving.append(flat.record.fetch(span.start, span.stop, memory))
-        if flat.grad_store is not None and not self._in_place(flat, flat.grad_store):
+        if "grad" in job.passing:
+            assert flat.grad_store is not None
             memory = self._take(job, slot, "grad", flat.grad_store.dtype, span.numel)
             slot.arriving.append(flat.grad_store.fetch(span.start, memory))
-        in_record = flat.record is not None and MASTER in flat.record.arrays
-        if flat.master is None and not in_record:  # fp32: the parameters are the master
+        if "master" in job.passing:  # fp32: the parameters are the master
             assert flat.param_store is not None
             memory = self._take(job, slot, "master", torch.float32, span.numel)
             slot.arriving.append(flat.param_store.fetch(span.start, memory))
-
-    def _in_place(self, flat: Flat, store: Store) -> bool:
-        """Whether the flat's update works on the store's own memory."""
-        return self.on_cpu and flat.record is not None and store.tier.addressable
 
     def _take(self, job: Job, slot: Slot, name: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
         place = self._place(job.flat)
@@ -330,7 +327,7 @@ class Updater:
         if flat.dtype == torch.float32:
             slot.parts["out"] = slot.parts["master"]
             return None
-        if self._in_place(flat, flat.param_store):
+        if "out" not in job.passing:
             local = flat.param_store.local(span.start, span.stop)
             assert local is not None
             return local
@@ -349,12 +346,6 @@ class Updater:
         # The CPU kernel is a fifth slower when it scales, and a quotient costs more than a product; the piece is in
         # cache, and the host may see the scale.
         return (grad if values.grad_scale == 1 else grad.mul_(1 / values.grad_scale)), None
-
-
-def stream_chunk(staging_nbytes: int, num_states: int) -> int:
-    """Return the elements of a chunk such that all slots together stay within the staging budget."""
-    element = 4 * (num_states + 1) + 4 + 4  # master and states, a gradient, a parameter on its way out
-    return max(SHARD_ALIGN, staging_nbytes // NUM_SLOTS // element // SHARD_ALIGN * SHARD_ALIGN)
 
 
 def choose_update(asked: str, device: torch.device, away: bool) -> tuple[bool, str]:
@@ -395,7 +386,9 @@ def measure_cpu(numel: int = 32 << 20) -> float:
     one = torch.ones(())
     rule, cpu = FusedAdam(True), torch.device("cpu")
     group = Group(1e-4, 0.0, rule.defaults)
-    updater = Updater(rule, Counts(cpu), Collectives.alone(cpu), cpu, True, numel)
+    updater = Updater(
+        rule, Counts(cpu), Collectives.alone(cpu), cpu, Sizing(STAGES[1], device="cpu", update_on_cpu=True)
+    )
     values = StepValues((group,), torch.ones(1), one, torch.zeros(()))
     updater._values = {"cpu": values}
     best = float("inf")

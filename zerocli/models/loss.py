@@ -23,15 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from zerocli.layout.constants import chunk_tokens, padded_vocab
+
 IGNORED = -100
 """A target of this value, which is negative, takes no part in the loss."""
-
-MAX_CHUNK_NUMEL = {"cuda": 128 * 2**20, "cpu": 16 * 2**20}
-"""Bound on a chunk's logits, in elements. On a GPU a chunk is long enough that reading and writing the fp32 weight
-gradient once a chunk hides behind its matmul; on a CPU a shorter chunk stays nearer to the caches."""
-
-ROW_ALIGNMENT = 64
-"""Elements to which a row of logits is padded: matmuls on rows that are not aligned (GPT-2's 50257) run much slower."""
 
 
 class Part(Protocol):
@@ -43,17 +38,6 @@ class Part(Protocol):
 
     def max_(self, tensor: Tensor) -> Tensor: ...
     def sum_(self, tensor: Tensor) -> Tensor: ...
-
-
-def chunk_tokens(vocab: int, device_type: str) -> int:
-    """Return how many tokens a chunk holds, a multiple of 128 where it can be; its logits stay within the bound."""
-    tokens = MAX_CHUNK_NUMEL.get(device_type, MAX_CHUNK_NUMEL["cuda"]) // padded_vocab(vocab)
-    return tokens // 128 * 128 or max(tokens, 1)
-
-
-def padded_vocab(vocab: int) -> int:
-    """Return the length of a row of the logits' buffer."""
-    return -(-vocab // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 def linear_cross_entropy(

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from offload.placement import HBM
 from zerocli.errors import UserError
-from zerocli.layout.memory import model_states
+from zerocli.layout import constants
+from zerocli.layout.buffers import persistent, states, update_scratch, update_slots
+from zerocli.layout.categories import model_states
+from zerocli.layout.flats import FlatSpec
 from zerocli.layout.sizes import format_bytes, format_count
-from zerocli.plan import constants, saves
-from zerocli.plan.flats import (
-    FlatPlan,
-    arenas,
-    buckets,
-    gather_pool,
-    lifts,
-    plan_flats,
-    slot_buffers,
-    swap,
-    update_buffers,
-)
+from zerocli.plan import saves
+from zerocli.plan.flats import arenas, plan_flats, swap
 from zerocli.plan.ledger import Peak
 from zerocli.plan.rows import Plan, Row
 from zerocli.plan.runtime import SENTENCES, constant, fragments
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
-from zerocli.plan.step import Peaks, Replay, updates_on_cpu
+from zerocli.plan.step import Peaks, Replay
 from zerocli.plan.traced import Traced, way
 
 _GATHERED = "{} buffers for each size of unit, whole, {} B a parameter"
@@ -84,23 +77,18 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
     """Return the plan of a model that was run without memory: its states by arithmetic, the rest as it was seen."""
     check(setup)
     flats = plan_flats(traced, setup)
-    number, nbytes = buckets(flats, setup)
-    held = {
-        "parameters": sum(f.own if f.gathered(setup) else f.total for f in flats if f.tiers["parameters"] == HBM),
-        "gradients": sum(f.held if setup.zero.gradients else f.total for f in flats if f.tiers["gradients"] == HBM),
-        "optimizer_states": sum(f.held for f in flats if f.tiers["optimizer"] == HBM),
-    }
-    widths = (setup.width, setup.grad_width, 4 * setup.num_record_arrays)
+    held: Counter[str] = Counter()
+    for spec in persistent(flats, setup.sizing):
+        held[spec.category] += spec.nbytes * (spec.tier == HBM)
     rows = [
-        Row(category, "hbm", held[category] * width, _states_formula(category, traced.numel, setup, split))
-        for (kind, category), width in zip(WORDS.items(), widths, strict=True)
-        for split in (getattr(setup.zero, kind),)
+        Row(category, "hbm", held[category], _states_formula(category, traced.numel, setup, getattr(setup.zero, kind)))
+        for kind, category in WORDS.items()
     ]
-    buffers = number * nbytes + lifts(flats, setup) + update_buffers(flats, setup, updates_on_cpu(setup))
+    buffers = held["buffers"] + traced.buffers
     rows += [
-        Row("gathered", "hbm", gather_pool(flats, setup), _GATHERED.format(setup.gather_buffers, setup.width)),
+        Row("gathered", "hbm", held["gathered"], _GATHERED.format(setup.gather_buffers, setup.width)),
         Row("activations", "hbm", traced.moving[way(setup)], "the most that came and went in a traced step"),
-        Row("buffers", "hbm", buffers + traced.buffers, "reduction buckets, update slots and scratch, the model's own"),
+        Row("buffers", "hbm", buffers, "reduction buckets, update slots and scratch, the model's own"),
     ]
     allocated = sum(row.nbytes for row in rows)
     peaks = Peaks(Peak(), Peak(), Peak(allocated, "a traced step", {row.category: row.nbytes for row in rows}), {})
@@ -198,17 +186,14 @@ def _logits_formula(shape: Shape, setup: Setup) -> str:
 # -- the host and its disks --------------------------------------------------------------------------------------------
 
 
-def _pieces(setup: Setup, flats: list[FlatPlan], tier: str) -> tuple[dict[str, list[int]], list[int], list[int]]:
+def _pieces(setup: Setup, flats: list[FlatSpec], tier: str) -> tuple[dict[str, list[int]], list[int], list[int]]:
     """Return the blocks on a tier by category, and in order of allocation: parameters', and everything else's."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for flat in flats:
-        if flat.tiers["parameters"] == tier:
-            sizes["parameters"].append(flat.own * setup.width)
-        if flat.tiers["optimizer"] == tier and setup.num_record_arrays:
-            sizes["optimizer_states"].append(flat.held * 4 * setup.num_record_arrays)
-    for flat in reversed(flats):
-        if flat.tiers["gradients"] == tier:
-            sizes["gradients"].append(flat.held * setup.grad_width)
+        for spec in states(flat, setup.sizing):
+            if spec.tier == tier:
+                sizes[spec.category].append(spec.nbytes)
+    sizes["gradients"].reverse()  # they are allocated in the order of backward
     return sizes, sizes["parameters"], sizes["optimizer_states"] + sizes["gradients"]
 
 
@@ -220,7 +205,7 @@ def _piece_rows(tier: str, sizes: dict[str, list[int]], times: int) -> list[Row]
     ]
 
 
-def _host_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> list[Row]:
+def _host_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
     times = setup.local_ranks
     sizes, parameters, others = _pieces(setup, flats, "dram")
     pinned = arenas(parameters) + arenas(others)
@@ -241,13 +226,13 @@ def _host_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> list[Row]:
     return rows
 
 
-def _host_buffers(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> dict[str, int]:
+def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str, int]:
     """Return the host memory of a rank beside its arenas of pieces, by what it is for."""
-    far = [flat.own * setup.width for flat in flats if flat.tiers["parameters"] == "nvme"]
+    far = [flat.own.numel * flat.width for flat in flats if flat.tiers["parameters"] == "nvme"]
     budget = -(-setup.staging_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
     disks = [  # tier objects, each with staging of its own
         bool(far),
-        any("nvme" in (flat.tiers["optimizer"], flat.tiers["gradients"]) for flat in flats),
+        any("nvme" in (flat.tiers.get("optimizer"), flat.tiers.get("gradients")) for flat in flats),
         bool(peaks.away.get("nvme")),
     ]
     staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
@@ -261,13 +246,12 @@ def _host_buffers(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> dict[str
     return found
 
 
-def _update_pinned(setup: Setup, flats: list[FlatPlan]) -> int:
+def _update_pinned(setup: Setup, flats: list[FlatSpec]) -> int:
     """Return what torch's own allocator, which rounds to powers of two, pins of a rank for the update."""
-    on_cpu = updates_on_cpu(setup)
-    slots = slot_buffers(flats, setup, on_cpu)["host"]
+    trainable = [flat for flat in flats if flat.trainable]
+    slots = sum(spec.nbytes for spec in update_slots(trainable, setup.sizing) if spec.tier != HBM)
     total = constants.NUM_SLOTS * _power_of_two(slots // constants.NUM_SLOTS) if slots else 0
-    if on_cpu and setup.grad_width < 4:
-        total += _power_of_two(4 * constants.UPDATE_CHUNK["cpu"])
+    total += sum(_power_of_two(s.nbytes) for s in update_scratch(trainable, setup.sizing) if s.tier != HBM)
     if setup.update == "auto" and any(flat.away for flat in flats):
         total += 2 * _power_of_two(96 << 20)  # the start-up measurement's, which torch keeps
     return total
@@ -282,7 +266,7 @@ def _on_nvme(kept: Row | None) -> list[Row]:
     return [kept] if kept is not None and kept.tier == "nvme" else []
 
 
-def _disk_rows(setup: Setup, flats: list[FlatPlan], peaks: Peaks, kept_saves: Row | None) -> list[Row]:
+def _disk_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks, kept_saves: Row | None) -> list[Row]:
     times = setup.local_ranks
     sizes, parameters, others = _pieces(setup, flats, "nvme")
     rows = _piece_rows("nvme", sizes, times)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zerocli.layout.memory import CATEGORIES
+from zerocli.layout.categories import CATEGORIES
 
 
 @dataclass

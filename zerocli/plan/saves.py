@@ -11,9 +11,9 @@ lies in the run folder, which need not be on the disks of the nvme tier, and no 
 
 from __future__ import annotations
 
+from zerocli.layout import constants
+from zerocli.layout.flats import FlatSpec
 from zerocli.layout.sizes import format_count
-from zerocli.plan import constants
-from zerocli.plan.flats import FlatPlan
 from zerocli.plan.rows import Row
 from zerocli.plan.setup import Setup
 
@@ -25,7 +25,7 @@ _RANK_NBYTES = 16 << 10
 """A rank's random states, and the rest of its file's last pages."""
 
 
-def saved(numel: int, setup: Setup, flats: list[FlatPlan]) -> Row | None:
+def saved(numel: int, setup: Setup, flats: list[FlatSpec]) -> Row | None:
     """Return what checkpoints take in the run folder; on tier `nvme`, or `shared` where several nodes have it."""
     if not setup.checkpoints:
         return None
@@ -40,7 +40,7 @@ def saved(numel: int, setup: Setup, flats: list[FlatPlan]) -> Row | None:
     return Row("runtime", "nvme" if one_node else SHARED, setup.checkpoints * each, formula)
 
 
-def _beside(arrays: int, numel: int, setup: Setup, flats: list[FlatPlan]) -> int:
+def _beside(arrays: int, numel: int, setup: Setup, flats: list[FlatSpec]) -> int:
     """Return a bound on the bytes of a checkpoint beside its tensors: each is saved in pieces, of which a list is."""
     sections = 1 if setup.tp == 1 else 3 * setup.tp  # a rank's rows of queries, keys and values are apart
     pieces = sum(len(flat.layout.entries) * sections + setup.ranks for flat in flats)
@@ -48,12 +48,12 @@ def _beside(arrays: int, numel: int, setup: Setup, flats: list[FlatPlan]) -> int
     return pieces * _PIECE_NBYTES + setup.ranks * _RANK_NBYTES if flats else 0
 
 
-def buffer(setup: Setup, flats: list[FlatPlan]) -> int:
+def buffer(setup: Setup, flats: list[FlatSpec]) -> int:
     """Return the host memory of a rank through which checkpoints pass: slots, as many as they fill, within the key."""
     if not setup.checkpoints:
         return 0
     slot = constants.save_slot(setup.checkpoint_buffer)
-    written = 4 * (setup.num_states + 1) * sum(flat.own for flat in flats)
+    written = 4 * (setup.num_states + 1) * sum(flat.own.numel for flat in flats)
     largest = max((entry.numel for flat in flats for entry in flat.layout.entries), default=0)
     # A slot is closed when the next piece does not fit.
     filled = -(-written // (slot - 4 * min(constants.PIECE_NUMEL, largest)))

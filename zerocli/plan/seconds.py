@@ -13,7 +13,6 @@ from zerocli.plan.hardware import Hardware
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
-from zerocli.plan.step import updates_on_cpu
 
 GB = 1e9
 UPDATE_NBYTES = 28
@@ -67,7 +66,7 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     away = sum(plan.of("optimizer_states", tier) for tier in ("dram", "nvme"))
     # Kernels of an update take the GPU's time, wherever their states come from; a CPU's run beside it.
     here = held * UPDATE_NBYTES / (hardware.hbm * GB)
-    if away and updates_on_cpu(setup):
+    if away and setup.updates_on_cpu:
         states = plan.of("optimizer_states") * setup.local_ranks + away
         first.parts["update"] = held * setup.local_ranks * (away / states) / (hardware.adam * GB)
         here *= 1 - away / states
@@ -129,7 +128,7 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
     passes = setup.accumulate
     first, rest = Moved(), Moved()
     away = [plan.of("optimizer_states", tier) for tier in ("dram", "nvme")]
-    on_cpu = updates_on_cpu(setup) and any(away)
+    on_cpu = setup.updates_on_cpu and any(away)
     through = 0 if on_cpu else 1  # whether states, gradients and new parameters cross the link for the update
     for tier in ("dram", "nvme"):
         states, gradients, parameters, checkpoints = (

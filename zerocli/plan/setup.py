@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from offload.placement import HBM, Placement, Share, parse_placement, per_rank
 from zerocli.config import Config
 from zerocli.errors import UserError
-from zerocli.layout.memory import grad_width
+from zerocli.layout.flats import Sizing
 from zerocli.layout.sizes import parse_bytes
 from zerocli.layout.stage import Stage
 from zerocli.layout.stage import stage as stage_of
@@ -62,12 +62,29 @@ class Setup:
         return WIDTHS[self.precision]
 
     @property
-    def grad_width(self) -> int:
-        return grad_width(self.width, self.accumulate, self.reduce)
+    def sizing(self) -> Sizing:
+        """What decides the sizes of the engine's buffers."""
+        return Sizing(
+            self.zero,
+            self.dp,
+            self.num_states,
+            self.accumulate,
+            self.reduce,
+            self.bucket_nbytes,
+            self.gather_buffers,
+            self.staging_nbytes,
+            self.device,
+            self.updates_on_cpu,
+        )
 
     @property
-    def wire_width(self) -> int:
-        return 4 if self.reduce == "fp32" else self.width
+    def updates_on_cpu(self) -> bool:
+        """Whether states off the device are updated by the CPU; a GPU that may choose is taken to stream them."""
+        return self.update == "cpu" or (self.update == "auto" and self.device == "cpu")
+
+    @property
+    def grad_width(self) -> int:
+        return self.sizing.grad_width(self.width)
 
     @property
     def zero(self) -> Stage:
@@ -91,7 +108,7 @@ class Setup:
     @property
     def num_record_arrays(self) -> int:
         """fp32 arrays beside the parameters, the master among them where parameters are narrower."""
-        return self.num_states + (self.width < 4)
+        return self.sizing.num_arrays(self.width)
 
     def placement(self) -> Placement:
         """Return one rank's placement of model states; UserError says what is wrong with it."""

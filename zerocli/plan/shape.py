@@ -19,6 +19,9 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     cut: int | None = None
+    trainable: bool = True
+    width: int = 0
+    """Bytes of an element where it computes in a dtype of its own; 0: in the run's."""
 
     @property
     def numel(self) -> int:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from offload.placement import HBM
 from zerocli.errors import DOES_NOT_FIT, UserError
-from zerocli.plan import constants
-from zerocli.plan.decoder import FP32, Batch, Decoder
-from zerocli.plan.flats import FlatPlan, buckets, gather_pool, lifts, update_buffers
+from zerocli.layout import buffers, constants
+from zerocli.layout.buffers import Spec
+from zerocli.layout.flats import FP32, FlatSpec
+from zerocli.plan.decoder import Batch, Decoder
 from zerocli.plan.ledger import Ledger, Peak, Storage
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
@@ -36,8 +37,9 @@ class Peaks:
 class Replay:
     """One rank's device memory through initialisation and a step."""
 
-    def __init__(self, shape: Shape, setup: Setup, flats: list[FlatPlan]) -> None:
+    def __init__(self, shape: Shape, setup: Setup, flats: list[FlatSpec]) -> None:
         self._shape, self._setup, self._flats = shape, setup, flats
+        self._sizing, self._trainable = setup.sizing, [flat for flat in flats if flat.trainable]
         self._ledger = Ledger(GRANULARITY[setup.device])
         self._kept: list[Storage] = []
         """What lives as long as the engine."""
@@ -61,15 +63,20 @@ class Replay:
         self._initialise()
         initialisation = ledger.peak
         ledger.begin("first step")
-        self._keep("gathered", gather_pool(self._flats, self._setup))
+        self._keep(*buffers.gather_buffers(self._flats, self._sizing))
         self._step()
         first = ledger.peak
         ledger.begin("steady state")
-        self._keep("buffers", update_buffers(self._flats, self._setup, updates_on_cpu(self._setup)))
+        self._keep(*buffers.update_slots(self._trainable, self._sizing))
+        self._keep(*buffers.update_scratch(self._trainable, self._sizing))
         self._step()
         return Peaks(initialisation, first, ledger.peak, dict(self.away))
 
-    def _keep(self, category: str, *sizes: int) -> None:
+    def _keep(self, *specs: Spec) -> None:
+        """Take what lies on the device of these buffers for as long as the engine lives."""
+        self._kept += [Storage(self._ledger, s.nbytes, s.category) for s in specs if s.nbytes and s.tier == HBM]
+
+    def _keep_bytes(self, category: str, *sizes: int) -> None:
         self._kept += [Storage(self._ledger, size, category) for size in sizes if size]
 
     # -- initialisation --------------------------------------------------------------------------------------------
@@ -78,46 +85,41 @@ class Replay:
         """Fill unit by unit: its values whole in fp32, cut, and freed before the next; then gradients."""
         setup, ledger = self._setup, self._ledger
         # Scalars: loss scale, counters, norms, and what released parameters show.
-        self._keep("buffers", *self._tables(), 4096 + 128 * len(self._flats))
+        self._keep_bytes("buffers", *self._tables(), 4096 + 128 * len(self._flats))
         for flat in self._flats:
-            ledger.moment = f"initialising {flat.kind}"
+            ledger.moment = f"initialising {flat.unit}"
             wide = FP32 * flat.total
             # The check for values that nobody set looks at one parameter at a time, a byte an element.
             largest = max(entry.numel for entry in flat.layout.entries)
             Storage(ledger, largest, "buffers")
             if setup.tp > 1:  # a part is cut from its whole, which is initialised as without tensor parallelism
                 Storage(ledger, FP32 * largest * (setup.tp + 1) + wide, "buffers")
-            resident = not flat.gathered(setup)
-            if setup.width == FP32 and resident:
-                self._keep("parameters", wide)
+            if flat.width == FP32 and flat.resident(self._sizing):
+                self._keep(buffers.parameters(flat, self._sizing))
                 whole = None
             else:
                 whole = Storage(ledger, wide, "buffers")
-                self._place_parameters(flat, resident)
-            self._place_states(flat)
+                self._place_parameters(flat)
+            if flat.trainable:
+                self._place_states(flat)
             del whole
-        grads = [flat.held if setup.zero.gradients else flat.total for flat in self._flats]
-        at_home = [n * setup.grad_width for n, f in zip(grads, self._flats, strict=True) if f.tiers["gradients"] == HBM]
         if setup.zero.gradients:
-            self._keep("gradients", *at_home)
-        else:
-            self._keep("gradients", sum(at_home))
+            self._keep(*(buffers.gradients(flat, self._sizing) for flat in self._trainable))
+        self._keep(*buffers.gradient_arenas(self._trainable, self._sizing))
         Storage(ledger, 8 * sum(self._tables()), "buffers")  # the tables' angles, in fp64, with copies
 
-    def _place_parameters(self, flat: FlatPlan, resident: bool) -> None:
-        nbytes = (flat.total if resident else flat.own) * self._setup.width
-        if flat.tiers["parameters"] == HBM:
-            self._keep("parameters", nbytes)
-        elif self._setup.width < FP32:
-            Storage(self._ledger, nbytes, "buffers")  # the slice, on its way to its tier
+    def _place_parameters(self, flat: FlatSpec) -> None:
+        spec = buffers.parameters(flat, self._sizing)
+        if spec.tier == HBM:
+            self._keep(spec)
+        elif flat.width < FP32:
+            Storage(self._ledger, spec.nbytes, "buffers")  # the slice, on its way to its tier
 
-    def _place_states(self, flat: FlatPlan) -> None:
-        setup = self._setup
-        if flat.tiers["optimizer"] == HBM:
-            self._keep("optimizer_states", *[FP32 * flat.held] * setup.num_record_arrays)
-            return
-        chunk = constants.stream_chunk(setup.staging_nbytes, setup.num_states)
-        Storage(self._ledger, FP32 * setup.num_record_arrays * min(flat.held, chunk), "buffers")
+    def _place_states(self, flat: FlatSpec) -> None:
+        self._keep(*buffers.optimizer_states(flat, self._sizing))
+        if flat.tiers["optimizer"] != HBM:
+            chunk = min(flat.held.numel, self._sizing.chunk)
+            Storage(self._ledger, FP32 * self._sizing.num_arrays(flat.width) * chunk, "buffers")
 
     def _tables(self) -> list[int]:
         """Return the model's own buffers: cosines and sines of rotary positions."""
@@ -146,8 +148,7 @@ class Replay:
         loss = self._head(tape, decoder, x)
         del x
         if setup.zero.gradients and not self._has_buckets:
-            number, nbytes = buckets(self._flats, setup)
-            self._keep("buffers", *[nbytes] * number, lifts(self._flats, setup))
+            self._keep(*buffers.buckets(self._trainable, self._sizing))
             self._has_buckets = True
         ledger.moment = "backward of the head"
         root = loss.node
@@ -196,7 +197,7 @@ class Replay:
             count = left if share.budget is None else min(left, share.budget // each)
             self._slots += [share.tier] * count
             if share.tier == HBM:
-                self._keep("activations", count * each)
+                self._keep_bytes("activations", count * each)
             elif count:
                 self.away[share.tier] = self.away.get(share.tier, 0) + count * each
         if len(self._slots) < layers:
@@ -276,8 +277,3 @@ class Replay:
             self._tied.clear()
         if self._setup.zero.gradients:
             self._grads[unit].append(grad)
-
-
-def updates_on_cpu(setup: Setup) -> bool:
-    """Whether states off the device are updated by the CPU; a GPU that may choose is taken to stream them."""
-    return setup.update == "cpu" or (setup.update == "auto" and setup.device == "cpu")

@@ -25,7 +25,7 @@ from zerocli.engine.settings import Settings
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes, planned_cuts
 from zerocli.engine.unit import UnitChoice, claim_parameters, find_units
 from zerocli.errors import UserError
-from zerocli.plan import constants
+from zerocli.layout import constants
 from zerocli.plan.measure import LiveBytes
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Unit
@@ -147,9 +147,6 @@ def _axes(ranks: int, tp: int) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def _without_memory() -> Iterator[None]:
     """While the body runs, new tensors have no memory, and answer as the first step's would."""
-    from zerocli.engine import update
-    from zerocli.models import loss
-
     addresses: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
     fresh = itertools.count(1 << 40, 1 << 44)
     real = torch.Tensor.data_ptr
@@ -176,8 +173,8 @@ def _without_memory() -> Iterator[None]:
             mock.patch.object(torch.Tensor, "data_ptr", of_tensor),
             mock.patch.object(torch.UntypedStorage, "data_ptr", of_storage),
             mock.patch.object(FakeTensor, "__bool__", lambda tensor: False, create=True),
-            mock.patch.dict(loss.MAX_CHUNK_NUMEL, cpu=constants.MAX_CHUNK_NUMEL["cuda"]),
-            mock.patch.dict(update.UPDATE_CHUNK, cpu=constants.UPDATE_CHUNK["cuda"]),
+            mock.patch.dict(constants.MAX_CHUNK_NUMEL, cpu=constants.MAX_CHUNK_NUMEL["cuda"]),
+            mock.patch.dict(constants.UPDATE_CHUNK, cpu=constants.UPDATE_CHUNK["cuda"]),
             FakeTensorMode(allow_non_fake_inputs=True),
         ):
             stack.enter_context(change)  # type: ignore[arg-type]

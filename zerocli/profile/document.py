@@ -13,7 +13,7 @@ from typing import Any
 
 from zerocli.config import Config, to_dict
 from zerocli.errors import UserError
-from zerocli.layout.memory import CATEGORIES
+from zerocli.layout.categories import CATEGORIES
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.rows import Plan
 from zerocli.plan.search import plan_of

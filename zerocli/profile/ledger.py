@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from zerocli.layout.memory import CATEGORIES
+from zerocli.layout.categories import CATEGORIES
 
 UNATTRIBUTED = "unattributed"
 TIERS = ("hbm", "dram", "nvme")

@@ -14,7 +14,7 @@ from zerocli.config import Config
 from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.engine.engine import Engine
-from zerocli.layout.memory import CATEGORIES
+from zerocli.layout.categories import CATEGORIES
 from zerocli.profile import places
 from zerocli.profile.document import assemble
 from zerocli.profile.lines import Line, device_peak

@@ -29,43 +29,6 @@ def unit_name(name: str) -> str:
     return name or "rest"
 
 
-def tensors(engine: Engine) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield (category, name, tensor) of what the engine keeps in tensors; the first to name a memory is right."""
-    for flat in engine.flats():
-        unit = unit_name(flat.unit.name)
-        for category, tensor in (
-            ("parameters", flat.resident),
-            ("parameters", flat.shard),
-            ("gradients", flat.grad_full),
-            ("gradients", flat.grad),
-            ("optimizer_states", flat.master),
-            *(("optimizer_states", state) for state in flat.states.values()),
-        ):
-            if tensor is not None and tensor.numel():
-                yield category, f"{unit} {category}", tensor
-        if flat._hollow:
-            yield "buffers", "released parameters", flat._hollow[0]
-    for buffers in engine.gatherer._pool.values():
-        for buffer in buffers:
-            yield "gathered", f"gather buffers of {buffer.tensor.numel()} elements", buffer.tensor
-    for bucket in engine.reducer.buckets():
-        yield "buffers", "reduction buckets", bucket.memory
-    for slot in engine.updater._slots:
-        for memory in slot.buffers.values():
-            yield "buffers", "update slots", memory
-    for memory in engine.updater._scratch.values():
-        yield "buffers", "update scratch", memory
-    for name, memory in engine.model.named_buffers():
-        yield "buffers", name, memory
-    yield "buffers", "counters", engine.updates
-    yield "buffers", "counters", engine.counts.values
-    for memory in engine.agreement.memory:
-        yield "buffers", "agreement", memory
-    for place in engine.activations.stack._slots:
-        if place.near:
-            yield "activations", "checkpoints of blocks", place.tier.view(place.block)
-
-
 def pieces(engine: Engine) -> Iterator[Piece]:
     """Yield the blocks that the engine has on tiers other than the device's memory."""
     for flat in engine.flats():
@@ -81,7 +44,7 @@ def pieces(engine: Engine) -> Iterator[Piece]:
                 copy = engine.mover._copies.get(store) if isinstance(store, StagedStore) else None
                 if copy is not None:
                     yield Piece("buffers", f"{unit} {category}, read ahead", copy.block)
-    for block in {slot.block for slot in engine.activations.stack._slots if not slot.near}:
+    for block in engine.activations.stack.far():
         yield Piece("activations", "checkpoints of blocks", block)
 
 
@@ -111,7 +74,7 @@ def footprint(engine: Engine) -> dict[str, int]:
     sees them."""
     mapped = sum(memory.nbytes for _, memory in host_pages(engine))
     if engine.device.type == "cuda":
-        mapped += engine.updater.nbytes.get("cpu", 0)
+        mapped += sum(memory.nbytes for _, _, memory in engine.updater.holdings() if memory.device.type == "cpu")
     files = [file for tier in engine.tiers._open.values() for file in getattr(tier, "_files", ())]
     return {"dram": mapped, "nvme": sum(os.fstat(file.fd).st_size for file in files)}
 

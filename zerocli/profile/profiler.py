@@ -163,7 +163,7 @@ class Profiler(Observer):
     def _name_places(self) -> None:
         seen: set[int] = set()
         with torch.no_grad():
-            for category, name, tensor in places.tensors(self._engine):
+            for category, name, tensor in (*self._engine.holdings(), *self._engine.scalars()):
                 key = tensor.untyped_storage()._cdata
                 if key not in seen:
                     seen.add(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zerocli.layout.memory import CATEGORIES
+from zerocli.layout.categories import CATEGORIES
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 

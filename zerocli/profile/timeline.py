@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zerocli.layout.memory import CATEGORIES
+from zerocli.layout.categories import CATEGORIES
 from zerocli.profile.clock import BETWEEN, COMPUTE, LANES, WAIT, Segment, Span
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger
 

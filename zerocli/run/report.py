@@ -14,7 +14,8 @@ from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
-from zerocli.layout.memory import HELD, grad_width, model_states
+from zerocli.layout.categories import HELD, model_states
+from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.plan.setup import num_states
 from zerocli.profile.lines import History, Line

@@ -19,11 +19,6 @@ HELD = ("parameters", "gradients", "optimizer_states", "gathered", "activations"
 """Those of them that an engine holds from step to step."""
 
 
-def grad_width(compute_bytes: int, accumulate: int, reduce: str) -> int:
-    """Return the bytes of a gradient's element: of the compute dtype, or of fp32 if several are added up."""
-    return compute_bytes if accumulate == 1 and reduce == "compute" else 4
-
-
 def model_states(
     numel: int, stage: int, world: int, compute_bytes: int, grad_bytes: int, num_states: int
 ) -> dict[str, int]:

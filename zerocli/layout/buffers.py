@@ -1,0 +1,233 @@
+"""Buffers: a specification of everything that an engine keeps from step to step.
+
+The engine allocates these, a plan adds them up, a profile names them: no other place knows a size. Activations are not
+here but for the arena of their checkpoints; a plan replays them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from offload.placement import HBM
+from zerocli.layout.constants import MAX_BUCKETS, NUM_SLOTS, UPDATE_CHUNK
+from zerocli.layout.flats import FP32, FlatSpec, Sizing
+from zerocli.layout.shards import SHARD_ALIGN
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One buffer: what it is counted under, what it is called, and its size."""
+
+    category: str
+    name: str
+    numel: int
+    width: int
+    """Bytes of an element."""
+    tier: str = HBM
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.width
+
+
+def persistent(flats: Sequence[FlatSpec], sizing: Sizing) -> list[Spec]:
+    """Return all that a rank keeps on its device and on other tiers once it has trained a step."""
+    trainable = [flat for flat in flats if flat.trainable]
+    return [
+        *(spec for flat in flats for spec in states(flat, sizing)),
+        *gradient_arenas(trainable, sizing),
+        *gather_buffers(flats, sizing),
+        *buckets(trainable, sizing),
+        *update_slots(trainable, sizing),
+        *update_scratch(trainable, sizing),
+    ]
+
+
+# -- model states ------------------------------------------------------------------------------------------------------
+
+
+def states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:
+    """Yield a flat's model states, but for gradients that lie in an arena with those of other flats."""
+    yield parameters(flat, sizing)
+    if flat.trainable:
+        yield from optimizer_states(flat, sizing)
+        if sizing.stage.gradients:
+            yield gradients(flat, sizing)
+
+
+def parameters(flat: FlatSpec, sizing: Sizing) -> Spec:
+    """Return a flat's parameters: whole where they are resident, else the slice that this rank owns."""
+    numel = flat.total if flat.resident(sizing) else flat.own.numel
+    return Spec("parameters", f"{flat.unit} parameters", numel, flat.width, flat.tiers["parameters"])
+
+
+def optimizer_states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:
+    """Yield a flat's fp32 arrays: one each on the device, all in one block on another tier."""
+    arrays, tier = sizing.num_arrays(flat.width), flat.tiers["optimizer"]
+    name = f"{flat.unit} optimizer_states"
+    if tier == HBM:
+        for _ in range(arrays):
+            yield Spec("optimizer_states", name, flat.held.numel, FP32)
+    elif arrays:
+        yield Spec("optimizer_states", name, flat.held.numel * arrays, FP32, tier)
+
+
+def gradients(flat: FlatSpec, sizing: Sizing) -> Spec:
+    """Return a flat's gradient where gradients are partitioned: of what this rank holds."""
+    width = sizing.grad_width(flat.width)
+    return Spec("gradients", f"{flat.unit} gradients", flat.held.numel, width, flat.tiers["gradients"])
+
+
+def gradient_arenas(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
+    """Yield the memory of gradients that are kept whole, all of one dtype together: neighbours are reduced as one."""
+    if not sizing.stage.gradients:
+        for width in dict.fromkeys(sizing.grad_width(flat.width) for flat in flats):
+            total = sum(flat.total for flat in flats if sizing.grad_width(flat.width) == width)
+            yield Spec("gradients", "gradients", total, width)
+
+
+# -- gathering and reducing --------------------------------------------------------------------------------------------
+
+
+def gather_limits(flats: Sequence[FlatSpec], sizing: Sizing) -> dict[tuple[int, int], int]:
+    """Return how many gather buffers there are at most, by (elements, bytes of an element)."""
+    sharers = Counter((flat.total, flat.width) for flat in flats if not flat.resident(sizing))
+    return {size: min(sizing.gather_buffers, count) for size, count in sharers.items()}
+
+
+def gather_buffers(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
+    """Yield the gather buffers: of each size of flat as many as the limit, or as there are flats."""
+    for (numel, width), count in gather_limits(flats, sizing).items():
+        for _ in range(count):
+            yield Spec("gathered", f"gather buffers of {numel} elements", numel, width)
+
+
+def bucket_numel(flats: Sequence[FlatSpec], sizing: Sizing, wire: int) -> int:
+    """Return the elements of a reduction bucket for gradients that travel in `wire` bytes each."""
+    largest = max(flat.total for flat in flats if sizing.wire_width(flat.width) == wire)
+    return min(largest, max(sizing.bucket_nbytes // wire, sizing.world * SHARD_ALIGN))
+
+
+def bucket_limit(flats: Sequence[FlatSpec], sizing: Sizing) -> int:
+    """Return how many buckets of one kind there are at most.
+
+    Two in turn; where gradients leave the device, enough for one whole unit to be on its way beside the next.
+    """
+    if not _leaves(flats):
+        return 2
+    smallest = min(bucket_numel(flats, sizing, wire) for wire in _wires(flats, sizing))
+    return min(MAX_BUCKETS, -(-max(flat.total for flat in flats) // smallest) + 1)
+
+
+def bucket_width(total: int, world: int, numel: int) -> int:
+    """Return how many elements of each rank's slice a bucket of `numel` elements carries."""
+    return max(SHARD_ALIGN, min(total // world, numel // world // SHARD_ALIGN * SHARD_ALIGN))
+
+
+def buckets(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
+    """Yield the reduction buckets, and those in which gradients off the device are added up.
+
+    There are none where gradients are kept whole, nor for a lone owner's: its bucket is the gradient itself.
+    """
+    if not sizing.stage.gradients:
+        return
+    limit = bucket_limit(flats, sizing)
+    for wire in _wires(flats, sizing):
+        numel = bucket_numel(flats, sizing, wire)
+        alike = [flat for flat in flats if sizing.wire_width(flat.width) == wire]
+        leaving = [flat for flat in alike if flat.tiers["gradients"] != HBM]
+        for _ in range(min(limit, _num_buckets(alike if sizing.world > 1 else leaving, sizing, numel))):
+            yield Spec("buffers", "reduction buckets", numel, wire)
+        for width in dict.fromkeys(sizing.grad_width(flat.width) for flat in leaving):
+            if sizing.accumulate > 1 or width != wire:
+                adding = [flat for flat in leaving if sizing.grad_width(flat.width) == width]
+                for _ in range(min(limit, _num_buckets(adding, sizing, numel))):
+                    yield Spec("buffers", "reduction buckets", numel // sizing.world, width)
+
+
+def _num_buckets(flats: Sequence[FlatSpec], sizing: Sizing, numel: int) -> int:
+    """Return into how many buckets of `numel` elements the flats are cut."""
+    return sum(-(-flat.total // sizing.world // bucket_width(flat.total, sizing.world, numel)) for flat in flats)
+
+
+def _wires(flats: Sequence[FlatSpec], sizing: Sizing) -> list[int]:
+    return list(dict.fromkeys(sizing.wire_width(flat.width) for flat in flats))
+
+
+def _leaves(flats: Sequence[FlatSpec]) -> bool:
+    return any(flat.tiers["gradients"] != HBM for flat in flats)
+
+
+# -- the update --------------------------------------------------------------------------------------------------------
+
+
+def update_device(flat: FlatSpec, sizing: Sizing) -> str:
+    """Return the type of device that updates a flat: the CPU for states off the device where that was chosen."""
+    return "cpu" if sizing.update_on_cpu and flat.tiers["optimizer"] != HBM else sizing.device
+
+
+def slot_widths(flat: FlatSpec, sizing: Sizing) -> dict[str, int]:
+    """Return the bytes that an element takes in each buffer of a slot, by name: what is not updated where it lies.
+
+    `record` is the master and the states together, `grad` the gradient, `master` fp32 parameters that are fetched and
+    sent back, `out` new parameters in the compute dtype.
+    """
+
+    def passes(kind: str) -> bool:
+        tier = flat.tiers[kind]
+        in_place = sizing.update_on_cpu and flat.tiers["optimizer"] != HBM and tier in sizing.addressable
+        return tier != HBM and not in_place
+
+    widths = {}
+    if passes("optimizer"):
+        widths["record"] = FP32 * sizing.num_arrays(flat.width)
+    if passes("gradients"):
+        widths["grad"] = sizing.grad_width(flat.width)
+    if flat.width == FP32 and flat.tiers["parameters"] != HBM:
+        widths["master"] = FP32
+    if flat.width < FP32 and passes("parameters"):
+        widths["out"] = flat.width
+    return widths
+
+
+def update_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
+    """Yield the buffers of the update's slots, flats given in the order of their updates: the largest chunk of each."""
+    most: dict[tuple[str, int, str], int] = {}
+    at = 0
+    for flat in (flat for flat in flats if flat.away):
+        device, widths = update_device(flat, sizing), slot_widths(flat, sizing)
+        for count, numel in _chunk_runs(flat, sizing.chunk):
+            for slot in range(at, at + min(count, NUM_SLOTS)):
+                for name, width in widths.items():
+                    key = (device, slot % NUM_SLOTS, name)
+                    most[key] = max(most.get(key, 0), numel * width)
+            at += count
+    for (device, _, _), nbytes in most.items():
+        yield Spec("buffers", "update slots", nbytes, 1, _tier(device, sizing))
+
+
+def _chunk_runs(flat: FlatSpec, numel: int) -> Iterator[tuple[int, int]]:
+    """Yield (how many in a row, size) of a flat's chunks, by optimizer group."""
+    for _, segment in flat.layout.segments(flat.held):
+        if segment.numel >= numel:
+            yield segment.numel // numel, numel
+        if segment.numel % numel:
+            yield 1, segment.numel % numel
+
+
+def update_scratch(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
+    """Yield the memory in which narrower gradients are made fp32, a piece at a time, where flats are updated."""
+    narrow = [flat for flat in flats if sizing.grad_width(flat.width) < FP32]
+    for device in dict.fromkeys(update_device(flat, sizing) for flat in narrow):
+        numel = UPDATE_CHUNK[device]
+        if device != "cpu":  # a GPU takes a chunk that it has fetched in one piece
+            fetched = [flat for flat in narrow if flat.away and update_device(flat, sizing) == device]
+            numel = max([numel, *(size for flat in fetched for _, size in _chunk_runs(flat, sizing.chunk))])
+        yield Spec("buffers", "update scratch", numel, FP32, _tier(device, sizing))
+
+
+def _tier(device: str, sizing: Sizing) -> str:
+    """Return where memory of a type of device is counted: as the device's own, or as host memory beside a GPU."""
+    return HBM if device == sizing.device else "dram"
