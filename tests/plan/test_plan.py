@@ -210,6 +210,23 @@ def test_a_plan_holds_where_layers_are_split_and_checkpoints_leave(tmp_path):
         assert peak <= planned <= peak * 1.05, (changes, setup)
 
 
+@pytest.mark.parametrize("batch,seq", [(1, 4), (1, 64), (2, 160)])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_tied_weights_two_gradients_and_their_sum_are_counted(stage, batch, seq):
+    """With few tokens the peak is where autograd adds the embedding's gradient to the head's, in new memory."""
+    model, setup = dataclasses.replace(SMALL, vocab=3000), {"stage": stage, "precision": "fp32"}
+    peak = measured_peak(model, batch, seq, setup)
+    assert peak <= planned_peak(model, batch, seq, setup, 1) <= peak * 1.01
+
+
+@pytest.mark.parametrize("vocab", [3001, 3000])
+def test_a_vocabulary_that_tensor_parallelism_does_not_divide_is_counted_once(vocab):
+    changes, setup = {"vocab": vocab, "heads": 8}, {"stage": 3, "tp": 8}
+    [peak] = most(run_ranks(8, _measure_all, [(changes, setup)], 1, 8, "fp32"))
+    planned = planned_peak(dataclasses.replace(SMALL, **changes), 1, 8, setup | {"precision": "fp32"}, 8)
+    assert peak <= planned <= peak * 1.02
+
+
 def test_a_plan_holds_in_half_precision(tmp_path):
     measured = most(run_ranks(2, _measure_all, HALF, 2, 16, "bf16", str(tmp_path)))
     for (changes, setup), peak in zip(HALF, measured, strict=True):

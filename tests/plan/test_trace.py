@@ -12,14 +12,18 @@ from torch import nn
 
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
+from zerocli.engine.engine import Engine
+from zerocli.engine.settings import Settings
 from zerocli.errors import UserError
 from zerocli.models import build
 from zerocli.models.hugging import config_json
+from zerocli.plan.build import plan_traced
 from zerocli.plan.flats import plan_flats
 from zerocli.plan.inputs import shape_of
+from zerocli.plan.measure import LiveBytes
 from zerocli.plan.setup import Setup
 from zerocli.plan.step import Replay
-from zerocli.plan.trace import run
+from zerocli.plan.trace import run, trace
 
 MODEL = ModelConfig(layers=4, hidden=128, heads=4, vocab=3000)
 
@@ -167,3 +171,29 @@ def test_a_trace_leaves_nothing_behind():
         run(picky(), Setup(ranks=2, batch=1, seq=4, precision="fp32"))
     assert torch.Tensor.data_ptr is before and not torch.distributed.is_initialized()
     assert bool(torch.ones(())) and torch.ones(1).data_ptr()
+
+
+def _mostly_frozen() -> nn.Module:
+    decoder = build(dataclasses.replace(MODEL, tie=False), 32, "meta")
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return decoder
+
+
+@pytest.mark.parametrize("stage,precision,offload", [(0, "fp32", ""), (2, "bf16", ""), (3, "bf16", "cpu")])
+def test_frozen_parameters_are_planned_as_frozen(stage, precision, offload):
+    torch.backends.mkldnn.set_flags(_enabled=False)  # its refusal of bf16 on old cores costs more than the matmul
+    given = {"stage": stage, "precision": precision, "offload": offload}
+    setup = Setup(ranks=1, ranks_per_node=1, batch=2, seq=32, device="cpu", **given)
+    planned = plan_traced(trace("frozen", _mostly_frozen, [setup]), setup).allocated
+    live = LiveBytes()
+    with live:
+        decoder = _mostly_frozen()
+        engine = Engine(decoder, Settings(**given, clip=1.0, units=decoder.unit_modules(), device="cpu"))
+        live.reset_peak()
+        for _ in range(2):
+            tokens = torch.randint(MODEL.vocab, (2, 2, 32))
+            engine.backward(engine(tokens[0], tokens[1]))
+            engine.step()
+    engine.close()
+    assert live.peak <= planned <= live.peak * 1.02

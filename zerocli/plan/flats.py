@@ -10,6 +10,9 @@ from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Shape, Unit
 from zerocli.plan.traced import Traced
 
+WHOLE = 2
+"""Added to the optimizer group of parameters that all tensor-parallel ranks hold alike."""
+
 
 def plan_flats(shape: Shape | Traced, setup: Setup) -> list[FlatSpec]:
     """Return the flats of all units in the engine's order; raise UserError where no budget is left for a piece."""
@@ -36,7 +39,7 @@ def _flats_of(unit: Unit, setup: Setup) -> list[FlatSpec]:
 def _group(parameter: Parameter, tp: int) -> int:
     """Return the optimizer group: with weight decay or without, of parts or of what all tensor-parallel ranks hold."""
     whole = tp > 1 and parameter.local(tp) == parameter.shape
-    return (0 if len(parameter.shape) >= 2 else 1) + 2 * whole
+    return (0 if len(parameter.shape) >= 2 else 1) + WHOLE * whole
 
 
 def arenas(sizes: list[int]) -> int:

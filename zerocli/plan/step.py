@@ -11,6 +11,7 @@ from zerocli.layout import buffers, constants
 from zerocli.layout.buffers import Spec
 from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.plan.decoder import Batch, Decoder
+from zerocli.plan.flats import WHOLE
 from zerocli.plan.ledger import Ledger, Peak, Storage
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
@@ -92,8 +93,9 @@ class Replay:
             # The check for values that nobody set looks at one parameter at a time, a byte an element.
             largest = max(entry.numel for entry in flat.layout.entries)
             Storage(ledger, largest, "buffers")
-            if setup.tp > 1:  # a part is cut from its whole, which is initialised as without tensor parallelism
-                Storage(ledger, FP32 * largest * (setup.tp + 1) + wide, "buffers")
+            parts = [entry.numel for entry in flat.layout.entries if entry.group < WHOLE] if setup.tp > 1 else []
+            if parts:  # a part is cut from its whole, which is initialised as without tensor parallelism
+                Storage(ledger, FP32 * max(parts) * (setup.tp + 1) + wide, "buffers")
             if flat.width == FP32 and flat.resident(self._sizing):
                 self._keep(buffers.parameters(flat, self._sizing))
                 whole = None
@@ -246,7 +248,7 @@ class Replay:
         rows = chunk * constants.padded_vocab(vocab)
         grad_x = Storage(ledger, tokens * shape.hidden * width, "logits")
         grad_weight = Storage(ledger, vocab * shape.hidden * FP32, "logits")
-        small = Storage(ledger, (25 if setup.tp == 1 else 50) * tokens, "logits")  # losses, targets and masks
+        small = Storage(ledger, (29 if setup.tp == 1 else 54) * tokens, "logits")  # losses, targets and masks
         buffer = Storage(ledger, rows * width, "logits")
         if width < FP32:
             Storage(ledger, rows * FP32 + 3 * chunk * FP32, "logits")
@@ -274,6 +276,7 @@ class Replay:
     def _on_grad(self, unit: int, grad: Storage) -> None:
         """Take a parameter's gradient: kept until its unit is reduced, or moved at once into the whole gradient."""
         if unit == 0 and self._tied and grad.nbytes == self._tied[0].nbytes:
+            grad = Storage(self._ledger, grad.nbytes, "buffers")  # the sum of both: autograd adds them in new memory
             self._tied.clear()
         if self._setup.zero.gradients:
             self._grads[unit].append(grad)

@@ -59,7 +59,14 @@ def units_of(model: nn.Module, tp: int = 1) -> tuple[tuple[Unit, ...], int]:
     for unit, named in claim_parameters(model, find_units(model, _choice(model))):
         if named:
             parameters = tuple(
-                Parameter(name, tuple(p.shape), cuts[name].dim if name in cuts else None) for name, p in named
+                Parameter(
+                    name,
+                    tuple(p.shape),
+                    cuts[name].dim if name in cuts else None,
+                    p.requires_grad,
+                    0 if p.dtype.is_floating_point else p.element_size(),
+                )
+                for name, p in named
             )
             found.append(Unit(unit.name or "rest", parameters))
     return tuple(found), sum(b.numel() * b.element_size() for b in model.buffers())
