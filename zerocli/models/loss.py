@@ -16,12 +16,16 @@ Where the vocabulary is split over ranks, V and P are a rank's part of it. Ranks
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from zerocli.engine.events import RUNNING
 
 IGNORED = -100
 """A target of this value, which is negative, takes no part in the loss."""
@@ -47,8 +51,23 @@ class Part(Protocol):
 
 def chunk_tokens(vocab: int, device_type: str) -> int:
     """Return how many tokens a chunk holds, a multiple of 128 where it can be; its logits stay within the bound."""
+    device_type = _chunks_of or device_type
     tokens = MAX_CHUNK_NUMEL.get(device_type, MAX_CHUNK_NUMEL["cuda"]) // padded_vocab(vocab)
     return tokens // 128 * 128 or max(tokens, 1)
+
+
+_chunks_of = ""
+
+
+@contextlib.contextmanager
+def chunks_of(device_type: str) -> Iterator[None]:
+    """While the body runs, chunks are as long as on this type of device, wherever the tensors are."""
+    global _chunks_of
+    outer, _chunks_of = _chunks_of, device_type
+    try:
+        yield
+    finally:
+        _chunks_of = outer
 
 
 def padded_vocab(vocab: int) -> int:
@@ -69,7 +88,11 @@ def linear_cross_entropy(
     chunk = chunk or chunk_tokens(weight.shape[0], x.device.type)
     # Grad mode is always off inside forward, so it is asked for here.
     with_grad = torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), chunk, part, with_grad)
+    given = (x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), chunk, part, with_grad)
+    if RUNNING.events.on:  # asked here and not inside, so that a compiler meets no scope where there is no subscriber
+        with RUNNING.events.loss():
+            return _LinearCrossEntropy.apply(*given)
+    return _LinearCrossEntropy.apply(*given)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
