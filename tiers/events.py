@@ -21,7 +21,7 @@ class _Nothing:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         return None
 
 

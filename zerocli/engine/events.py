@@ -50,7 +50,10 @@ class Events(TierEvents):
         return NOTHING
 
     def update(self, unit: Unit) -> Scope:
-        """Surround the issue of an update of a chunk of a unit's states, on the stream that it runs on."""
+        """Surround the issue of an update of a unit's states, on the stream that it runs on.
+
+        States that are not on the device are updated chunk by chunk, each in a scope of its own.
+        """
         return NOTHING
 
     def wait(self, cause: str) -> Scope:

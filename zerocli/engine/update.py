@@ -142,8 +142,8 @@ class Updater:
         flats = [flat for flat in flats if flat not in together]
         for flat in flats:
             if not flat.away:
-                for job in self._jobs_of(flat):
-                    with self._events.update(flat.unit):
+                with self._events.update(flat.unit):
+                    for job in self._jobs_of(flat):
                         self._update(job, Slot())
                 self._close(flat)
         self._jobs = [job for flat in flats if flat.away for job in self._jobs_of(flat)]
