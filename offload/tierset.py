@@ -13,6 +13,7 @@ import torch
 from offload.placement import ACTIVATIONS, HBM, Placement
 from offload.verify import UNVERIFIED, Verifier
 from tiers.base import Tier
+from tiers.events import SILENT, TierEvents
 from tiers.limits import read_limits
 from tiers.registry import open_tier
 
@@ -27,8 +28,9 @@ class TierSet:
         nvme_path: Sequence[str] = (),
         options: Mapping[str, Mapping[str, Any]] | None = None,
         verify: bool = False,
+        events: TierEvents = SILENT,
     ) -> None:
-        self._device = device
+        self._device, self._events = device, events
         self._ranks_per_node = ranks_per_node
         self._nvme_path = tuple(nvme_path)
         self._options = dict(options or {})
@@ -54,12 +56,15 @@ class TierSet:
             elif name == "dram":
                 options.setdefault("capacity", self.available(name))
             self._open[key] = open_tier(name, **options)
+            self._open[key].events = self._events
         return self._open[key]
 
     def open_cache(self, nbytes: int) -> Tier:
         """Return host memory of at most `nbytes` for copies of what lies on slower tiers."""
         options = dict(self._options.get("dram", {})) | {"capacity": nbytes}
-        return self._open.setdefault(("dram", "cache"), open_tier("dram", **options))
+        tier = self._open.setdefault(("dram", "cache"), open_tier("dram", **options))
+        tier.events = self._events
+        return tier
 
     def available(self, name: str) -> int | None:
         """Return the bytes that this rank may put on a tier, None where nobody can say."""

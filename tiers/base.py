@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any, Self
 from torch import Tensor, uint8
 
 from tiers.errors import TierError, TierFull
+from tiers.events import SILENT, TierEvents
 from tiers.transfer import Transfer
 
 PAGE_NBYTES = 4096
@@ -76,6 +78,9 @@ class Tier(ABC):
     """Whether what was written can be read back (false for dry runs)."""
     alignment = 1
     """Addresses and offsets that are multiples of this move without an extra copy; sizes round up to it."""
+
+    events: TierEvents = SILENT
+    """Told of every transfer."""
 
     _hazard_nbytes = 1
     """Transfers that touch the same span of this many bytes are put in order."""
@@ -177,11 +182,17 @@ class Tier(ABC):
 
     def write(self, block: Block, source: Tensor, offset: int = 0) -> Transfer:
         """Start copying `source` into the block at byte `offset`."""
-        return self._move(block, source, offset, writes=True)
+        began = time.perf_counter()
+        transfer = self._move(block, source, offset, writes=True)
+        self.events.transfer(block, transfer, True, began)
+        return transfer
 
     def read(self, block: Block, target: Tensor, offset: int = 0) -> Transfer:
         """Start filling `target` from the block's bytes at `offset`."""
-        return self._move(block, target, offset, writes=False)
+        began = time.perf_counter()
+        transfer = self._move(block, target, offset, writes=False)
+        self.events.transfer(block, transfer, False, began)
+        return transfer
 
     def view(self, block: Block) -> Tensor:
         """Return the block's own memory as a uint8 tensor, good until the block is freed (addressable tiers only).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tiers.errors import TierError
+from tiers.events import SILENT, TierEvents
 from tiers.transfer import Transfer
 
 INLINE_NBYTES = 1 << 20  # a smaller host copy costs less than handing it to a thread
@@ -40,10 +40,12 @@ class Copier:
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
         self._threads: ThreadPoolExecutor | None = None
 
-    def copy(self, source: Tensor, target: Tensor, after: Sequence[Transfer] = ()) -> Transfer:
+    def copy(
+        self, source: Tensor, target: Tensor, after: Sequence[Transfer] = (), events: TierEvents = SILENT
+    ) -> Transfer:
         """Start copying `source` over `target` once `after` and the caller's current stream have got there."""
         if source.is_cuda or target.is_cuda:
-            return self._copy_on_stream(source, target, after)
+            return self._copy_on_stream(source, target, after, events)
         position = stream_position(source) or stream_position(target)
         if source.numel() <= INLINE_NBYTES and position is None and not after:
             target.copy_(source)
@@ -58,16 +60,14 @@ class Copier:
                 self._streams[device, direction] = torch.cuda.Stream(device)
             return self._streams[device, direction]
 
-    def watch(self, direction: str, nbytes: int) -> contextlib.AbstractContextManager[None]:
-        """Surround a copy on its stream; whoever times copies puts his own in its place."""
-        return contextlib.nullcontext()
-
     def close(self) -> None:
         """Finish what runs and let the threads go."""
         if self._threads is not None:
             self._threads.shutdown(wait=True)
 
-    def _copy_on_stream(self, source: Tensor, target: Tensor, after: Sequence[Transfer]) -> Transfer:
+    def _copy_on_stream(
+        self, source: Tensor, target: Tensor, after: Sequence[Transfer], events: TierEvents
+    ) -> Transfer:
         for earlier in after:
             _settle(earlier)
         direction = "across" if source.is_cuda and target.is_cuda else "up" if target.is_cuda else "down"
@@ -78,7 +78,7 @@ class Copier:
             if earlier.event is not None:
                 stream.wait_event(earlier.event)
         event = torch.cuda.Event()
-        with torch.cuda.stream(stream), self.watch(direction, source.numel()):
+        with torch.cuda.stream(stream), events.copy(direction, source.numel()):
             target.copy_(source, non_blocking=True)
         event.record(stream)
         return Transfer(source.numel(), event=event, hold=(source, target), tier=self._tier)

@@ -114,10 +114,10 @@ class DramTier(Tier):
             handle.arena.extents.give(handle.start, handle.nbytes)
 
     def _write(self, handle: _Place, source: Tensor, offset: int, after: Sequence[Transfer]) -> Transfer:
-        return self._copier.copy(source, handle.bytes(offset, source.numel()), after)
+        return self._copier.copy(source, handle.bytes(offset, source.numel()), after, self.events)
 
     def _read(self, handle: _Place, target: Tensor, offset: int, after: Sequence[Transfer]) -> Transfer:
-        return self._copier.copy(handle.bytes(offset, target.numel()), target, after)
+        return self._copier.copy(handle.bytes(offset, target.numel()), target, after, self.events)
 
     def _view(self, handle: _Place | None) -> Tensor:
         return torch.empty(0, dtype=torch.uint8) if handle is None else handle.bytes(0, handle.nbytes)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from zerocli.engine.api import shard as shard
     from zerocli.engine.ema import EMA as EMA
     from zerocli.engine.engine import Engine as Engine
+    from zerocli.engine.events import Events as Events
+    from zerocli.engine.events import ProfilerRanges as ProfilerRanges
     from zerocli.engine.groups import ParamGroup as ParamGroup
     from zerocli.engine.optim import FlatOptimizer as FlatOptimizer
     from zerocli.errors import Refused as Refused
@@ -24,8 +26,10 @@ _LAZY = {
     "shard": "zerocli.engine.api",
     "Engine": "zerocli.engine.engine",
     "EMA": "zerocli.engine.ema",
+    "Events": "zerocli.engine.events",
     "FlatOptimizer": "zerocli.engine.optim",
     "ParamGroup": "zerocli.engine.groups",
+    "ProfilerRanges": "zerocli.engine.events",
     "Refused": "zerocli.errors",
     "Corrupted": "offload.verify",
 }

@@ -130,12 +130,12 @@ def host_copies(calls: Calls, copy: Callable[..., Any]) -> Callable[..., Any]:
     """Return the copies of host memory, some of which take long or never end."""
     from tiers.transfer import Transfer
 
-    def act(self: Any, source: Any, target: Any, after: Any = ()) -> Any:
+    def act(self: Any, source: Any, target: Any, after: Any = (), *events: Any) -> Any:
         if not calls.hit():
-            return copy(self, source, target, after)
+            return copy(self, source, target, after, *events)
         if calls.fault.act == "slow":
             time.sleep(calls.fault.seconds)
-            return copy(self, source, target, after)
+            return copy(self, source, target, after, *events)
         return Transfer(source.numel(), future=Future(), hold=(source, target), tier="dram")
 
     return act

@@ -128,7 +128,7 @@ class Striker:
 
 
 def install(fault: Fault, rank: int, place: Place, count: bool = False) -> Striker:
-    """Put a rank's part of a fault in place; its probe goes into the run's options."""
+    """Put a rank's part of a fault in place; its probe subscribes to the run's events."""
     striker = Striker(fault, rank, place, count)
     if rank in fault.ranks and fault.where in ("run", "nvme", "dram"):
         from torture import disks

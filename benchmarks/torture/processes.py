@@ -164,6 +164,7 @@ def _rank(
     import torch
 
     from zerocli.cli import main as cli
+    from zerocli.engine.events import Probe
     from zerocli.run import trainer
 
     torch.set_num_threads(1)
@@ -173,7 +174,7 @@ def _rank(
     striker = install(fault, rank, place, count)
 
     def with_probe(config, options, *rest):
-        return work(config, replace(options, probe=striker.probe), *rest)
+        return work(config, replace(options, events=(Probe(striker.probe),)), *rest)
 
     trainer.work = with_probe  # type: ignore[assignment]
     code = striker.run(lambda: cli.run(given))

@@ -25,6 +25,7 @@ from zerocli.checkpoint import snapshot as snapshots
 from zerocli.checkpoint.boxes import Block, Box, Extent, boxes, boxes_of, tile, whole
 from zerocli.checkpoint.parts import Part, SavePlanner, tensor_part
 from zerocli.checkpoint.sources import Memory
+from zerocli.engine.events import Probe
 from zerocli.layout.shards import Span
 
 TIERS = {
@@ -379,7 +380,8 @@ def test_an_update_waits_until_its_states_have_been_read(tmp_path):
     train(engine, model, range(1, 3))
     expected = everything(engine)
     asked = threading.Event()
-    saver = Saver(engine, tmp_path, probe=lambda name: name == "checkpoint read" and asked.wait(5))
+    engine.events.add(Probe(lambda name: name == "checkpoint read" and asked.wait(5)))
+    saver = Saver(engine, tmp_path)
     saver.save(2)
     hold = engine.updater.before_update
 
@@ -424,7 +426,8 @@ def test_saves_that_fail_give_their_buffer_back(tmp_path):
         if broken and name == "checkpoint read":
             raise OSError(5, "Input/output error")
 
-    saver = Saver(engine, tmp_path, buffer_nbytes=1, probe=probe)
+    engine.events.add(Probe(probe))
+    saver = Saver(engine, tmp_path, buffer_nbytes=1)
     for step in range(1, 6):
         broken = step < 5
         saver.save(step)
@@ -492,7 +495,8 @@ def test_a_commit_that_fails_gives_its_space_back(tmp_path, stage):
         if broken and name == f"checkpoint {stage}":
             raise OSError(30, "Read-only file system")
 
-    saver = Saver(engine, tmp_path, asynchronous=False, probe=probe)
+    engine.events.add(Probe(probe))
+    saver = Saver(engine, tmp_path, asynchronous=False)
     for step, broken in ((1, False), (2, True), (1, True)):
         saver.save(step)
         assert bool(saver.failure) == broken

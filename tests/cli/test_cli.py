@@ -16,6 +16,7 @@ from zerocli.cli import main as cli
 from zerocli.cli import train
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
+from zerocli.plan import bench as plan_bench
 from zerocli.run import launch
 
 
@@ -250,7 +251,7 @@ def test_env_measures_and_remembers(capsys, monkeypatch, tmp_path):
     assert cli.run(["env"]) == 0
     out = capsys.readouterr().out
     assert "copy 12.5 (just now)" in out and "read 3.25" in out
-    bench.cache_path().write_text("{ torn")
+    plan_bench.cache_path().write_text("{ torn")
     assert cli.run(["env"]) == 0 and "nothing yet" in capsys.readouterr().out
 
 

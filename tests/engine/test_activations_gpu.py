@@ -11,6 +11,7 @@ from ranks import run_ranks
 from test_gpu import WIDTH, Stack, _train, run_without_waiting
 
 import zerocli
+from zerocli.engine.events import Probe
 
 pytestmark = pytest.mark.gpu
 WAYS = ["activations=hbm", "activations=cpu", "activations=nvme", "activations=hbm:1MiB+cpu:256KiB+nvme"]
@@ -77,7 +78,7 @@ def _split(settings: dict, delay_seed: int | None) -> list[float]:
 
     torch.manual_seed(0)
     model = build(ModelConfig(layers=4, hidden=256, heads=4, vocab=512, dropout=0.1), 64, "cuda")
-    common = {"stage": 3, "precision": "bf16", "units": model.unit_modules(), "tp": 2, "probe": probe}
+    common = {"stage": 3, "precision": "bf16", "units": model.unit_modules(), "tp": 2, "events": Probe(probe)}
     engine = zerocli.shard(model, lr=1e-3, clip=1.0, **common, **settings)
     losses = []
     for step in range(6):

@@ -9,6 +9,8 @@ import time
 from ranks import run_ranks
 from toys import train_uneven
 
+from zerocli.engine.events import Probe
+
 LONG = "ZEROCLI_TEST_LONG" in os.environ
 
 
@@ -23,7 +25,7 @@ def _delayed(stage: int, recompute: bool, seed: int | None):
         if seed is not None and dice.random() < 0.3:
             time.sleep(dice.random() * 0.004)
 
-    losses = train_uneven(steps=8, stage=stage, probe=probe, recompute=recompute)
+    losses = train_uneven(steps=8, stage=stage, events=Probe(probe), recompute=recompute)
     return losses, sorted(met)
 
 

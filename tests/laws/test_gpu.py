@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zerocli
+from zerocli.engine.events import Probe
 
 pytestmark = pytest.mark.gpu
 WIDTH = 512
@@ -53,7 +54,14 @@ def _train(stage: int, settings: dict, delay_seed: int | None = None, steps: int
     torch.manual_seed(3)
     model = Stack().cuda()
     engine = zerocli.shard(
-        model, lr=1e-3, clip=1.0, weight_decay=0.1, stage=stage, probe=probe, bucket_nbytes=1 << 20, **settings
+        model,
+        lr=1e-3,
+        clip=1.0,
+        weight_decay=0.1,
+        stage=stage,
+        bucket_nbytes=1 << 20,
+        events=Probe(probe),
+        **settings,
     )
     losses = []
     for step in range(steps):

@@ -229,7 +229,7 @@ def test_a_corrupt_piece_is_not_saved(tmp_path):
 
 
 def corrupt_own_states() -> None:
-    """Flip a bit of this rank's states, called by the engine's probe."""
+    """Flip a bit of this rank's states, called by a probe of the engine's events."""
     frame = sys._getframe()
     while not isinstance(frame.f_locals.get("self"), Engine):
         frame = frame.f_back

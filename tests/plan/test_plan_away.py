@@ -14,6 +14,7 @@ from zerocli.checkpoint.saver import Saver
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
 from zerocli.engine.engine import Engine
+from zerocli.engine.events import Probe
 from zerocli.engine.settings import Settings
 from zerocli.layout import constants
 from zerocli.models import build
@@ -99,7 +100,8 @@ def _save(folder: str, stage: int, tp: int) -> tuple[int, int, int]:
         if moment == "checkpoint commit":
             most = max(most, nbytes_in(Path(folder)))
 
-    saver = Saver(engine, folder, asynchronous=False, keep=2, probe=look)
+    engine.events.add(Probe(look))
+    saver = Saver(engine, folder, asynchronous=False, keep=2)
     saver.save(1)
     one = nbytes_in(Path(folder))
     for step in (2, 3):

@@ -14,6 +14,7 @@ from toys import Uneven, split, uneven_batch
 
 import zerocli
 from zerocli.config import Config, ModelConfig
+from zerocli.engine.events import Probe
 from zerocli.engine.streams import Waits
 from zerocli.layout.categories import CATEGORIES
 from zerocli.plan.inputs import shape_of
@@ -305,7 +306,7 @@ def _taken_by_tiers(folder: str) -> list[tuple[set[str], set[int]]]:
                 slots.add(sum(slot.taken for slot in engine.activations.stack._slots))
 
         model = build(ModelConfig(family="gpt2", vocab=32, layers=3, hidden=16, heads=2), 8, "meta")
-        where = {"offload": offload, "nvme_path": (folder,), "probe": probe, "recompute": True}
+        where = {"offload": offload, "nvme_path": (folder,), "events": Probe(probe), "recompute": True}
         engine = zerocli.shard(model, stage=3, units=model.unit_modules(), **where)
         tokens = torch.ones(2, 8, dtype=torch.long)
         for _ in range(3):
@@ -357,14 +358,14 @@ def _attributes() -> list[list[str]]:
     before, forward = look(), loss._LinearCrossEntropy.forward
     profiler = Profiler()
     profiler.attach(engine)
-    assert look() != before
+    assert look() == before and engine.events.on  # it has subscribed, and that is all
     for step in range(3):
         engine.backward(engine(*uneven_batch(step, split(engine.collectives.rank, 2))))
         engine.step()
     peak = profiler.ledger.peak()
     assert peak.rows[UNATTRIBUTED] <= 0.02 * peak.nbytes and peak.rows["activations"] > 0
     profiler.detach()
-    assert loss._LinearCrossEntropy.forward is forward
+    assert loss._LinearCrossEntropy.forward is forward and not engine.events.on
     return [before, look()]
 
 

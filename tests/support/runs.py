@@ -83,12 +83,13 @@ def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given:
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.said{rank}", "w", buffering=1) as said, contextlib.redirect_stderr(said):
+        from zerocli.engine.events import Probe
         from zerocli.errors import UserError
         from zerocli.run import trainer
 
         try:
             config = configs.load("tiny", [*TINY, *sets])
-            code = trainer.work(config, RunOptions(folder, probe=probe, **given))
+            code = trainer.work(config, RunOptions(folder, events=(Probe(probe),), **given))
         except UserError as error:
             print(error.render(), file=sys.stderr)
             code = error.exit_code

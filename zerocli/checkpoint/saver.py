@@ -54,11 +54,10 @@ class Saver:
         keep: int = 2,
         keep_every: int = 0,
         say: Callable[[str], None] = lambda text: None,
-        probe: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._engine, self.folder = engine, Folder(folder)
         self._asynchronous, self._keep, self._keep_every = asynchronous, keep, keep_every
-        self._say, self._probe = say, probe
+        self._say = say
         self._rank = members_of(engine).rank
         self._group = control_group(engine)
         if self._rank == 0:
@@ -106,7 +105,7 @@ class Saver:
         parts, own = state.capture(self._engine)
         snapshot = Snapshot(parts, self._engine.device, self._slots)
         own |= values or {}
-        writer = Writer(self.folder.of(step), self._rank, snapshot, own, step, self._probe, self.progress)
+        writer = Writer(self.folder.of(step), self._rank, snapshot, own, step, self._engine.events, self.progress)
         self.asked, self.failure, self.lost = step, None, None
         if not self._asynchronous:
             self._write(writer, snapshot, step, began)

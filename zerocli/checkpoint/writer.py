@@ -10,7 +10,6 @@ puts it back.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import Future as HostFuture
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from zerocli.checkpoint import manifest as manifests
 from zerocli.checkpoint.folder import MANIFEST, OLD, UNFINISHED
 from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
 from zerocli.checkpoint.snapshot import Batch, Snapshot
+from zerocli.engine.events import SILENT, Events
 from zerocli.engine.progress import Progress
 from zerocli.files import DirectFile, pwrite_all
 from zerocli.regular_files import remove, sync_folder
@@ -56,13 +56,13 @@ class Writer(StorageWriter):
         snapshot: Snapshot,
         values: dict[str, Any],
         step: int,
-        probe: Callable[[str], None] = lambda name: None,
+        events: Events = SILENT,
         progress: Progress | None = None,
     ) -> None:
         self._progress = progress or Progress()
         self.folder, self.aside = folder, folder.with_name(folder.name + ".tmp")
         self._snapshot = snapshot
-        self._values, self._step, self._probe = values, step, probe
+        self._values, self._step, self._events = values, step, events
         self._name = f"rank-{rank:05d}.bin"
         self.committed = False
         """Whether the checkpoint is there, whatever happens next; rank 0 knows."""
@@ -108,7 +108,7 @@ class Writer(StorageWriter):
             with ThreadPoolExecutor(NUM_THREADS, "zerocli-checkpoint") as threads:
                 at = 0
                 for batch in self._snapshot.batches:
-                    self._probe("checkpoint read")
+                    self._events.save("read")
                     self._snapshot.fill(batch)
                     self._progress.move()
                     results.append(threads.submit(self._flush, file, at, batch, planned))
@@ -118,7 +118,7 @@ class Writer(StorageWriter):
                             future.result()
             written = [result for future in results for result in future.result()]
             with self._progress.by_itself("sync"):
-                self._probe("checkpoint sync")
+                self._events.save("sync")
                 file.sync()
                 sync_folder(self.aside)
         return written
@@ -140,7 +140,7 @@ class Writer(StorageWriter):
                     digest.update(memory[start : start + nbytes])
                     placed = Placed(self._name, at + start, digest.hexdigest())
                     written.append(WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=placed))
-            self._probe("checkpoint write")
+            self._events.save("write")
             if written:
                 file.write(memory[: round_up(batch.nbytes, PAGE_NBYTES)], at)
             self._progress.move()
@@ -168,7 +168,7 @@ class Writer(StorageWriter):
         names = [name for name in os.listdir(self.aside) if manifests.FILE.fullmatch(name)]
         files = {name: (self.aside / name).stat().st_size for name in names}
         data = manifests.encode(Manifest(self._step, tensors, files, self._values))
-        self._probe("checkpoint manifest")
+        self._events.save("manifest")
         fd = os.open(self.aside / UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             pwrite_all(fd, memoryview(data), 0)
@@ -180,14 +180,14 @@ class Writer(StorageWriter):
         if os.path.lexists(self.folder):  # of the same step: it goes once this one is there, or else comes back
             remove(replaced)
             self.folder.rename(replaced)
-        self._probe("checkpoint rename")
+        self._events.save("rename")
         self.aside.rename(self.folder)
-        self._probe("checkpoint commit")
+        self._events.save("commit")
         (self.folder / UNFINISHED).rename(self.folder / MANIFEST)
         self.committed = True
         sync_folder(self.folder)
         sync_folder(self.folder.parent)
-        self._probe("checkpoint committed")
+        self._events.save("committed")
         remove(replaced)
 
     @classmethod

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,5 +23,5 @@ class RunOptions:
     """Rank 0 prints one JSON document on stdout."""
     source: str = "tiny"
     """CONFIG as it was given, for the command to try next."""
-    probe: Callable[[str], None] = lambda name: None
-    """Called at each gather, reduce, update and stage of a save; tests end processes here."""
+    events: Sequence[Any] = ()
+    """Who hears of what the run does, from its start on: objects of `zerocli.engine.events.Events`."""

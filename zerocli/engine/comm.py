@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zerocli.engine import ending
+from zerocli.engine.events import SILENT, Events
 from zerocli.engine.streams import Mark
 
 # torch 2.13 renamed both; the old names warn there and the new ones are absent in 2.11.
@@ -59,9 +60,11 @@ def severed(error: BaseException, what: str = "a collective") -> Severed | None:
 class Pending:
     """A collective under way; after `wait` its result may be used on the current stream."""
 
-    def __init__(self, work: dist.Work | None, mark: Mark | None, what: str = "a collective") -> None:
+    def __init__(
+        self, work: dist.Work | None, mark: Mark | None, what: str = "a collective", events: Events = SILENT
+    ) -> None:
         self._work, self._mark = work, mark
-        self._what = what
+        self._what, self._events = what, events
         self.since: float | None = None
         """When the host began to stand still for it (time.monotonic); None if it does not."""
 
@@ -73,7 +76,8 @@ class Pending:
         if self._work is not None:
             self.since = time.monotonic()
             try:
-                self._work.wait()
+                with self._events.completion(self):
+                    self._work.wait()
             except RuntimeError as error:
                 if (lost := severed(error, self._what)) is not None:
                     raise lost from error
@@ -91,6 +95,8 @@ class Issued:
     number: int
     kind: str
     what: str
+    nbytes: int = 0
+    """Bytes of full buffers, an all-reduce's twice; 0 for control values."""
     begun: float = field(default_factory=time.monotonic)
     pending: Pending | None = None
     """What ends it; None while the host is still within the call."""
@@ -127,8 +133,8 @@ class Collectives:
     nothing on the wire and counts nothing. Small control messages (norms, flags) are counted apart.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, events: Events = SILENT) -> None:
+        self.group, self.device, self._events = group, device, events
         here = dist.is_available() and dist.is_initialized()
         if here:
             ending.arm()
@@ -146,16 +152,17 @@ class Collectives:
         """When the last one was begun."""
 
     @contextlib.contextmanager
-    def _noted(self, kind: str, what: str) -> Iterator[Issued]:
+    def _noted(self, kind: str, what: str, nbytes: int = 0) -> Iterator[Issued]:
         """Keep a collective among the open ones from before the host enters it."""
         while self.open and self.open[0].over:
             self.open.popleft()
         self.issued += 1
-        entry = Issued(self.issued, kind, what, on_host=self._async)
+        entry = Issued(self.issued, kind, what, nbytes, on_host=self._async)
         self.moved = entry.begun
         self.open.append(entry)
         try:
-            yield entry
+            with self._events.collective(self, entry):
+                yield entry
         except RuntimeError as error:
             entry.end()
             if (lost := severed(error, str(entry))) is not None:
@@ -173,7 +180,7 @@ class Collectives:
 
     def _pending(self, work: dist.Work | None, entry: Issued | None = None) -> Pending:
         what = str(entry) if entry is not None else ""
-        return Pending(work if self._async else None, None if self._async else self.mark(), what)
+        return Pending(work if self._async else None, None if self._async else self.mark(), what, self._events)
 
     def mark(self) -> Mark:
         """Mark the work issued on the current lane so far."""
@@ -190,7 +197,7 @@ class Collectives:
                 full.copy_(shard)
             return self._pending(None)
         self.nbytes["all_gather"] += full.nbytes
-        with self._noted("all_gather", what) as entry:
+        with self._noted("all_gather", what, full.nbytes) as entry:
             entry.pending = self._pending(_all_gather(full, shard, group=self.group, async_op=self._async), entry)
         return entry.pending
 
@@ -201,7 +208,7 @@ class Collectives:
                 shard.copy_(full)
             return self._pending(None)
         self.nbytes["reduce_scatter"] += full.nbytes
-        with self._noted("reduce_scatter", what) as entry:
+        with self._noted("reduce_scatter", what, full.nbytes) as entry:
             entry.pending = self._pending(_reduce_scatter(shard, full, group=self.group, async_op=self._async), entry)
         return entry.pending
 
@@ -210,7 +217,7 @@ class Collectives:
         if self.world == 1:
             return self._pending(None)
         self.nbytes["all_reduce"] += 2 * tensor.nbytes
-        with self._noted("all_reduce", what) as entry:
+        with self._noted("all_reduce", what, 2 * tensor.nbytes) as entry:
             entry.pending = self._pending(dist.all_reduce(tensor, group=self.group, async_op=self._async), entry)
         return entry.pending
 

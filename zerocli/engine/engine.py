@@ -33,6 +33,7 @@ from zerocli.engine.agreement import Agreement
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
 from zerocli.engine.counts import Counts
+from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
 from zerocli.engine.facade import ShardedOptimizer
 from zerocli.engine.gather import Gatherer
 from zerocli.engine.groups import arrange
@@ -87,10 +88,11 @@ class Engine:
             raise ValueError(f"accumulate must be at least 1, not {settings.accumulate}")
         if settings.reduce not in ("compute", "fp32"):
             raise ValueError(f"reduce {settings.reduce!r} is not one of compute, fp32")
-        self.waits = Waits(self.device)
+        self.events = Subscribers(settings.events)
+        self.waits = Waits(self.device, self.events)
         data_parallel, mesh = open_axes(settings.tp, settings.group, self.device)
-        self.collectives = Collectives(data_parallel, self.device)
-        self.tensor_parallel = TensorParallel(mesh, self.device, self.waits)
+        self.collectives = Collectives(data_parallel, self.device, self.events)
+        self.tensor_parallel = TensorParallel(mesh, self.device, self.waits, self.events)
         settings.watch(self)
         self.tensor_parallel.split(self.model)
         self.rule: FlatOptimizer = make_optimizer(settings.optimizer, settings.options)
@@ -130,7 +132,10 @@ class Engine:
         away = any(flat.away for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
         self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
-        self.updater = Updater(self.rule, self.counts, self.collectives, self.device, self.sizing)
+        self.updater = Updater(
+            *(self.rule, self.counts, self.collectives, self.device),
+            *(self.sizing, self.events, settings.chunk_device),
+        )
         recomputed = recomputed_units(self.units, settings.recompute or ACTIVATIONS in self.placement.shares)
         stack = Stack(
             lambda name: self.tiers.open(name, ACTIVATIONS),
@@ -155,7 +160,7 @@ class Engine:
             self.collectives,
             self.device,
             self.waits,
-            settings.probe,
+            self.events,
             self.sizing,
             before_gather=self._bring_up_to_date,
             look_ahead=self._look_ahead,
@@ -169,7 +174,7 @@ class Engine:
             self.collectives,
             self.device,
             self.waits,
-            settings.probe,
+            self.events,
             # Where parameters move, the engine says when a unit is through; elsewhere its last gradient does.
             eager=not self.gatherer.moves,
             together=together,
@@ -212,7 +217,8 @@ class Engine:
         partitioned = [kind for kind in KINDS if getattr(self.stage, kind)]
         placement = parse_placement(settings.offload, partitioned, available(), parse_bytes)
         self.placement = per_rank(placement, self.local_world)
-        self.tiers = TierSet(self.local_world, self.device, settings.nvme_path, settings.tier_options, settings.verify)
+        about = (settings.nvme_path, settings.tier_options, settings.verify, self.events)
+        self.tiers = TierSet(self.local_world, self.device, *about)
         self.verified = VerifiedReads(self.tiers.verifier, self.device, self.gather_control)
         self.mover = Mover(settings.staging_nbytes, self.tiers.open_cache)
         self.sizing = Sizing(
@@ -252,6 +258,10 @@ class Engine:
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Accumulate the gradient of the mean of `loss` over the ranks and the step's backward passes."""
+        with self.events.phase(BACKWARD):
+            self._backward(loss, retain_graph, create_graph)
+
+    def _backward(self, loss: torch.Tensor, retain_graph: bool, create_graph: bool) -> None:
         if loss.numel() != 1:
             raise ValueError(f"backward needs a loss of one element, not of shape {tuple(loss.shape)}")
         if Engine._in_backward:
@@ -380,9 +390,15 @@ class Engine:
 
     # -- the optimizer step ----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self) -> StepResult:
         """Clip by the exact global norm, update what this rank holds, and spread it; a non-finite step is skipped."""
+        with self.events.phase(OPTIMIZER):
+            result = self._step()
+        self.events.step()
+        return result
+
+    @torch.no_grad()
+    def _step(self) -> StepResult:
         if self._micro == 0:
             raise RuntimeError("step() needs a backward(loss) before it")
         if self._micro < self.settings.accumulate:
@@ -393,7 +409,6 @@ class Engine:
         self._refuse_replaced()
         self._refuse_uneven()  # of the step before, where the device was not asked then
         self.adopt_edits()
-        self.settings.probe("optimizer")
         groups = self.optimizer.hyperparameters(self.steps + 1)
         self.steps += 1
         lr = self.optimizer.base_lr
@@ -573,7 +588,8 @@ class Engine:
 
     def gather_control(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return every rank's copy of a small tensor, stacked, over both axes of ranks. Collective."""
-        return self.tensor_parallel.gather_control(self.collectives.gather_control(tensor)).flatten(0, 1)
+        with self.events.phase(EXCHANGE):
+            return self.tensor_parallel.gather_control(self.collectives.gather_control(tensor)).flatten(0, 1)
 
     # -- whole parameters and gradients: see whole.py --------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from zerocli.engine.comm import Collectives, Pending
+from zerocli.engine.events import Events
 from zerocli.engine.streams import Lane, Mark, Waits
 from zerocli.engine.unit import Flat, Unit
 from zerocli.errors import Refused
@@ -86,14 +87,14 @@ class Gatherer:
         collectives: Collectives,
         device: torch.device,
         waits: Waits,
-        probe: Callable[[str], None],
+        events: Events,
         sizing: Sizing,
         before_gather: Callable[[Flat], None],
         look_ahead: Callable[[Sequence[Unit], Sequence[Unit]], None],
         meet: Callable[[Flat], None],
     ) -> None:
         self._units, self._collectives, self._device = units, collectives, device
-        self._waits, self._probe = waits, probe
+        self._waits, self._events = waits, events
         self._limit = sizing.gather_buffers
         self._limits = gather_limits([flat.spec for unit in units for flat in unit.flats], sizing)
         self._before_gather, self._look_ahead, self._meet = before_gather, look_ahead, meet
@@ -214,16 +215,17 @@ class Gatherer:
         with self._lane.run(after=freed):
             if flat.written is not None:
                 flat.written.wait()
-            self._probe("gather")
-            if flat.param_store is None:
-                assert flat.shard is not None
-                return self._collectives.all_gather(full, flat.shard, f"parameters of {flat.unit.title}")
-            # First this rank's slice, then everyone's. Streams wait here, and the host only for a disk that is behind:
-            # the gather is issued now and not when the slice happens to come, so that all ranks keep one order.
-            own = full[flat.own.start : flat.own.stop]
-            with self._waits.waiting("transfers"):
-                flat.param_store.fetch(0, own).wait()
-            return self._collectives.all_gather(full, own, f"parameters of {flat.unit.title}")
+            with self._events.gather(flat.unit):
+                if flat.param_store is None:
+                    assert flat.shard is not None
+                    return self._collectives.all_gather(full, flat.shard, f"parameters of {flat.unit.title}")
+                # First this rank's slice, then everyone's. Streams wait here, and the host only for a disk that is
+                # behind: the gather is issued now and not when the slice happens to come, so that all ranks keep one
+                # order.
+                own = full[flat.own.start : flat.own.stop]
+                with self._waits.waiting("transfers"):
+                    flat.param_store.fetch(0, own).wait()
+                return self._collectives.all_gather(full, own, f"parameters of {flat.unit.title}")
 
     def join(self, flat: Flat) -> None:
         """Take part in a gather that other ranks need and this one does not."""
@@ -233,8 +235,7 @@ class Gatherer:
     def refresh(self, flat: Flat) -> None:
         """After an update: spread the owned slices of resident parameters to the other ranks."""
         if flat.trainable and flat.resident is not None and flat.shard is not None and flat.held == flat.own:
-            with self._lane.run(after=flat.written):
-                self._probe("gather")
+            with self._lane.run(after=flat.written), self._events.gather(flat.unit):
                 what = f"parameters of {flat.unit.title}"
                 flat.pending = self._collectives.all_gather(flat.resident, flat.shard, what)
 

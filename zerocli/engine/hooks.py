@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerocli.engine import agreement
 from zerocli.engine.ends import Ends
+from zerocli.engine.events import BACKWARD, FORWARD, NOTHING, RUNNING
 from zerocli.engine.modules import Entry, outside_of_units, unwrap, wrap
 from zerocli.engine.unit import Unit
 from zerocli.errors import Refused
@@ -87,6 +88,17 @@ class Hooks:
 
     def run_unit(self, unit: Unit, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function with the unit's parameters whole."""
+        events, again = self._engine.events, self._engine.reducer.active
+        if not events.on:
+            return self._run_unit(unit, function, args, kwargs)
+        outermost = self._depth == 0 and not again
+        with events.phase(FORWARD) if outermost else NOTHING, RUNNING.of(events):
+            with events.unit(unit, BACKWARD if again else FORWARD, (args, kwargs)):
+                output = self._run_unit(unit, function, args, kwargs)
+            events.output(unit, output)
+        return output
+
+    def _run_unit(self, unit: Unit, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         engine, gatherer, grad = self._engine, self._engine.gatherer, torch.is_grad_enabled()
         outermost = self._depth == 0 and not engine.reducer.active  # else a recomputation in backward
         if outermost:
@@ -115,7 +127,6 @@ class Hooks:
             engine.agreement.meet(agreement.FORWARD)
         if not engine.reducer.active:  # else this is a recomputation, and backward comes next
             gatherer.release(unit)
-        engine.settings.probe("forward")
         return output
 
     def _cast_input(self, value: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerocli.engine.buckets import BucketPlan, Pool, Rest, fill, plan_buckets
 from zerocli.engine.comm import Collectives
+from zerocli.engine.events import Events
 from zerocli.engine.parameters import drop_grad, has_grad, take_grad
 from zerocli.engine.streams import Lane, Waits
 from zerocli.engine.tensor_parallel import TensorParallel
@@ -40,14 +41,14 @@ class Reducer:
         collectives: Collectives,
         device: torch.device,
         waits: Waits,
-        probe: Callable[[str], None],
+        events: Events,
         eager: bool,
         together: bool,
         tensor_parallel: TensorParallel,
         unexpected: Callable[[str], None],
     ) -> None:
         self._stage, self._collectives, self._device = sizing.stage, collectives, device
-        self._waits, self._probe, self._eager, self._together = waits, probe, eager, together
+        self._waits, self._events, self._eager, self._together = waits, events, eager, together
         self._reduce_fp32, self._tensor_parallel = sizing.reduce == "fp32", tensor_parallel
         self._unexpected = unexpected
         self._lane = Lane(device)
@@ -65,6 +66,8 @@ class Reducer:
         self._buckets, self._lift = Pool(count, device, waits), Pool(count, device, waits)
         self._run: list[torch.Tensor] = []
         """Gradients that lie one after another and are still to be all-reduced together."""
+        self._newest_in_run: Unit
+        """Whose the last of them are."""
         self._plans: dict[int, list[BucketPlan]] = {}
         self._places: dict[int, list[torch.Tensor]] = {}
         self._order = list(reversed(self._flats))
@@ -351,14 +354,14 @@ class Reducer:
         """Reduce a gradient that is kept whole, in place."""
         assert flat.grad_full is not None and flat.grad is not None
         if self._stage.optimizer:
-            with self._lane.run():
-                self._probe("reduce")
+            with self._lane.run(), self._events.reduce(flat.unit):
                 pending = self._collectives.reduce_scatter(flat.grad, flat.grad_full, _what(flat))
             self._unfinished.append(Rest(pending.wait))
             return
         if self._run and not _adjoin(self._run[-1], flat.grad_full):
             self._reduce_run()
         self._run.append(flat.grad_full)
+        self._newest_in_run = flat.unit
         if sum(part.nbytes for part in self._run) >= self._limits[flat.grad_full.dtype] * flat.grad_full.itemsize:
             self._reduce_run()
 
@@ -369,8 +372,7 @@ class Reducer:
         numel = sum(part.numel() for part in self._run)
         whole = self._run[0].as_strided((numel,), (1,))
         self._run = []
-        with self._lane.run():
-            self._probe("reduce")
+        with self._lane.run(), self._events.reduce(self._newest_in_run):
             for piece in Span(0, numel).pieces(self._limits[whole.dtype]):
                 pending = self._collectives.all_reduce(whole[piece.start : piece.stop], "gradients")
                 self._unfinished.append(Rest(pending.wait))
@@ -393,8 +395,7 @@ class Reducer:
             bucket = self._buckets.take(self._bucket_numels[wire], wire)
             memory = bucket.memory[: plan.numel]
             fill(memory, plan, sources)
-            with self._lane.run():
-                self._probe("reduce")
+            with self._lane.run(), self._events.reduce(flat.unit):
                 finish = self._scatter(flat, plan, memory)
             bucket.busy = Rest(finish, "transfers" if flat.grad_store is not None else "collectives")
             self._unfinished.append(bucket.busy)

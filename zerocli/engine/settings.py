@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerocli.engine.events import Events
 from zerocli.engine.groups import ParamGroup
 from zerocli.engine.rules import OptimizerChoice
 from zerocli.engine.unit import UnitChoice
@@ -83,5 +84,8 @@ class Settings:
     refused."""
     watch: Callable[[Any], None] = lambda engine: None
     """Called with the engine once its axes of ranks are open, before anything is built: a watchdog looks at them."""
-    probe: Callable[[str], None] = lambda name: None
-    """Called before each gather, reduce and optimizer and after each unit's forward; tests inject delays here."""
+    events: Events | Sequence[Events] = ()
+    """Who hears of what the engine does, such as `zerocli.ProfilerRanges()`; see engine/events.py."""
+    chunk_device: str = ""
+    """Type of device whose size of an update's chunks is taken; by default the device's own. For a trace of a GPU's
+    step on tensors without memory."""

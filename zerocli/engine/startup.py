@@ -7,9 +7,10 @@ is one list of the transfers that are waited for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from zerocli.engine.comm import severed
+from zerocli.engine.events import Subscribers
 from zerocli.engine.progress import Progress
 
 
@@ -18,8 +19,8 @@ class Startup(Progress):
 
     def __init__(self) -> None:
         super().__init__()
-        self.probe: Callable[[str], None] = lambda name: None
-        """Called within each stage, with its name; tests end processes here."""
+        self.events = Subscribers()
+        """Who hears of each stage, within it."""
 
     def _name(self, stage: str) -> str:
         return stage
@@ -29,7 +30,7 @@ class Startup(Progress):
         """Go through a stage that waits for no other rank, other than in an engine's collectives."""
         with super().by_itself(stage):
             try:
-                self.probe(f"start {stage}")
+                self.events.start(stage)
                 yield
             finally:
                 self.restart_wait()

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
+from zerocli.engine.events import SILENT, Events
+
 
 class Mark:
     """A point in a lane's work; `wait` holds the current stream, not the host, until the point is reached."""
@@ -88,8 +90,8 @@ class Waits:
     A wait inside another is charged to its own cause alone, so that the causes add up to the time stood still.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._cuda = device, device.type == "cuda"
+    def __init__(self, device: torch.device, events: Events = SILENT) -> None:
+        self._device, self._cuda, self._events = device, device.type == "cuda", events
         self._seconds: dict[str, float] = defaultdict(float)
         self._pairs: deque[_Pair] = deque(maxlen=MAX_PAIRS)
         self._around: list[str] = [""]
@@ -97,19 +99,20 @@ class Waits:
     @contextlib.contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
         """Charge the time the body holds up the stream that computes (CPU: the host) to `cause`."""
-        if self._cuda:
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            stream = compute_stream(self._device)
-            before.record(stream)
-            with self._inside(cause) as around:
-                yield
-            after.record(stream)
-            self._pairs.append((cause, around, before, after))
-        else:
-            began = time.perf_counter()
-            with self._inside(cause) as around:
-                yield
-            self._charge(cause, around, time.perf_counter() - began)
+        with self._events.wait(cause):
+            if self._cuda:
+                before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                stream = compute_stream(self._device)
+                before.record(stream)
+                with self._inside(cause) as around:
+                    yield
+                after.record(stream)
+                self._pairs.append((cause, around, before, after))
+            else:
+                began = time.perf_counter()
+                with self._inside(cause) as around:
+                    yield
+                self._charge(cause, around, time.perf_counter() - began)
 
     @contextlib.contextmanager
     def _inside(self, cause: str) -> Iterator[str]:

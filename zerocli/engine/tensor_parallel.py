@@ -33,6 +33,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zerocli.engine.comm import Collectives
+from zerocli.engine.events import SILENT, Events
 from zerocli.engine.startup import STARTUP
 from zerocli.engine.streams import Lane, Waits
 from zerocli.layout.shards import nearest_divisor
@@ -78,8 +79,10 @@ class TensorParallel(Collectives):
     `mesh` is one-dimensional; None is an axis of one rank, which splits nothing.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, device: torch.device, waits: Waits | None = None) -> None:
-        super().__init__(mesh.get_group() if mesh is not None else None, device)
+    def __init__(
+        self, mesh: DeviceMesh | None, device: torch.device, waits: Waits | None = None, events: Events = SILENT
+    ) -> None:
+        super().__init__(mesh.get_group() if mesh is not None else None, device, events)
         if mesh is None:  # to torch, no group means all ranks
             self.rank, self.world = 0, 1
         self._mesh = mesh
@@ -87,13 +90,23 @@ class TensorParallel(Collectives):
         self.cuts: dict[str, Cut] = {}
         """The cut of each parameter that is split, by its name in the model."""
         self._unchecked = {"batches", "random numbers"}
+        self._trusts = self._is_split = False
+
+    def trust(self) -> None:
+        """Compare neither batches nor random numbers, and draw none: for tensors that have no values."""
+        self._unchecked.clear()
+        self._trusts = True
 
     # -- splitting a model -----------------------------------------------------------------------------------------
 
     def split(self, model: nn.Module) -> None:
-        """Leave each rank its part of the model's split parameters; values, where there are some, are rank 0's."""
-        if self.world == 1:
+        """Leave each rank its part of the model's split parameters; values, where there are some, are rank 0's.
+
+        A second call changes nothing.
+        """
+        if self.world == 1 or self._is_split:
             return
+        self._is_split = True
         from torch.distributed.tensor.parallel import parallelize_module
 
         plan = plan_of(model, self)
@@ -193,6 +206,9 @@ class TensorParallel(Collectives):
 
         For dropout on what is split. The seed comes from the CPU's generator, whose state recomputation restores.
         """
+        if self._trusts:
+            yield
+            return
         seed = int(torch.randint(2**62, ()))
         if "random numbers" in self._unchecked:
             self._check_alike("random numbers", torch.tensor([seed], device=self.device))

@@ -16,6 +16,7 @@ import torch
 from tiers.transfer import Transfer
 from zerocli.engine.comm import Collectives
 from zerocli.engine.counts import Counts, within
+from zerocli.engine.events import SILENT, Events
 from zerocli.engine.optim import At, FlatOptimizer, FusedAdam, Group, StepValues
 from zerocli.engine.rules import MuonWithAdamW
 from zerocli.engine.streams import Lane, Mark
@@ -74,7 +75,11 @@ class Updater:
         collectives: Collectives,
         device: torch.device,
         sizing: Sizing,
+        events: Events = SILENT,
+        chunk_device: str = "",
     ) -> None:
+        self._events = events
+        self._in_cache = dict.fromkeys(UPDATE_CHUNK, UPDATE_CHUNK[chunk_device]) if chunk_device else UPDATE_CHUNK
         self._rule, self._counts, self._collectives, self._device = rule, counts, collectives, device
         self.on_cpu = sizing.update_on_cpu
         self._sizing = sizing
@@ -130,13 +135,15 @@ class Updater:
         for flat in together:
             self.before_update(flat)
             assert isinstance(self._rule, WholeOptimizer | MuonWithAdamW)
-            update_whole(flat, self._rule, values, self._counts, inactive, self._collectives)
+            with self._events.update(flat.unit):
+                update_whole(flat, self._rule, values, self._counts, inactive, self._collectives)
             flat.written = Mark(self._device)
         flats = [flat for flat in flats if flat not in together]
         for flat in flats:
             if not flat.away:
-                for job in self._jobs_of(flat):
-                    self._update(job, Slot())
+                with self._events.update(flat.unit):
+                    for job in self._jobs_of(flat):
+                        self._update(job, Slot())
                 self._close(flat)
         self._jobs = [job for flat in flats if flat.away for job in self._jobs_of(flat)]
         self._left = {id(job.flat) for job in self._jobs}
@@ -168,7 +175,8 @@ class Updater:
             if i >= LEAD:
                 job = self._jobs[i - LEAD]
                 with self._updating.run(after=self._start):
-                    self._update(job, self._slots[(i - LEAD) % NUM_SLOTS])
+                    with self._events.update(job.flat.unit):
+                        self._update(job, self._slots[(i - LEAD) % NUM_SLOTS])
                     if job.last:
                         self._left.discard(id(job.flat))
                         self._close(job.flat)
@@ -187,7 +195,7 @@ class Updater:
 
     def _jobs_of(self, flat: Flat) -> list[Job]:
         """Return the chunks that have something to update; one empty chunk where none of this rank's has."""
-        spans = flat.spec.chunks(self._sizing.chunk if flat.away else UPDATE_CHUNK[self._device.type])
+        spans = flat.spec.chunks(self._sizing.chunk if flat.away else self._in_cache[self._device.type])
         passing = frozenset(slot_widths(flat.spec, self._sizing))
         segments = self._counts.segments(flat.layout, self._inactive)
         chosen: list[tuple[int, Span, tuple[tuple[Span, int], ...]]]
@@ -256,7 +264,7 @@ class Updater:
         cached = place.type == "cpu" or not flat.away
         for segment, history in job.segments:
             at = values.at(history)
-            for piece in segment.pieces(UPDATE_CHUNK[place.type] if cached else span.numel):
+            for piece in segment.pieces(self._in_cache[place.type] if cached else span.numel):
                 self._update_piece(slice(piece.start, piece.stop), arrays, grad, target, group, at)
         self._send_back(job, slot)
 
@@ -338,7 +346,7 @@ class Updater:
         if grad.dtype != torch.float32:
             scratch = self._scratch.get(grad.device.type)
             if scratch is None or scratch.numel() < grad.numel():
-                numel = max(grad.numel(), UPDATE_CHUNK[grad.device.type])
+                numel = max(grad.numel(), self._in_cache[grad.device.type])
                 scratch = self._scratch[grad.device.type] = self._allocate(numel, torch.float32, grad.device)
             grad = scratch[: grad.numel()].copy_(grad)
         if grad.is_cuda:

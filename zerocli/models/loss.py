@@ -16,13 +16,16 @@ Where the vocabulary is split over ranks, V and P are a rank's part of it. Ranks
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from zerocli.engine.events import RUNNING
 from zerocli.layout.constants import chunk_tokens, padded_vocab
 
 IGNORED = -100
@@ -40,6 +43,20 @@ class Part(Protocol):
     def sum_(self, tensor: Tensor) -> Tensor: ...
 
 
+_chunks_of = ""
+
+
+@contextlib.contextmanager
+def chunks_of(device_type: str) -> Iterator[None]:
+    """While the body runs, chunks are as long as on this type of device, wherever the tensors are."""
+    global _chunks_of
+    outer, _chunks_of = _chunks_of, device_type
+    try:
+        yield
+    finally:
+        _chunks_of = outer
+
+
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0, part: Part | None = None
 ) -> Tensor:
@@ -50,10 +67,14 @@ def linear_cross_entropy(
     of the vocabulary; all ranks get the same loss, and the same gradient of x. The loss can be differentiated once:
     backward scales the gradients in place.
     """
-    chunk = chunk or chunk_tokens(weight.shape[0], x.device.type)
+    chunk = chunk or chunk_tokens(weight.shape[0], _chunks_of or x.device.type)
     # Grad mode is always off inside forward, so it is asked for here.
     with_grad = torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), chunk, part, with_grad)
+    given = (x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), chunk, part, with_grad)
+    if RUNNING.events.on:  # asked here and not inside, so that a compiler meets no scope where there is no subscriber
+        with RUNNING.events.loss():
+            return _LinearCrossEntropy.apply(*given)
+    return _LinearCrossEntropy.apply(*given)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

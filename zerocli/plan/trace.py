@@ -13,19 +13,21 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
+from tiers.events import NOTHING, Scope
+from zerocli.engine.comm import Collectives, Issued
 from zerocli.engine.engine import Engine
+from zerocli.engine.events import Events
 from zerocli.engine.settings import Settings
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes, planned_cuts
 from zerocli.engine.unit import UnitChoice, claim_parameters, find_units
 from zerocli.errors import UserError
-from zerocli.layout import constants
+from zerocli.models.loss import chunks_of
 from zerocli.plan.measure import LiveBytes
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Unit
@@ -79,6 +81,7 @@ def run(model: nn.Module, setup: Setup, recompute: UnitChoice = None) -> int:
     """
     if setup.ranks > MAX_RANKS:
         raise UserError(f"--trace is rank 0 of at most {MAX_RANKS} ranks, not {setup.ranks}")
+    sums = _Sums()
     settings = Settings(
         stage=setup.stage,
         precision=setup.precision,
@@ -91,12 +94,14 @@ def run(model: nn.Module, setup: Setup, recompute: UnitChoice = None) -> int:
         reduce=setup.reduce,
         partition_activations=setup.partition,
         device="cpu",
+        watch=_prepare,
+        events=sums,
+        chunk_device="cuda",
     )
     live = LiveBytes(granularity=512)
-    with _axes(setup.ranks, setup.tp) as axes, _without_memory(), live:
+    with _axes(setup.ranks, setup.tp) as axes, chunks_of("cuda"), _without_memory(), live:
         try:
             engine = Engine(model, dataclasses.replace(settings, **axes))
-            sums = _trust(engine.tensor_parallel)
             for _ in range(2):
                 tokens = torch.zeros((2, setup.batch, setup.seq), dtype=torch.int64)
                 engine.backward(engine(tokens[0], tokens[1]))
@@ -107,7 +112,7 @@ def run(model: nn.Module, setup: Setup, recompute: UnitChoice = None) -> int:
                 f"the model did not run on (tokens, targets) of {setup.batch} x {setup.seq}: {error}",
                 hint="forward(tokens, targets) gives the loss, and asks no tensor for its value",
             ) from error
-    return live.peak - sum(held[category] for category in HELD) + max(sums, default=0)
+    return live.peak - sum(held[category] for category in HELD) + sums.largest
 
 
 def _choice(model: nn.Module) -> Any:
@@ -116,22 +121,25 @@ def _choice(model: nn.Module) -> Any:
     return named() if callable(named) else None
 
 
-def _trust(axis: TensorParallel) -> set[int]:
-    """Let tensor-parallel ranks not compare inputs and random numbers, which have no values; return the sizes summed.
+class _Sums(Events):
+    """The largest sum over tensor-parallel ranks: a real one holds on to what it sums until it is over.
 
-    A real sum over the ranks holds on to what it sums until it is over. Here it is over at once.
+    Here it is over at once.
     """
-    sizes: set[int] = set()
-    all_reduce = axis.all_reduce
 
-    def remember(tensor: torch.Tensor, what: str = "") -> Any:
-        sizes.add(tensor.nbytes)
-        return all_reduce(tensor, what)
+    largest = 0
 
-    axis._unchecked.clear()
-    axis.own_masks = contextlib.nullcontext  # type: ignore[assignment, method-assign]
-    axis.all_reduce = remember  # type: ignore[method-assign]
-    return sizes
+    def collective(self, axis: Collectives, issued: Issued) -> Scope:
+        if isinstance(axis, TensorParallel) and issued.kind == "all_reduce":
+            self.largest = max(self.largest, issued.nbytes // 2)  # of which an all-reduce counts twice
+        return NOTHING
+
+
+def _prepare(engine: Engine) -> None:
+    """Split the model outside of the fake tensors, and compare nothing between the ranks: nothing has values."""
+    engine.tensor_parallel.trust()
+    with unset_fake_temporarily():  # a model on the meta device has no memory, and cannot hold fake parts
+        engine.tensor_parallel.split(engine.model)
 
 
 @contextlib.contextmanager
@@ -168,21 +176,27 @@ def _without_memory() -> Iterator[None]:
             return real(tensor)
         return of_storage(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
-    split = TensorParallel.split
-
-    def split_meta(axis: TensorParallel, model: nn.Module) -> None:
-        with unset_fake_temporarily():  # a model on the meta device has no memory, and cannot hold fake parts
-            split(axis, model)
-
     with contextlib.ExitStack() as stack:
-        for change in (
-            mock.patch.object(TensorParallel, "split", split_meta),
-            mock.patch.object(torch.Tensor, "data_ptr", of_tensor),
-            mock.patch.object(torch.UntypedStorage, "data_ptr", of_storage),
-            mock.patch.object(FakeTensor, "__bool__", lambda tensor: False, create=True),
-            mock.patch.dict(constants.MAX_CHUNK_NUMEL, cpu=constants.MAX_CHUNK_NUMEL["cuda"]),
-            mock.patch.dict(constants.UPDATE_CHUNK, cpu=constants.UPDATE_CHUNK["cuda"]),
-            FakeTensorMode(allow_non_fake_inputs=True),
+        for owner, name, value in (
+            (torch.Tensor, "data_ptr", of_tensor),
+            (torch.UntypedStorage, "data_ptr", of_storage),
+            (FakeTensor, "__bool__", lambda tensor: False),
         ):
-            stack.enter_context(change)  # type: ignore[arg-type]
+            stack.enter_context(_attribute(owner, name, value))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
+
+
+@contextlib.contextmanager
+def _attribute(owner: type, name: str, value: Any) -> Iterator[None]:
+    """While the body runs, a class of torch's has this attribute.
+
+    There is no other way in: a fake tensor raises where it is asked for an address or a value, and torch takes nothing
+    that would answer in its place.
+    """
+    own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before) if own else delattr(owner, name)

@@ -1,5 +1,5 @@
 """The profile of a run: where its bytes lie and where its seconds go, measured beside what the plan predicts.
 
-`ledger.py` keeps the books, `follow.py` and `places.py` fill them; `clock.py` tiles the time of a step, `seams.py` is
-where both look into the engine; `profiler.py` runs them through a training run. Importing this imports no torch.
+`ledger.py` keeps the books, `follow.py` and `places.py` fill them; `clock.py` tiles the time of a step, `recorder.py`
+feeds it from the engine's events; `profiler.py` runs them through a training run. Importing this imports no torch.
 """

@@ -30,7 +30,7 @@ from zerocli.profile.ledger import UNATTRIBUTED, Ledger, describe
 from zerocli.profile.lines import Line
 from zerocli.profile.nvml import process_nbytes
 from zerocli.profile.observer import FILE, Observer, away, facts, system
-from zerocli.profile.seams import Seams
+from zerocli.profile.recorder import EventRecorder
 from zerocli.profile.timeline import make_timeline
 from zerocli.regular_files import write_text
 
@@ -60,7 +60,7 @@ class Profiler(Observer):
         self._boundaries: list[tuple[str, int, int | None]] = []
         """(moment, place in the ledger's log, bytes of the device's allocator) at the ends of followed phases."""
         self._clock: Clock
-        self._seams: Seams | None = None
+        self._recorder: EventRecorder | None = None
         self._engine: Engine
         self._hooks: list[Any] = []
         self._process_nbytes: int | None = None
@@ -87,7 +87,7 @@ class Profiler(Observer):
         """Profile an engine from its next step on; what it holds already is named."""
         self._engine = engine
         self._clock = Clock(engine.device)
-        self._seams = Seams(engine, self._clock, self._entered, self._inputs, self._stepped)
+        self._recorder = EventRecorder(engine, self._clock, self._entered, self._inputs, self._stepped)
         for name, parameter in engine.model.named_parameters():
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_hook(self._gradient(name)))
@@ -98,8 +98,8 @@ class Profiler(Observer):
     def detach(self) -> None:
         """Leave the engine as it was."""
         self._follower.follow(False)
-        if self._seams is not None:
-            self._seams.close()
+        if self._recorder is not None:
+            self._recorder.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -117,13 +117,13 @@ class Profiler(Observer):
 
     def _category(self) -> str:
         """Return the category of what an operation makes now."""
-        if self._seams is not None and self._seams.in_loss:
+        if self._recorder is not None and self._recorder.in_loss:
             return "logits"
         return "activations" if self.ledger.moment[0] in ("forward", "backward") else "buffers"
 
     def _unseen(self) -> str:
         """Return the category of memory that turns up without having been made: gloo's own copies show in its calls."""
-        return "buffers" if self._seams is not None and self._seams.in_collective else UNATTRIBUTED
+        return "buffers" if self._recorder is not None and self._recorder.in_collective else UNATTRIBUTED
 
     def _entered(self, label: tuple[str, str]) -> None:
         before, self.ledger.moment = self.ledger.moment, label
@@ -150,8 +150,6 @@ class Profiler(Observer):
         return hook
 
     def _stepped(self) -> None:
-        assert self._seams is not None
-        self._seams.refresh()
         if self._process_nbytes is None:
             self._process_nbytes = max(0, places.rss()[0] - places.footprint(self._engine)["dram"])
         if self._done < NUM_FOLLOWED:

@@ -77,6 +77,7 @@ class Recorder:
         self._waited_for_data = waited_for_data
         self._pending: _Issued | None = None
         engine.waits.take()  # what was waited for before the first step is no step's
+        engine.events.begin()
         self._since = Moment(engine.device)
 
     def record(self, result: StepResult, loss: torch.Tensor) -> Line | None:

@@ -136,7 +136,6 @@ def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int) -
         keep=checkpoint.keep,
         keep_every=checkpoint.keep_every,
         say=say if rank == 0 else (lambda text: None),
-        probe=options.probe,
     )
 
 

@@ -59,10 +59,9 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
         # An exception at any line, torch's callbacks among them, could leave a rank half way; it ends at once instead.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     machine.allow_open_files(open_files(int(os.environ.get("WORLD_SIZE", "1"))))
-    STARTUP.probe = options.probe
     watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir))
     try:
-        with watchdog:
+        with watchdog, STARTUP.events.including(options.events):
             join_ranks(config, watchdog)
             # A launcher of ours has the folder already; of torchrun's or SLURM's ranks the first takes it.
             first = "ZEROCLI_PARENT" not in os.environ and (not dist.is_initialized() or dist.get_rank() == 0)
@@ -94,7 +93,7 @@ def join_ranks(config: Config, watchdog: Watchdog) -> None:
 
     def met(store: dist.Store) -> None:
         watchdog.meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store)
-        STARTUP.probe("start opening the process group")
+        STARTUP.events.start("opening the process group")
 
     limit = config.train.watchdog
     with STARTUP.waiting("opening the process group"):
@@ -113,7 +112,7 @@ def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Wa
     cap_device(config)
     with STARTUP.by_itself("building the model"):
         refuse_overwriting(options)
-        engine = observer.build(lambda: make_engine(config, probe=options.probe, watch=watchdog.attach))
+        engine = observer.build(lambda: make_engine(config, events=options.events, watch=watchdog.attach))
     with STARTUP.by_itself("preparing the run folder"):
         if rank == 0:
             own_folder(run_dir / "checkpoints")
@@ -261,9 +260,9 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
     """Fill the engine with what the run starts from; return its first step. Collective."""
     if not options.resume and not config.train.init_from:
         return 1
-    from zerocli import start  # with torch's checkpoints, a second to import: not for a run that starts from nothing
+    from zerocli.run import resume  # imports torch's checkpoints, which takes a second
 
-    return start.begin(config, options, engine, batches, say if rank == 0 else (lambda text: None))
+    return resume.begin(config, options, engine, batches, say if rank == 0 else (lambda text: None))
 
 
 def compare(

@@ -1,0 +1,244 @@
+"""`EventRecorder`: the profile's subscriber. It feeds a clock from an engine's events while it is subscribed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tiers.base import Block
+from tiers.events import NOTHING, Scope
+from tiers.transfer import Transfer
+from zerocli.engine.comm import Collectives, Issued, Pending
+from zerocli.engine.engine import Engine
+from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Events
+from zerocli.engine.unit import Unit
+from zerocli.profile import clock as clocks
+from zerocli.profile.clock import Clock
+from zerocli.profile.places import pieces, unit_name
+
+_COLLECTIVES = {"all_gather": clocks.GATHER, "reduce_scatter": clocks.REDUCE, "all_reduce": clocks.REDUCE}
+_TRANSFERS = {
+    ("dram", False): clocks.UP,
+    ("dram", True): clocks.DOWN,
+    ("nvme", False): clocks.DISK_READ,
+    ("nvme", True): clocks.DISK_WRITE,
+}
+"""The lane of a transfer, by tier and whether it writes there."""
+
+
+class EventRecorder(Events):
+    """Feeds a clock from an engine, and tells `entered` which (phase, unit) is under way; `close` unsubscribes."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        clock: Clock,
+        entered: Callable[[tuple[str, str]], None],
+        inputs: Callable[[Any], None],
+        stepped: Callable[[], None],
+    ) -> None:
+        self._engine, self._clock = engine, clock
+        self._entered, self._inputs, self._stepped = entered, inputs, stepped
+        self._subject = ""
+        """The unit that whatever is issued now is about."""
+        self._names: dict[int, str] = {}
+        self._last: list[weakref.ref[torch.Tensor]] = []
+        """Outputs of the unit that ended last: whose gradient is the next unit's to announce."""
+        self._unended: dict[Pending, Callable[[], None]] = {}
+        """Collectives whose end shows only when somebody has waited for it, and what notes it."""
+        self._copied = threading.local()
+        """`stamps` of the copy that this thread has issued last, on its stream; its transfer is reported next."""
+        self.in_loss = False
+        """Whether our loss is at work, so that what is made is logits."""
+        self.in_collective = False
+        """Whether a collective is being issued: what turns up then is its own memory."""
+        self._uncut = False
+        """Whether a step has ended that the clock has not been told of."""
+        self._name_blocks()
+        engine.events.add(self)
+
+    def close(self) -> None:
+        self._engine.events.remove(self)
+        self._unended.clear()
+        self._cut()
+
+    def _cut(self) -> None:
+        if self._uncut:
+            self._uncut = False
+            self._clock.cut()
+
+    def _name_blocks(self) -> None:
+        """Look at the tiers anew: some blocks are taken when they are first needed."""
+        self._names = {id(piece.block): piece.name for piece in pieces(self._engine)}
+
+    # -- phases and units ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _under_way(self, label: tuple[str, str]) -> Iterator[None]:
+        self._clock.push(label)
+        self._entered(label)
+        try:
+            yield
+        finally:
+            self._clock.pop()
+            self._entered(self._clock.label)
+
+    def phase(self, name: str) -> Scope:
+        if name == EXCHANGE:
+            return self._exchange()
+        return self._under_way((name, "")) if name in (BACKWARD, OPTIMIZER) else NOTHING  # forward: unit by unit
+
+    @contextlib.contextmanager
+    def _exchange(self) -> Iterator[None]:
+        with self.wait("collectives"):
+            yield
+        self._cut()  # a step's metrics end where the ranks have told each other of it, and so does the step
+
+    @contextlib.contextmanager
+    def unit(self, unit: Unit, phase: str, values: Any) -> Iterator[None]:
+        if unit.index == 0:
+            self._cut()
+            self._clock.begin()
+            self._inputs(values)
+        if torch.is_grad_enabled():
+            self._announce(values, ("backward", self._clock.label[1]), inputs=True)
+        with self._under_way((phase, unit_name(unit.name))):
+            yield
+
+    def output(self, unit: Unit, value: Any) -> None:
+        if torch.is_grad_enabled():
+            self._announce(value, ("backward", unit_name(unit.name)), inputs=False)
+
+    def _announce(self, values: Any, label: tuple[str, str], inputs: bool) -> None:
+        """Ask autograd to say when backward comes to the gradients of these values.
+
+        A unit's input that is the output of the unit before it is left to that unit.
+        """
+        tensors = [v for v in tree_leaves(values) if isinstance(v, torch.Tensor) and v.requires_grad and v.grad_fn]
+        if inputs:
+            tensors = [v for v in tensors if not any(ref() is v for ref in self._last)]
+        else:
+            self._last = [weakref.ref(v) for v in tensors]
+        for value in tensors:
+            value.register_hook(lambda grad: self._turn(label))
+
+    def _turn(self, label: tuple[str, str]) -> None:
+        if self._clock.label[0] == "backward":
+            self._clock.turn(label)
+            self._entered(label)
+
+    @contextlib.contextmanager
+    def loss(self) -> Iterator[None]:
+        self.in_loss = True
+        try:
+            yield
+        finally:
+            self.in_loss = False
+
+    def begin(self) -> None:
+        self._clock.begin()
+
+    def step(self) -> None:
+        self._uncut = True
+        self._name_blocks()
+        self._stepped()
+
+    @contextlib.contextmanager
+    def wait(self, cause: str) -> Iterator[None]:
+        self._clock.push((clocks.WAIT, cause))
+        try:
+            yield
+        finally:
+            self._clock.pop()
+
+    # -- lanes -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _about(self, unit: Unit) -> Iterator[None]:
+        """What is issued while the body runs is about this unit."""
+        outer, self._subject = self._subject, unit_name(unit.name)
+        try:
+            yield
+        finally:
+            self._subject = outer
+
+    def gather(self, unit: Unit) -> Scope:
+        return self._about(unit)
+
+    def reduce(self, unit: Unit) -> Scope:
+        return self._about(unit)
+
+    @contextlib.contextmanager
+    def update(self, unit: Unit) -> Iterator[None]:
+        begin = self._clock.stamp()
+        with self._about(unit):
+            yield
+        self._clock.add(clocks.UPDATE, unit_name(unit.name), begin, self._clock.stamp())
+
+    @contextlib.contextmanager
+    def collective(self, axis: Collectives, issued: Issued) -> Iterator[None]:
+        if not issued.nbytes:  # control values
+            yield
+            return
+        begin, name = self._clock.stamp(), self._subject
+        with self._in_collective():
+            yield
+        if issued.pending is not None:
+            self._end_with(issued.pending, _COLLECTIVES[issued.kind], name, begin, issued.nbytes)
+
+    @contextlib.contextmanager
+    def _in_collective(self) -> Iterator[None]:
+        self.in_collective = True
+        try:
+            yield
+        finally:
+            self.in_collective = False
+
+    def _end_with(self, pending: Pending, lane: str, name: str, begin: Any, nbytes: int) -> None:
+        """Note a collective's span: on a GPU up to this point of its stream, on a CPU when its future is there."""
+        work, clock = pending._work, self._clock
+        if work is None:
+            clock.add(lane, name, begin, clock.stamp(), nbytes)
+            return
+        try:
+            work.get_future().add_done_callback(lambda _: clock.add(lane, name, begin, time.perf_counter(), nbytes))
+        except RuntimeError:  # gloo has no future of a reduce-scatter: it is over when somebody has waited for it
+            self._unended[pending] = lambda: clock.add(lane, name, begin, time.perf_counter(), nbytes, bounded=True)
+
+    def completion(self, pending: Pending) -> Scope:
+        return self._completion(pending) if pending in self._unended else NOTHING
+
+    @contextlib.contextmanager
+    def _completion(self, pending: Pending) -> Iterator[None]:
+        with self._in_collective():  # its own copy of all that is reduced shows when it is cut into parts
+            yield
+        if (note := self._unended.pop(pending, None)) is not None:
+            note()
+
+    # -- tiers -----------------------------------------------------------------------------------------------------
+
+    def transfer(self, block: Block, transfer: Transfer, writes: bool, began: float) -> None:
+        lane = _TRANSFERS.get((block.tier.name, writes))
+        if lane is None:
+            return
+        add, name, nbytes = self._clock.add, self._names.get(id(block), self._subject), transfer.nbytes
+        stamps = vars(self._copied).pop("stamps", None)
+        if transfer._future is not None:
+            transfer._future.add_done_callback(lambda _: add(lane, name, began, time.perf_counter(), nbytes))
+        elif transfer.event is None:
+            add(lane, name, began, time.perf_counter(), nbytes)
+        elif stamps is not None:
+            add(lane, name, stamps[0], stamps[1], nbytes)
+
+    @contextlib.contextmanager
+    def copy(self, direction: str, nbytes: int) -> Iterator[None]:
+        begin = self._clock.stamp()
+        yield
+        self._copied.stamps = begin, self._clock.stamp()
