@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,10 @@ from offload.mover import Mover, StagedStore
 from offload.stack import Stack
 from offload.tierset import TierSet
 from tiers.registry import available
-from zerocli.engine import agreement as agreements
 from zerocli.engine import relayout, states, whole
 from zerocli.engine.activations import Activations
 from zerocli.engine.agreement import Agreement
+from zerocli.engine.backward import Backward
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
 from zerocli.engine.counts import Counts
@@ -41,7 +41,7 @@ from zerocli.engine.hooks import Hooks
 from zerocli.engine.modules import register_method
 from zerocli.engine.named import IncompatibleKeys
 from zerocli.engine.optim import FlatOptimizer, Group, StepValues
-from zerocli.engine.parameters import Gradients, guard, unguard
+from zerocli.engine.parameters import guard, unguard
 from zerocli.engine.precision import LossScale, precision
 from zerocli.engine.reduce import Reducer
 from zerocli.engine.rules import make_optimizer, unsuitable
@@ -106,10 +106,9 @@ class Engine:
         self.loss_scale = LossScale(self.precision.scales, self.device)
         self.steps = 0
         self.updates = torch.zeros((), device=self.device)
-        self._micro = 0
+        self.passes = Backward(self)
         self.sizing: Sizing
         self.agreement: Agreement
-        self._gradients = Gradients()
         self._held_whole = 0
 
         self.units = self._build_units()
@@ -118,7 +117,7 @@ class Engine:
         self.optimizer = ShardedOptimizer(self, self.arranged, dict(self.model.named_parameters()))
         for flat in self.flats():
             for parameter, entry in zip(flat.parameters, flat.layout.entries, strict=True):
-                guard(parameter, entry.name, self._gradients)
+                guard(parameter, entry.name, self.passes.gradients)
             flat.note_values() if flat.buffer is not None else flat.detach()
         names = {id(p): e.name for f in self.flats() for e, p in zip(f.layout.entries, f.parameters, strict=True)}
         self._owners = [
@@ -179,7 +178,7 @@ class Engine:
             eager=not self.gatherer.moves,
             together=together,
             tensor_parallel=self.tensor_parallel,
-            unexpected=self._join_backward,
+            unexpected=self.passes.join,
         )
         # Ranks talk over gloo, host to host, while their GPUs work.
         talk = self.collectives
@@ -259,91 +258,12 @@ class Engine:
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Accumulate the gradient of the mean of `loss` over the ranks and the step's backward passes."""
         with self.events.phase(BACKWARD):
-            self._backward(loss, retain_graph, create_graph)
-
-    def _backward(self, loss: torch.Tensor, retain_graph: bool, create_graph: bool) -> None:
-        if loss.numel() != 1:
-            raise ValueError(f"backward needs a loss of one element, not of shape {tuple(loss.shape)}")
-        if Engine._in_backward:
-            raise Refused("backward was called inside another backward")
-        if create_graph:
-            raise Refused(
-                "gradients of gradients are taken with torch.autograd.grad(..., create_graph=True) in the loss; "
-                "engine.backward(loss) then trains with them"
-            )
-        self._begin_backward()
-        Engine._in_backward = [self]
-        try:
-            if loss.requires_grad:
-                loss.register_hook(lambda grad: self.reducer.outermost())
-            seed = self._loss_seed()
-            if seed is None:
-                loss.backward(retain_graph=retain_graph)
-            else:
-                with self.hooks.unscaled_outside(loss, seed):
-                    (loss * seed).backward(retain_graph=retain_graph)
-            for engine in Engine._in_backward:
-                engine._end_backward()
-        except BaseException:
-            for engine in Engine._in_backward:
-                engine._abandon_backward()
-            raise
-        finally:
-            Engine._in_backward = []
-
-    _in_backward: ClassVar[list[Engine]] = []
-    """The engines that take part in the backward pass under way; the first one's `backward` was called."""
-
-    def _begin_backward(self, joining: bool = False) -> None:
-        accumulate = self.settings.accumulate
-        if self._micro >= accumulate:
-            raise RuntimeError(
-                f"backward was called {self._micro + 1} times before step(); shard(..., accumulate={self._micro + 1}) "
-                "adds the gradients of several backward passes"
-            )
-        with self.waits.waiting("optimizer"):
-            self.updater.pump()  # units that forward did not use: their gradients are about to be replaced
-        if self._micro == 0 and not joining:
-            self.verified.issue()
-        self.reducer.begin(first=self._micro == 0, last=self._micro == accumulate - 1, joining=joining)
-        self._gradients.in_backward = True
-
-    def _join_backward(self, name: str) -> None:
-        """Take part in another engine's backward whose loss has reached this one; refuse any other."""
-        if not Engine._in_backward:
-            raise Refused(
-                f"a gradient of {name} arrived outside engine.backward(loss): call it instead of loss.backward()"
-            )
-        if self.loss_scale.active or Engine._in_backward[0].loss_scale.active:
-            raise Refused("two engines under one loss have one loss scale each under fp16: use bf16 or fp32")
-        self._begin_backward(joining=True)
-        self.reducer.outermost()
-        Engine._in_backward.append(self)
-
-    def _end_backward(self) -> None:
-        self.agreement.meet(agreements.BACKWARD)
-        self.reducer.finish()
-        self.hooks.end_backward()
-        self.gatherer.settle()
-        self._micro += 1
-        self._gradients.in_backward, self._gradients.pending = False, True
-
-    def _abandon_backward(self) -> None:
-        """After an exception: the step's gradients are lost, and nothing of them is left."""
-        self.reducer.abandon()
-        self.hooks.abandon()
-        self.gatherer.settle(quietly=True)
-        self.activations.settle()
-        self._forget_gradients()
-
-    def _forget_gradients(self) -> None:
-        self._micro = 0
-        self._gradients.in_backward = self._gradients.pending = False
+            self.passes.run(loss, retain_graph, create_graph)
 
     @property
     def has_gradients(self) -> bool:
         """Whether backward has been called since the last step."""
-        return self._micro > 0
+        return self.passes.count > 0
 
     def got_gradient(self, flat: Flat, parameter: nn.Parameter) -> bool:
         """Whether a parameter has got a gradient in this step, on any rank. Collective."""
@@ -354,22 +274,7 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that this step has accumulated so far."""
         self.reducer.drop_grads()
-        self._forget_gradients()
-
-    def _loss_seed(self) -> torch.Tensor | None:
-        """Return what the loss is multiplied by before its backward; None: it is left as it is.
-
-        Gradients are summed over ranks and micro-steps, and divided by `gradient_divisor` in the update. Only fp16,
-        whose numbers end at 65504, divides by the ranks before the sum.
-        """
-        return self.loss_scale.value / self.collectives.world if self.loss_scale.active else None
-
-    @property
-    def gradient_divisor(self) -> torch.Tensor | float:
-        """What the gradients of this step, as they are kept, are divided by to be averages."""
-        if self.loss_scale.active:
-            return self.loss_scale.value * self._micro
-        return float(self.collectives.world * self._micro)
+        self.passes.forget()
 
     def _bring_up_to_date(self, flat: Flat) -> None:
         """Issue what is left of a flat's update; the host may have to wait for states on a disk, and compute for it."""
@@ -399,9 +304,9 @@ class Engine:
 
     @torch.no_grad()
     def _step(self) -> StepResult:
-        if self._micro == 0:
+        if not self.has_gradients:
             raise RuntimeError("step() needs a backward(loss) before it")
-        if self._micro < self.settings.accumulate:
+        if self.passes.count < self.settings.accumulate:
             self.reducer.finish_early()
         if self._held_whole:
             raise Refused("step() inside `with engine.gathered(...)` would change what it gives: leave it first")
@@ -426,7 +331,7 @@ class Engine:
         self.loss_scale.update(values.skip)
         self.gatherer.end_step()
         self.hooks.end_step()
-        self._forget_gradients()
+        self.passes.forget()
         return StepResult(self.steps, lr, norm, values.skip)
 
     def _refuse_uneven(self) -> None:
@@ -476,7 +381,7 @@ class Engine:
         inactive: frozenset[str],
         uneven: torch.Tensor | None,
     ) -> tuple[StepValues, torch.Tensor]:
-        divisor = self.gradient_divisor
+        divisor = self.passes.divisor
         norm = squares.sqrt().float() / divisor
         finite = torch.isfinite(norm)
         skip = (~finite).float() if uneven is None else torch.maximum((~finite).float(), uneven)

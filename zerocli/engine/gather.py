@@ -24,7 +24,7 @@ import torch
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.events import Events
 from zerocli.engine.streams import Lane, Mark, Waits
-from zerocli.engine.unit import Flat, Unit
+from zerocli.engine.unit import Flat, State, Unit
 from zerocli.errors import Refused
 from zerocli.layout.buffers import gather_limits
 from zerocli.layout.flats import Sizing
@@ -108,7 +108,7 @@ class Gatherer:
         self._update_order: list[Unit] | None = None
         self._cursor = 0
         self._hooks: list[tuple[Any, Any]] = []
-        self.moves = any(flat.resident is None for unit in units for flat in unit.flats)
+        self.moves = any(flat.state is not State.RESIDENT for unit in units for flat in unit.flats)
         """Whether any parameter comes and goes; otherwise there is nothing to hook or release."""
         stores = [flat.param_store for unit in units for flat in unit.flats]
         self._far = any(store is not None and not store.tier.addressable for store in stores)
@@ -164,7 +164,7 @@ class Gatherer:
         ahead = self._order[self._cursor : self._cursor + self._limit - 1] if self.moves else []
         for index in ahead:
             for flat in self._units[index].flats:
-                if flat.resident is None and flat.buffer is None and flat.pending is None:
+                if flat.state is State.SHARDED:
                     buffer = self._free_buffer(flat)
                     if buffer is None:
                         return started
@@ -181,7 +181,7 @@ class Gatherer:
                 self._need_flat(flat)
 
     def _need_flat(self, flat: Flat) -> None:
-        if flat.resident is None and flat.buffer is None and flat.pending is None:
+        if flat.state is State.SHARDED:
             self._fill(flat, self._free_buffer(flat) or self._evict(flat))
         if flat.pending is not None:
             if flat.pending.done:
@@ -194,7 +194,7 @@ class Gatherer:
             if buffer is not None:
                 flat.attach(buffer.tensor, buffer.views[id(flat)])
         self._clock += 1
-        if flat.resident is None:
+        if flat.state is not State.RESIDENT:
             self._buffer_of[id(flat)].used_at = self._clock
 
     def _fill(self, flat: Flat, buffer: Buffer) -> None:
@@ -241,7 +241,7 @@ class Gatherer:
 
     def holds(self, unit: Unit) -> bool:
         """Whether the unit's parameters are whole, or on their way."""
-        return all(f.resident is not None or f.buffer is not None or f.pending is not None for f in unit.flats)
+        return all(flat.state is not State.SHARDED for flat in unit.flats)
 
     def in_use(self, unit: Unit) -> bool:
         """Whether somebody computes with the unit's parameters."""
@@ -260,7 +260,7 @@ class Gatherer:
         """Let the unit's buffers be refilled once the compute issued so far is through with them."""
         if self._pins[unit.index] == 0:
             for flat in unit.flats:
-                if flat.resident is None and flat.buffer is not None:
+                if flat.state is State.GATHERED:
                     self._vacate(flat)
 
     def settle(self, quietly: bool = False) -> None:

@@ -6,6 +6,7 @@ contiguous, aligned slice of each. Parameters are views: gathering a unit is one
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,19 @@ MASTER = "master"
 
 REPLICATED = 1 << 16
 """Added to the group of parameters that all tensor-parallel ranks hold alike; they come last in a flat."""
+
+
+class State(enum.Enum):
+    """Where a flat's parameters are; each docstring says what that costs on the device."""
+
+    RESIDENT = enum.auto()
+    """Whole at all times: the whole flat. Not partitioned, or there is one rank."""
+    SHARDED = enum.auto()
+    """Without values: this rank's slice, or nothing where that lies on another tier."""
+    GATHERING = enum.auto()
+    """On their way into a gather buffer: the slice, and a buffer as large as the flat. No values yet."""
+    GATHERED = enum.auto()
+    """Whole in a gather buffer: the slice, and a buffer as large as the flat."""
 
 
 @dataclass(eq=False)
@@ -65,6 +79,15 @@ class Flat:
     """What the parameters are views of at the moment; None while they are released."""
     pending: Pending | None = None
     """A gather into `buffer` that is under way."""
+
+    @property
+    def state(self) -> State:
+        """Where the parameters are now."""
+        if self.resident is not None:
+            return State.RESIDENT
+        if self.buffer is not None:
+            return State.GATHERED
+        return State.SHARDED if self.pending is None else State.GATHERING
 
     @property
     def layout(self) -> Layout:

@@ -104,7 +104,7 @@ def gradient(engine: Engine, name: str) -> torch.Tensor | None:
                     return None
                 whole = _whole_gradient(engine, flat)[entry.offset : entry.offset + entry.numel].view(entry.shape)
                 joined = engine.tensor_parallel.join(entry.name, whole.float())
-                return joined / float(engine.gradient_divisor)
+                return joined / float(engine.passes.divisor)
     return None
 
 
