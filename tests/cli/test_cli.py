@@ -16,6 +16,7 @@ from zerocli.cli import main as cli
 from zerocli.cli import train
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
+from zerocli.plan import bench as plan_bench
 from zerocli.run import launch
 
 
@@ -70,7 +71,7 @@ def failing(monkeypatch, error: BaseException) -> None:
     ],
 )
 def test_start_up_does_not_import_torch(words):
-    code = "import sys; from zerocli import cli; c = cli.run(sys.argv[1:]); sys.exit(c or 'torch' in sys.modules)"
+    code = "import sys; from zerocli.cli.main import run; c = run(sys.argv[1:]); sys.exit(c or 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -250,7 +251,7 @@ def test_env_measures_and_remembers(capsys, monkeypatch, tmp_path):
     assert cli.run(["env"]) == 0
     out = capsys.readouterr().out
     assert "copy 12.5 (just now)" in out and "read 3.25" in out
-    bench.cache_path().write_text("{ torn")
+    plan_bench.cache_path().write_text("{ torn")
     assert cli.run(["env"]) == 0 and "nothing yet" in capsys.readouterr().out
 
 

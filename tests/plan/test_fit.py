@@ -260,6 +260,6 @@ def test_runtime_constants_can_be_given(capsys):
 def test_no_torch_for_a_known_family():
     import subprocess
 
-    code = "import sys; from zerocli import cli; cli.run(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    code = "import sys; from zerocli.cli import main as cli; cli.run(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     words = ["fit", "zero-1t", "--ranks", "1024"]
     assert subprocess.run([sys.executable, "-c", code, *words], capture_output=True).returncode == 0

@@ -217,9 +217,8 @@ def test_a_file_that_is_none_is_told(run, tmp_path, capsys):
 
 
 def test_a_finished_run_is_shown_without_torch(run):
-    program = (
-        f"import sys; from zerocli import cli; cli.run(['profile', {str(run)!r}]); sys.exit('torch' in sys.modules)"
-    )
+    show = f"from zerocli.cli import main as cli; cli.run(['profile', {str(run)!r}])"
+    program = f"import sys; {show}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120).returncode == 0
 
 

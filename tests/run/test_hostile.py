@@ -297,8 +297,10 @@ def test_a_dry_run_counts_what_is_built(family, tp):
 
 
 def test_a_low_limit_of_open_files_is_told(tmp_path):
-    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); from zerocli import cli; "
-    program = limited + f"sys.exit(cli.run(['train', '--run-dir', {str(tmp_path / 'run')!r}, '--ranks', '1']))"
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); from zerocli.cli.main import run; "
+    )
+    program = limited + f"sys.exit(run(['train', '--run-dir', {str(tmp_path / 'run')!r}, '--ranks', '1']))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "try: ulimit -n 4096" in ended.stderr
     assert "may have 40 files open" in ended.stderr and "bug" not in ended.stderr
@@ -394,7 +396,7 @@ def test_streams_that_are_open_are_left_alone():
 
 
 def test_signals_are_handled_as_before_once_the_program_runs():
-    program = "from zerocli import entry; import signal; from zerocli import cli\ncli.main = lambda: print(signal.getsignal(2))\nentry.main()"  # noqa: E501
+    program = "from zerocli import entry; import signal; from zerocli.cli import main as cli\ncli.main = lambda: print(signal.getsignal(2))\nentry.main()"  # noqa: E501
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert "default_int_handler" in ended.stdout
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -261,9 +261,9 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
     """Fill the engine with what the run starts from; return its first step. Collective."""
     if not options.resume and not config.train.init_from:
         return 1
-    from zerocli import start  # with torch's checkpoints, a second to import: not for a run that starts from nothing
+    from zerocli.run import resume  # imports torch's checkpoints, which takes a second
 
-    return start.begin(config, options, engine, batches, say if rank == 0 else (lambda text: None))
+    return resume.begin(config, options, engine, batches, say if rank == 0 else (lambda text: None))
 
 
 def compare(
