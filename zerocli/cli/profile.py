@@ -120,6 +120,7 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
         source = own_config(run_dir, source)
         ctx.params["source"] = source  # the ranks are told of it, not of the default
     config = configs.load(source, sets=sets, flags=flags)
+    configs.refuse_placement(config.offload.placement, config.zero.stage)
     fresh = run_dir is None and not resume
     if worker and "ZEROCLI_PARENT" in os.environ:
         run_dir = os.environ["ZEROCLI_RUN_DIR"]

@@ -92,6 +92,7 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
         source = own_config(run_dir, source)
         ctx.params["source"] = source  # the ranks are told of it, not of the default
     config = configs.load(source, sets=sets, flags=flags)
+    configs.refuse_placement(config.offload.placement, config.zero.stage)
 
     fresh = run_dir is None and not given["resume"]
     resume = given["resume"]

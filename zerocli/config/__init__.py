@@ -3,6 +3,7 @@
 from zerocli.config.draft import assemble, from_dict, load, to_dict
 from zerocli.config.file import bundled
 from zerocli.config.laws import validate
+from zerocli.config.placement import placement_at, read_placement, refuse_placement
 from zerocli.config.schema import (
     FIELDS,
     SECTIONS,
@@ -35,6 +36,9 @@ __all__ = [
     "bundled",
     "from_dict",
     "load",
+    "placement_at",
+    "read_placement",
+    "refuse_placement",
     "to_dict",
     "validate",
 ]

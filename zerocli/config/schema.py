@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offload.placement import Placement
 from zerocli.config.file import FACTORY
 
 
@@ -135,8 +136,8 @@ class ActivationsConfig:
 class OffloadConfig:
     """Which tier holds which model states."""
 
-    placement: str = setting("")
-    """The text of `--offload`, such as `cpu` or `params=cpu,optimizer=nvme`; empty = all on the device."""
+    placement: Placement = setting(Placement())
+    """What the text of `--offload` says, such as `cpu` or `params=cpu,optimizer=nvme`; empty = all on the device."""
     update: str = setting("auto", choices=("auto", "cpu", "stream"))
     """Where offloaded optimizer states are updated: on the CPU, or streamed through the device."""
     nvme_path: tuple[str, ...] = setting(())

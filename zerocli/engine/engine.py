@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import ACTIVATIONS, HBM, KINDS, parse_placement, per_rank
+from offload import ACTIVATIONS, HBM, per_rank
 from offload.mover import Mover, StagedStore
 from offload.stack import Stack
 from offload.tierset import TierSet
-from tiers.registry import available
+from zerocli.config.placement import placement_at
 from zerocli.engine import agreement as agreements
 from zerocli.engine import relayout, states, whole
 from zerocli.engine.activations import Activations
@@ -52,7 +52,6 @@ from zerocli.engine.unshard import unsharded_model
 from zerocli.engine.update import Updater, choose_update, stream_chunk
 from zerocli.engine.verified import VerifiedReads
 from zerocli.errors import Refused
-from zerocli.layout.sizes import parse_bytes
 from zerocli.layout.stage import stage as stage_of
 
 
@@ -204,9 +203,7 @@ class Engine:
 
     def _build_units(self) -> list[Unit]:
         settings = self.settings
-        partitioned = [kind for kind in KINDS if getattr(self.stage, kind)]
-        placement = parse_placement(settings.offload, partitioned, available(), parse_bytes)
-        self.placement = per_rank(placement, self.local_world)
+        self.placement = per_rank(placement_at(settings.offload, settings.stage), self.local_world)
         self.tiers = TierSet(self.local_world, self.device, settings.nvme_path, settings.tier_options, settings.verify)
         self.verified = VerifiedReads(self.tiers.verifier, self.device, self.gather_control)
         self.mover = Mover(settings.staging_nbytes, self.tiers.open_cache)

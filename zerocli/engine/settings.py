@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from offload.placement import Placement
+from zerocli.config.placement import read_placement
 from zerocli.engine.groups import ParamGroup
 from zerocli.engine.rules import OptimizerChoice
 from zerocli.engine.unit import UnitChoice
@@ -59,8 +61,8 @@ class Settings:
     """Gather buffers for each size of unit."""
     reduce: str = "compute"
     """dtype of gradients on the wire: `compute` or `fp32`."""
-    offload: str = ""
-    """Placement of what the stage partitions: `cpu`, `nvme`, or `params=cpu,optimizer=hbm:20GiB+cpu+nvme`."""
+    offload: Placement = Placement()
+    """Placement of what the stage partitions; a text is read: `cpu`, `nvme`, `params=cpu,optimizer=hbm:20GiB+nvme`."""
     update: str = "auto"
     """Where states that are off the device are updated: `cpu`, `stream` (through the device), or by measurement."""
     nvme_path: tuple[str, ...] = ()
@@ -85,3 +87,6 @@ class Settings:
     """Called with the engine once its axes of ranks are open, before anything is built: a watchdog looks at them."""
     probe: Callable[[str], None] = lambda name: None
     """Called before each gather, reduce and optimizer and after each unit's forward; tests inject delays here."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offload", read_placement(self.offload))

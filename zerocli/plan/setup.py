@@ -6,16 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from offload.placement import HBM, Placement, Share, parse_placement, per_rank
-from zerocli.config import Config
+from offload.placement import ACTIVATIONS, Placement, Share, per_rank
+from zerocli.config import Config, placement_at, read_placement
 from zerocli.errors import UserError
 from zerocli.layout.memory import grad_width
-from zerocli.layout.sizes import parse_bytes
 from zerocli.layout.stage import Stage
 from zerocli.layout.stage import stage as stage_of
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
-TIERS = ("hbm", "dram", "nvme", "null")
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,8 @@ class Setup:
     """How a model is sharded and trained, on `ranks` processes of which each `tp` share a replica."""
 
     stage: int = 2
-    offload: str = ""
-    """Placement, as `--offload` has it; `activations=...` places the blocks' checkpoints."""
+    offload: Placement = Placement()
+    """As `--offload` has it, a text is read; `activations=...` places the blocks' checkpoints."""
     ranks: int = 1
     tp: int = 1
     ranks_per_node: int = 8
@@ -52,6 +50,12 @@ class Setup:
     runtime: Mapping[str, int] = field(default_factory=dict)
     """Overrides of `zerocli.plan.runtime.RUNTIME`, by name."""
 
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "offload", read_placement(self.offload))
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
     @property
     def dp(self) -> int:
         return self.ranks // self.tp
@@ -76,7 +80,7 @@ class Setup:
     @property
     def recomputes(self) -> bool:
         """Whether blocks keep their input alone."""
-        return self.policy == "recompute" or bool(split_offload(self.offload)[1])
+        return self.policy == "recompute" or ACTIVATIONS in self.offload.shares
 
     @property
     def parts(self) -> int:
@@ -94,38 +98,15 @@ class Setup:
         return self.num_states + (self.width < 4)
 
     def placement(self) -> Placement:
-        """Return one rank's placement of model states; UserError says what is wrong with it."""
-        states, activations = split_offload(self.offload)
-        if activations and states and "=" not in states:
-            raise UserError(
-                f"--offload {self.offload!r}: {states!r} places all states; beside activations name each kind",
-                hint=f"--offload optimizer={states},activations={activations}",
-            )
-        kinds = [kind for kind in ("parameters", "gradients", "optimizer") if getattr(self.zero, kind)]
+        """Return the tiers of each kind, with one rank's budgets; UserError where the stage does not allow them."""
         try:
-            return per_rank(parse_placement(states, kinds, TIERS, parse_bytes), self.local_ranks)
+            return per_rank(placement_at(self.offload, self.stage), self.local_ranks)
         except ValueError as error:
             raise UserError(str(error)) from error
 
     def checkpoint_shares(self) -> tuple[Share, ...]:
         """Return the tiers of the blocks' checkpoints, in order, with one rank's budgets."""
-        _, activations = split_offload(self.offload)
-        if not activations:
-            return (Share(HBM),)
-        try:
-            # The grammar of a kind's tiers is one for all kinds.
-            parsed = parse_placement(f"optimizer={activations}", ["optimizer"], TIERS, parse_bytes)
-        except ValueError as error:
-            raise UserError(str(error).replace("optimizer=", "activations=", 1)) from error
-        return per_rank(parsed, self.local_ranks).of("optimizer")
-
-
-def split_offload(text: str) -> tuple[str, str]:
-    """Return (the placement of model states, the tiers of activations) of an `--offload` text."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    activations = [part.partition("=")[2] for part in parts if part.partition("=")[0].strip() == "activations"]
-    states = [part for part in parts if part.partition("=")[0].strip() != "activations"]
-    return ",".join(states), activations[-1] if activations else ""
+        return self.placement().of(ACTIVATIONS)
 
 
 def num_states(config: Config) -> int:
