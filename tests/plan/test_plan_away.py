@@ -75,7 +75,7 @@ def test_host_memory_of_disks_is_counted_as_it_is_taken(staging, tmp_path):
 
 
 def test_checkpoints_of_blocks_on_disks_have_staging_of_their_own():
-    common: dict[str, Any] = {"stage": 3, "policy": "recompute"}
+    common: dict[str, Any] = {"stage": 3, "recompute": True}
     without = planned(2, **common, offload="params=nvme")
     plan = planned(2, **common, offload="params=nvme,activations=nvme")
     assert plan.needed("dram") - without.needed("dram") == 2 * ((64 << 20) + 32 * 4096)

@@ -230,8 +230,8 @@ def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Mode
 
         return build(built_in, shape.positions or setup.seq, "meta")
 
-    policy = "recompute" if setup.recomputes else "keep"
-    alike = dataclasses.replace(setup, offload=Placement(), policy=policy)  # what a step moves, wherever states rest
+    # Wherever states rest, a step moves the same.
+    alike = dataclasses.replace(setup, offload=Placement(), recompute=setup.recomputes)
     return trace(source.name, make, [dataclasses.replace(alike, stage=stage) for stage in stages])
 
 

@@ -18,6 +18,7 @@ from zerocli.config.schema import (
     TrainConfig,
     ZeroConfig,
 )
+from zerocli.config.sharding import Sharding, arguments_of, sharding_of
 
 __all__ = [
     "FIELDS",
@@ -30,8 +31,10 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "Sharding",
     "TrainConfig",
     "ZeroConfig",
+    "arguments_of",
     "assemble",
     "bundled",
     "from_dict",
@@ -39,6 +42,7 @@ __all__ = [
     "placement_at",
     "read_placement",
     "refuse_placement",
+    "sharding_of",
     "to_dict",
     "validate",
 ]

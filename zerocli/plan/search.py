@@ -139,7 +139,7 @@ def _changes(model: Model, setup: Setup, hardware: Hardware) -> Iterator[tuple[s
     lighter = [("", setup)]
     if isinstance(model, Shape):
         if not setup.recomputes:
-            lighter.append((" --set activations.policy=recompute", replace(setup, policy="recompute")))
+            lighter.append((" --set activations.policy=recompute", replace(setup, recompute=True)))
         smaller = [(f"--batch {n} ", replace(lighter[-1][1], batch=n)) for n in _halves(setup.batch)]
     else:
         smaller = []

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from offload.placement import ACTIVATIONS, Placement, Share, per_rank
-from zerocli.config import Config, placement_at, read_placement
+from zerocli.config import CheckpointConfig, Config, Sharding, TrainConfig, placement_at, sharding_of
 from zerocli.errors import UserError
 from zerocli.layout.memory import grad_width
 from zerocli.layout.stage import Stage
@@ -17,33 +18,16 @@ WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
-class Setup:
+class Setup(Sharding):
     """How a model is sharded and trained, on `ranks` processes of which each `tp` share a replica."""
 
-    stage: int = 2
-    offload: Placement = Placement()
-    """As `--offload` has it, a text is read; `activations=...` places the blocks' checkpoints."""
     ranks: int = 1
-    tp: int = 1
     ranks_per_node: int = 8
-    batch: int = 1
-    seq: int = 1024
-    precision: str = "bf16"
-    policy: str = "keep"
-    """`keep` or `recompute`; a placement of activations means recompute."""
-    partition: bool = True
-    """Whether tensor-parallel ranks, whose checkpoints are equal, each keep a part of them."""
-    accumulate: int = 1
-    num_states: int = 2
-    """fp32 arrays of the optimizer, the master not among them."""
-    bucket_nbytes: int = 32 << 20
-    gather_buffers: int = 2
-    reduce: str = "compute"
-    update: str = "auto"
-    staging_nbytes: int = 512 << 20
+    batch: int = TrainConfig.batch
+    seq: int = TrainConfig.seq
     checkpoints: int = 0
     """Saved checkpoints that the run folder holds at most, the one being written among them; 0: nothing is saved."""
-    checkpoint_buffer: int = 1 << 30
+    checkpoint_buffer: int = CheckpointConfig.buffer
     """Bytes of host memory, a rank, that a saved checkpoint may pass through."""
     device: str = "cuda"
     """`cuda`, or `cpu`, whose memory then plays hbm."""
@@ -52,9 +36,11 @@ class Setup:
 
     def __post_init__(self) -> None:
         try:
-            object.__setattr__(self, "offload", read_placement(self.offload))
+            super().__post_init__()
         except ValueError as error:
             raise UserError(str(error)) from error
+        if self.precision == "auto":
+            object.__setattr__(self, "precision", "bf16" if self.device == "cuda" else "fp32")
 
     @property
     def dp(self) -> int:
@@ -80,17 +66,22 @@ class Setup:
     @property
     def recomputes(self) -> bool:
         """Whether blocks keep their input alone."""
-        return self.policy == "recompute" or ACTIVATIONS in self.offload.shares
+        return self.recompute or ACTIVATIONS in self.offload.shares
 
     @property
     def parts(self) -> int:
         """Ranks over which a checkpoint is divided."""
-        return self.tp if self.partition else 1
+        return self.tp if self.partition_activations else 1
 
     @property
     def local_ranks(self) -> int:
         """Ranks on one node."""
         return min(self.ranks, self.ranks_per_node)
+
+    @property
+    def num_states(self) -> int:
+        """fp32 arrays of the optimizer, the master not among them."""
+        return num_states(self)
 
     @property
     def num_record_arrays(self) -> int:
@@ -109,22 +100,28 @@ class Setup:
         return self.placement().of(ACTIVATIONS)
 
 
-def num_states(config: Config) -> int:
-    """Return the fp32 arrays that the config's optimizer keeps, as long as the parameters.
+def num_states(sharding: Sharding) -> int:
+    """Return the fp32 arrays that the optimizer keeps, as long as the parameters.
 
-    All but the two that every plan should answer for without torch are asked themselves.
+    All but the two that every plan should answer for without torch are asked themselves, once.
     """
-    optimizer = config.optimizer
-    name = optimizer.name.lower()
-    if not optimizer.options and name in ("adamw", "sgd"):
-        return 2 if name == "adamw" else int(optimizer.momentum != 0)
-    from zerocli.engine.optim import arguments_of
-    from zerocli.engine.rules import make_optimizer
+    name, options = sharding.optimizer.lower(), sharding.options
+    if name == "adamw" and options.keys() <= {"betas", "eps"}:
+        return 2
+    if name == "sgd" and options.keys() <= {"momentum"}:
+        return int(options.get("momentum", 0) != 0)
+    key = (name, repr(sorted(options.items())))
+    if key not in _counted:
+        from zerocli.engine.rules import make_optimizer
 
-    try:
-        return len(make_optimizer(optimizer.name, arguments_of(optimizer)).state_names)
-    except (ValueError, TypeError) as error:
-        raise UserError(str(error), hint="--set optimizer.name=adamw") from error
+        try:
+            _counted[key] = len(make_optimizer(sharding.optimizer, options).state_names)
+        except (ValueError, TypeError) as error:
+            raise UserError(str(error), hint="--set optimizer.name=adamw") from error
+    return _counted[key]
+
+
+_counted: dict[tuple[str, str], int] = {}
 
 
 def num_checkpoints(config: Config) -> int:
@@ -138,30 +135,19 @@ def num_checkpoints(config: Config) -> int:
 
 def setup_of(config: Config, **changes: object) -> Setup:
     """Return the setup that a training config asks for; `changes` are fields laid over it."""
-    train, zero, offload = config.train, config.zero, config.offload
-    given: dict[str, object] = {
-        "stage": zero.stage,
-        "offload": offload.placement,
+    train = config.train
+    given: dict[str, Any] = {
+        **sharding_of(config).shared(),
         "ranks": max(1, config.parallel.ranks),
-        "tp": config.parallel.tp,
         "batch": train.batch,
         "seq": train.seq,
-        "precision": train.precision,
-        "policy": config.activations.policy,
-        "partition": config.activations.partition,
-        "accumulate": train.accumulate,
-        "num_states": num_states(config),
-        "bucket_nbytes": zero.bucket,
-        "gather_buffers": zero.buffers,
-        "reduce": zero.reduce,
-        "update": offload.update,
-        "staging_nbytes": offload.staging,
         "checkpoints": num_checkpoints(config),
         "checkpoint_buffer": config.checkpoint.buffer,
     }
-    setup = Setup(**(given | changes))  # type: ignore[arg-type]
-    if setup.precision == "auto":
-        setup = replace(setup, precision="bf16" if setup.device == "cuda" else "fp32")
+    if "optimizer" in changes:
+        given["options"] = {}  # another optimizer's
+    setup = Setup(**(given | changes))
+    num_states(setup)  # an optimizer that cannot be is refused here
     if train.global_batch and "accumulate" not in changes:
         each = max(1, setup.batch * setup.ranks // max(1, setup.tp))
         setup = replace(setup, accumulate=max(1, train.global_batch // each))

@@ -21,14 +21,13 @@ from offload.verify import Corrupted
 from tiers.errors import TierError
 from zerocli import machine
 from zerocli.checkpoint.folder import Folder
-from zerocli.config import Config, to_dict
+from zerocli.config import Config, sharding_of, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say, show
 from zerocli.engine.api import open_process_group
 from zerocli.engine.build import DoesNotFit
 from zerocli.engine.comm import severed
 from zerocli.engine.engine import Engine
-from zerocli.engine.optim import arguments_of
 from zerocli.engine.precision import precision
 from zerocli.engine.settings import Settings
 from zerocli.engine.startup import STARTUP
@@ -209,28 +208,12 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
     optimizer = config.optimizer
     units = model.unit_modules() if isinstance(model, Decoder) else None
     settings = Settings(
-        stage=config.zero.stage,
-        optimizer=optimizer.name,
+        **sharding_of(config).shared(),
         lr=make_schedule(optimizer.schedule, optimizer.lr, config.train.steps, optimizer.warmup, optimizer.min_lr),
         weight_decay=optimizer.weight_decay,
-        options=arguments_of(optimizer),
-        precision=config.train.precision,
-        accumulate=config.train.accumulate,
-        clip=config.train.clip or None,
         units=units,
-        recompute=config.activations.policy == "recompute",
-        partition_activations=config.activations.partition,
         compile=config.model.compile,
         seed=config.train.seed,
-        bucket_nbytes=config.zero.bucket,
-        gather_buffers=config.zero.buffers,
-        reduce=config.zero.reduce,
-        offload=config.offload.placement,
-        update=config.offload.update,
-        nvme_path=config.offload.nvme_path,
-        staging_nbytes=config.offload.staging,
-        verify=config.offload.verify,
-        tp=config.parallel.tp,
     )
     try:
         return Engine(model, dataclasses.replace(settings, **changes))
