@@ -106,6 +106,10 @@ def test_set_keeps_text_that_looks_like_a_number(write):
     assert made.data.path == "2024"
     assert made.offload.nvme_path == ("/a", "/b")
     assert (made.zero.bucket, made.offload.staging) == (2 * 2**20, 77)
+    assert made.offload.read_ahead == load(write("")).offload.read_ahead == 512 * 2**20  # a key of its own
+    saved = to_dict(made)
+    del saved["offload"]["read_ahead"]  # as a run had it before the key was there
+    assert from_dict(saved) == made
 
 
 def test_all_problems_come_at_once_with_their_lines(write):

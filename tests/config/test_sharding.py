@@ -89,6 +89,7 @@ def test_every_key_that_engine_and_plan_read_arrives_there(monkeypatch):
                 update="cpu",
                 nvme_path=("/a",),
                 staging=8,
+                read_ahead=9,
                 verify=True,
             ),
             parallel=dataclasses.replace(Config.parallel, tp=2),

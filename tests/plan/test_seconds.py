@@ -80,7 +80,7 @@ def test_a_disk_reads_and_writes_all_states_in_a_step():
     parts = timed(offload="optimizer=nvme").parts
     assert parts["nvme"] == pytest.approx(24 * numel / (NODE.disk * 1e9), rel=1e-3)
     # Parameters too: written once, read twice, less what is still in host memory at each of the two turns.
-    more = timed(offload="params=nvme,grads=cpu,optimizer=nvme", staging_nbytes=1 << 20).parts["nvme"]
+    more = timed(offload="params=nvme,grads=cpu,optimizer=nvme", read_ahead_nbytes=1 << 20).parts["nvme"]
     assert more == pytest.approx(30 * numel / (NODE.disk * 1e9), rel=2e-3)
 
 

@@ -143,7 +143,9 @@ class OffloadConfig:
     nvme_path: tuple[str, ...] = setting(())
     """Folders of the nvme tier; several are striped."""
     staging: int = setting(512 * 2**20, least=1, size=True)
-    """Bytes of pinned memory through which nvme transfers pass."""
+    """Bytes of device (or host) memory, a rank, through which offloaded states are streamed for their update."""
+    read_ahead: int = setting(512 * 2**20, least=0, size=True)
+    """Bytes of host memory, a rank, for copies of parameters on disks, read ahead of their use; 0 = none."""
     verify: bool = setting(False)
     """Whether all that is read back from host memory or a disk is compared with checksums of what was written."""
 

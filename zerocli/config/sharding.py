@@ -60,6 +60,8 @@ class Sharding:
     """Folders of the nvme tier."""
     staging_nbytes: int = OffloadConfig.staging
     """Device (or host) memory through which states are streamed for their update."""
+    read_ahead_nbytes: int = OffloadConfig.read_ahead
+    """Host memory for copies of parameters on disks, read ahead of their use; 0: none."""
     verify: bool = OffloadConfig.verify
     """Whether what comes back from other tiers is compared with checksums of what went there; a difference raises
     `zerocli.Corrupted`."""
@@ -92,6 +94,7 @@ def sharding_of(config: Config) -> Sharding:
         update=config.offload.update,
         nvme_path=config.offload.nvme_path,
         staging_nbytes=config.offload.staging,
+        read_ahead_nbytes=config.offload.read_ahead,
         verify=config.offload.verify,
         tp=config.parallel.tp,
     )

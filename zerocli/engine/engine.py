@@ -206,7 +206,7 @@ class Engine:
         self.placement = per_rank(placement_at(settings.offload, settings.stage), self.local_world)
         self.tiers = TierSet(self.local_world, self.device, settings.nvme_path, settings.tier_options, settings.verify)
         self.verified = VerifiedReads(self.tiers.verifier, self.device, self.gather_control)
-        self.mover = Mover(settings.staging_nbytes, self.tiers.open_cache)
+        self.mover = Mover(settings.read_ahead_nbytes, self.tiers.open_cache)
         self._chunk = stream_chunk(settings.staging_nbytes, len(self.rule.state_names))
         names = self.rule.state_names
         compute = self.precision.compute

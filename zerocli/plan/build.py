@@ -245,7 +245,7 @@ def _host_buffers(setup: Setup, flats: list[FlatPlan], peaks: Peaks) -> dict[str
     """Return the host memory of a rank beside its arenas of pieces, by what it is for."""
     near = (HBM, "dram", "null")  # a tier of another package is taken for one that is read ahead, too
     far = [flat.own * setup.width for flat in flats if flat.tiers["parameters"] not in near]
-    budget = -(-setup.staging_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
+    budget = -(-setup.read_ahead_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
     disks = [  # tier objects, each with staging of its own
         any(flat.tiers["parameters"] == "nvme" for flat in flats),
         any("nvme" in (flat.tiers["optimizer"], flat.tiers["gradients"]) for flat in flats),

@@ -147,7 +147,7 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
         rest.up += parameters * (2 * passes - 1) + gradients * (passes - 1) + checkpoints * passes
         rest.down += gradients * passes + checkpoints * (passes - 1)
         if tier == "nvme":
-            kept = min(parameters, setup.staging_nbytes)  # of each pass, what the mover still has
+            kept = min(parameters, setup.read_ahead_nbytes)  # of each pass, what the mover still has
             first.disk += ranks * (2 * states + gradients + 2 * parameters - kept + checkpoints)
             rest.disk += ranks * ((parameters - kept) * (2 * passes - 1) + gradients * (2 * passes - 1))
             rest.disk += ranks * checkpoints * (2 * passes - 1)
