@@ -22,10 +22,10 @@ from zerocli.check import table
 from zerocli.check.rows import Checklist, choose_rows
 from zerocli.cli.train import arguments
 from zerocli.console import say, show
-from zerocli.errors import DOES_NOT_FIT, FAILURE, UserError
+from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, UserError
 from zerocli.layout.sizes import format_bytes
 from zerocli.run import launch
-from zerocli.run.job import EXIT_OK, Job
+from zerocli.run.job import Job
 from zerocli.worker import die_with_parent, worker_environment
 
 STEPS = 3
@@ -235,7 +235,7 @@ def _launch(checklist: Checklist, folder: Path, num_ranks: int, words: list[str]
             return code or FAILURE
         done = [entry["row"] for entry in entries if "row" in entry]
         first = max(done, default=-1) + 1
-        if code != EXIT_OK and first < len(checklist.rows):
+        if code != OK and first < len(checklist.rows):
             if job.signals:
                 job.tell()
                 return code
@@ -265,7 +265,7 @@ def _be_rank(
 
     ranks.work(config, checklist, keep)
     if not alone or os.environ.get("RANK") != "0":
-        return EXIT_OK
+        return OK
     missing = [row for index, row in enumerate(checklist.rows) if index not in _results(folder)]
     if missing:
         raise UserError(f"a rank failed alone; not run: {missing[0]} and what follows", exit_code=FAILURE)
@@ -289,7 +289,7 @@ def _show(config: configs.Config, checklist: Checklist, folder: Path, as_json: b
     _print("\n".join(table.closing(checklist, about, results)), as_json)
     if as_json:
         show(json.dumps(table.document(_name(config), checklist, about, results)))
-    return EXIT_OK if table.ok(results) else FAILURE
+    return OK if table.ok(results) else FAILURE
 
 
 def _print(text: str, as_json: bool) -> None:

@@ -14,7 +14,7 @@ import click
 from offload.placement import Placement
 from zerocli import machine
 from zerocli.console import printable, show
-from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.layout.sizes import format_bytes, parse_bytes
 from zerocli.plan import search
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
@@ -89,7 +89,7 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     else:
         colour = sys.stdout.isatty()
         click.echo(render(verdict, explain, colour))
-    return 0 if verdict.fits else DOES_NOT_FIT
+    return OK if verdict.fits else DOES_NOT_FIT
 
 
 def _on_saves(saved: Row) -> str:
