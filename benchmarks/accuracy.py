@@ -71,7 +71,7 @@ class Case:
 
     def terms(self) -> str:
         words = [f"stage {self.setup['stage']}", f"{self.ranks} ranks", self.setup["precision"]]
-        words += [self.setup["policy"]] if self.setup.get("policy") == "recompute" else []
+        words += ["recompute"] if self.setup.get("recompute") else []
         words += [f"tp {self.setup['tp']}"] if self.setup.get("tp", 1) > 1 else []
         words += [f"accumulate {self.setup['accumulate']}"] if self.setup.get("accumulate", 1) > 1 else []
         return ", ".join(words + ([self.setup["offload"]] if self.setup.get("offload") else []))
@@ -88,33 +88,33 @@ def cpu_cases() -> list[Case]:
     small = {"hidden": 64, "heads": 4, "vocab": 500}
     half, half_llama = dataclasses.replace(gpt2, **small), dataclasses.replace(grouped, **small)
     cases = [
-        *(Case(gpt2, 4, 128, {"stage": stage, "ranks": 4, "policy": "keep"}) for stage in range(4)),
-        *(Case(gpt2, 4, 128, {"stage": stage, "ranks": 4, "policy": "recompute"}) for stage in range(4)),
+        *(Case(gpt2, 4, 128, {"stage": stage, "ranks": 4, "recompute": False}) for stage in range(4)),
+        *(Case(gpt2, 4, 128, {"stage": stage, "ranks": 4, "recompute": True}) for stage in range(4)),
         Case(untied, 4, 128, {"stage": 3, "ranks": 8}),
         Case(untied, 4, 128, {"stage": 2, "ranks": 2, "offload": "cpu"}),
         Case(llama, 4, 128, {"stage": 3, "ranks": 4}),
-        Case(llama, 4, 128, {"stage": 1, "ranks": 4, "policy": "recompute"}),
+        Case(llama, 4, 128, {"stage": 1, "ranks": 4, "recompute": True}),
         Case(grouped, 4, 128, {"stage": 3, "ranks": 2, "offload": "cpu"}),
-        Case(grouped, 4, 128, {"stage": 2, "ranks": 2, "offload": "optimizer=cpu", "policy": "recompute"}),
+        Case(grouped, 4, 128, {"stage": 2, "ranks": 2, "offload": "optimizer=cpu", "recompute": True}),
         Case(grouped, 1, 1024, {"stage": 3, "ranks": 4}),
-        Case(grouped, 1, 1024, {"stage": 3, "ranks": 4, "policy": "recompute"}),
+        Case(grouped, 1, 1024, {"stage": 3, "ranks": 4, "recompute": True}),
         Case(wordy, 2, 256, {"stage": 3, "ranks": 4}),
-        Case(wordy, 2, 256, {"stage": 0, "ranks": 1, "policy": "recompute"}),
+        Case(wordy, 2, 256, {"stage": 0, "ranks": 1, "recompute": True}),
         Case(dataclasses.replace(wordy, tie=False), 2, 256, {"stage": 2, "ranks": 4}),
-        Case(deep, 8, 64, {"stage": 3, "ranks": 4, "policy": "recompute"}),
+        Case(deep, 8, 64, {"stage": 3, "ranks": 4, "recompute": True}),
         Case(deep, 8, 64, {"stage": 3, "ranks": 4, "offload": "params=cpu,optimizer=nvme"}),
         Case(deep, 8, 64, {"stage": 2, "ranks": 2, "accumulate": 2, "offload": "grads=cpu"}),
         Case(dataclasses.replace(gpt2, dropout=0.1), 4, 64, {"stage": 2, "ranks": 4}),
         Case(half, 2, 32, {"stage": 1, "ranks": 2, "precision": "bf16"}),
-        Case(half, 2, 32, {"stage": 3, "ranks": 2, "precision": "bf16", "policy": "recompute"}),
+        Case(half, 2, 32, {"stage": 3, "ranks": 2, "precision": "bf16", "recompute": True}),
         Case(half_llama, 2, 32, {"stage": 3, "ranks": 2, "precision": "bf16", "offload": "cpu"}),
         Case(half_llama, 2, 32, {"stage": 2, "ranks": 2, "precision": "bf16", "offload": "optimizer=nvme"}),
     ]
     if HAS_TP:
         cases += [
             Case(gpt2, 4, 128, {"stage": 2, "ranks": 4, "tp": 2}),
-            Case(grouped, 4, 128, {"stage": 3, "ranks": 4, "tp": 2, "policy": "recompute"}),
-            Case(untied, 4, 128, {"stage": 1, "ranks": 2, "tp": 2, "policy": "recompute"}),
+            Case(grouped, 4, 128, {"stage": 3, "ranks": 4, "tp": 2, "recompute": True}),
+            Case(untied, 4, 128, {"stage": 1, "ranks": 2, "tp": 2, "recompute": True}),
             Case(deep, 8, 64, {"stage": 3, "ranks": 4, "offload": "activations=cpu"}),
         ]
     return [_with_defaults(case) for case in cases]
@@ -128,23 +128,23 @@ def cuda_cases() -> list[Case]:
         family="llama", layers=16, hidden=2048, heads=32, kv_heads=8, mlp_hidden=8192, vocab=128256, tie=False
     )
     tied = dataclasses.replace(llama, tie=True)
-    long = {"stage": 2, "policy": "recompute"}
+    long = {"stage": 2, "recompute": True}
     cases = [
         Case(small, 16, 1024, {"stage": 0}),
-        Case(small, 16, 1024, {"stage": 2, "policy": "recompute"}),
+        Case(small, 16, 1024, {"stage": 2, "recompute": True}),
         Case(small, 8, 1024, {"stage": 2, "precision": "fp32"}),
         Case(dataclasses.replace(small, dropout=0.1), 8, 1024, {"stage": 2}),
         Case(gpt2, 8, 1024, {"stage": 2}),
-        Case(gpt2, 16, 1024, {"stage": 2, "policy": "recompute"}),
-        Case(gpt2, 8, 1024, {"stage": 3, "policy": "recompute", "offload": "cpu"}),
-        Case(gpt2, 8, 1024, {"stage": 2, "policy": "recompute", "offload": "optimizer=cpu"}),
+        Case(gpt2, 16, 1024, {"stage": 2, "recompute": True}),
+        Case(gpt2, 8, 1024, {"stage": 3, "recompute": True, "offload": "cpu"}),
+        Case(gpt2, 8, 1024, {"stage": 2, "recompute": True, "offload": "optimizer=cpu"}),
         Case(gpt2, 4, 1024, {"stage": 3, "offload": "cpu", "update": "cpu"}),
         Case(llama, 2, 4096, {"stage": 2}),
         Case(llama, 2, 8192, long),
         Case(llama, 1, 32768, long),
         Case(tied, 4, 2048, {"stage": 3, "offload": "cpu"}),
         Case(tied, 4, 2048, {"stage": 2, "accumulate": 2}),
-        Case(llama, 2, 4096, {"stage": 3, "policy": "recompute", "offload": "cpu", "accumulate": 2}),
+        Case(llama, 2, 4096, {"stage": 3, "recompute": True, "offload": "cpu", "accumulate": 2}),
         Case(dataclasses.replace(llama, layers=8), 8, 2048, {"stage": 1, "precision": "fp16"}),
     ]
     if HAS_TP:
@@ -159,7 +159,6 @@ def _with_defaults(case: Case, precision: str = "fp32", **more: Any) -> Case:
 def measure(case: Case, device: str, folder: str) -> tuple[int, int]:
     """Return the peak bytes on the device, and what the host memory tiers took, over three steps."""
     setup = dict(case.setup)
-    recompute = setup.pop("policy", "keep") == "recompute"
     ranks, accumulate = setup.pop("ranks", 1), setup.get("accumulate", 1)
     _open_group(ranks if device == "cpu" else 1)
     gc.collect()
@@ -170,7 +169,7 @@ def measure(case: Case, device: str, folder: str) -> tuple[int, int]:
     with live or torch.enable_grad():
         model = build(case.model, case.seq, "meta")
         units = model.unit_modules()
-        settings = Settings(**setup, recompute=recompute, units=units, device=device, clip=1.0, nvme_path=(folder,))
+        settings = Settings(**setup, units=units, device=device, clip=1.0, nvme_path=(folder,))
         engine = Engine(model, settings)
         for _ in range(3):
             for _ in range(accumulate):

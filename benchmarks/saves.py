@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tiers.pages import Pages  # noqa: E402
 from zerocli import config as configs  # noqa: E402
-from zerocli import export, trainer  # noqa: E402
+from zerocli.checkpoint import export  # noqa: E402
 from zerocli.checkpoint.folder import Folder  # noqa: E402
 from zerocli.checkpoint.manifest import read as read_manifest  # noqa: E402
 from zerocli.checkpoint.saver import Saver  # noqa: E402
@@ -35,6 +35,7 @@ from zerocli.config import to_dict  # noqa: E402
 from zerocli.engine.api import open_process_group  # noqa: E402
 from zerocli.engine.engine import Engine  # noqa: E402
 from zerocli.files import DirectFile  # noqa: E402
+from zerocli.run import trainer  # noqa: E402
 from zerocli.run.steps import long_lived  # noqa: E402
 
 CHUNK_NBYTES = 32 << 20

@@ -27,13 +27,14 @@ SHAPES = {"1.41b": (24, 2048, 16), "2.77b": (32, 2560, 20), "tiny": (4, 256, 4)}
 @click.option("--update", default="auto", help="auto, cpu or stream.")
 @click.option("--nvme-path", multiple=True, help="Folder of the nvme tier.")
 @click.option("--staging", default="512MiB", help="Memory that states are streamed through.")
+@click.option("--read-ahead", default="512MiB", help="Host memory for parameters read ahead from disks.")
 @click.option("--batch", default=16, help="Sequences.")
 @click.option("--seq", default=1024, help="Tokens each.")
 @click.option("--steps", default=6, help="Timed steps.")
 @click.option("--warmup", default=2, help="Steps before those.")
 @click.option("--json", "json_path", type=click.Path(), help="Write the result here.")
-def main(shape: str, offload: str, update: str, nvme_path: tuple[str, ...], staging: str, batch: int, seq: int,
-         steps: int, warmup: int, json_path: str | None) -> None:  # fmt: skip
+def main(shape: str, offload: str, update: str, nvme_path: tuple[str, ...], staging: str, read_ahead: str,
+         batch: int, seq: int, steps: int, warmup: int, json_path: str | None) -> None:  # fmt: skip
     """Train a GPT-2 shape in bf16 at stage 3 with recomputation and clipping at 1.0, and time its steps."""
     from zerocli.layout.sizes import parse_bytes
 
@@ -43,7 +44,8 @@ def main(shape: str, offload: str, update: str, nvme_path: tuple[str, ...], stag
     began = time.perf_counter()
     engine = zerocli.shard(
         model, lr=1e-4, stage=3, precision="bf16", clip=1.0, recompute=True, weight_decay=0.1, offload=offload,
-        update=update, nvme_path=nvme_path, staging_nbytes=parse_bytes(staging), units=model.unit_modules(),
+        update=update, nvme_path=nvme_path, staging_nbytes=parse_bytes(staging),
+        read_ahead_nbytes=parse_bytes(read_ahead), units=model.unit_modules(),
     )  # fmt: skip
     built = time.perf_counter() - began
     tokens = torch.randint(0, 50304, (batch, seq), device=engine.device)

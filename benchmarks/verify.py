@@ -27,13 +27,14 @@ from zerocli.models import build  # noqa: E402
 @click.option("--update", default="auto", help="auto, cpu or stream.")
 @click.option("--nvme-path", multiple=True, help="Folder of the nvme tier.")
 @click.option("--staging", default="512MiB", help="Memory that states are streamed through.")
+@click.option("--read-ahead", default="512MiB", help="Host memory for parameters read ahead from disks.")
 @click.option("--batch", default=16, help="Sequences.")
 @click.option("--seq", default=1024, help="Tokens each.")
 @click.option("--steps", default=8, help="Timed steps of each.")
 @click.option("--warmup", default=2, help="Steps of each before those.")
 @click.option("--deterministic", is_flag=True, help="Use torch's deterministic kernels, so that losses can be equal.")
-def main(shape: str, offload: str, update: str, nvme_path: tuple[str, ...], staging: str, batch: int, seq: int,
-         steps: int, warmup: int, deterministic: bool) -> None:  # fmt: skip
+def main(shape: str, offload: str, update: str, nvme_path: tuple[str, ...], staging: str, read_ahead: str,
+         batch: int, seq: int, steps: int, warmup: int, deterministic: bool) -> None:  # fmt: skip
     """Train one model twice in one process, a step of each in turn, in bf16 at stage 3 with recomputation."""
     torch.use_deterministic_algorithms(deterministic)
     layers, hidden, heads = SHAPES[shape]
@@ -43,7 +44,8 @@ def main(shape: str, offload: str, update: str, nvme_path: tuple[str, ...], stag
         model = build(config, seq, "meta")
         engines[verify] = zerocli.shard(
             model, lr=1e-4, stage=3, precision="bf16", clip=1.0, recompute=True, weight_decay=0.1, offload=offload,
-            update=update, nvme_path=nvme_path, staging_nbytes=parse_bytes(staging), units=model.unit_modules(),
+            update=update, nvme_path=nvme_path, staging_nbytes=parse_bytes(staging),
+            read_ahead_nbytes=parse_bytes(read_ahead), units=model.unit_modules(),
             verify=verify,
         )  # fmt: skip
     device = engines[True].device

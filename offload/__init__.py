@@ -5,7 +5,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from offload.placement import ACTIVATIONS, HBM, KINDS, Placement, Share, Spill, parse_placement, per_rank
+from offload.placement import (
+    ACTIVATIONS,
+    HBM,
+    KINDS,
+    Placement,
+    PlacementError,
+    Share,
+    Spill,
+    parse_placement,
+    per_rank,
+)
 
 if TYPE_CHECKING:
     from offload.record import Record as Record
@@ -16,6 +26,7 @@ __all__ = [
     "HBM",
     "KINDS",
     "Placement",
+    "PlacementError",
     "Record",
     "Share",
     "Spill",

@@ -1,6 +1,7 @@
 """Placement: which tiers hold which kind of training state, with budgets.
 
-`cpu` and `nvme` are whole policies; the long form places each kind: `params=cpu,optimizer=hbm:20GiB+cpu:95GiB+nvme`.
+`cpu` and `nvme` are whole policies, as is the name of any other tier; the long form places each kind:
+`params=cpu,optimizer=hbm:20GiB+cpu:95GiB+nvme`. Spaces around `,`, `=`, `+` and `:` mean nothing.
 Spill is deterministic and monotone: pieces go to the first tier until one does not fit its budget, then to the next,
 and never back.
 """
@@ -11,6 +12,8 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from tiers.registry import ALIASES, TIERS, available
+
 HBM = "hbm"
 KINDS = ("parameters", "gradients", "optimizer")
 ACTIVATIONS = "activations"
@@ -20,7 +23,19 @@ _KIND_WORDS = {"params": "parameters", "parameters": "parameters", "grads": "gra
     "optim": "optimizer",
     ACTIVATIONS: ACTIVATIONS,
 }
-_TIER_WORDS = {"cpu": "dram"}
+_SHORT = {"parameters": "params", "gradients": "grads", "dram": "cpu"}
+_UNITS = {"TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB": 10**3}
+
+
+class PlacementError(ValueError):
+    """A placement that cannot be: its text, and the fact that is wrong with it."""
+
+    def __init__(self, text: str, fact: str) -> None:
+        super().__init__(text, fact)
+        self.text, self.fact = text if len(text) <= 200 else f"{text[:197]}...", fact
+
+    def __str__(self) -> str:
+        return f"placement {self.text!r}: {self.fact}"
 
 
 @dataclass(frozen=True)
@@ -30,14 +45,30 @@ class Share:
     tier: str
     budget: int | None = None
 
+    def __str__(self) -> str:
+        word = _SHORT.get(self.tier, self.tier)
+        return word if self.budget is None else f"{word}:{_size(self.budget)}"
+
 
 @dataclass(frozen=True)
 class Placement:
-    """A map from kind to its tiers in order of preference."""
+    """A map from kind to its tiers in order of preference; `str` writes it as `parse_placement` reads it."""
 
     shares: Mapping[str, tuple[Share, ...]] = field(default_factory=dict)
+    policy: str = ""
+    """The one tier of all states that a stage partitions; `resolve` makes shares of it, once the stage is known."""
+
+    def __str__(self) -> str:
+        if self.policy:
+            return _SHORT.get(self.policy, self.policy)
+        return ",".join(f"{_SHORT.get(k, k)}={'+'.join(map(str, shares))}" for k, shares in self.shares.items())
+
+    def __bool__(self) -> bool:
+        return bool(self.policy or self.shares)
 
     def of(self, kind: str) -> tuple[Share, ...]:
+        """Return the tiers of a kind, in order; a policy must be resolved before."""
+        assert not self.policy or kind == ACTIVATIONS, f"{self} is not resolved"
         return self.shares.get(kind, (Share(HBM),))
 
     @property
@@ -46,60 +77,81 @@ class Placement:
         names = [share.tier for kind in (*KINDS, ACTIVATIONS) for share in self.of(kind) if share.tier != HBM]
         return tuple(dict.fromkeys(names))
 
+    def resolve(self, partitioned: Collection[str]) -> Placement:
+        """Return the tiers of each kind at a stage; PlacementError where the stage does not allow them.
 
-def parse_placement(
-    text: str, partitioned: Collection[str], known_tiers: Collection[str], parse_bytes: Callable[[str], int]
-) -> Placement:
-    """Return the placement that `text` asks for; ValueError says what is wrong with it.
+        `partitioned` are the model states that may leave the device: what every rank holds whole stays where it
+        computes.
+        """
+        if self.policy:
+            if not partitioned:
+                fact = "stage 0 partitions nothing, so nothing can leave the device: choose stage 1, 2 or 3"
+                raise PlacementError(str(self), fact)
+            # Gradients are written once and read once a step: on nvme they would only wear it.
+            near = "dram" if self.policy == "nvme" else self.policy
+            return Placement({kind: (Share(near if kind == "gradients" else self.policy),) for kind in partitioned})
+        for kind, shares in self.shares.items():
+            if kind not in (*partitioned, ACTIVATIONS) and any(share.tier != HBM for share in shares):
+                fact = f"this stage does not partition {kind}, so every rank needs them on its device"
+                raise PlacementError(str(self), fact)
+        return self
 
-    `partitioned` are the model states that may leave the device: what every rank holds whole stays where it computes.
+
+def parse_placement(text: str, parse_bytes: Callable[[str], int]) -> Placement:
+    """Return the placement that `text` asks for; PlacementError says what is wrong with it.
+
+    Any tier that is registered, or that an installed package offers, may be named. Whether a stage allows the
+    placement is for `Placement.resolve` to say.
     """
     text = text.strip()
     if text in ("", "none", HBM):
         return Placement()
-    if text in ("cpu", "dram", "nvme") or (text in known_tiers and "=" not in text):
-        return Placement(_policy(_TIER_WORDS.get(text, text), partitioned))
+    if _is_tier(text):
+        return Placement(policy=ALIASES.get(text, text))
     shares: dict[str, tuple[Share, ...]] = {}
     for part in text.split(","):
-        word, equals, places = part.strip().partition("=")
+        word, equals, places = (each.strip() for each in part.partition("="))
+        if not equals and _is_tier(word):
+            fact = f"{word!r} places all states, and stands alone: to place something beside it, name each kind"
+            raise PlacementError(text, f"{fact}, such as optimizer={word}")
         if not equals:
-            raise ValueError(f"--offload {text!r}: {part.strip()!r} is neither a policy (cpu, nvme) nor kind=tier")
+            raise PlacementError(text, f"{word!r} is neither a policy (cpu, nvme) nor kind=tier")
         kind = _KIND_WORDS.get(word)
         if kind is None:
-            raise ValueError(f"--offload {text!r}: there is no kind {word!r}{_meant(word, _KIND_WORDS)}")
+            raise PlacementError(text, f"there is no kind {word!r}{_meant(word, _KIND_WORDS)}")
         if kind in shares:
-            raise ValueError(f"--offload {text!r}: {kind} is placed twice")
-        shares[kind] = tuple(_share(text, place, known_tiers, parse_bytes) for place in places.split("+"))
-        if kind not in (*partitioned, ACTIVATIONS) and any(share.tier != HBM for share in shares[kind]):
-            raise ValueError(
-                f"--offload {text!r}: this stage does not partition {kind}, so every rank needs them on its device"
-            )
+            raise PlacementError(text, f"{kind} is placed twice")
+        shares[kind] = tuple(_share(text, place, parse_bytes) for place in places.split("+"))
     return Placement(shares)
 
 
-def _policy(tier: str, partitioned: Collection[str]) -> dict[str, tuple[Share, ...]]:
-    if not partitioned:
-        raise ValueError("stage 0 partitions nothing, so nothing can leave the device: choose stage 1, 2 or 3")
-    # Gradients are written once and read once a step: on nvme they would only wear it.
-    return {kind: (Share("dram" if tier == "nvme" and kind == "gradients" else tier),) for kind in partitioned}
+def _is_tier(word: str) -> bool:
+    """Whether a word names a tier; other packages are asked only for those that are not our own."""
+    return word in ALIASES or word in TIERS or word in available()
 
 
-def _share(text: str, place: str, known_tiers: Collection[str], parse_bytes: Callable[[str], int]) -> Share:
-    word, colon, size = place.strip().partition(":")
-    tier = _TIER_WORDS.get(word, word)
-    if tier not in known_tiers:
-        raise ValueError(f"--offload {text!r}: there is no tier {word!r}{_meant(word, [*known_tiers, 'cpu'])}")
+def _share(text: str, place: str, parse_bytes: Callable[[str], int]) -> Share:
+    word, colon, size = (each.strip() for each in place.partition(":"))
+    if not _is_tier(word):
+        raise PlacementError(text, f"there is no tier {word!r}{_meant(word, [*available(), *ALIASES])}")
+    tier = ALIASES.get(word, word)
     if not colon:
         return Share(tier)
     try:
         return Share(tier, parse_bytes(size))
     except ValueError as error:
-        raise ValueError(f"--offload {text!r}: budget {size!r} of {word}: {error}") from error
+        raise PlacementError(text, f"budget {size!r} of {word}: {error}") from error
 
 
 def _meant(word: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), 1)
+    close = difflib.get_close_matches(word[:100], list(known), 1)
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(set(known)))}"
+
+
+def _size(nbytes: int) -> str:
+    """Return a budget as it is written: exact, in the largest unit of which it is a multiple."""
+    units = [unit for unit, scale in _UNITS.items() if nbytes and nbytes % scale == 0]
+    return f"{nbytes // _UNITS[units[0]]}{units[0]}" if units else str(nbytes)
 
 
 class Spill:
@@ -133,4 +185,4 @@ def per_rank(placement: Placement, ranks_per_node: int) -> Placement:
         )
         for kind, shares in placement.shares.items()
     }
-    return Placement(divided)
+    return Placement(divided, placement.policy)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.errors import format_nbytes
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
 
 # A v1 cgroup without a limit says 2^63 - 1 rounded down to a page: anything of that size is no limit.
 _NO_LIMIT = 1 << 60
@@ -56,36 +61,42 @@ def _memlock(limits: str) -> int | None:
         if line.startswith("Max locked memory"):
             soft = line.split()[3]
             return None if soft == "unlimited" else int(soft)
+    if resource is None:
+        return None
     soft_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if soft_limit == resource.RLIM_INFINITY else soft_limit
 
 
-def _cgroup_room(root: Path) -> list[tuple[int, int]]:
-    """Return (limit, bytes left below it) for every limited memory cgroup around this process, v2 and v1."""
-    rooms = []
+def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """Yield this process's cgroup folders for a controller, v2 and v1, innermost first.
+
+    A limit of any parent binds too. Inside a container the path may exist on the host only; its top always does.
+    """
     for line in _text(root / "proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0" and not controllers:
-            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if controller in controllers.split(","):
+            top = root / "sys/fs/cgroup" / controller
+        elif hierarchy == "0" and not controllers:
+            top = root / "sys/fs/cgroup"
         else:
             continue
-        group = top / path.strip("/")
-        # A limit of any parent binds too; inside a container the path may exist on the host only, its top always does.
-        for folder in [group, *group.parents]:
-            room = _room(folder, *names)
-            if room is not None:
-                rooms.append(room)
-            if folder == top:
-                break
-    return rooms
+        folder = top / path.strip("/")
+        yield from (folder, *(parent for parent in folder.parents if parent.is_relative_to(top)))
+
+
+def _cgroup_room(root: Path) -> list[tuple[int, int]]:
+    """Return (limit, bytes left below it) for every limited memory cgroup around this process."""
+    names = (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )
+    rooms = [_room(folder, *each) for folder in cgroup_folders("memory", root) for each in names]
+    return [room for room in rooms if room is not None]
 
 
 def _room(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> tuple[int, int] | None:
     limit_text, usage_text = _text(folder / limit_name).strip(), _text(folder / usage_name).strip()
-    if not limit_text or limit_text == "max" or int(limit_text) >= _NO_LIMIT:
+    if not limit_text.isdigit() or int(limit_text) >= _NO_LIMIT:  # absent, or `max`
         return None
     # Page cache that nobody has touched lately is given up before anybody is killed: it is not usage.
     stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())

@@ -11,7 +11,7 @@ import signal
 
 def _end(number: int, frame: object) -> None:
     os.write(2, b"interrupted\n")
-    os._exit(130)
+    os._exit(130)  # errors.INTERRUPTED, which may not be imported yet
 
 
 _before = signal.getsignal(signal.SIGINT)

@@ -5,9 +5,13 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+OK = 0
 FAILURE = 1
 USAGE = 2
 DOES_NOT_FIT = 3
+PREEMPTED = 75
+"""Ended early, on request, after saving: the same command with `--resume` goes on."""
+INTERRUPTED = 130
 
 
 class UserError(Exception):

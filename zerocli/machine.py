@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiers.limits import cgroup_folders, read_limits
 from zerocli.errors import UserError
 
 try:
@@ -25,8 +26,6 @@ except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
 ROOT = Path("/")
-# cgroup v1 writes "no limit" as the largest multiple of a page below 2^63.
-UNLIMITED_NBYTES = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def cores(root: Path = ROOT) -> int:
         count = len(os.sched_getaffinity(0))
     else:
         count = os.cpu_count() or 1
-    for folder in _cgroup_folders("cpu", root):
+    for folder in cgroup_folders("cpu", root):
         words = (_read(folder / "cpu.max") or "").split()
         if not words:
             words = [_read(folder / "cpu.cfs_quota_us") or "-1", _read(folder / "cpu.cfs_period_us") or "100000"]
@@ -84,35 +83,13 @@ def memory(root: Path = ROOT) -> Memory:
         available = int(fields.get("MemAvailable", fields["MemTotal"])) * 1024
     else:
         total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit, used = cgroup_memory(root)
-    if limit is not None:
-        available = max(0, min(available, limit - used))
-    return Memory(total, available, limit)
-
-
-def cgroup_memory(root: Path = ROOT) -> tuple[int | None, int]:
-    """Return (tightest memory limit of this process's cgroups or None, bytes in use under it); cgroup v1 and v2."""
-    tightest: int | None = None
-    used = 0
-    for folder in _cgroup_folders("memory", root):
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            text = _read(folder / limit_name)
-            if text is None or not text.isdigit() or int(text) >= UNLIMITED_NBYTES:
-                continue
-            if tightest is None or int(text) < tightest:
-                tightest, used = int(text), int(_read(folder / used_name) or 0) - _page_cache(folder)
-    return tightest, max(0, used)
+    limits = read_limits(root)
+    return Memory(total, min(available, limits.available), limits.cgroup_limit)
 
 
 def memlock() -> int | None:
     """Return how many bytes this process may pin, or None when there is no limit."""
-    if resource is None:
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
+    return read_limits().memlock
 
 
 def disk(path: str | os.PathLike[str]) -> tuple[int, int]:
@@ -176,31 +153,6 @@ def _read(path: Path) -> str | None:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
         return None
-
-
-def _cgroup_folders(controller: str, root: Path) -> list[Path]:
-    """Return this process's cgroup folders for `controller`, innermost first: a limit may sit on any of them.
-
-    In a container the kernel may name a path that is mounted only outside it; its ancestors still count.
-    """
-    folders: list[Path] = []
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            mount = root / "sys/fs/cgroup" / controller
-        elif number == "0" and not controllers:
-            mount = root / "sys/fs/cgroup"
-        else:
-            continue
-        folder = mount / path.strip("/")
-        folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))]
-    return folders
-
-
-def _page_cache(folder: Path) -> int:
-    """Return the bytes of a cgroup's usage that the kernel gives back on demand."""
-    found = re.search(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat") or "", re.MULTILINE)
-    return int(found[1]) if found else 0
 
 
 def _nvidia_smi() -> list[Gpu] | None:

@@ -33,6 +33,7 @@ TIERS = {
         "nvme": {"lanes": 2, "grow_nbytes": 1 << 20, "staging_nbytes": 1 << 20, "unit_nbytes": 1 << 18},
     },
     "staging_nbytes": 48000,  # several chunks a unit
+    "read_ahead_nbytes": 48000,
 }
 
 

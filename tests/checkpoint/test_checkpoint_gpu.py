@@ -16,7 +16,7 @@ CASES = [
     {"stage": 1, "precision": "fp32"},
     {"stage": 3, "precision": "bf16", "offload": "cpu", "update": "stream", "staging_nbytes": 8 << 20},
     {"stage": 3, "precision": "bf16", "offload": "cpu", "update": "cpu", "staging_nbytes": 8 << 20},
-    {"stage": 3, "precision": "fp32", "offload": "nvme", "staging_nbytes": 8 << 20},
+    {"stage": 3, "precision": "fp32", "offload": "nvme", "staging_nbytes": 8 << 20, "read_ahead_nbytes": 8 << 20},
 ]
 
 

@@ -91,6 +91,7 @@ def test_a_checkpoint_loads_bitwise_at_every_degree(tmp_path):
 
 def test_states_on_a_disk_go_on_at_another_degree(tmp_path):
     away = {"stage": 3, "tp": 2, "offload": "nvme", "nvme_path": (str(tmp_path),), "staging_nbytes": 48000}
+    away["read_ahead_nbytes"] = 48000
     folder, sets = str(tmp_path / "checkpoints"), MODELS["llama"]
     before, after = run_ranks(2, save, folder, sets, away)[0]
     for world, settings in ((2, away), (2, {"stage": 2})):

@@ -85,6 +85,7 @@ def train(name: str, stage: int, offload: str, folder: str, start: int = 0, stop
     torch.manual_seed(3)
     model = Heads()
     own = {"offload": offload, "nvme_path": (folder,), "clip": 0.5, "lr": 1e-2, "staging_nbytes": 40000}
+    own["read_ahead_nbytes"] = 40000
     engine = zerocli.shard(model, optimizer=name, stage=stage, **own, **OPTIMIZERS[name], **settings)
     if start:
         load(engine, Folder(folder).of(4))

@@ -41,7 +41,12 @@ def waits_of_a_slow_disk(folder, device: str, placement: str, update: str) -> tu
     engine = zerocli.shard(
         *(model,),
         **{"stage": 3, "precision": "bf16", "update": update, "accumulate": 2, "offload": placement},
-        **{"nvme_path": (str(folder),), "staging_nbytes": 1 << 20, "tier_options": {"nvme": SMALL_DISK}},
+        **{
+            "nvme_path": (str(folder),),
+            "staging_nbytes": 1 << 20,
+            "read_ahead_nbytes": 1 << 20,
+            "tier_options": {"nvme": SMALL_DISK},
+        },
     )
 
     def finish() -> float:

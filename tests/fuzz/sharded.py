@@ -62,6 +62,7 @@ def shard(program: Program, model: nn.Module, nvme_path: str) -> Any:
         offload=setting.offload,
         nvme_path=(nvme_path,),
         staging_nbytes=1 << 20,
+        read_ahead_nbytes=1 << 20,
         **more,
     )
 

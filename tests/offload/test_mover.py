@@ -114,23 +114,36 @@ def _losses(settings: dict) -> list[float]:
     return train_uneven(steps=6, stage=3, **settings)
 
 
-def _every_staging(settings: dict, folder: str) -> list[list[float]]:
+def _every_room(settings: dict, folder: str) -> list[list[float]]:
     away = {"offload": "params=nvme", "nvme_path": (folder,), **NVME}
-    return [_losses(settings), *(_losses(settings | away | {"staging_nbytes": n}) for n in (1, 20_000, 1 << 20))]
+    return [_losses(settings), *(_losses(settings | away | {"read_ahead_nbytes": n}) for n in (0, 1, 20_000, 1 << 20))]
 
 
 @pytest.mark.parametrize("world", [1, 2] if "ZEROCLI_TEST_LONG" in os.environ else [2])
-def test_staging_never_changes_a_loss(tmp_path, world):
+def test_reading_ahead_never_changes_a_loss(tmp_path, world):
     for variant in ({}, {"precision": "bf16", "accumulate": 2}):
-        for plain, *others in run_ranks(world, _every_staging, variant, str(tmp_path)):
-            assert others == [plain] * 3, variant
+        for plain, *others in run_ranks(world, _every_room, variant, str(tmp_path)):
+            assert others == [plain] * 4, variant
+
+
+def test_slots_of_the_update_and_copies_read_ahead_have_a_budget_each(tmp_path):
+    def budgets(**room: int) -> tuple[int, int]:
+        engine = zerocli.shard(Deep(2), stage=3, offload="nvme", nvme_path=(str(tmp_path),), **room, **NVME)
+        found = engine.mover.budget, engine._chunk
+        engine.close()
+        return found
+
+    ahead, chunk = budgets()
+    assert ahead == 512 << 20
+    assert budgets(staging_nbytes=1 << 20) == (ahead, (1 << 20) // 6 // 20 // 64 * 64)
+    assert budgets(read_ahead_nbytes=1 << 20) == (1 << 20, chunk)
 
 
 def _staged(folder: str, layers: int, blocks_of_room: int) -> list[tuple[Counter, int]]:
     torch.manual_seed(0)
     model = Deep(layers)
     room = blocks_of_room * (2 * BLOCK_NUMEL + PAGE)
-    settings = {"offload": "params=nvme", "nvme_path": (folder,), "staging_nbytes": room, **NVME}
+    settings = {"offload": "params=nvme", "nvme_path": (folder,), "read_ahead_nbytes": room, **NVME}
     engine = zerocli.shard(model, stage=3, precision="bf16", **settings)
     seen = []
     for _ in range(4):

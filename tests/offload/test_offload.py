@@ -18,7 +18,7 @@ import zerocli
 from tiers.dram import DramTier
 from zerocli.engine.build import DoesNotFit
 
-STREAM = {"update": "stream", "staging_nbytes": 48000}
+STREAM = {"update": "stream", "staging_nbytes": 48000, "read_ahead_nbytes": 48000}
 SMALL_DISK = {"verify": True, "lanes": 2, "grow_nbytes": 1 << 20, "staging_nbytes": 1 << 20, "unit_nbytes": 1 << 18}
 NVME = {"tier_options": {"nvme": SMALL_DISK}}
 PLACEMENTS = {
@@ -59,6 +59,7 @@ HALF = {"precision": "bf16", "accumulate": 3}
 @pytest.mark.parametrize(("world", "stage", "update"), CASES)
 def test_placement_never_changes_a_loss(tmp_path, world, stage, update):
     common = {"stage": stage, "nvme_path": (str(tmp_path),), **NVME, "update": update, "staging_nbytes": 96000}
+    common["read_ahead_nbytes"] = 96000
     some = [{"accumulate": 3}, {"precision": "bf16"}] if (world, stage, update) == (2, 3, "stream") else []
     for variant in ({}, HALF, *some):
         steps = 8 if variant else 20

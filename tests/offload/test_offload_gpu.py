@@ -7,7 +7,7 @@ from ranks import run_ranks
 from test_gpu import _train, run_without_waiting
 
 pytestmark = pytest.mark.gpu
-STREAM = {"update": "stream", "staging_nbytes": 8 << 20}
+STREAM = {"update": "stream", "staging_nbytes": 8 << 20, "read_ahead_nbytes": 8 << 20}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

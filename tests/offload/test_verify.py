@@ -76,7 +76,11 @@ class Training:
     def __init__(self, folder: Path | str, kind: str, tier: str, meddle=lambda *_: None, **settings) -> None:
         torch.manual_seed(0)
         self.model = Deep(4)
-        settings = {"update": "stream", "staging_nbytes": 200000, "nvme_path": (str(folder),)} | DISK | settings
+        settings = (
+            {"update": "stream", "staging_nbytes": 200000, "read_ahead_nbytes": 200000, "nvme_path": (str(folder),)}
+            | DISK
+            | settings
+        )
         self.engine = zerocli.shard(self.model, lr=1e-2, stage=3, offload=f"{kind}={tier}", **settings)
         self.at = (0, "")
         self._meddle = meddle
@@ -192,7 +196,15 @@ def _with_and_without(folder: str) -> list[tuple[list[float], list[float]]]:
         (3, spill, {"update": "stream"}),
         (3, "cpu", {"optimizer": "muon", "lr": 1e-3}),
     ):
-        about = {"stage": stage, "offload": placement, "staging_nbytes": 96000, "steps": 3, **disk, **more}
+        about = {
+            "stage": stage,
+            "offload": placement,
+            "staging_nbytes": 96000,
+            "read_ahead_nbytes": 96000,
+            "steps": 3,
+            **disk,
+            **more,
+        }
         found.append((train_uneven(**about), train_uneven(**about, verify=True)))
     return found
 

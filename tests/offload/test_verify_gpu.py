@@ -17,7 +17,7 @@ from offload.verify import Verifier
 from zerocli.checkpoint.saver import Saver
 
 pytestmark = pytest.mark.gpu
-STREAM = {"update": "stream", "staging_nbytes": 8 << 20}
+STREAM = {"update": "stream", "staging_nbytes": 8 << 20, "read_ahead_nbytes": 8 << 20}
 
 
 def test_verification_changes_no_number_on_a_gpu(tmp_path):

@@ -31,7 +31,7 @@ from zerocli.plan.flats import arenas, plan_flats
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.ledger import Ledger, Storage
 from zerocli.plan.measure import LiveBytes
-from zerocli.plan.setup import Setup, num_states
+from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.step import Replay
 from zerocli.plan.tape import INPUT, SHARED, Tape, Tensor
 
@@ -117,14 +117,14 @@ FP32_SCRATCH = 4 * constants.UPDATE_CHUNK["cpu"]
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"stage": 0}),
     ({}, {"stage": 1}),
-    ({}, {"stage": 2, "policy": "recompute"}),
+    ({}, {"stage": 2, "recompute": True}),
     ({}, {"stage": 3}),
-    ({"tie": False}, {"stage": 3, "policy": "recompute"}),
+    ({"tie": False}, {"stage": 3, "recompute": True}),
     ({"tie": False}, {"stage": 2, "offload": "cpu"}),
     ({"kv_heads": 2, "dropout": 0.1}, {"stage": 1, "offload": "optimizer=cpu"}),
-    ({"family": "llama"}, {"stage": 0, "policy": "recompute"}),
+    ({"family": "llama"}, {"stage": 0, "recompute": True}),
     ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3}),
-    ({"family": "llama", "kv_heads": 2}, {"stage": 3, "offload": "cpu", "policy": "recompute"}),
+    ({"family": "llama", "kv_heads": 2}, {"stage": 3, "offload": "cpu", "recompute": True}),
     ({"family": "llama", "tie": False}, {"stage": 2, "offload": "optimizer=hbm:64KiB+cpu"}),
     ({"vocab": 3000}, {"stage": 3, "offload": "params=cpu"}),
     ({"vocab": 3000, "layers": 1}, {"stage": 1, "accumulate": 2}),
@@ -132,7 +132,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 HALF = [
     ({}, {"stage": 0}),
-    ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "policy": "recompute"}),
+    ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "recompute": True}),
     ({"tie": False}, {"stage": 2, "offload": "cpu"}),
     ({}, {"stage": 3, "offload": "params=cpu,optimizer=nvme", "staging_nbytes": 1 << 20}),
 ]
@@ -140,8 +140,8 @@ HALF = [
 
 SPLIT = [
     ({}, {"stage": 0, "tp": 2}),
-    ({"vocab": 151}, {"stage": 2, "tp": 2, "policy": "recompute"}),
-    ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "tp": 2, "policy": "recompute"}),
+    ({"vocab": 151}, {"stage": 2, "tp": 2, "recompute": True}),
+    ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "tp": 2, "recompute": True}),
     ({"layers": 6}, {"stage": 1, "offload": "activations=cpu"}),
     ({"layers": 6, "family": "llama"}, {"stage": 3, "offload": "params=cpu,activations=hbm:64KiB+cpu"}),
     ({}, {"stage": 3, "offload": "nvme"}),
@@ -151,13 +151,12 @@ SPLIT = [
 def measured_peak(model: ModelConfig, batch: int, seq: int, setup: dict[str, Any], folder: str = "") -> int:
     """Return the most bytes alive at once while the real engine is built and takes two steps."""
     setup = dict(setup)
-    policy, accumulate = setup.pop("policy", "keep"), setup.get("accumulate", 1)
+    accumulate = setup.get("accumulate", 1)
     live = LiveBytes()
     with live:
         decoder = build(model, seq, "meta")
         settings = Settings(
             **setup,
-            recompute=policy == "recompute",
             units=decoder.unit_modules(),
             device="cpu",
             clip=1.0,
@@ -282,15 +281,15 @@ def test_swap_files_are_as_large_as_planned(tmp_path):
     stage=st.integers(0, 3),
     dp=st.sampled_from([1, 2, 3, 8]),
     batch=st.integers(1, 4),
-    policy=st.sampled_from(["keep", "recompute"]),
+    recompute=st.booleans(),
 )
-def test_everything_a_step_takes_it_gives_back(stage, dp, batch, policy):
+def test_everything_a_step_takes_it_gives_back(stage, dp, batch, recompute):
     shape = shape_of(dataclasses.replace(SMALL, layers=2), 16)
-    setup = Setup(stage=stage, ranks=dp, batch=batch, seq=16, policy=policy)
+    setup = Setup(stage=stage, ranks=dp, batch=batch, seq=16, recompute=recompute)
     replay = Replay(shape, setup, plan_flats(shape, setup))
     replay.run()
     held = dict(replay._ledger.held)
-    arena = 2 * -(-batch * 16 * 32 * 2 // 512) * 512 if policy == "recompute" else 0  # checkpoints' own, which stays
+    arena = 2 * -(-batch * 16 * 32 * 2 // 512) * 512 if recompute else 0  # checkpoints' own, which stays
     assert (held["activations"], held["logits"], held["runtime"]) == (arena, 0, 0)
     assert sum(held.values()) == replay._ledger.total
     replay._kept.clear()
@@ -305,13 +304,13 @@ def test_more_ranks_batches_and_layers_are_monotone():
     assert needed(ranks=8) <= needed() <= needed(batch=3) and needed() <= needed(layers=5)
     stages = [needed(stage=stage, layers=40, batch=1) for stage in range(4)]
     assert stages == sorted(stages, reverse=True)
-    assert needed(policy="recompute", layers=40) < needed(layers=40)
-    assert needed(policy="recompute", layers=40, offload="activations=cpu") < needed(policy="recompute", layers=40)
+    assert needed(recompute=True, layers=40) < needed(layers=40)
+    assert needed(recompute=True, layers=40, offload="activations=cpu") < needed(recompute=True, layers=40)
 
 
 def test_checkpoints_off_the_device_keep_two_there_and_the_rest_on_their_tier():
     shape = shape_of(dataclasses.replace(SMALL, layers=40), 32)
-    common: dict[str, Any] = {"stage": 3, "ranks": 2, "ranks_per_node": 2, "batch": 4, "seq": 32, "policy": "recompute"}
+    common: dict[str, Any] = {"stage": 3, "ranks": 2, "ranks_per_node": 2, "batch": 4, "seq": 32, "recompute": True}
     plan = plan_model(shape, Setup(offload="activations=hbm:8KiB+cpu", **common))
     each = 4 * 32 * 32 * 2
     assert plan.of("activations", "dram") == 2 * 39 * each  # two ranks; one of forty fits the device
@@ -360,12 +359,11 @@ def _rules_measured() -> list[int]:
 def test_the_states_of_every_rule_are_planned_as_it_keeps_them():
     """Those of a rule without states too, whose updates pass through slots of the device."""
     measured = most(run_ranks(2, _rules_measured))
-    for (name, (_, sets, number)), peak in zip(RULES.items(), measured, strict=True):
-        assert num_states(configs.load("tiny", sets)) == number, name
+    for (name, (settings, sets, number)), peak in zip(RULES.items(), measured, strict=True):
+        assert setup_of(configs.load("tiny", sets)).num_states == Setup(**settings).num_states == number, name
         if name != "muon":  # its whole matrices pass through memory of their own
-            planned = planned_peak(
-                SMALL, 4, 24, {"stage": 3, "offload": "cpu", "num_states": number, "precision": "fp32"}, 2
-            )
+            setup = {"stage": 3, "offload": "cpu", "precision": "fp32"} | settings
+            planned = planned_peak(SMALL, 4, 24, setup, 2)
             assert peak <= planned <= peak * 1.03, name
 
 

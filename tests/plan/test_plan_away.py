@@ -51,21 +51,21 @@ def planned(world: int, **setup: Any) -> Plan:
 OFFLOADS = ["nvme", "params=nvme,optimizer=cpu", "params=cpu,grads=cpu,optimizer=nvme"]
 
 
-def _footprints(folder: str, staging: int) -> list[tuple[int, int]]:
+def _footprints(folder: str, room: int) -> list[tuple[int, int]]:
     """Return, for each placement, the bytes of the tiers' arenas, and those with staging."""
     found = []
     for offload in OFFLOADS:
-        engine = trained(stage=3, offload=offload, nvme_path=(folder,), staging_nbytes=staging)
+        engine = trained(stage=3, offload=offload, nvme_path=(folder,), read_ahead_nbytes=room)
         found.append((engine.tiers.footprint().get("dram", 0), places.footprint(engine)["dram"]))
         engine.close()
     return found
 
 
-@pytest.mark.parametrize("staging", [512 << 20, 1 << 20], ids=["room for all", "room for few"])
-def test_host_memory_of_disks_is_counted_as_it_is_taken(staging, tmp_path):
-    measured = run_ranks(2, _footprints, str(tmp_path), staging)
+@pytest.mark.parametrize("room", [512 << 20, 1 << 20], ids=["room for all", "room for few"])
+def test_host_memory_of_disks_is_counted_as_it_is_taken(room, tmp_path):
+    measured = run_ranks(2, _footprints, str(tmp_path), room)
     for at, offload in enumerate(OFFLOADS):
-        plan = planned(2, stage=3, offload=offload, staging_nbytes=staging)
+        plan = planned(2, stage=3, offload=offload, read_ahead_nbytes=room)
         rows = [row for row in plan.rows if row.tier == "dram"]
         [staged] = [row for row in rows if "staging" in row.formula]
         arenas, mapped = (sum(rank[at][which] for rank in measured) for which in (0, 1))
@@ -75,8 +75,19 @@ def test_host_memory_of_disks_is_counted_as_it_is_taken(staging, tmp_path):
         assert staged.nbytes == 2 * objects * ((64 << 20) + 32 * 4096)
 
 
+def test_slots_of_the_update_and_copies_read_ahead_are_each_counted_by_their_own_key():
+    def counted(**room: int) -> tuple[int, int]:
+        plan = planned(2, stage=3, offload="params=nvme,optimizer=nvme", **room)
+        [ahead] = [row.nbytes for row in plan.rows if "read ahead" in row.formula] or [0]
+        return ahead, plan.of("buffers")
+
+    ahead, slots = counted()
+    assert counted(staging_nbytes=1 << 18)[0] == ahead and counted(staging_nbytes=1 << 18)[1] < slots
+    assert counted(read_ahead_nbytes=1 << 18) == (2 << 18, slots) and counted(read_ahead_nbytes=0) == (0, slots)
+
+
 def test_checkpoints_of_blocks_on_disks_have_staging_of_their_own():
-    common: dict[str, Any] = {"stage": 3, "policy": "recompute"}
+    common: dict[str, Any] = {"stage": 3, "recompute": True}
     without = planned(2, **common, offload="params=nvme")
     plan = planned(2, **common, offload="params=nvme,activations=nvme")
     assert plan.needed("dram") - without.needed("dram") == 2 * ((64 << 20) + 32 * 4096)

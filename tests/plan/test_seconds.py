@@ -18,7 +18,7 @@ from zerocli.plan.setup import Setup
 
 MODEL = ModelConfig(layers=24, hidden=2048, heads=16, vocab=50304, tie=False)
 LARGE = dataclasses.replace(MODEL, layers=32, hidden=2560, heads=20)
-ALONE: dict[str, Any] = {"stage": 3, "ranks": 1, "batch": 16, "seq": 1024, "policy": "recompute"}
+ALONE: dict[str, Any] = {"stage": 3, "ranks": 1, "batch": 16, "seq": 1024, "recompute": True}
 NODE = PRESETS["h200"]
 MACHINE = dataclasses.replace(NODE, pcie=55.0, disk=4.05, adam=2.5)
 """The machine that was measured: its link, its disk (reading and writing at once), its sixteen cores beside a GPU."""
@@ -55,9 +55,9 @@ def test_compute_is_every_operation_that_is_executed():
     blocks, head = 24 * block + 2 * hidden, 50304 * hidden
     attention = 24 * 2 * 1024 * hidden
     forward = (2 * blocks + attention) * tokens
-    for policy, passes in (("keep", 3), ("recompute", 4)):
+    for recompute, passes in ((False, 3), (True, 4)):
         expected = (passes * forward + 6 * head * tokens) / rate
-        assert timed(policy=policy).parts["compute"] == pytest.approx(expected, rel=1e-6)
+        assert timed(recompute=recompute).parts["compute"] == pytest.approx(expected, rel=1e-6)
     # A table that is only looked up costs nothing; one that is also the head costs what a head does.
     assert timed(dataclasses.replace(MODEL, tie=True)).parts["compute"] == pytest.approx(expected, rel=1e-6)
 
@@ -80,7 +80,7 @@ def test_a_disk_reads_and_writes_all_states_in_a_step():
     parts = timed(offload="optimizer=nvme").parts
     assert parts["nvme"] == pytest.approx(24 * numel / (NODE.disk * 1e9), rel=1e-3)
     # Parameters too: written once, read twice, less what is still in host memory at each of the two turns.
-    more = timed(offload="params=nvme,grads=cpu,optimizer=nvme", staging_nbytes=1 << 20).parts["nvme"]
+    more = timed(offload="params=nvme,grads=cpu,optimizer=nvme", read_ahead_nbytes=1 << 20).parts["nvme"]
     assert more == pytest.approx(30 * numel / (NODE.disk * 1e9), rel=2e-3)
 
 

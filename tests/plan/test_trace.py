@@ -39,13 +39,13 @@ def quiet_environment(monkeypatch, tmp_path):
     ("changes", "setup"),
     [
         ({}, {"stage": 0, "ranks": 1}),
-        ({"tie": False}, {"stage": 3, "ranks": 1024, "policy": "recompute"}),
+        ({"tie": False}, {"stage": 3, "ranks": 1024, "recompute": True}),
         ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "ranks": 4096}),
-        ({"family": "llama"}, {"stage": 2, "ranks": 64, "precision": "bf16", "policy": "recompute"}),
+        ({"family": "llama"}, {"stage": 2, "ranks": 64, "precision": "bf16", "recompute": True}),
         ({}, {"stage": 0, "ranks": 2, "tp": 2}),
-        ({"tie": False}, {"stage": 3, "ranks": 1024, "tp": 4, "policy": "recompute"}),
+        ({"tie": False}, {"stage": 3, "ranks": 1024, "tp": 4, "recompute": True}),
         ({"family": "llama", "kv_heads": 2}, {"stage": 3, "ranks": 8, "tp": 2}),
-        ({"vocab": 3001}, {"stage": 2, "ranks": 8, "tp": 2, "policy": "recompute", "partition": False}),
+        ({"vocab": 3001}, {"stage": 2, "ranks": 8, "tp": 2, "recompute": True, "partition_activations": False}),
     ],
 )
 def test_formula_and_trace_agree(changes, setup):

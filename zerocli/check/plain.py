@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from zerocli.check.compare import Outcome, rounding
-from zerocli.config import OptimizerConfig
-from zerocli.engine.optim import arguments_of
+from zerocli.config import OptimizerConfig, arguments_of
 from zerocli.engine.precision import LossScale, Precision
 from zerocli.run.schedule import make_schedule
 

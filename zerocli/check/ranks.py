@@ -20,7 +20,7 @@ from torch import nn
 from zerocli.check.compare import Differences, Gap, Outcome, Tolerance, differences, rounding
 from zerocli.check.plain import NotPlain, Plain, train
 from zerocli.check.rows import COMPILED_FACTOR, FACTOR, Checklist, Row
-from zerocli.config import Config
+from zerocli.config import Config, read_placement
 from zerocli.console import say
 from zerocli.engine.api import open_process_group
 from zerocli.engine.engine import Engine
@@ -112,7 +112,7 @@ class Ranks:
         config = dataclasses.replace(
             config,
             zero=dataclasses.replace(config.zero, stage=row.stage),
-            offload=dataclasses.replace(config.offload, placement=row.offload),
+            offload=dataclasses.replace(config.offload, placement=read_placement(row.offload)),
             activations=dataclasses.replace(config.activations, policy="recompute" if row.recompute else "keep"),
             model=dataclasses.replace(config.model, compile=row.compiled),
         )

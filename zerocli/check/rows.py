@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload import KINDS, parse_placement
-from zerocli.layout.sizes import parse_bytes
+from zerocli.config import placement_at, read_placement
 from zerocli.layout.stage import STAGES
 
 FACTOR = 8
 """How many times as much as rounding a row may differ; see [Note: tolerance] in compare.py."""
 COMPILED_FACTOR = 32
 """The same of compiled blocks, whose fused kernels round elsewhere within a block, too."""
-TIERS = ("hbm", "dram", "nvme")
 NONE, MIX = "none", "mix"
 
 
@@ -107,7 +105,7 @@ def _placements(stage: int, offloads: Sequence[str], numel: int, ranks: int, nvm
 def allows(stage: int, offload: str) -> bool:
     """Say whether a stage can have a placement: what it does not partition stays on the device."""
     try:
-        parse_placement(offload, [kind for kind in KINDS if getattr(STAGES[stage], kind)], TIERS, parse_bytes)
+        placement_at(read_placement(offload), stage)
     except ValueError:
         return False
     return True

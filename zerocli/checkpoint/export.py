@@ -170,7 +170,10 @@ def _umask() -> int:
 
 def _config(manifest: Manifest) -> Config | None:
     saved = manifest.values.get("config")
-    return from_dict(saved, "the checkpoint's config") if isinstance(saved, dict) else None
+    if not isinstance(saved, dict):
+        return None
+    # A tier that the run had need not be installed where it is exported.
+    return from_dict({key: value for key, value in saved.items() if key != "offload"}, "the checkpoint's config")
 
 
 # -- laying out ----------------------------------------------------------------------------------------------------

@@ -15,17 +15,17 @@ from typing import Any
 
 import click
 
-from offload import KINDS, parse_placement
+from offload import Placement
 from zerocli import config as configs
 from zerocli import machine
 from zerocli.check import table
-from zerocli.check.rows import TIERS, Checklist, choose_rows
+from zerocli.check.rows import Checklist, choose_rows
 from zerocli.cli.train import arguments
 from zerocli.console import say, show
-from zerocli.errors import DOES_NOT_FIT, FAILURE, UserError
-from zerocli.layout.sizes import format_bytes, parse_bytes
+from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, UserError
+from zerocli.layout.sizes import format_bytes
 from zerocli.run import launch
-from zerocli.run.job import EXIT_OK, Job
+from zerocli.run.job import Job
 from zerocli.worker import die_with_parent, worker_environment
 
 STEPS = 3
@@ -117,10 +117,7 @@ def _smaller(config: configs.Config, sets: tuple[str, ...], flags: dict[str, Any
 def _refuse(config: configs.Config, offloads: tuple[str, ...]) -> None:
     """Raise UserError for placements that no stage takes, and for masks that cannot be the same."""
     for text in offloads:
-        try:
-            parse_placement(text, KINDS, TIERS, parse_bytes)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        configs.refuse_placement(text)
     if config.parallel.tp > 1 and config.model.dropout > 0:
         raise UserError(
             f"tp {config.parallel.tp} and dropout {config.model.dropout:g}: heads on other ranks draw other masks than "
@@ -179,7 +176,7 @@ def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, 
             config,
             parallel=dataclasses.replace(config.parallel, ranks=1, tp=1),
             zero=dataclasses.replace(config.zero, stage=0),
-            offload=dataclasses.replace(config.offload, placement=""),
+            offload=dataclasses.replace(config.offload, placement=Placement()),
         )
         plan = plan_config(alone, "cuda" if num_gpus else "cpu")
         assert plan is not None
@@ -238,7 +235,7 @@ def _launch(checklist: Checklist, folder: Path, num_ranks: int, words: list[str]
             return code or FAILURE
         done = [entry["row"] for entry in entries if "row" in entry]
         first = max(done, default=-1) + 1
-        if code != EXIT_OK and first < len(checklist.rows):
+        if code != OK and first < len(checklist.rows):
             if job.signals:
                 job.tell()
                 return code
@@ -268,7 +265,7 @@ def _be_rank(
 
     ranks.work(config, checklist, keep)
     if not alone or os.environ.get("RANK") != "0":
-        return EXIT_OK
+        return OK
     missing = [row for index, row in enumerate(checklist.rows) if index not in _results(folder)]
     if missing:
         raise UserError(f"a rank failed alone; not run: {missing[0]} and what follows", exit_code=FAILURE)
@@ -292,7 +289,7 @@ def _show(config: configs.Config, checklist: Checklist, folder: Path, as_json: b
     _print("\n".join(table.closing(checklist, about, results)), as_json)
     if as_json:
         show(json.dumps(table.document(_name(config), checklist, about, results)))
-    return EXIT_OK if table.ok(results) else FAILURE
+    return OK if table.ok(results) else FAILURE
 
 
 def _print(text: str, as_json: bool) -> None:

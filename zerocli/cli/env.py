@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from zerocli.errors import OK
 from zerocli.plan import bench
 
 
@@ -21,7 +22,7 @@ def command(measure: bool, nvme_path: tuple[str, ...], as_json: bool) -> int:
         bench.measure(facts, nvme_path)
     facts["bench"] = bench.remembered(facts, nvme_path)
     click.echo(json.dumps(facts, indent=2) if as_json else render(facts))
-    return 0
+    return OK
 
 
 def render(facts: dict[str, Any]) -> str:

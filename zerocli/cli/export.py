@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from zerocli.console import say, show
-from zerocli.errors import UserError
+from zerocli.errors import OK, UserError
 from zerocli.layout.sizes import format_bytes, format_count, parse_bytes
 
 
@@ -45,4 +45,4 @@ def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as
     if as_json:
         document = {"schema": 1, "step": done.step, "out": out, "files": done.files, "parameters": done.parameters}
         show(json.dumps(document | {"bytes": done.nbytes, "seconds": seconds, "names": done.note}))
-    return 0
+    return OK

@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 
+from offload.placement import Placement
 from zerocli import machine
 from zerocli.console import printable, show
-from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.layout.sizes import format_bytes, parse_bytes
 from zerocli.plan import search
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
@@ -71,11 +72,12 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     if not model:
         notes.append("proportions, batch and seq of zero-7.5b (no MODEL was named)")
     stages = STAGES if given["stage"] is None else (given["stage"],)
+    offload = setup.offload if given["offload"] is not None else None
     planned = _model(source, trace, setup, stages, notes)
     if largest:
-        verdict = _largest(planned, setup, hardware, stages, given["offload"])
+        verdict = _largest(planned, setup, hardware, stages, offload)
     else:
-        candidates = search.weigh_all(planned, setup, hardware, stages, given["offload"])
+        candidates = search.weigh_all(planned, setup, hardware, stages, offload)
         best = search.best_of(candidates)
         change = None if best else search.smallest_change(planned, candidates[-1].setup, hardware)
         verdict = Verdict(planned, printable(source.name), hardware, candidates, best, change)
@@ -87,7 +89,7 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     else:
         colour = sys.stdout.isatty()
         click.echo(render(verdict, explain, colour))
-    return 0 if verdict.fits else DOES_NOT_FIT
+    return OK if verdict.fits else DOES_NOT_FIT
 
 
 def _on_saves(saved: Row) -> str:
@@ -103,7 +105,8 @@ def _on_saves(saved: Row) -> str:
 
 def _flags(given: Mapping[str, Any]) -> dict[str, object]:
     """Return the config keys that flags set; ranks are the machine's matter and checked there."""
-    return {"train.batch": given["batch"], "train.seq": given["seq"], "train.precision": given["precision"]}
+    flags = {"train.batch": given["batch"], "train.seq": given["seq"], "train.precision": given["precision"]}
+    return {**flags, "offload.placement": given["offload"]}
 
 
 def _split_sets(sets: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, int], dict[str, Any]]:
@@ -191,8 +194,6 @@ def choose_setup(
     if source.config.train.precision == "auto" and "v100" in hardware.name.lower():
         setup = dataclasses.replace(setup, precision="fp16")
         notes.append(f"precision fp16 ({hardware.name} has no bf16)")
-    if given["offload"] is not None:
-        setup = dataclasses.replace(setup, offload=given["offload"])
     return setup, notes
 
 
@@ -229,11 +230,13 @@ def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Mode
 
         return build(built_in, shape.positions or setup.seq, "meta")
 
-    return trace(source.name, make, [dataclasses.replace(setup, stage=stage, offload="") for stage in stages])
+    # Wherever states rest, a step moves the same.
+    alike = dataclasses.replace(setup, offload=Placement(), recompute=setup.recomputes)
+    return trace(source.name, make, [dataclasses.replace(alike, stage=stage) for stage in stages])
 
 
 def _largest(
-    planned: search.Model, setup: Setup, hardware: Hardware, stages: tuple[int, ...], offload: str | None
+    planned: search.Model, setup: Setup, hardware: Hardware, stages: tuple[int, ...], offload: Placement | None
 ) -> Verdict:
     """Return the verdict on the largest model of the family's shape, and the largest count by model states alone."""
     count = search.largest_count(setup, hardware, stages, offload)

@@ -17,7 +17,7 @@ from typing import NoReturn
 import click
 
 from zerocli import allocator, console
-from zerocli.errors import UserError, closest
+from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, USAGE, UserError, closest
 
 # name -> (module:attribute, the line shown by --help); modules are imported only when their command runs.
 COMMANDS = {
@@ -94,27 +94,27 @@ def run(args: Sequence[str] | None = None) -> int:
     try:
         result = group.main(args, prog_name="zerocli", standalone_mode=False)
         sys.stdout.flush()
-        return result if isinstance(result, int) else 0
+        return result if isinstance(result, int) else OK
     except BrokenPipeError:  # whoever read our output has read enough (`| head`)
         console.silence_stdout()
-        return 1
+        return FAILURE
     except (KeyboardInterrupt, click.Abort):
-        return _fail("interrupted", 130)
+        return _fail("interrupted", INTERRUPTED)
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "zerocli"
-        return _fail(describe(error.format_message(), f"{path} --help"), 2)
+        return _fail(describe(error.format_message(), f"{path} --help"), USAGE)
     except click.ClickException as error:
         return _fail(describe(error.format_message()), error.exit_code)
     except UserError as error:
         return _fail(describe(str(error), error.hint), error.exit_code)
     except MemoryError:
-        return _fail(describe("host memory ran out (or its limit: ulimit -v, a cgroup's)"), 1)
+        return _fail(describe("host memory ran out (or its limit: ulimit -v, a cgroup's)"), FAILURE)
     except OSError as error:
         if _wants_traceback() or not error.strerror:
-            return _fail(_describe_bug(error), 1)
-        return _fail(describe(*_about(error)), 1)  # a disk's doing, or its owner's
+            return _fail(_describe_bug(error), FAILURE)
+        return _fail(describe(*_about(error)), FAILURE)  # a disk's doing, or its owner's
     except Exception as error:
-        return _fail(_describe_bug(error), 1)
+        return _fail(_describe_bug(error), FAILURE)
 
 
 def describe(message: str, hint: str | None = None) -> str:
@@ -148,7 +148,7 @@ def _own_traceback(error: Exception) -> str:
 
 
 def _fail(text: str, code: int) -> int:
-    if _wants_traceback() and code in (2, 3):
+    if _wants_traceback() and code in (USAGE, DOES_NOT_FIT):
         text = f"{traceback.format_exc()}{text}"
     if _is_rank():
         from zerocli import worker

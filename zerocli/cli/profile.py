@@ -16,7 +16,7 @@ from zerocli import machine
 from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config
 from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say, show
-from zerocli.errors import UserError
+from zerocli.errors import OK, UserError
 from zerocli.run import launch
 from zerocli.worker import die_with_parent, worker_environment
 
@@ -103,7 +103,7 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
         show(json.dumps(document))
     else:
         show(table.render(found[0]) if len(found) == 1 else table.compare(found[0], found[1], (paths[0], paths[1])))
-    return 0
+    return OK
 
 
 def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: str | None, given: dict[str, Any]) -> int:
@@ -120,6 +120,7 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
         source = own_config(run_dir, source)
         ctx.params["source"] = source  # the ranks are told of it, not of the default
     config = configs.load(source, sets=sets, flags=flags)
+    configs.refuse_placement(config.offload.placement, config.zero.stage)
     fresh = run_dir is None and not resume
     if worker and "ZEROCLI_PARENT" in os.environ:
         run_dir = os.environ["ZEROCLI_RUN_DIR"]
@@ -146,7 +147,7 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
     from zerocli.profile import table
 
     if worker and os.environ.get("RANK", "0") != "0":
-        return 0
+        return OK
     num_gpus = len(machine.gpus())
     ranks, _ = launch.choose_ranks(config.parallel.ranks, config.parallel.tp, num_gpus)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=ranks))
@@ -161,4 +162,4 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
     }
     show(json.dumps(document) if as_json else "\n".join(table.dry(document)))
     say("nothing was run")
-    return 0
+    return OK

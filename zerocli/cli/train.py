@@ -20,7 +20,7 @@ from zerocli import machine
 from zerocli.checkpoint.folder import Folder
 from zerocli.config.options import RunOptions
 from zerocli.console import say
-from zerocli.errors import UserError
+from zerocli.errors import OK, UserError
 from zerocli.regular_files import read_regular
 from zerocli.run import launch
 from zerocli.worker import die_with_parent, job_name, worker_environment
@@ -92,6 +92,7 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
         source = own_config(run_dir, source)
         ctx.params["source"] = source  # the ranks are told of it, not of the default
     config = configs.load(source, sets=sets, flags=flags)
+    configs.refuse_placement(config.offload.placement, config.zero.stage)
 
     fresh = run_dir is None and not given["resume"]
     resume = given["resume"]
@@ -115,7 +116,7 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
 
 def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, str] | None) -> int:
     if worker and worker["RANK"] != "0":
-        return 0
+        return OK
     if not config.parallel.ranks:
         num_ranks, reason = launch.choose_ranks(0, config.parallel.tp, len(machine.gpus()))
         say(f"ranks {num_ranks} ({reason})")

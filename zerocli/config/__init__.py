@@ -3,6 +3,7 @@
 from zerocli.config.draft import assemble, from_dict, load, to_dict
 from zerocli.config.file import bundled
 from zerocli.config.laws import validate
+from zerocli.config.placement import placement_at, read_placement, refuse_placement
 from zerocli.config.schema import (
     FIELDS,
     SECTIONS,
@@ -17,6 +18,7 @@ from zerocli.config.schema import (
     TrainConfig,
     ZeroConfig,
 )
+from zerocli.config.sharding import Sharding, arguments_of, sharding_of
 
 __all__ = [
     "FIELDS",
@@ -29,12 +31,18 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "Sharding",
     "TrainConfig",
     "ZeroConfig",
+    "arguments_of",
     "assemble",
     "bundled",
     "from_dict",
     "load",
+    "placement_at",
+    "read_placement",
+    "refuse_placement",
+    "sharding_of",
     "to_dict",
     "validate",
 ]

@@ -4,7 +4,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from offload.placement import Placement, PlacementError
 from zerocli.config import file as configfile
+from zerocli.config.placement import read_placement
 from zerocli.errors import quote
 from zerocli.layout.sizes import parse_bytes
 
@@ -14,6 +16,8 @@ def convert(field: dataclasses.Field, value: object, raw: str | None) -> object:
     kind = field.type
     if kind is str:
         return _text(value if isinstance(value, str) or raw is None else raw)
+    if kind is Placement:
+        return _placement(value if isinstance(value, (str, Placement)) or raw is None else raw)
     if kind is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{quote(value)} is not true or false")
@@ -47,6 +51,13 @@ def _text(value: object) -> str:
     if "\0" in value:
         raise ValueError(f"{quote(value)} has a zero byte in it")
     return value
+
+
+def _placement(value: object) -> Placement:
+    try:
+        return read_placement(value if isinstance(value, Placement) else _text(value))
+    except PlacementError as error:
+        raise ValueError(f"{error.text!r}: {error.fact}") from error  # the key's name comes before it
 
 
 def _whole(value: object) -> int:

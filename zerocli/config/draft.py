@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offload.placement import Placement
 from zerocli.config import file as configfile
 from zerocli.config.convert import convert
 from zerocli.config.laws import violations
@@ -150,9 +151,15 @@ def to_dict(config: Config) -> dict[str, Any]:
     for key in FIELDS:
         if "." in key:
             value = get(config, key)
-            plain = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
-            made[key.partition(".")[0]][short(key)] = plain
+            made[key.partition(".")[0]][short(key)] = _plain(value)
     return made
+
+
+def _plain(value: Any) -> Any:
+    """Return a key's value as JSON has it."""
+    if isinstance(value, Placement):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
 
 
 def from_dict(values: Mapping[str, Any], place: str = "") -> Config:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offload.placement import Placement
 from zerocli.config.file import FACTORY
 
 
@@ -135,14 +136,16 @@ class ActivationsConfig:
 class OffloadConfig:
     """Which tier holds which model states."""
 
-    placement: str = setting("")
-    """The text of `--offload`, such as `cpu` or `params=cpu,optimizer=nvme`; empty = all on the device."""
+    placement: Placement = setting(Placement())
+    """What the text of `--offload` says, such as `cpu` or `params=cpu,optimizer=nvme`; empty = all on the device."""
     update: str = setting("auto", choices=("auto", "cpu", "stream"))
     """Where offloaded optimizer states are updated: on the CPU, or streamed through the device."""
     nvme_path: tuple[str, ...] = setting(())
     """Folders of the nvme tier; several are striped."""
     staging: int = setting(512 * 2**20, least=1, size=True)
-    """Bytes of pinned memory through which nvme transfers pass."""
+    """Bytes of device (or host) memory, a rank, through which offloaded states are streamed for their update."""
+    read_ahead: int = setting(512 * 2**20, least=0, size=True)
+    """Bytes of host memory, a rank, for copies of parameters on disks, read ahead of their use; 0 = none."""
     verify: bool = setting(False)
     """Whether all that is read back from host memory or a disk is compared with checksums of what was written."""
 

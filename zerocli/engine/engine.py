@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import ACTIVATIONS, KINDS, parse_placement, per_rank
+from offload import ACTIVATIONS, per_rank
 from offload.mover import Mover, StagedStore
 from offload.stack import Stack
 from offload.tierset import TierSet
-from tiers.registry import available
+from zerocli.config.placement import placement_at
 from zerocli.engine import relayout, states, whole
 from zerocli.engine.activations import Activations
 from zerocli.engine.agreement import Agreement
@@ -57,7 +57,6 @@ from zerocli.errors import Refused
 from zerocli.layout.buffers import Spec, persistent
 from zerocli.layout.categories import HELD
 from zerocli.layout.flats import Sizing
-from zerocli.layout.sizes import parse_bytes
 from zerocli.layout.stage import stage as stage_of
 
 
@@ -213,24 +212,12 @@ class Engine:
 
     def _build_units(self) -> list[Unit]:
         settings = self.settings
-        partitioned = [kind for kind in KINDS if getattr(self.stage, kind)]
-        placement = parse_placement(settings.offload, partitioned, available(), parse_bytes)
-        self.placement = per_rank(placement, self.local_world)
+        self.placement = per_rank(placement_at(settings.offload, settings.stage), self.local_world)
         about = (settings.nvme_path, settings.tier_options, settings.verify, self.events)
         self.tiers = TierSet(self.local_world, self.device, *about)
         self.verified = VerifiedReads(self.tiers.verifier, self.device, self.gather_control)
-        self.mover = Mover(settings.staging_nbytes, self.tiers.open_cache)
-        self.sizing = Sizing(
-            self.stage,
-            self.collectives.world,
-            len(self.rule.state_names),
-            settings.accumulate,
-            settings.reduce,
-            settings.bucket_nbytes,
-            settings.gather_buffers,
-            settings.staging_nbytes,
-            self.device.type,
-        )
+        self.mover = Mover(settings.read_ahead_nbytes, self.tiers.open_cache)
+        self.sizing = settings.sizing_at(self.collectives.world, len(self.rule.state_names), self.device.type)
         self._builder = Builder(
             *(self.model, settings, self.sizing, self.precision.compute, self.collectives, self.tensor_parallel),
             *(self.rule.state_names, self.placement, self.tiers, self.mover, self.arranged.group_of),

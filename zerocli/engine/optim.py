@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from zerocli.config import OptimizerConfig
-
 
 @dataclass(frozen=True)
 class Group:
@@ -210,13 +208,3 @@ class FusedSGD(FlatOptimizer):
             grad_scale=scale,
             found_inf=at.skip,
         )
-
-
-def arguments_of(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the arguments that a config gives its optimizer beside learning rate and weight decay."""
-    own: dict[str, dict[str, Any]] = {
-        "adamw": {"betas": config.betas, "eps": config.eps},
-        "adam": {"betas": config.betas, "eps": config.eps},
-        "sgd": {"momentum": config.momentum},
-    }
-    return {**own.get(config.name.lower(), {}), **config.options}

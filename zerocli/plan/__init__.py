@@ -31,8 +31,8 @@ __all__ = ["plan", *sorted(_HOMES)]
 def plan(model: Any, **settings: Any) -> Plan:
     """Return the plan of a model: a config's name or path, a count (`7.5B`), or a `Shape`.
 
-    `settings` are fields of `Setup` (stage, offload, ranks, tp, batch, seq, precision, policy, ...); what is not
-    given is the config's. Raises `zerocli.errors.UserError` for what cannot be.
+    `settings` are fields of `Setup` (stage, offload, ranks, tp, batch, seq, precision, recompute, ...), named as
+    `zerocli.shard` has them; what is not given is the config's. Raises `zerocli.errors.UserError` for what cannot be.
     """
     from zerocli.plan.inputs import read_source
     from zerocli.plan.search import plan_of

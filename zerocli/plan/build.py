@@ -115,7 +115,7 @@ def plan_count(numel: int, setup: Setup) -> Plan:
             if part or share.tier == HBM:
                 rows.append(Row(category, share.tier, part * times, formula + (f" x {times}" if times > 1 else "")))
         if left:
-            raise UserError(f"{category}: {format_bytes(left)} have no place left in --offload {setup.offload!r}")
+            raise UserError(f"{category}: {format_bytes(left)} have no place left in --offload {str(setup.offload)!r}")
     kept = saves.saved(numel, setup, [])
     return Plan(setup, numel, (*rows, *_on_nvme(kept)), {}, "", whole=False, saved=kept)
 
@@ -228,10 +228,11 @@ def _host_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
 
 def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str, int]:
     """Return the host memory of a rank beside its arenas of pieces, by what it is for."""
-    far = [flat.own.numel * flat.width for flat in flats if flat.tiers["parameters"] == "nvme"]
-    budget = -(-setup.staging_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
+    near = (HBM, "dram", "null")  # a tier of another package is taken for one that is read ahead, too
+    far = [flat.own.numel * flat.width for flat in flats if flat.tiers["parameters"] not in near]
+    budget = -(-setup.read_ahead_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
     disks = [  # tier objects, each with staging of its own
-        bool(far),
+        any(flat.tiers["parameters"] == "nvme" for flat in flats),
         any("nvme" in (flat.tiers.get("optimizer"), flat.tiers.get("gradients")) for flat in flats),
         bool(peaks.away.get("nvme")),
     ]
@@ -278,4 +279,15 @@ def _disk_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks, kept_saves: Ro
     if kept:
         rows.append(Row("activations", "nvme", kept * times, f"the blocks' checkpoints of a rank x {times}"))
         rows.append(Row("buffers", "nvme", (swap([kept]) - kept) * times, f"the rest of their swap file x {times}"))
-    return rows + _on_nvme(kept_saves)
+    return [*rows, *_other_rows(setup, flats, peaks), *_on_nvme(kept_saves)]
+
+
+def _other_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
+    """Return what tiers of other packages hold; how much they take beside it only they know."""
+    times = setup.local_ranks
+    rows = []
+    for tier in (each for each in setup.placement().tiers if each not in ("dram", "nvme")):
+        rows += _piece_rows(tier, _pieces(setup, flats, tier)[0], times)
+        if kept := peaks.away.get(tier, 0):
+            rows.append(Row("activations", tier, kept * times, f"the blocks' checkpoints of a rank x {times}"))
+    return rows

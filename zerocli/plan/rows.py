@@ -40,6 +40,11 @@ class Plan:
     saved: Row | None = None
     """Checkpoints in the run folder (see saves.py): one of the rows too, but where nodes share the folder."""
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The three tiers of every machine, and after them those of other packages that hold something."""
+        return tuple(dict.fromkeys((*TIERS, *(row.tier for row in self.rows))))
+
     def needed(self, tier: str) -> int:
         """Return the bytes needed on a tier."""
         return sum(row.nbytes for row in self.rows if row.tier == tier)
@@ -54,7 +59,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-able values."""
-        tiers = {tier: self.needed(tier) for tier in TIERS}
+        tiers = {tier: self.needed(tier) for tier in self.tiers}
         rows = [row.as_dict() for row in self.rows]
         saved = self.saved.as_dict() if self.saved else None
         return {"needed": tiers, "peaks": self.peaks, "moment": self.moment, "rows": rows, "checkpoints": saved}
@@ -62,17 +67,18 @@ class Plan:
     def lines(self) -> list[str]:
         """Return every row with its formula, and the peaks, as a person reads them."""
         found = []
-        for tier in TIERS:
+        width = 1 + max(len(WORDS.get(tier, tier)) for tier in self.tiers)
+        for tier in self.tiers:
             rows = [row for row in self.rows if row.tier == tier and row.nbytes]
-            word = WORDS[tier] if self.setup.device == "cuda" or tier != "hbm" else "CPU"
+            word = WORDS.get(tier, tier) if self.setup.device == "cuda" or tier != "hbm" else "CPU"
             for row in rows:
                 category = row.category.replace("_", " ")
-                found.append(f"  {word:<5}{category:<18}{format_bytes(row.nbytes):>11}  {row.formula}")
+                found.append(f"  {word:<{width}}{category:<18}{format_bytes(row.nbytes):>11}  {row.formula}")
             if rows:
-                found.append(f"  {word:<5}{'in all':<18}{format_bytes(self.needed(tier)):>11}")
+                found.append(f"  {word:<{width}}{'in all':<18}{format_bytes(self.needed(tier)):>11}")
         if self.saved is not None and self.saved not in self.rows:
             size = format_bytes(self.saved.nbytes)
-            found.append(f"  {'disk':<5}{self.saved.tier:<18}{size:>11}  {self.saved.formula} (on no tier)")
+            found.append(f"  {'disk':<{width}}{self.saved.tier:<18}{size:>11}  {self.saved.formula} (on no tier)")
         if self.peaks:
             phases = ", ".join(f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in self.peaks.items())
             found.append(f"  what torch allocates there at most, by phase: {phases}; the peak: {self.moment}")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from offload.placement import ACTIVATIONS, Placement
+from zerocli.config import read_placement
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan.build import plan_count, plan_model, plan_traced
 from zerocli.plan.hardware import Hardware
-from zerocli.plan.rows import TIERS, Plan
+from zerocli.plan.rows import TIERS as OWN_TIERS
+from zerocli.plan.rows import Plan
 from zerocli.plan.seconds import Estimate, estimate
-from zerocli.plan.setup import Setup, split_offload
+from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.traced import Traced
 
@@ -53,6 +57,11 @@ class Candidate:
     def fits(self) -> bool:
         return not self.over
 
+    @property
+    def unknown(self) -> dict[str, int]:
+        """Return the bytes needed on each tier that other packages offer: nobody can say how much they hold."""
+        return {tier: self.plan.needed(tier) for tier in self.plan.tiers if tier not in OWN_TIERS}
+
 
 def plan_of(model: Model, setup: Setup) -> Plan:
     if isinstance(model, int):
@@ -65,31 +74,32 @@ def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
     plan = plan_of(model, setup)
     available = {"hbm": hardware.gpu_memory, "dram": hardware.host_memory, "nvme": hardware.nvme_space}
     timed = estimate(plan, model, hardware) if isinstance(model, Shape) else None
-    return Candidate(plan, {tier: available[tier] for tier in TIERS}, timed)
+    return Candidate(plan, {tier: available.get(tier) for tier in plan.tiers}, timed)
 
 
-def setups(setup: Setup, stages: Sequence[int], offload: str | None) -> Iterator[Setup]:
+def setups(setup: Setup, stages: Sequence[int], offload: Placement | None) -> Iterator[Setup]:
     """Yield the setups to weigh: of each stage all sensible placements, or the one that is asked for."""
-    _, activations = split_offload(offload if offload is not None else setup.offload)
-    extra = f"activations={activations}" if activations else ""
+    asked = (offload if offload is not None else setup.offload).shares.get(ACTIVATIONS)
+    extra = str(Placement({ACTIVATIONS: asked})) if asked else ""
     for stage in stages:
-        for text in PLACEMENTS[stage] if offload is None else (offload,):
-            joined = (
-                text if offload is not None else ",".join(part for part in (_long(text, stage, extra), extra) if part)
-            )
-            yield replace(setup, stage=stage, offload=joined)
+        if offload is not None:
+            yield replace(setup, stage=stage, offload=offload)
+            continue
+        for text in PLACEMENTS[stage]:
+            yield replace(setup, stage=stage, offload=_joined(text, stage, extra))
 
 
-def _long(text: str, stage: int, extra: str) -> str:
-    """Return a policy in its long form where activations are placed beside it: the grammar has them not together."""
-    if not extra or text not in ("cpu", "nvme"):
-        return text
-    kinds = ["optimizer", *(["grads"] if stage >= 2 else []), *(["params"] if stage == 3 else [])]
-    return ",".join(f"{kind}={'cpu' if kind == 'grads' else text}" for kind in kinds)
+@functools.cache
+def _joined(text: str, stage: int, extra: str) -> Placement:
+    """Return a placement of states with one of activations; a policy stands alone, so it takes its long form."""
+    if extra and text in ("cpu", "nvme"):
+        kinds = ["optimizer", *(["grads"] if stage >= 2 else []), *(["params"] if stage == 3 else [])]
+        text = ",".join(f"{kind}={'cpu' if kind == 'grads' else text}" for kind in kinds)
+    return read_placement(",".join(part for part in (text, extra) if part))
 
 
 def weigh_all(
-    model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: str | None
+    model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None
 ) -> list[Candidate]:
     """Return all candidates; one that the asked-for placement cannot be is left out where others remain."""
     found: list[Candidate] = []
@@ -129,7 +139,7 @@ def _changes(model: Model, setup: Setup, hardware: Hardware) -> Iterator[tuple[s
     lighter = [("", setup)]
     if isinstance(model, Shape):
         if not setup.recomputes:
-            lighter.append((" --set activations.policy=recompute", replace(setup, policy="recompute")))
+            lighter.append((" --set activations.policy=recompute", replace(setup, recompute=True)))
         smaller = [(f"--batch {n} ", replace(lighter[-1][1], batch=n)) for n in _halves(setup.batch)]
     else:
         smaller = []
@@ -156,7 +166,7 @@ def _placements(setup: Setup, stage: int, before: str, after: str, extra: str = 
     """Yield the setup at this stage and the later ones, with each of their placements."""
     for number in range(max(1, stage), 4):
         for text in PLACEMENTS[number]:
-            offload = ",".join(part for part in (_long(text, number, extra), extra) if part)
+            offload = _joined(text, number, extra)
             words = f"{before}--stage {number}{f' --offload {offload}' if offload else ''}{after}"
             yield words, replace(setup, stage=number, offload=offload)
 
@@ -170,7 +180,7 @@ def _halves(number: int, least: int = 1) -> Iterator[int]:
 # -- the largest model -------------------------------------------------------------------------------------------------
 
 
-def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offload: str | None) -> int:
+def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> int:
     """Return the most parameters whose model states alone fit: the paper's analysis."""
     setup = replace(setup, checkpoints=0)
 
@@ -181,7 +191,7 @@ def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offlo
 
 
 def largest_shape(
-    shape: Shape, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: str | None
+    shape: Shape, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None
 ) -> Shape | None:
     """Return the largest model of the family's proportions that fits: as wide as it can be, then as deep."""
     aspect = shape.hidden / shape.layers
@@ -204,7 +214,7 @@ def largest_shape(
     return sized(deeper, wide.hidden)
 
 
-def _any_fits(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: str | None) -> bool:
+def _any_fits(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> bool:
     numel = model if isinstance(model, int) else model.numel
     for each in setups(setup, sorted(stages, reverse=True), offload):
         try:

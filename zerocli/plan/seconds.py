@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from offload.placement import HBM
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
@@ -63,7 +64,7 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     setup = plan.setup
     first, rest = _stretches(plan, shape, hardware)
     held = plan.numel / setup.tp / (setup.dp if setup.zero.optimizer else 1)
-    away = sum(plan.of("optimizer_states", tier) for tier in ("dram", "nvme"))
+    away = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
     # Kernels of an update take the GPU's time, wherever their states come from; a CPU's run beside it.
     here = held * UPDATE_NBYTES / (hardware.hbm * GB)
     if away and setup.updates_on_cpu:
@@ -122,15 +123,21 @@ def _sum_seconds(shape: Shape, setup: Setup, hardware: Hardware) -> float:
     return hidden * 2 * (setup.tp - 1) / setup.tp / (hardware.links * GB)
 
 
+def _off_device(plan: Plan) -> list[str]:
+    """Return the tiers behind the device's link; of those that other packages offer only the link's time is known."""
+    return [tier for tier in plan.tiers if tier != HBM]
+
+
 def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
     """Return the bytes that one rank moves over PCIe, and its node over its disks, in the two stretches of a step."""
     setup, ranks = plan.setup, plan.setup.local_ranks
     passes = setup.accumulate
     first, rest = Moved(), Moved()
-    away = [plan.of("optimizer_states", tier) for tier in ("dram", "nvme")]
+    off_device = _off_device(plan)
+    away = [plan.of("optimizer_states", tier) for tier in off_device]
     on_cpu = setup.updates_on_cpu and any(away)
     through = 0 if on_cpu else 1  # whether states, gradients and new parameters cross the link for the update
-    for tier in ("dram", "nvme"):
+    for tier in off_device:
         states, gradients, parameters, checkpoints = (
             plan.of(kind, tier) / ranks for kind in ("optimizer_states", "gradients", "parameters", "activations")
         )
@@ -139,14 +146,14 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
         rest.up += parameters * (2 * passes - 1) + gradients * (passes - 1) + checkpoints * passes
         rest.down += gradients * passes + checkpoints * (passes - 1)
         if tier == "nvme":
-            kept = min(parameters, setup.staging_nbytes)  # of each pass, what the mover still has
+            kept = min(parameters, setup.read_ahead_nbytes)  # of each pass, what the mover still has
             first.disk += ranks * (2 * states + gradients + 2 * parameters - kept + checkpoints)
             rest.disk += ranks * ((parameters - kept) * (2 * passes - 1) + gradients * (2 * passes - 1))
             rest.disk += ranks * checkpoints * (2 * passes - 1)
     if on_cpu:
         share = local / (setup.dp if setup.zero.optimizer else 1)
-        if not any(plan.of("gradients", tier) for tier in ("dram", "nvme")):
+        if not any(plan.of("gradients", tier) for tier in off_device):
             first.down += share * setup.grad_width
-        if not any(plan.of("parameters", tier) for tier in ("dram", "nvme")):
+        if not any(plan.of("parameters", tier) for tier in off_device):
             first.up += share * setup.width
     return first, rest

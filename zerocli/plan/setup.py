@@ -2,55 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from offload.placement import HBM, Placement, Share, parse_placement, per_rank
-from zerocli.config import Config
+from offload.placement import ACTIVATIONS, Placement, Share, per_rank
+from zerocli.config import CheckpointConfig, Config, Sharding, TrainConfig, placement_at, sharding_of
 from zerocli.errors import UserError
 from zerocli.layout.flats import Sizing
-from zerocli.layout.sizes import parse_bytes
 from zerocli.layout.stage import Stage
 from zerocli.layout.stage import stage as stage_of
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
-TIERS = ("hbm", "dram", "nvme", "null")
 
 
 @dataclass(frozen=True)
-class Setup:
+class Setup(Sharding):
     """How a model is sharded and trained, on `ranks` processes of which each `tp` share a replica."""
 
-    stage: int = 2
-    offload: str = ""
-    """Placement, as `--offload` has it; `activations=...` places the blocks' checkpoints."""
     ranks: int = 1
-    tp: int = 1
     ranks_per_node: int = 8
-    batch: int = 1
-    seq: int = 1024
-    precision: str = "bf16"
-    policy: str = "keep"
-    """`keep` or `recompute`; a placement of activations means recompute."""
-    partition: bool = True
-    """Whether tensor-parallel ranks, whose checkpoints are equal, each keep a part of them."""
-    accumulate: int = 1
-    num_states: int = 2
-    """fp32 arrays of the optimizer, the master not among them."""
-    bucket_nbytes: int = 32 << 20
-    gather_buffers: int = 2
-    reduce: str = "compute"
-    update: str = "auto"
-    staging_nbytes: int = 512 << 20
+    batch: int = TrainConfig.batch
+    seq: int = TrainConfig.seq
     checkpoints: int = 0
     """Saved checkpoints that the run folder holds at most, the one being written among them; 0: nothing is saved."""
-    checkpoint_buffer: int = 1 << 30
+    checkpoint_buffer: int = CheckpointConfig.buffer
     """Bytes of host memory, a rank, that a saved checkpoint may pass through."""
     device: str = "cuda"
     """`cuda`, or `cpu`, whose memory then plays hbm."""
     runtime: Mapping[str, int] = field(default_factory=dict)
     """Overrides of `zerocli.plan.runtime.RUNTIME`, by name."""
+
+    def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        if self.precision == "auto":
+            object.__setattr__(self, "precision", "bf16" if self.device == "cuda" else "fp32")
 
     @property
     def dp(self) -> int:
@@ -61,21 +52,10 @@ class Setup:
         """Bytes of an element in the compute dtype."""
         return WIDTHS[self.precision]
 
-    @property
+    @functools.cached_property
     def sizing(self) -> Sizing:
         """What decides the sizes of the engine's buffers."""
-        return Sizing(
-            self.zero,
-            self.dp,
-            self.num_states,
-            self.accumulate,
-            self.reduce,
-            self.bucket_nbytes,
-            self.gather_buffers,
-            self.staging_nbytes,
-            self.device,
-            self.updates_on_cpu,
-        )
+        return self.sizing_at(self.dp, self.num_states, self.device, self.updates_on_cpu)
 
     @property
     def updates_on_cpu(self) -> bool:
@@ -93,17 +73,22 @@ class Setup:
     @property
     def recomputes(self) -> bool:
         """Whether blocks keep their input alone."""
-        return self.policy == "recompute" or bool(split_offload(self.offload)[1])
+        return self.recompute or ACTIVATIONS in self.offload.shares
 
     @property
     def parts(self) -> int:
         """Ranks over which a checkpoint is divided."""
-        return self.tp if self.partition else 1
+        return self.tp if self.partition_activations else 1
 
     @property
     def local_ranks(self) -> int:
         """Ranks on one node."""
         return min(self.ranks, self.ranks_per_node)
+
+    @functools.cached_property
+    def num_states(self) -> int:
+        """fp32 arrays of the optimizer, the master not among them."""
+        return num_states(self)
 
     @property
     def num_record_arrays(self) -> int:
@@ -111,56 +96,39 @@ class Setup:
         return self.sizing.num_arrays(self.width)
 
     def placement(self) -> Placement:
-        """Return one rank's placement of model states; UserError says what is wrong with it."""
-        states, activations = split_offload(self.offload)
-        if activations and states and "=" not in states:
-            raise UserError(
-                f"--offload {self.offload!r}: {states!r} places all states; beside activations name each kind",
-                hint=f"--offload optimizer={states},activations={activations}",
-            )
-        kinds = [kind for kind in ("parameters", "gradients", "optimizer") if getattr(self.zero, kind)]
+        """Return the tiers of each kind, with one rank's budgets; UserError where the stage does not allow them."""
         try:
-            return per_rank(parse_placement(states, kinds, TIERS, parse_bytes), self.local_ranks)
+            return per_rank(placement_at(self.offload, self.stage), self.local_ranks)
         except ValueError as error:
             raise UserError(str(error)) from error
 
     def checkpoint_shares(self) -> tuple[Share, ...]:
         """Return the tiers of the blocks' checkpoints, in order, with one rank's budgets."""
-        _, activations = split_offload(self.offload)
-        if not activations:
-            return (Share(HBM),)
-        try:
-            # The grammar of a kind's tiers is one for all kinds.
-            parsed = parse_placement(f"optimizer={activations}", ["optimizer"], TIERS, parse_bytes)
-        except ValueError as error:
-            raise UserError(str(error).replace("optimizer=", "activations=", 1)) from error
-        return per_rank(parsed, self.local_ranks).of("optimizer")
+        return self.placement().of(ACTIVATIONS)
 
 
-def split_offload(text: str) -> tuple[str, str]:
-    """Return (the placement of model states, the tiers of activations) of an `--offload` text."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    activations = [part.partition("=")[2] for part in parts if part.partition("=")[0].strip() == "activations"]
-    states = [part for part in parts if part.partition("=")[0].strip() != "activations"]
-    return ",".join(states), activations[-1] if activations else ""
+def num_states(sharding: Sharding) -> int:
+    """Return the fp32 arrays that the optimizer keeps, as long as the parameters.
 
-
-def num_states(config: Config) -> int:
-    """Return the fp32 arrays that the config's optimizer keeps, as long as the parameters.
-
-    All but the two that every plan should answer for without torch are asked themselves.
+    All but the two that every plan should answer for without torch are asked themselves, once.
     """
-    optimizer = config.optimizer
-    name = optimizer.name.lower()
-    if not optimizer.options and name in ("adamw", "sgd"):
-        return 2 if name == "adamw" else int(optimizer.momentum != 0)
-    from zerocli.engine.optim import arguments_of
-    from zerocli.engine.rules import make_optimizer
+    name, options = sharding.optimizer.lower(), sharding.options
+    if name == "adamw" and options.keys() <= {"betas", "eps"}:
+        return 2
+    if name == "sgd" and options.keys() <= {"momentum"}:
+        return int(options.get("momentum", 0) != 0)
+    key = (name, repr(sorted(options.items())))
+    if key not in _counted:
+        from zerocli.engine.rules import make_optimizer
 
-    try:
-        return len(make_optimizer(optimizer.name, arguments_of(optimizer)).state_names)
-    except (ValueError, TypeError) as error:
-        raise UserError(str(error), hint="--set optimizer.name=adamw") from error
+        try:
+            _counted[key] = len(make_optimizer(sharding.optimizer, options).state_names)
+        except (ValueError, TypeError) as error:
+            raise UserError(str(error), hint="--set optimizer.name=adamw") from error
+    return _counted[key]
+
+
+_counted: dict[tuple[str, str], int] = {}
 
 
 def num_checkpoints(config: Config) -> int:
@@ -174,30 +142,19 @@ def num_checkpoints(config: Config) -> int:
 
 def setup_of(config: Config, **changes: object) -> Setup:
     """Return the setup that a training config asks for; `changes` are fields laid over it."""
-    train, zero, offload = config.train, config.zero, config.offload
-    given: dict[str, object] = {
-        "stage": zero.stage,
-        "offload": offload.placement,
+    train = config.train
+    given: dict[str, Any] = {
+        **sharding_of(config).shared(),
         "ranks": max(1, config.parallel.ranks),
-        "tp": config.parallel.tp,
         "batch": train.batch,
         "seq": train.seq,
-        "precision": train.precision,
-        "policy": config.activations.policy,
-        "partition": config.activations.partition,
-        "accumulate": train.accumulate,
-        "num_states": num_states(config),
-        "bucket_nbytes": zero.bucket,
-        "gather_buffers": zero.buffers,
-        "reduce": zero.reduce,
-        "update": offload.update,
-        "staging_nbytes": offload.staging,
         "checkpoints": num_checkpoints(config),
         "checkpoint_buffer": config.checkpoint.buffer,
     }
-    setup = Setup(**(given | changes))  # type: ignore[arg-type]
-    if setup.precision == "auto":
-        setup = replace(setup, precision="bf16" if setup.device == "cuda" else "fp32")
+    if "optimizer" in changes:
+        given["options"] = {}  # another optimizer's
+    setup = Setup(**(given | changes))
+    num_states(setup)  # an optimizer that cannot be is refused here
     if train.global_batch and "accumulate" not in changes:
         each = max(1, setup.batch * setup.ranks // max(1, setup.tp))
         setup = replace(setup, accumulate=max(1, train.global_batch // each))

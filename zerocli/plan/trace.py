@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
+from offload.placement import Placement
 from tiers.events import NOTHING, Scope
+from zerocli.config import Sharding
 from zerocli.engine.comm import Collectives, Issued
 from zerocli.engine.engine import Engine
 from zerocli.engine.events import Events
@@ -82,22 +84,12 @@ def run(model: nn.Module, setup: Setup, recompute: UnitChoice = None) -> int:
     if setup.ranks > MAX_RANKS:
         raise UserError(f"--trace is rank 0 of at most {MAX_RANKS} ranks, not {setup.ranks}")
     sums = _Sums()
-    settings = Settings(
-        stage=setup.stage,
-        precision=setup.precision,
-        accumulate=1,
-        clip=1.0,
-        units=_choice(model),
-        recompute=setup.recomputes if recompute is None else recompute,
-        bucket_nbytes=setup.bucket_nbytes,
-        gather_buffers=setup.gather_buffers,
-        reduce=setup.reduce,
-        partition_activations=setup.partition,
-        device="cpu",
-        watch=_prepare,
-        events=sums,
-        chunk_device="cuda",
-    )
+    # What comes and goes within a step is measured. States are counted by arithmetic: here they rest on the device.
+    own: dict[str, Any] = {"accumulate": 1, "clip": 1.0, "units": _choice(model), "device": "cpu", "tp": 1}
+    own |= {"recompute": setup.recomputes if recompute is None else recompute, "offload": Placement()}
+    own |= {"optimizer": Sharding.optimizer, "options": {}, "update": Sharding.update}
+    own |= {"watch": _prepare, "events": sums, "chunk_device": "cuda"}
+    settings = Settings(**(setup.shared() | own))
     live = LiveBytes(granularity=512)
     with _axes(setup.ranks, setup.tp) as axes, chunks_of("cuda"), _without_memory(), live:
         try:

@@ -15,6 +15,9 @@ from zerocli.plan.rows import TIERS, WORDS
 from zerocli.plan.search import Candidate, Model
 from zerocli.plan.shape import Shape
 
+UNKNOWN = "capacity unknown"
+"""What is said of a tier that another package offers."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -76,7 +79,7 @@ def document(verdict: Verdict) -> dict[str, Any]:
     if verdict.best is not None:
         index = verdict.candidates.index(verdict.best)
         setup = verdict.best.setup
-        made["best"] = {"index": index, "stage": setup.stage, "offload": setup.offload, "reason": verdict.reason}
+        made["best"] = {"index": index, "stage": setup.stage, "offload": str(setup.offload), "reason": verdict.reason}
     if verdict.change is not None:
         made["change"] = {"arguments": verdict.change[0], **_candidate(verdict.change[1])}
     if verdict.largest is not None:
@@ -93,7 +96,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     plan, setup, timed = candidate.plan, candidate.setup, candidate.estimate
     return {
         "stage": setup.stage,
-        "offload": setup.offload,
+        "offload": str(setup.offload),
         "ranks": setup.ranks,
         "tp": setup.tp,
         "ranks_per_node": setup.ranks_per_node,
@@ -102,7 +105,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "precision": setup.precision,
         "policy": "recompute" if setup.recomputes else "keep",
         "fits": candidate.fits,
-        "tiers": {tier: {"needed": plan.needed(tier), "available": candidate.available[tier]} for tier in TIERS},
+        "tiers": {name: {"needed": plan.needed(name), "available": has} for name, has in candidate.available.items()},
         "over": candidate.over,
         "peaks": plan.peaks,
         "moment": plan.moment,
@@ -132,6 +135,8 @@ def render(verdict: Verdict, explain: bool, colour: bool) -> str:
         setup = verdict.best.setup
         offload = f" --offload {setup.offload}" if setup.offload else ""
         lines.append(paint(f"fits: --stage {setup.stage}{offload}", fg="green", bold=True) + f" ({verdict.reason})")
+        for tier, nbytes in verdict.best.unknown.items():
+            lines.append(f"  {tier}: {format_bytes(nbytes)} needed per node, {UNKNOWN}; its time is not estimated")
         if verdict.best.plan.moment:
             lines.append(f"  its GPU peak comes at: {verdict.best.plan.moment}")
     else:
@@ -181,7 +186,8 @@ def _table(verdict: Verdict, paint: Callable[..., str]) -> list[str]:
         best = "fastest" if timed is not None else "first"
         words = best if each is verdict.best else "fits" if each.fits else over
         time = ["-", "-"] if timed is None else [f"~{_seconds(timed.seconds)}", timed.bound]
-        rows.append([str(each.setup.stage), each.setup.offload or "-", *sizes, *time, words])
+        words += "".join(f", {tier} {UNKNOWN}" for tier in each.unknown if each.fits)
+        rows.append([str(each.setup.stage), str(each.setup.offload) or "-", *sizes, *time, words])
     widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
     lines = []
     for number, row in enumerate(rows):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerocli.errors import UserError
+from zerocli.errors import FAILURE, UserError
 
 TEMPLATE = Path(__file__).with_name("page.html")
 HOLE = "/*DATA*/null"
@@ -19,7 +19,7 @@ def write(path: str, runs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         Path(path).write_text(render(runs), encoding="utf-8")
     except OSError as error:
         hint = "zerocli profile RUN --html FILE, with a file that can be written"
-        raise UserError(f"cannot write {path}: {error.strerror}", hint=hint, exit_code=1) from error
+        raise UserError(f"cannot write {path}: {error.strerror}", hint=hint, exit_code=FAILURE) from error
 
 
 def render(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zerocli.errors import UserError
+from zerocli.errors import FAILURE, UserError
 
 VIEWERS = "open it at ui.perfetto.dev, or in chrome://tracing"
 
@@ -22,7 +22,7 @@ def write(path: str, document: Mapping[str, Any]) -> None:
         Path(path).write_text(json.dumps({"traceEvents": list(events(document["timeline"], document["config"]))}))
     except OSError as error:
         hint = "zerocli profile RUN --trace-file FILE, with a file that can be written"
-        raise UserError(f"cannot write {path}: {error.strerror}", hint=hint, exit_code=1) from error
+        raise UserError(f"cannot write {path}: {error.strerror}", hint=hint, exit_code=FAILURE) from error
 
 
 def events(timeline: Mapping[str, Any], name: str = "zerocli") -> Iterator[dict[str, Any]]:

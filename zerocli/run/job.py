@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from zerocli import machine
 from zerocli.console import quoted, say
-from zerocli.errors import UserError
+from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, PREEMPTED, USAGE, UserError
 from zerocli.regular_files import open_regular, read_regular, remove
 from zerocli.run.rank_loss import standing
 from zerocli.worker import STORE_FD, listen_on_loopback
@@ -34,7 +34,6 @@ POLL_SECONDS = 0.2
 TAIL_LINES, TAIL_NBYTES = 60, 256 << 10
 """What of a rank's log is shown at most when it failed without a message."""
 MAX_ERROR_NBYTES = 16 << 20
-EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_DOES_NOT_FIT, EXIT_PREEMPTED, EXIT_INTERRUPTED = 0, 1, 2, 3, 75, 130
 SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """A run that has checkpoints saves one when it gets one of these."""
 
@@ -173,7 +172,7 @@ class Job:
             if cause.code is not None and cause.code < 0 and cause.record() is None:
                 fact, hint = standing(self.run_dir, {})
                 say(f"{fact}\ntry: {hint}")
-            if self._exit_code() == EXIT_FAILURE:
+            if self._exit_code() == FAILURE:
                 say(f"logs of all ranks: {quoted(self.run_dir / 'logs')}")
 
     def failure(self) -> str:
@@ -205,11 +204,11 @@ class Job:
         while not self.signals:
             running = [rank for rank in self.ranks if not rank.poll()]
             self.failed = [
-                rank for rank in self.ranks if rank.code not in (None, 0, EXIT_PREEMPTED) or rank.error_file.exists()
+                rank for rank in self.ranks if rank.code not in (None, OK, PREEMPTED) or rank.error_file.exists()
             ]
             if self.failed or not running or time.monotonic() > deadline:
                 return
-            if deadline == math.inf and any(rank.code == EXIT_PREEMPTED for rank in self.ranks):
+            if deadline == math.inf and any(rank.code == PREEMPTED for rank in self.ranks):
                 deadline = time.monotonic() + self.grace_seconds
             time.sleep(POLL_SECONDS)
 
@@ -229,7 +228,7 @@ class Job:
                 break
             time.sleep(POLL_SECONDS / 10)
         if self.saves and self.signals:  # whoever failed while it was saving
-            self.failed = [rank for rank in self.ranks if (rank.code or 0) > 0 and rank.code != EXIT_PREEMPTED]
+            self.failed = [rank for rank in self.ranks if (rank.code or 0) > 0 and rank.code != PREEMPTED]
         for rank in self.ranks:
             rank.signal(signal.SIGKILL)  # the rank's own children too
         while not all([rank.poll() for rank in self.ranks]):
@@ -268,15 +267,15 @@ class Job:
     def _was_interrupted(self) -> bool:
         """Say whether we were told to stop, rather than a rank having failed by itself before."""
         ended_alike = all(rank.code in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP) for rank in self.failed)
-        return bool(self.signals) and ended_alike and not any(rank.code == EXIT_PREEMPTED for rank in self.ranks)
+        return bool(self.signals) and ended_alike and not any(rank.code == PREEMPTED for rank in self.ranks)
 
     def _exit_code(self) -> int:
         if self._was_interrupted():
-            return EXIT_INTERRUPTED
+            return INTERRUPTED
         if cause := self._cause():
             code = (cause.record() or {}).get("exit_code", cause.code)
-            return code if code in (EXIT_USAGE, EXIT_DOES_NOT_FIT, EXIT_INTERRUPTED) else EXIT_FAILURE
-        return EXIT_PREEMPTED if any(rank.code == EXIT_PREEMPTED for rank in self.ranks) else EXIT_OK
+            return code if code in (USAGE, DOES_NOT_FIT, INTERRUPTED) else FAILURE
+        return PREEMPTED if any(rank.code == PREEMPTED for rank in self.ranks) else OK
 
 
 def describe_failure(rank: Rank) -> str:
@@ -284,11 +283,11 @@ def describe_failure(rank: Rank) -> str:
     record = rank.record()
     if record:
         code, text = record.get("exit_code", rank.code), record["message"]
-        blame = "" if code in (EXIT_USAGE, EXIT_DOES_NOT_FIT) else f"rank {rank.index} failed, exit code {code}:\n"
+        blame = "" if code in (USAGE, DOES_NOT_FIT) else f"rank {rank.index} failed, exit code {code}:\n"
         return blame + text
     # Rank 0's own words are on the terminal already.
     text = rank.tail() if rank.index else ""
-    if rank.code in (EXIT_USAGE, EXIT_DOES_NOT_FIT):
+    if rank.code in (USAGE, DOES_NOT_FIT):
         return text or f"rank {rank.index} ended with exit code {rank.code}"
     if rank.code == -signal.SIGKILL:
         total = machine.memory()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerocli.config import Config, to_dict
+from zerocli.config import Config, sharding_of, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.engine.engine import Engine
@@ -178,7 +178,7 @@ def planned_memory(config: Config, numel: int, local: int) -> dict[str, dict[str
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen, _ = precision(config.train.precision, device)
     width = chosen.compute.itemsize
-    common = (width, grad_width(width, config.train.accumulate, config.zero.reduce), num_states(config))
+    common = (width, grad_width(width, config.train.accumulate, config.zero.reduce), num_states(sharding_of(config)))
     held = model_states(local, config.zero.stage, config.parallel.ranks // config.parallel.tp, *common)
     whole = model_states(numel, 0, 1, *common)
     return {category: {"held": held[category], "stage_0": whole[category]} for category in held}

@@ -165,5 +165,5 @@ def stop_if_broken(config: Config, line: Line, saver: Saver | None = None) -> No
         raise Diverged(
             f"{what} at step {line.step} (lr {line.lr:.3g}); the step was not applied; {saved}",
             hint="a lower --set optimizer.lr=..., or --set train.on_nan=continue",
-            exit_code=1,
+            exit_code=FAILURE,
         )

@@ -21,20 +21,19 @@ from offload.verify import Corrupted
 from tiers.errors import TierError
 from zerocli import machine
 from zerocli.checkpoint.folder import Folder
-from zerocli.config import Config, to_dict
+from zerocli.config import Config, sharding_of, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say, show
 from zerocli.engine.api import open_process_group
 from zerocli.engine.build import DoesNotFit
 from zerocli.engine.comm import severed
 from zerocli.engine.engine import Engine
-from zerocli.engine.optim import arguments_of
 from zerocli.engine.precision import precision
 from zerocli.engine.settings import Settings
 from zerocli.engine.startup import STARTUP
 from zerocli.engine.store import CONNECT_SECONDS
 from zerocli.engine.tensor_parallel import local_numel
-from zerocli.errors import UserError
+from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
 from zerocli.models import Decoder, build
 from zerocli.plan.factory import build_factory
 from zerocli.plan.inputs import plan_config
@@ -43,7 +42,6 @@ from zerocli.profile.observer import Observer
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run import rank_loss, report
 from zerocli.run.data import Batches, open_source
-from zerocli.run.job import EXIT_PREEMPTED
 from zerocli.run.launch import JOB_FILE, open_files
 from zerocli.run.run_lock import lock_run_folder
 from zerocli.run.schedule import make_schedule
@@ -69,9 +67,9 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
                 return _train(config, options, observer or Observer(), watchdog)
     except Corrupted as error:
         fact, hint = rank_loss.standing(options.run_dir)
-        raise UserError(f"{error}; nothing of this step is saved; {fact}", hint=hint, exit_code=1) from error
+        raise UserError(f"{error}; nothing of this step is saved; {fact}", hint=hint, exit_code=FAILURE) from error
     except TierError as error:
-        raise UserError(str(error), hint=error.hint or "", exit_code=1) from error
+        raise UserError(str(error), hint=error.hint or "", exit_code=FAILURE) from error
     except RuntimeError as error:
         gone = severed(error)
         if gone is None:
@@ -82,7 +80,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
             raise
         where = f"{error.filename}: " if error.filename else ""
         fact, hint = rank_loss.standing(options.run_dir)
-        raise UserError(f"{where}{error.strerror}; {fact}", hint=hint, exit_code=1) from error
+        raise UserError(f"{where}{error.strerror}; {fact}", hint=hint, exit_code=FAILURE) from error
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
             dist.destroy_process_group()
@@ -147,7 +145,7 @@ def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Wa
             if options.json and not (lines and observer.tells):
                 about = {"schema": 1, "run_dir": options.run_dir, "steps": lines.num_steps, "stopped": stopped}
                 show(json.dumps(about))
-        return EXIT_PREEMPTED if stopped else 0
+        return PREEMPTED if stopped else OK
     checked = compare(config, start, lines, batches, rank, engine.collectives.world) if start else None
     held = report.gather_memory(engine)
     if rank == 0 and not observer.tells:
@@ -158,7 +156,7 @@ def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Wa
     elif rank == 0 and checked is not None:
         say(report.check_line(checked))
     engine.close()
-    return 1 if checked is not None and not checked["equal"] else 0
+    return FAILURE if checked is not None and not checked["equal"] else OK
 
 
 def cap_device(config: Config) -> None:
@@ -208,35 +206,19 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
     optimizer = config.optimizer
     units = model.unit_modules() if isinstance(model, Decoder) else None
     settings = Settings(
-        stage=config.zero.stage,
-        optimizer=optimizer.name,
+        **sharding_of(config).shared(),
         lr=make_schedule(optimizer.schedule, optimizer.lr, config.train.steps, optimizer.warmup, optimizer.min_lr),
         weight_decay=optimizer.weight_decay,
-        options=arguments_of(optimizer),
-        precision=config.train.precision,
-        accumulate=config.train.accumulate,
-        clip=config.train.clip or None,
         units=units,
-        recompute=config.activations.policy == "recompute",
-        partition_activations=config.activations.partition,
         compile=config.model.compile,
         seed=config.train.seed,
-        bucket_nbytes=config.zero.bucket,
-        gather_buffers=config.zero.buffers,
-        reduce=config.zero.reduce,
-        offload=config.offload.placement,
-        update=config.offload.update,
-        nvme_path=config.offload.nvme_path,
-        staging_nbytes=config.offload.staging,
-        verify=config.offload.verify,
-        tp=config.parallel.tp,
     )
     try:
         return Engine(model, dataclasses.replace(settings, **changes))
     except ValueError as error:
         raise UserError(str(error)) from error
     except DoesNotFit as error:
-        raise UserError(str(error), hint=error.hint, exit_code=3) from error
+        raise UserError(str(error), hint=error.hint, exit_code=DOES_NOT_FIT) from error
 
 
 def open_batches(config: Config, check: bool = True) -> Batches:
@@ -344,4 +326,4 @@ def dry_run(config: Config, options: RunOptions) -> int:
         if planned is not None:
             show("\n".join(["", "the whole plan of a rank's device, and of its node:", *planned.lines()]))
     say(f"nothing was trained ({time.perf_counter() - began:.1f} s)")
-    return 0
+    return OK

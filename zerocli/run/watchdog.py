@@ -29,8 +29,8 @@ from zerocli.engine.comm import Issued, Severed, severed
 from zerocli.engine.engine import Engine
 from zerocli.engine.progress import Progress
 from zerocli.engine.startup import STARTUP
+from zerocli.errors import FAILURE
 from zerocli.run.heartbeats import Heartbeat, Heartbeats, cloned, lost_ranks, no_store, silent_words
-from zerocli.run.job import EXIT_FAILURE
 from zerocli.run.rank_loss import PATIENCE_SECONDS, standing, within
 from zerocli.worker import record_failure
 
@@ -290,8 +290,8 @@ def end_process(text: str, run_dir: str = "") -> None:
     lines.append("try: --set train.watchdog=SECONDS for a longer limit, if it was only slow")
 
     def tell() -> None:
-        if not record_failure("\n".join(lines), EXIT_FAILURE):
+        if not record_failure("\n".join(lines), FAILURE):
             say("\n".join(lines))
 
     within(PATIENCE_SECONDS, tell)  # the run folder's own disk may be what is stuck
-    os._exit(EXIT_FAILURE)
+    os._exit(FAILURE)

@@ -1,0 +1,133 @@
+"""Law: one description. Engine, plan and trace read the same values of a config, and have the same defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_config import configs
+from torch import nn
+
+import zerocli
+from offload.placement import Placement
+from zerocli.config import Config, Sharding, arguments_of, read_placement, sharding_of
+from zerocli.engine.settings import Settings
+from zerocli.plan import trace
+from zerocli.plan.setup import Setup, setup_of
+from zerocli.run import trainer
+
+some = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED = {each.name for each in dataclasses.fields(Sharding)}
+TEXTS = ["", "cpu", "nvme", "params=cpu,optimizer=hbm:1GiB+nvme", "activations=cpu"]
+
+# Where a user's own loop begins otherwise than a config, and why.
+OWN_LOOP = {
+    "stage": 3,  # `shard` is called to have everything partitioned
+    "precision": "fp32",  # a user's model computes in what it is written in, until asked otherwise
+    "clip": None,  # the same of gradients
+}
+
+
+@st.composite
+def trainable(draw) -> Config:
+    """Configs of random values, with an optimizer there is, and as many micro-steps as they say."""
+    config = draw(configs())
+    optimizer = dataclasses.replace(config.optimizer, name=draw(st.sampled_from(["adamw", "sgd"])), options={})
+    placement = read_placement(draw(st.sampled_from(TEXTS)))
+    return dataclasses.replace(
+        config,
+        optimizer=optimizer,
+        offload=dataclasses.replace(config.offload, placement=placement),
+        train=dataclasses.replace(config.train, global_batch=0),
+    )
+
+
+class Caught(Exception):
+    """The settings that an engine was asked for."""
+
+
+def raise_settings(model: nn.Module, asked: Settings) -> Any:
+    raise Caught(asked)
+
+
+def engine_settings(monkeypatch: pytest.MonkeyPatch, config: Config) -> Settings:
+    """Return the settings of the engine that a run of this config trains with."""
+    monkeypatch.setattr(trainer, "Engine", raise_settings)
+    with pytest.raises(Caught) as caught:
+        trainer.make_engine(config, nn.Linear(2, 2))
+    return caught.value.args[0]
+
+
+@some
+@given(config=trainable(), device=st.sampled_from(["cuda", "cpu"]))
+def test_engine_and_plan_read_the_same_values(monkeypatch, config, device):
+    engine, plan = engine_settings(monkeypatch, config), setup_of(config, device=device)
+    auto = {"cuda": "bf16", "cpu": "fp32"}[device]  # a plan has no device to ask, and decides by its kind
+    assert plan.precision == (engine.precision if engine.precision != "auto" else auto)
+    assert engine.shared() == plan.shared() | {"precision": engine.precision} == sharding_of(config).shared()
+    assert engine.offload is plan.offload is config.offload.placement
+    assert engine.seed == config.train.seed and engine.compile == config.model.compile
+
+
+def test_every_key_that_engine_and_plan_read_arrives_there(monkeypatch):
+    """Each field of the description, changed in a config, is changed in both."""
+    changed = sharding_of(
+        Config(
+            train=dataclasses.replace(Config.train, precision="fp16", accumulate=3, clip=0.5),
+            optimizer=dataclasses.replace(Config.optimizer, name="sgd", momentum=0.25),
+            zero=dataclasses.replace(Config.zero, stage=3, bucket=7, buffers=3, reduce="fp32"),
+            activations=dataclasses.replace(Config.activations, policy="recompute", partition=False),
+            offload=dataclasses.replace(
+                Config.offload,
+                placement=read_placement("cpu"),
+                update="cpu",
+                nvme_path=("/a",),
+                staging=8,
+                read_ahead=9,
+                verify=True,
+            ),
+            parallel=dataclasses.replace(Config.parallel, tp=2),
+        )
+    )
+    default = sharding_of(Config())
+    assert {name for name in SHARED if getattr(changed, name) == getattr(default, name)} == set()
+
+
+def test_config_engine_and_plan_have_one_set_of_defaults():
+    config, described = sharding_of(Config()), Sharding()
+    assert config == dataclasses.replace(described, options=arguments_of(Config().optimizer))
+    assert Setup().shared() == described.shared() | {"precision": "bf16"}  # of `auto`, on a GPU
+    own = Settings().shared()
+    assert own == described.shared() | OWN_LOOP | {"stage": described.stage}
+    assert inspect.signature(zerocli.shard).parameters["stage"].default == OWN_LOOP["stage"]
+    assert inspect.signature(zerocli.shard).parameters["optimizer"].default == described.optimizer
+    setup = setup_of(Config())
+    assert dataclasses.replace(setup, options={}, runtime={}) == Setup()
+
+
+def test_a_trace_runs_the_plans_description(monkeypatch):
+    monkeypatch.setattr(trace, "Engine", raise_settings)
+    changes: dict[str, Any] = {"stage": 3, "bucket_nbytes": 77, "gather_buffers": 5, "reduce": "fp32", "verify": True}
+    setup = Setup(**changes, precision="bf16", recompute=True, partition_activations=False, offload="optimizer=cpu")
+    with pytest.raises(Caught) as caught:
+        trace.run(nn.Linear(2, 2), setup)
+    traced = caught.value.args[0]
+    # States are counted by arithmetic, so they rest on the device, with an optimizer that is always there.
+    arithmetic = {"offload": Placement(), "optimizer": "adamw", "options": {}, "update": "auto", "accumulate": 1}
+    assert traced.shared() == setup.shared() | arithmetic | {"clip": 1.0, "tp": 1}
+
+
+def test_no_field_is_written_twice():
+    for kind, widened in ((Settings, {"optimizer", "recompute", "tp", "precision", "clip"}), (Setup, set())):
+        assert SHARED & set(kind.__annotations__) == widened, kind
+
+
+def test_the_description_needs_no_torch():
+    program = "import sys, zerocli.config.sharding, zerocli.plan.setup; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

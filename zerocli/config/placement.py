@@ -1,0 +1,29 @@
+"""The placement of training state: its text is read here, once, and checked against the stage here. (No torch.)"""
+
+from __future__ import annotations
+
+from offload.placement import KINDS, Placement, parse_placement
+from zerocli.errors import ConfigError, Problem
+from zerocli.layout.sizes import parse_bytes
+from zerocli.layout.stage import stage as stage_of
+
+
+def read_placement(value: str | Placement) -> Placement:
+    """Return the placement that a text of `--offload` asks for; PlacementError, a ValueError, says what is wrong."""
+    return value if isinstance(value, Placement) else parse_placement(value, parse_bytes)
+
+
+def placement_at(placement: Placement, stage: int) -> Placement:
+    """Return the tiers of each kind of state at a stage; PlacementError where the stage does not partition one."""
+    partitions = stage_of(stage)
+    return placement.resolve([kind for kind in KINDS if getattr(partitions, kind)])
+
+
+def refuse_placement(placement: str | Placement, stage: int | None = None) -> None:
+    """Raise ConfigError, in the words of a config's reader, for a placement that cannot be, or not at this stage."""
+    try:
+        read = read_placement(placement)
+        if stage is not None:
+            placement_at(read, stage)
+    except ValueError as error:
+        raise ConfigError([Problem(f"--offload {placement}", str(error))]) from error
