@@ -176,7 +176,7 @@ def measure(case: Case, device: str, folder: str) -> tuple[int, int]:
                 tokens = torch.randint(case.model.vocab, (2, case.batch, case.seq), device=device)
                 engine.backward(engine(tokens[0], tokens[1]))
             engine.step()
-        engine.settle()
+        engine.synchronize()
     peak = live.peak if live is not None else torch.cuda.max_memory_allocated()
     host = engine.tiers.footprint().get("dram", 0)
     engine.close()

@@ -60,7 +60,7 @@ def main(shape: str, offload: str, update: str, nvme_path: tuple[str, ...], stag
             loss = engine(tokens, tokens)
             engine.backward(loss)
             engine.step()
-            engine.settle()  # the update to its end: the next step is the other engine's
+            engine.synchronize()  # the update to its end: the next step is the other engine's
             losses[verify].append(loss.item())
             if device.type == "cuda":
                 torch.cuda.synchronize()

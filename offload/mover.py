@@ -74,7 +74,7 @@ class Mover:
         copy = self._copies.get(store)
         if copy is not None and copy.arriving is not None:
             try:
-                copy.arriving.settle()
+                copy.arriving.wait_for_host()
                 copy.arriving = None
             except Exception:
                 copy.arriving = None

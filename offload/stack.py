@@ -109,7 +109,7 @@ class Stack:
 
         `what` it is, for people.
         """
-        self._settle(IN_FLIGHT - 1)  # backpressure: the caller waits for the tier, memory does not grow
+        self._finish_writes(IN_FLIGHT - 1)  # backpressure: the caller waits for the tier, memory does not grow
         slot = self._take(source.nbytes)
         saved = Saved(slot, source, what, self._verifier)
         if not slot.near:
@@ -122,11 +122,11 @@ class Stack:
         self._traffic["activations read"] += target.nbytes
         return saved.fetch(target)
 
-    def settle(self) -> None:
+    def finish_writes(self) -> None:
         """Wait for what is still being written, and hold none of it on the device."""
-        self._settle(0)
+        self._finish_writes(0)
 
-    def _settle(self, left: int) -> None:
+    def _finish_writes(self, left: int) -> None:
         while len(self._in_flight) > left:
             saved = self._in_flight.popleft()()
             if saved is not None:
@@ -163,7 +163,7 @@ class Stack:
         return self._slots[first]
 
     def _drop_arenas(self) -> None:
-        self.settle()
+        self.finish_writes()
         for block in {slot.block for slot in self._slots}:
             block.tier.free(block)
         self._slots.clear()

@@ -59,7 +59,7 @@ class Store:
         under way; else None. Whoever changes them calls `changed`."""
         if not self.tier.addressable:
             return None
-        self.settle()
+        self.finish_transfers()
         part = self._view(start, stop)
         self._sums.look(start * self.dtype.itemsize, part, self.what)
         return part
@@ -68,7 +68,7 @@ class Store:
         """Take elements [start, stop), which `local` gave, as they are now."""
         self._sums.wrote(start * self.dtype.itemsize, self._view(start, stop), self.what)
 
-    def settle(self) -> None:
+    def finish_transfers(self) -> None:
         """Stop the host until no transfer touches the array; raise the first one's error."""
         for transfer in self._open:
             transfer.synchronize()
@@ -76,7 +76,7 @@ class Store:
 
     def free(self) -> None:
         """Give the array's memory back, once no transfer touches it."""
-        self.settle()
+        self.finish_transfers()
         self.tier.free(self._block)
 
     def _read(self, start: int, target: torch.Tensor) -> Transfer:

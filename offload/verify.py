@@ -296,8 +296,8 @@ class CheckedTransfer(Transfer):
         self._inner.synchronize()
         self._finish(True)
 
-    def settle(self) -> None:
-        self._inner.settle()
+    def wait_for_host(self) -> None:
+        self._inner.wait_for_host()
 
     def _finish(self, now: bool) -> None:
         with self._lock:

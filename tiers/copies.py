@@ -103,6 +103,6 @@ def _copy_on_host(source: Tensor, target: Tensor, position: torch.cuda.Event | N
 
 def _settle(earlier: Transfer) -> None:
     try:
-        earlier.settle()
+        earlier.wait_for_host()
     except TierError:
         pass  # its own caller hears of it

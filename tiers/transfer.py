@@ -57,7 +57,7 @@ class Transfer:
 
     def wait(self) -> None:
         """Order the caller's next work after this transfer: its current stream for a CUDA copy, the host otherwise."""
-        self.settle()
+        self.wait_for_host()
         if self.event is None:
             return
         if self.event.query():
@@ -74,12 +74,12 @@ class Transfer:
 
     def synchronize(self) -> None:
         """Stop the host until the bytes are there; raise the transfer's error if it failed."""
-        self.settle()
+        self.wait_for_host()
         if self.event is not None:
             self.event.synchronize()
         self._hold = ()
 
-    def settle(self) -> None:
+    def wait_for_host(self) -> None:
         """Stop the host until its own part is over (a CUDA copy may still run); raise the error if it failed."""
         if self._future is not None:
             if not self._future.done():
@@ -142,9 +142,9 @@ class JointTransfer(Transfer):
         for part in self._parts:
             part.synchronize()
 
-    def settle(self) -> None:
+    def wait_for_host(self) -> None:
         for part in self._parts:
-            part.settle()
+            part.wait_for_host()
 
     @property
     def done(self) -> bool:

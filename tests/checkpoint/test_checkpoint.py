@@ -26,6 +26,7 @@ from zerocli.checkpoint.boxes import Block, Box, Extent, boxes, boxes_of, tile, 
 from zerocli.checkpoint.parts import Part, SavePlanner, tensor_part
 from zerocli.checkpoint.sources import Memory
 from zerocli.engine.events import Probe
+from zerocli.layout import constants
 from zerocli.layout.shards import Span
 
 TIERS = {
@@ -575,8 +576,8 @@ class Counted(list):
 
 def test_copies_off_a_gpu_are_long_and_few_are_under_way_at_once(monkeypatch):
     """A full queue of the driver's would hold up training's own launches."""
-    monkeypatch.setattr(snapshots, "SLOT_NBYTES", 4096)
-    monkeypatch.setattr(snapshots, "MAX_SLOT_NBYTES", 4096)
+    monkeypatch.setattr(constants, "SAVE_SLOT_NBYTES", 4096)
+    monkeypatch.setattr(constants, "MAX_SAVE_SLOT_NBYTES", 4096)
     under_way = Counted()
     values = torch.arange(40 * 1024, dtype=torch.float32)
     source = FarAway(values, under_way)
@@ -596,7 +597,7 @@ def test_copies_off_a_gpu_are_long_and_few_are_under_way_at_once(monkeypatch):
 
 
 def test_a_wait_for_want_of_buffer_is_told_once_with_the_buffer_that_spares_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshots, "SLOT_NBYTES", 64 << 10)
+    monkeypatch.setattr(constants, "SAVE_SLOT_NBYTES", 64 << 10)
     monkeypatch.setattr(savers, "WORTH_SAYING_SECONDS", 0.0)
     model, said = nn.Linear(300, 400), []
     engine = zerocli.shard(model, stage=3, lr=0.1)

@@ -244,7 +244,7 @@ def test_a_chunk_with_nothing_to_update_is_not_fetched():
         engine = zerocli.shard(Two(), stage=3, offload="optimizer=cpu", staging_nbytes=6 * 24 * 640, update="stream")
         engine.backward(engine(which))
         engine.step()
-        engine.settle()
+        engine.synchronize()
         moved[which] = sum(engine.tiers.traffic.values())
     assert 0 < moved["used"] < moved["rest"] / 2
 

@@ -56,7 +56,7 @@ def train(model: torch.nn.Module, settings: dict[str, Any]) -> tuple[Engine, int
                 tokens = torch.randint(MODEL.vocab, (2, 2, SEQ))
                 engine.backward(engine(tokens[0], tokens[1]))
             engine.step()
-        engine.settle()
+        engine.synchronize()
         del tokens
         gc.collect()
     return engine, live.nbytes

@@ -97,7 +97,7 @@ def train_steps(engine, steps: range, whole_logits: bool = False) -> dict:
 
 def replicated_digest(engine) -> str:
     """Return a digest of every bit of the parameters that all tensor-parallel ranks should hold alike."""
-    engine.settle()
+    engine.synchronize()
     digest = hashlib.sha256()
     for flat in engine.flats():
         whole = states.join_parts(engine, flat, states.read_held(flat, MASTER, engine.device))

@@ -150,7 +150,7 @@ def _staged(folder: str, layers: int, blocks_of_room: int) -> list[tuple[Counter
         engine.tiers.traffic.clear()
         engine.backward(model(torch.randn(4, WIDTH)))
         engine.step()
-        engine.updater.pump()
+        engine.updater.issue_updates()
         seen.append((Counter(engine.tiers.traffic), engine.mover.cache.peak))
     engine.close()
     return seen

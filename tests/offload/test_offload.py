@@ -109,7 +109,7 @@ class Tardy(DramTier):
 
         def work():
             for earlier in after:
-                earlier.settle()
+                earlier.wait_for_host()
             time.sleep(delay)
             target.copy_(source)
 

@@ -97,7 +97,7 @@ class Training:
             self._meddle(engine, *self.at)
             self.at = (step, "step")
             engine.step()
-            engine.settle()
+            engine.synchronize()
             self._meddle(engine, *self.at)
         return engine.state_dict()
 

@@ -96,7 +96,7 @@ def test_a_flipped_bit_is_found_before_its_step_is_reported(tmp_path, kind, tier
             engine.step()
             finished.append(step)
             if step == 1:
-                engine.settle()
+                engine.synchronize()
                 meddle(step, "step")
     assert finished[-1] <= 2
     with pytest.raises(zerocli.Corrupted):

@@ -37,7 +37,7 @@ def trained(steps: int = 2, **settings: Any) -> Engine:
         tokens = torch.randint(MODEL.vocab, (2, 2, SEQ))
         engine.backward(engine(tokens[0], tokens[1]))
         engine.step()
-    engine.settle()
+    engine.synchronize()
     return engine
 
 

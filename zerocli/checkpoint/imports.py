@@ -41,7 +41,7 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
     if problems:
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
         raise UserError(*[f"{path}: {line}" for line in problems[:8]], *more, hint=_hint(path))
-    engine.settle()
+    engine.synchronize()
     for flat in engine.flats():
         source, covered = source_of(flat, MASTER)
         for entry in flat.layout.entries:

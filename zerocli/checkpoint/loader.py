@@ -55,7 +55,7 @@ def _load(
     group: dist.ProcessGroup | None,
     judge: Callable[[Manifest], None] = lambda manifest: None,
 ) -> dict[str, Any]:
-    engine.settle()
+    engine.synchronize()
     manifest = _agreed(lambda: read_manifest(path), group)
     _agreed(lambda: judge(manifest), group)
     parts, afterwards = _agreed(lambda: state.wanted(engine, manifest), group)

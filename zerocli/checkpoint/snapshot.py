@@ -27,7 +27,7 @@ from tiers.pages import Pages, Registrar
 from zerocli.checkpoint.boxes import Box
 from zerocli.checkpoint.parts import Part
 from zerocli.checkpoint.sources import Wait
-from zerocli.engine.streams import Lane, Mark
+from zerocli.engine.streams import SideStream, StreamEvent
 from zerocli.layout.constants import save_slot
 
 ALIGN = 64
@@ -44,7 +44,7 @@ class Slot:
     waits: list[Wait] = field(default_factory=list)
     """Reads that may still be filling it."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Stop the host until everything asked for has come, or failed; raise the first failure then."""
         failures: list[Exception] = []
         for wait in self.waits:
@@ -60,11 +60,11 @@ class Slot:
 class Slots:
     """At most `nbytes` of slots (and never fewer than two), made when first needed and then reused.
 
-    The lane that copies into them run on is theirs too: of the few streams there are, each save would take another.
+    The stream that copies into them run on is theirs too: of the few there are, each save would take another.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.lane = Lane(device)
+        self.side = SideStream(device)
         self.slot_nbytes = save_slot(nbytes)
         self._left = max(2, nbytes // self.slot_nbytes)
         self._pin = device.type == "cuda"
@@ -164,11 +164,11 @@ class Snapshot:
         self.parts = {part.name: part for part in parts}
         self.batches = list(batches_of(self.parts.values(), slots.slot_nbytes))
         self._slots = slots
-        self._start = Mark(device)
+        self._start = StreamEvent(device)
         self._changed = threading.Condition()
         self._left: Counter[int] = Counter(owner for batch in self.batches for owner in batch.owners())
         self._waits: dict[int, list[Wait]] = {}
-        self._marks: dict[int, Mark] = {}
+        self._marks: dict[int, StreamEvent] = {}
         self._device = device
         self.held_seconds = 0.0
         """How long updates have waited for what was not read yet."""
@@ -188,7 +188,7 @@ class Snapshot:
             self._read(batch, slot)
             under_way.append(slot)
             if len(under_way) > NUM_UNDER_WAY:
-                under_way.popleft().settle()
+                under_way.popleft().wait()
 
     def fill(self, batch: Batch) -> Slot:
         """Return the slot that a batch is in, or on its way to; wait for one where all are in use."""
@@ -199,10 +199,10 @@ class Snapshot:
 
     def _read(self, batch: Batch, slot: Slot) -> None:
         batch.slot = slot
-        with self._slots.lane.run(after=self._start):
+        with self._slots.side.run(after=self._start):
             for part, start, begin, end in batch.runs():  # one by one: should a read fail, those before it arrive still
                 slot.waits.append(part.source.read(start, slot.bytes[begin:end].view(part.dtype)))
-            mark = Mark(self._device)
+            mark = StreamEvent(self._device)
         with self._changed:
             for owner in batch.owners():
                 # Another tier's transfer has to be waited for; a copy of the device's is ordered by its mark.
@@ -243,5 +243,5 @@ class Snapshot:
         for batch in self.batches:
             if batch.slot is not None:
                 with contextlib.suppress(Exception):  # a read that failed was told where it was wanted
-                    batch.slot.settle()
+                    batch.slot.wait()
                 self.written(batch)

@@ -85,7 +85,7 @@ def _boxes_at(extent: Extent, shape: tuple[int, ...], run: Span, at: int) -> tup
 @torch.no_grad()
 def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
     """Return this rank's parts and the values of a step; nothing large is copied. Collective."""
-    engine.settle()
+    engine.synchronize()
     rank = members_of(engine).rank
     parts = list(state_parts(engine))
     buffers = dict(persistent_buffers(engine.model))

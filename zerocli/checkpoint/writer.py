@@ -129,7 +129,7 @@ class Writer(StorageWriter):
         """Hash a batch's boxes and write its slot, whole pages; the slot is free afterwards."""
         slot = self._snapshot.fill(batch)
         try:
-            slot.settle()
+            slot.wait()
             memory = memory_of(slot.bytes)
             written = []
             for part, box, start in batch.boxes:

@@ -231,13 +231,13 @@ def _launch(checklist: Checklist, folder: Path, num_ranks: int, words: list[str]
         code = job.run()
         entries = _entries(folder)
         if len(entries) == before:  # not even the unsharded run
-            job.tell()
+            job.report()
             return code or FAILURE
         done = [entry["row"] for entry in entries if "row" in entry]
         first = max(done, default=-1) + 1
         if code != OK and first < len(checklist.rows):
             if job.signals:
-                job.tell()
+                job.report()
                 return code
             result = {"row": first, "verdict": "error", "message": job.failure()}
             _keep(folder, result)

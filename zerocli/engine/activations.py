@@ -22,7 +22,7 @@ from offload import HBM
 from offload.stack import Saved, Stack
 from tiers.transfer import Transfer
 from zerocli.engine.comm import Collectives, Pending
-from zerocli.engine.streams import Lane, Waits
+from zerocli.engine.streams import SideStream, Waits
 from zerocli.layout.shards import Span
 
 
@@ -54,7 +54,7 @@ class Activations:
     def __init__(self, stack: Stack, group: Collectives, device: torch.device, waits: Waits) -> None:
         self.stack = stack
         self._group, self._device, self._waits = group, device, waits
-        self._lane = Lane(device)
+        self._side = SideStream(device)
         self._order: list[weakref.ref[Checkpoint]] = []
         """Those alive, in the order of forward."""
         self._loaded: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -108,7 +108,7 @@ class Activations:
         if inputs != _versions(leaves):
             raise RuntimeError(f"{name} changes its input in place, so it cannot be recomputed from it")
 
-    def settle(self) -> None:
+    def abandon(self) -> None:
         """After an error: nothing may be on its way into memory that is given up."""
         for checkpoint in self._alive():
             if checkpoint.arrival is not None:
@@ -168,7 +168,7 @@ class Activations:
         self._loaded.add(full.untyped_storage())
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         own = full[checkpoint.own.start : checkpoint.own.stop]
-        with self._lane.run():
+        with self._side.run():
             if slot.near:
                 held = checkpoint.saved.held()
                 assert held is not None
@@ -181,7 +181,7 @@ class Activations:
         return arrival
 
     def _gather(self, arrival: Arrival) -> None:
-        with self._lane.run():
+        with self._side.run():
             arrival.transfer.wait()
             arrival.gather = self._group.all_gather(arrival.full, arrival.own)
 

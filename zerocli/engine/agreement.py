@@ -62,7 +62,7 @@ class Agreement:
             yield "buffers", "agreement", self._mine
             yield "buffers", "agreement", self._everyone
 
-    def meet(self, want: int) -> None:
+    def agree(self, want: int) -> None:
         """Return when all ranks are about to gather the flat `want`, or at the end that FORWARD, ... describe."""
         if want >= 0:
             self._trace.append(want)

@@ -103,7 +103,7 @@ class Backward:
                 "adds the gradients of several backward passes"
             )
         with engine.waits.waiting("optimizer"):
-            engine.updater.pump()  # units that forward did not use: their gradients are about to be replaced
+            engine.updater.issue_updates()  # units that forward did not use: their gradients are about to be replaced
         if self.count == 0 and not joining:
             engine.verified.issue()
         engine.reducer.begin(first=self.count == 0, last=self.count == accumulate - 1, joining=joining)
@@ -111,10 +111,10 @@ class Backward:
 
     def _end(self) -> None:
         engine = self._engine
-        engine.agreement.meet(agreements.BACKWARD)
+        engine.agreement.agree(agreements.BACKWARD)
         engine.reducer.finish()
         engine.hooks.end_backward()
-        engine.gatherer.settle()
+        engine.gatherer.release_all()
         self.count += 1
         self.gradients.in_backward, self.gradients.pending = False, True
 
@@ -123,6 +123,6 @@ class Backward:
         engine = self._engine
         engine.reducer.abandon()
         engine.hooks.abandon()
-        engine.gatherer.settle(quietly=True)
-        engine.activations.settle()
+        engine.gatherer.release_all(quietly=True)
+        engine.activations.abandon()
         self.forget()

@@ -85,14 +85,14 @@ def fill(memory: torch.Tensor, plan: BucketPlan, sources: list[torch.Tensor | No
         (torch._foreach_add_ if add else torch._foreach_copy_)(into, out_of)
 
 
-class Rest:
+class Completion:
     """What is left to do of a reduction, done once; `cause` is what somebody who does it waits for."""
 
     def __init__(self, finish: Callable[[], None], cause: str = "collectives") -> None:
         self._finish: Callable[[], None] | None = finish
         self.cause = cause
 
-    def do(self) -> None:
+    def run(self) -> None:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -103,7 +103,7 @@ class Bucket:
     """Memory that one reduction at a time passes through."""
 
     memory: torch.Tensor
-    busy: Rest | None = None
+    busy: Completion | None = None
     """Of the reduction that still uses the memory."""
 
 
@@ -124,7 +124,7 @@ class Pool:
         buckets.append(bucket)
         if bucket.busy is not None:
             with self._waits.waiting(bucket.busy.cause):
-                bucket.busy.do()
+                bucket.busy.run()
             bucket.busy = None
         return bucket
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zerocli.engine import ending
 from zerocli.engine.events import SILENT, Events
-from zerocli.engine.streams import Mark
+from zerocli.engine.streams import StreamEvent
 
 # torch 2.13 renamed both; the old names warn there and the new ones are absent in 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -61,7 +61,7 @@ class Pending:
     """A collective under way; after `wait` its result may be used on the current stream."""
 
     def __init__(
-        self, work: dist.Work | None, mark: Mark | None, what: str = "a collective", events: Events = SILENT
+        self, work: dist.Work | None, mark: StreamEvent | None, what: str = "a collective", events: Events = SILENT
     ) -> None:
         self._work, self._mark = work, mark
         self._what, self._events = what, events
@@ -127,7 +127,7 @@ class Issued:
 
 
 class Collectives:
-    """The collectives of one group of ranks, issued on the current lane; counts the bytes of full buffers.
+    """The collectives of one group of ranks, issued on the current stream; counts the bytes of full buffers.
 
     An all-reduce counts twice, as in the ZeRO paper (it is a reduce-scatter and an all-gather). A world of one puts
     nothing on the wire and counts nothing. Small control messages (norms, flags) are counted apart.
@@ -141,7 +141,7 @@ class Collectives:
         self.rank = dist.get_rank(group) if here else 0
         self.world = dist.get_world_size(group) if here else 1
         self.backend = dist.get_backend(group) if here and self.world > 1 else ""
-        # Only a CPU needs the future: on a GPU the collective is ordered by the lane it is issued on.
+        # Only a CPU needs the future: on a GPU the collective is ordered by the stream it is issued on.
         self._async = device.type == "cpu"
         self.nbytes: Counter[str] = Counter()
         self.issued = 0
@@ -182,12 +182,12 @@ class Collectives:
         what = str(entry) if entry is not None else ""
         return Pending(work if self._async else None, None if self._async else self.mark(), what, self._events)
 
-    def mark(self) -> Mark:
-        """Mark the work issued on the current lane so far."""
-        return Mark(self.device)
+    def mark(self) -> StreamEvent:
+        """Record an event after the work issued on the current stream so far."""
+        return StreamEvent(self.device)
 
     def reached(self) -> Pending:
-        """Return what ends when the work issued on the current lane so far does."""
+        """Return what ends when the work issued on the current stream so far does."""
         return self._pending(None)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:

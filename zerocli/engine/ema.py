@@ -44,7 +44,7 @@ class EMA:
         self.updates = 0
         """Updates made so far; the first one takes the parameters as they are."""
         self._applied = False
-        engine.settle()
+        engine.synchronize()
         self._parts = {_key(flat): self._part(flat) for flat in engine.trainable()}
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class EMA:
         self._refuse_applied("update()")
         decay = self.decay if decay is None else decay
         engine = self._engine
-        engine.settle()
+        engine.synchronize()
         for flat in self._flats():
             average = self._parts[_key(flat)].average
             now = states.read_held(flat, MASTER, engine.device).to(average.device)
@@ -97,7 +97,7 @@ class EMA:
         """
         self._refuse_applied("applied()")
         engine = self._engine
-        engine.settle()
+        engine.synchronize()
         steps, flats = engine.steps, self._flats()
         trained = {_key(flat): self._copy(flat) for flat in flats}
         self._applied = True
@@ -106,7 +106,7 @@ class EMA:
                 self._put(flat, self._parts[_key(flat)].average)
             yield
         finally:
-            engine.settle()
+            engine.synchronize()
             for flat in flats:
                 self._put(flat, trained[_key(flat)])
             self._applied = False

@@ -127,7 +127,7 @@ class Engine:
         ]
         """Where each parameter hangs in the model."""
         self.connect()
-        away = any(flat.away for flat in self.flats())
+        away = any(flat.offloaded for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
         self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
         self.updater = Updater(
@@ -160,9 +160,9 @@ class Engine:
             self.waits,
             self.events,
             self.sizing,
-            before_gather=self._bring_up_to_date,
+            before_gather=self._apply_pending_updates,
             look_ahead=self._look_ahead,
-            meet=lambda flat: self.agreement.meet(self._places[id(flat)]),
+            agree=lambda flat: self.agreement.agree(self._places[id(flat)]),
         )
         together = self.gatherer.moves and self.collectives.world > 1
         together = together and (self.collectives.backend == "gloo" if settings.uneven is None else settings.uneven)
@@ -263,11 +263,11 @@ class Engine:
         self.reducer.drop_grads()
         self.passes.forget()
 
-    def _bring_up_to_date(self, flat: Flat) -> None:
+    def _apply_pending_updates(self, flat: Flat) -> None:
         """Issue what is left of a flat's update; the host may have to wait for states on a disk, and compute for it."""
         if self.updater.owes(flat):
             with self.waits.waiting("optimizer"):
-                self.updater.pump(flat)
+                self.updater.issue_updates(flat)
 
     def _look_ahead(self, now: Sequence[Unit], then: Sequence[Unit]) -> None:
         """Tell the mover which parameters are used next: `now` in this step, `then` in the next one.
@@ -313,7 +313,7 @@ class Engine:
             order = [flat for unit in self.gatherer.forward_order() for flat in unit.trainable]
             self.updater.start(order, values, self.gatherer.refresh, inactive)
             # Each spread ran beside the next update; a user who reads a parameter after this finds it whole.
-            self.gatherer.settle()
+            self.gatherer.release_all()
             self._wait_for_resident()
         self.loss_scale.update(values.skip)
         self.gatherer.end_step()
@@ -396,16 +396,16 @@ class Engine:
         for flat in self.flats():
             if flat.resident is None:
                 continue
-            flat.put_back()
+            flat.restore_moved()
             if flat.trainable and flat.dtype != torch.float32 and flat.edited():
                 states.adopt(flat, flat.resident, self.device)
                 flat.note_values()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait on the current stream until nothing of the engine's is in flight but transfers between tiers."""
         self.adopt_edits()
-        self.updater.pump()
-        self.gatherer.settle()
+        self.updater.issue_updates()
+        self.gatherer.release_all()
         for flat in self.trainable():
             if flat.written is not None:
                 flat.written.wait()
@@ -417,13 +417,13 @@ class Engine:
         Collective, and waits for the device; nothing to do without `shard(..., verify=True)`.
         """
         if self.verified.active:
-            self.updater.pump()
+            self.updater.issue_updates()
             self.verified.look_everywhere()
 
     def close(self) -> None:
         """Give back what lies on other tiers; the engine cannot train after this."""
-        self.updater.pump()
-        self.gatherer.settle()
+        self.updater.issue_updates()
+        self.gatherer.release_all()
         self.hooks.close()
         self.reducer.close()
         for flat in self.flats():
@@ -492,7 +492,7 @@ class Engine:
         `what` is names, parameters or modules. With `write` changes made in place are kept, those of rank 0 on every
         rank; without, a change is refused. Collective.
         """
-        self.settle()
+        self.synchronize()
         self._held_whole += 1
         try:
             with whole.gathered(self, what, write):

@@ -23,7 +23,7 @@ import torch
 
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.events import Events
-from zerocli.engine.streams import Lane, Mark, Waits
+from zerocli.engine.streams import SideStream, StreamEvent, Waits
 from zerocli.engine.unit import Flat, State, Unit
 from zerocli.errors import Refused
 from zerocli.layout.buffers import gather_limits
@@ -36,7 +36,7 @@ class Buffer:
 
     tensor: torch.Tensor
     holder: Flat | None = None
-    freed: Mark | None = None
+    freed: StreamEvent | None = None
     """Compute that still reads the buffer ends here; the next gather into it starts after."""
     used_at: int = 0
     views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -91,14 +91,14 @@ class Gatherer:
         sizing: Sizing,
         before_gather: Callable[[Flat], None],
         look_ahead: Callable[[Sequence[Unit], Sequence[Unit]], None],
-        meet: Callable[[Flat], None],
+        agree: Callable[[Flat], None],
     ) -> None:
         self._units, self._collectives, self._device = units, collectives, device
         self._waits, self._events = waits, events
         self._limit = sizing.gather_buffers
         self._limits = gather_limits([flat.spec for unit in units for flat in unit.flats], sizing)
-        self._before_gather, self._look_ahead, self._meet = before_gather, look_ahead, meet
-        self._lane = Lane(device)
+        self._before_gather, self._look_ahead, self._agree = before_gather, look_ahead, agree
+        self._side = SideStream(device)
         self._pool: dict[tuple[int, torch.dtype], list[Buffer]] = {}
         self._buffer_of: dict[int, Buffer] = {}
         self._pins: dict[int, int] = {unit.index: 0 for unit in units}
@@ -203,16 +203,16 @@ class Gatherer:
         self._buffer_of[id(flat)] = buffer
         buffer.views_of(flat)
         try:
-            self._meet(flat)
+            self._agree(flat)
             flat.pending = self._gather(flat, buffer.tensor, buffer.freed)
         except BaseException:
             self._drop(flat)
             raise
 
-    def _gather(self, flat: Flat, full: torch.Tensor, freed: Mark | None) -> Pending:
+    def _gather(self, flat: Flat, full: torch.Tensor, freed: StreamEvent | None) -> Pending:
         """Start filling memory with a flat's parameters, once nobody computes with what was there."""
         self._before_gather(flat)  # its update, if there is one, is issued before its parameters are read
-        with self._lane.run(after=freed):
+        with self._side.run(after=freed):
             if flat.written is not None:
                 flat.written.wait()
             with self._events.gather(flat.unit):
@@ -235,7 +235,7 @@ class Gatherer:
     def refresh(self, flat: Flat) -> None:
         """After an update: spread the owned slices of resident parameters to the other ranks."""
         if flat.trainable and flat.resident is not None and flat.shard is not None and flat.held == flat.own:
-            with self._lane.run(after=flat.written), self._events.gather(flat.unit):
+            with self._side.run(after=flat.written), self._events.gather(flat.unit):
                 what = f"parameters of {flat.unit.title}"
                 flat.pending = self._collectives.all_gather(flat.resident, flat.shard, what)
 
@@ -263,7 +263,7 @@ class Gatherer:
                 if flat.state is State.GATHERED:
                     self._vacate(flat)
 
-    def settle(self, quietly: bool = False) -> None:
+    def release_all(self, quietly: bool = False) -> None:
         """Finish every gather under way and let go of everything: no buffer outlives an update of its parameters.
 
         `quietly` while another error is on its way up: what fails here as well is dropped.
@@ -284,16 +284,16 @@ class Gatherer:
         flat.pending = None
         buffer = self._buffer_of.pop(id(flat), None)
         if buffer is not None:
-            buffer.holder, buffer.freed = None, Mark(self._device)
+            buffer.holder, buffer.freed = None, StreamEvent(self._device)
 
-    def lose_place(self) -> None:
+    def reset_prefetch_order(self) -> None:
         """Forget the place in the trace: what comes next is the start of a step."""
         self._cursor = 0
 
     def _vacate(self, flat: Flat) -> None:
         changed = flat.changed_while_whole()
         buffer = self._buffer_of.pop(id(flat))
-        buffer.holder, buffer.freed = None, Mark(self._device)
+        buffer.holder, buffer.freed = None, StreamEvent(self._device)
         flat.detach()
         if changed:
             raise Refused(

@@ -121,10 +121,10 @@ class Hooks:
         finally:
             self._depth -= 1
             if outermost and not (finished and grad):
-                gatherer.settle(quietly=not finished)  # no backward follows, or none that is known
-                gatherer.lose_place()
+                gatherer.release_all(quietly=not finished)  # no backward follows, or none that is known
+                gatherer.reset_prefetch_order()
         if outermost:  # what the user does next, a collective of their own maybe, finds all ranks out of this call
-            engine.agreement.meet(agreement.FORWARD)
+            engine.agreement.agree(agreement.FORWARD)
         if not engine.reducer.active:  # else this is a recomputation, and backward comes next
             gatherer.release(unit)
         return output
@@ -224,7 +224,7 @@ class Hooks:
                 self._engine.reducer.complete(flat)
             self._engine.gatherer.release(unit)
             if not self._engine.gatherer.prefetch():  # where ranks meet before a gather, gradients are sent then
-                self._engine.agreement.meet(agreement.NOTHING)
+                self._engine.agreement.agree(agreement.NOTHING)
 
     def cannot_follow(self, unit: Unit) -> None:
         """Take the unit's gradients for complete only when backward is over: its parameters are used elsewhere too."""

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerocli.engine.buckets import BucketPlan, Pool, Rest, fill, plan_buckets
+from zerocli.engine.buckets import BucketPlan, Completion, Pool, fill, plan_buckets
 from zerocli.engine.comm import Collectives
 from zerocli.engine.events import Events
 from zerocli.engine.parameters import drop_grad, has_grad, take_grad
-from zerocli.engine.streams import Lane, Waits
+from zerocli.engine.streams import SideStream, Waits
 from zerocli.engine.tensor_parallel import TensorParallel
 from zerocli.engine.unit import Flat, Unit
 from zerocli.errors import Refused
@@ -51,7 +51,7 @@ class Reducer:
         self._waits, self._events, self._eager, self._together = waits, events, eager, together
         self._reduce_fp32, self._tensor_parallel = sizing.reduce == "fp32", tensor_parallel
         self._unexpected = unexpected
-        self._lane = Lane(device)
+        self._side = SideStream(device)
         self._flats = [flat for unit in units for flat in unit.trainable]
         specs = [flat.spec for flat in self._flats]
         wires = {self._wire(flat) for flat in self._flats}
@@ -82,7 +82,7 @@ class Reducer:
         self._launched: set[int] = set()
         """Flats whose gradients of this pass are on their way: nothing can be added to them."""
         self._next = 0
-        self._unfinished: list[Rest] = []
+        self._unfinished: list[Completion] = []
         self._first = self._last = True
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
         """Norm of each piece of each gradient that this rank owns, by (flat, first column)."""
@@ -222,7 +222,7 @@ class Reducer:
         for cause, rests in itertools.groupby(self._unfinished, key=lambda rest: rest.cause):
             with self._waits.waiting(cause):
                 for rest in rests:
-                    rest.do()
+                    rest.run()
         self._forget()
         for flat in self._flats:
             self._received[id(flat)] |= self._arrived[id(flat)]
@@ -311,7 +311,7 @@ class Reducer:
         """After an exception in backward: drop what has arrived; the step's gradients are lost."""
         for rest in self._unfinished:
             with contextlib.suppress(Exception):  # the error that brought us here is the one to report
-                rest.do()
+                rest.run()
         self._forget()
         self._run = []
         self.drop_grads()
@@ -354,9 +354,9 @@ class Reducer:
         """Reduce a gradient that is kept whole, in place."""
         assert flat.grad_full is not None and flat.grad is not None
         if self._stage.optimizer:
-            with self._lane.run(), self._events.reduce(flat.unit):
+            with self._side.run(), self._events.reduce(flat.unit):
                 pending = self._collectives.reduce_scatter(flat.grad, flat.grad_full, _what(flat))
-            self._unfinished.append(Rest(pending.wait))
+            self._unfinished.append(Completion(pending.wait))
             return
         if self._run and not _adjoin(self._run[-1], flat.grad_full):
             self._reduce_run()
@@ -372,10 +372,10 @@ class Reducer:
         numel = sum(part.numel() for part in self._run)
         whole = self._run[0].as_strided((numel,), (1,))
         self._run = []
-        with self._lane.run(), self._events.reduce(self._newest_in_run):
+        with self._side.run(), self._events.reduce(self._newest_in_run):
             for piece in Span(0, numel).pieces(self._limits[whole.dtype]):
                 pending = self._collectives.all_reduce(whole[piece.start : piece.stop], "gradients")
-                self._unfinished.append(Rest(pending.wait))
+                self._unfinished.append(Completion(pending.wait))
 
     def _reduce_buckets(self, flat: Flat) -> None:
         """Carry the unit's gradients to their owners, bucket by bucket, and free them."""
@@ -395,9 +395,9 @@ class Reducer:
             bucket = self._buckets.take(self._bucket_numels[wire], wire)
             memory = bucket.memory[: plan.numel]
             fill(memory, plan, sources)
-            with self._lane.run(), self._events.reduce(flat.unit):
+            with self._side.run(), self._events.reduce(flat.unit):
                 finish = self._scatter(flat, plan, memory)
-            bucket.busy = Rest(finish, "transfers" if flat.grad_store is not None else "collectives")
+            bucket.busy = Completion(finish, "transfers" if flat.grad_store is not None else "collectives")
             self._unfinished.append(bucket.busy)
 
     def _plans_of(self, flat: Flat) -> list[BucketPlan]:
@@ -423,7 +423,7 @@ class Reducer:
             target.copy_(part) if self._first else target.add_(part)
             return self._collectives.reached().wait
 
-        if self._device.type == "cuda":  # ordered by the lane that this runs on
+        if self._device.type == "cuda":  # ordered by the stream that this runs on
             return merge()
 
         def finish() -> None:
@@ -452,7 +452,7 @@ class Reducer:
             self._measure_piece(flat, plan, piece)
         done = store.put(plan.columns.start, piece).wait
         if lift is not None:
-            lift.busy = Rest(done, "transfers")
+            lift.busy = Completion(done, "transfers")
             self._unfinished.append(lift.busy)
         return done
 

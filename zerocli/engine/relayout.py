@@ -38,7 +38,7 @@ def refit(engine: Engine, builder: Builder) -> None:
         raise Refused(
             "a parameter was unfrozen between two backward passes of one step: switch requires_grad after step()"
         )
-    engine.settle()
+    engine.synchronize()
     saved = {}
     for unit in changed:
         for flat in unit.flats:

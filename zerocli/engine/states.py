@@ -77,7 +77,7 @@ def _forget_traffic(engine: Engine) -> None:
 @torch.no_grad()
 def model_state(engine: Engine, held: Mapping[int, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """See `Engine.state_dict`; `held` has, by a flat's id, what this rank holds of other values for its parameters."""
-    engine.settle()
+    engine.synchronize()
     values: dict[int, torch.Tensor] = {}
     for flat in engine.flats():
         if held is not None and id(flat) in held:
@@ -96,7 +96,7 @@ def model_state(engine: Engine, held: Mapping[int, torch.Tensor] | None = None) 
 @torch.no_grad()
 def load_model_state(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
     """See `Engine.load_state_dict`."""
-    engine.settle()
+    engine.synchronize()
     own, tp = engine.model.state_dict(keep_vars=True), engine.tensor_parallel
     matched = match(engine.model, state, tp)
     matched.require(strict)
@@ -190,7 +190,7 @@ def adopt(flat: Flat, values: torch.Tensor, device: torch.device) -> None:
 @torch.no_grad()
 def optimizer_state(engine: Engine) -> dict[str, Any]:
     """See `Engine.optimizer_state_dict`."""
-    engine.settle()
+    engine.synchronize()
     states: dict[str, dict[str, torch.Tensor]] = {}
     for flat in engine.trainable():
         for key in engine.rule.state_names:
@@ -216,7 +216,7 @@ def optimizer_state(engine: Engine) -> dict[str, Any]:
 @torch.no_grad()
 def load_optimizer_state(engine: Engine, saved: Mapping[str, Any]) -> None:
     """See `Engine.load_optimizer_state_dict`."""
-    engine.settle()
+    engine.synchronize()
     known, loaded = set(engine.rule.state_names), {}
     counts, numbers = saved.get("counts", {}), saved.get("numbers", {})
     for flat in engine.trainable():

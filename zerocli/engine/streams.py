@@ -1,7 +1,7 @@
-"""Lanes: queues of device work beside the compute stream, and the marks that order them.
+"""Streams: queues of device work beside the compute stream, and the events that order them.
 
-On a GPU a lane is a CUDA stream and a mark an event; nothing here ever blocks the host. On a CPU work runs where it is
-issued, lanes are empty and marks are always reached, so the same engine code serves both.
+On a GPU these are CUDA's streams and events, and nothing here ever blocks the host. On a CPU work runs where it is
+issued, streams are empty and events are always reached, so the same engine code serves both.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from zerocli.engine.events import SILENT, Events
 
 
-class Mark:
-    """A point in a lane's work; `wait` holds the current stream, not the host, until the point is reached."""
+class StreamEvent:
+    """A point in a stream's work; `wait` holds the current stream, not the host, until the point is reached."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -35,7 +35,7 @@ class Mark:
 
 
 class _Outside(threading.local):
-    """The stream that was current when this thread began to issue work on a lane."""
+    """The stream that was current when this thread began to issue work on a side stream."""
 
     stream: torch.cuda.Stream | None = None
 
@@ -44,11 +44,11 @@ _outside = _Outside()
 
 
 def compute_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that computes, also while work is being issued on a lane."""
+    """Return the stream that computes, also while work is being issued on a side stream."""
     return _outside.stream or torch.cuda.current_stream(device)
 
 
-class Lane:
+class SideStream:
     """An ordered queue of device work that runs beside the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -56,8 +56,8 @@ class Lane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextlib.contextmanager
-    def run(self, after: Mark | None = None) -> Iterator[None]:
-        """Issue the body's work on this lane, after the mark, or else after all compute issued so far."""
+    def run(self, after: StreamEvent | None = None) -> Iterator[None]:
+        """Issue the body's work on this stream, after the event, or else after all compute issued so far."""
         if self._stream is None:
             yield
             return

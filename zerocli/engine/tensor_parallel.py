@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from zerocli.engine.comm import Collectives
 from zerocli.engine.events import SILENT, Events
 from zerocli.engine.startup import STARTUP
-from zerocli.engine.streams import Lane, Waits
+from zerocli.engine.streams import SideStream, Waits
 from zerocli.layout.shards import nearest_divisor
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class TensorParallel(Collectives):
         if mesh is None:  # to torch, no group means all ranks
             self.rank, self.world = 0, 1
         self._mesh = mesh
-        self._waits, self._lane = waits or Waits(device), Lane(device)
+        self._waits, self._side = waits or Waits(device), SideStream(device)
         self.cuts: dict[str, Cut] = {}
         """The cut of each parameter that is split, by its name in the model."""
         self._unchecked = {"batches", "random numbers"}
@@ -159,7 +159,7 @@ class TensorParallel(Collectives):
 
     def start_sum_(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Start to sum over the ranks in place, beside the compute that follows; the result ends it."""
-        with self._lane.run():
+        with self._side.run():
             pending = self.all_reduce(tensor, "activations' gradients")
 
         def finish() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from offload import Record, Store
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.parameters import attach, edited, edited_in_place, moved, note_values, release
-from zerocli.engine.streams import Mark
+from zerocli.engine.streams import StreamEvent
 from zerocli.errors import Refused
 from zerocli.layout.flats import FlatSpec, flat_spec
 from zerocli.layout.shards import Layout, Span, lay_out
@@ -57,7 +57,7 @@ class Flat:
     """The whole buffer, where it is kept for good (parameters not partitioned)."""
     shard: torch.Tensor | None = None
     """This rank's slice in the compute dtype; a view of `resident` where there is one."""
-    written: Mark | None = None
+    written: StreamEvent | None = None
     """The optimizer's last write to `shard`; a gather starts after it."""
     master: torch.Tensor | None = None
     """`held` in fp32; the same memory as the parameters when they are fp32 themselves."""
@@ -113,9 +113,9 @@ class Flat:
         return self.layout.start_of(REPLICATED)
 
     @property
-    def away(self) -> bool:
+    def offloaded(self) -> bool:
         """Whether any of its states is kept off the device."""
-        return self.spec.away
+        return self.spec.offloaded
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of what it keeps on the device; the first to name a memory is right."""
@@ -157,7 +157,7 @@ class Flat:
         """Return the names of parameters whose values somebody may have changed in place."""
         return [e.name for e, p in zip(self.layout.entries, self.parameters, strict=True) if edited(p)]
 
-    def put_back(self) -> None:
+    def restore_moved(self) -> None:
         """Take parameters that were moved to other memory back into the flat, with the values that they have there."""
         assert self.resident is not None
         for entry, parameter in zip(self.layout.entries, self.parameters, strict=True):

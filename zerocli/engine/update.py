@@ -19,7 +19,7 @@ from zerocli.engine.counts import Counts, within
 from zerocli.engine.events import SILENT, Events
 from zerocli.engine.optim import At, FlatOptimizer, FusedAdam, Group, StepValues
 from zerocli.engine.rules import MuonWithAdamW
-from zerocli.engine.streams import Lane, Mark
+from zerocli.engine.streams import SideStream, StreamEvent
 from zerocli.engine.torchrule import WholeOptimizer
 from zerocli.engine.unit import MASTER, REPLICATED, Flat
 from zerocli.engine.whole_update import update_whole
@@ -84,8 +84,8 @@ class Updater:
         self.on_cpu = sizing.update_on_cpu
         self._sizing = sizing
         self.before_update: Callable[[Flat], None] = lambda flat: None
-        """Called before a flat's states change, on the lane of the change: a checkpoint may still be reading them."""
-        self._fetching, self._updating = Lane(device), Lane(device)
+        """Called before a flat's states change, on the stream of the change: a checkpoint may still be reading them."""
+        self._fetching, self._updating = SideStream(device), SideStream(device)
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
         self._scratch: dict[str, torch.Tensor] = {}
         self._inactive: frozenset[str] = frozenset()
@@ -96,7 +96,7 @@ class Updater:
         self._left: set[int] = set()
         """Flats whose update has not been issued to its end."""
         self._at = LEAD
-        self._start = Mark(device)
+        self._start = StreamEvent(device)
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of slots and scratch, on the device and beside it."""
@@ -117,12 +117,13 @@ class Updater:
         updated: Callable[[Flat], None],
         inactive: frozenset[str] = frozenset(),
     ) -> None:
-        """Begin to update the flats in order; `updated` is called after each, on the lane that its writes are on.
+        """Begin to update the flats in order; `updated` is called after each, on the stream that its writes are on.
 
-        What can be updated where it lies is done at once. The rest is issued bit by bit by `pump`, as the next forward
-        asks for it: its compute is then not queued behind the whole update. Parameters in `inactive` are left alone.
+        What can be updated where it lies is done at once. The rest is issued bit by bit by `issue_updates`, as the
+        next forward asks for it: its compute is then not queued behind the whole update. Parameters in `inactive` are
+        left alone.
         """
-        self.pump()
+        self.issue_updates()
         self._inactive = inactive
         flats = [flat for flat in flats if any(entry.name not in inactive for entry in flat.layout.entries)]
         self._values = {place.type: values.to(place) for place in {self._place(flat) for flat in flats}}
@@ -137,22 +138,22 @@ class Updater:
             assert isinstance(self._rule, WholeOptimizer | MuonWithAdamW)
             with self._events.update(flat.unit):
                 update_whole(flat, self._rule, values, self._counts, inactive, self._collectives)
-            flat.written = Mark(self._device)
+            flat.written = StreamEvent(self._device)
         flats = [flat for flat in flats if flat not in together]
         for flat in flats:
-            if not flat.away:
+            if not flat.offloaded:
                 with self._events.update(flat.unit):
                     for job in self._jobs_of(flat):
                         self._update(job, Slot())
                 self._close(flat)
-        self._jobs = [job for flat in flats if flat.away for job in self._jobs_of(flat)]
+        self._jobs = [job for flat in flats if flat.offloaded for job in self._jobs_of(flat)]
         self._left = {id(job.flat) for job in self._jobs}
         self._at = 0
-        self._start = Mark(self._device)
+        self._start = StreamEvent(self._device)
         # Parameters that stay on the device are read without asking: all of theirs now, and a start for the others.
-        resident = [flat for flat in flats if flat.away and flat.resident is not None]
+        resident = [flat for flat in flats if flat.offloaded and flat.resident is not None]
         if self._jobs:
-            self.pump(resident[-1] if resident else self._jobs[0].flat)
+            self.issue_updates(resident[-1] if resident else self._jobs[0].flat)
 
     def _pairs(self, flats: Iterable[Flat]) -> list[tuple[int, int]]:
         """Return (group, class of counts) of all parameters that are updated."""
@@ -162,7 +163,7 @@ class Updater:
     def _needs_whole(self, flat: Flat, values: StepValues) -> bool:
         return any(self._rule.is_whole(values.groups[entry.group % REPLICATED]) for entry in flat.layout.entries)
 
-    def pump(self, flat: Flat | None = None) -> None:
+    def issue_updates(self, flat: Flat | None = None) -> None:
         """Issue the update up to and with this flat's, or all that is left; nothing to do if that was issued."""
         if flat is not None and not self.owes(flat):
             return
@@ -190,12 +191,12 @@ class Updater:
         return id(flat) in self._left
 
     def _close(self, flat: Flat) -> None:
-        flat.written = Mark(self._device)
+        flat.written = StreamEvent(self._device)
         self._updated(flat)
 
     def _jobs_of(self, flat: Flat) -> list[Job]:
         """Return the chunks that have something to update; one empty chunk where none of this rank's has."""
-        spans = flat.spec.chunks(self._sizing.chunk if flat.away else self._in_cache[self._device.type])
+        spans = flat.spec.chunks(self._sizing.chunk if flat.offloaded else self._in_cache[self._device.type])
         passing = frozenset(slot_widths(flat.spec, self._sizing))
         segments = self._counts.segments(flat.layout, self._inactive)
         chosen: list[tuple[int, Span, tuple[tuple[Span, int], ...]]]
@@ -261,7 +262,7 @@ class Updater:
         if "out" in slot.parts and target is not None and sum(s.numel for s, _ in job.segments) < span.numel:
             target.copy_(arrays[MASTER])  # parameters that sit this step out are sent back with the others
         # A piece in cache saves memory traffic; a GPU that waits for its link anyway is spared the launches.
-        cached = place.type == "cpu" or not flat.away
+        cached = place.type == "cpu" or not flat.offloaded
         for segment, history in job.segments:
             at = values.at(history)
             for piece in segment.pieces(self._in_cache[place.type] if cached else span.numel):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from offload.verify import Corrupted, Unverified
-from zerocli.engine.streams import Lane
+from zerocli.engine.streams import SideStream
 
 
 class VerifiedReads:
@@ -23,7 +23,7 @@ class VerifiedReads:
         self, verifier: Unverified, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         self._verifier, self._device, self._gather = verifier, device, gather
-        self._lane = Lane(device)
+        self._side = SideStream(device)
         self._issued: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     @property
@@ -34,7 +34,7 @@ class VerifiedReads:
         """On a GPU, start bringing to the host what has been found so far, on every rank. Collective."""
         if not self.active or self._device.type != "cuda":
             return
-        with self._lane.run():
+        with self._side.run():
             everyone = self._everyone()
             host = torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True)
             host.copy_(everyone, non_blocking=True)

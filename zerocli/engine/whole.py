@@ -43,7 +43,7 @@ def gathered(engine: Engine, what: Sequence[str | nn.Parameter | nn.Module], wri
             for flat in flats:
                 if flat.resident is None:
                     flat.note_values()
-    gatherer.settle()
+    gatherer.release_all()
     if write:
         engine.hooks.generation += 1
     if changed:

@@ -196,7 +196,7 @@ def update_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
     """Yield the buffers of the update's slots, flats given in the order of their updates: the largest chunk of each."""
     most: dict[tuple[str, int, str], int] = {}
     at = 0
-    for flat in (flat for flat in flats if flat.away):
+    for flat in (flat for flat in flats if flat.offloaded):
         device, widths = update_device(flat, sizing), slot_widths(flat, sizing)
         for count, numel in _chunk_runs(flat, sizing.chunk):
             for slot in range(at, at + min(count, NUM_SLOTS)):
@@ -223,7 +223,7 @@ def update_scratch(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
     for device in dict.fromkeys(update_device(flat, sizing) for flat in narrow):
         numel = UPDATE_CHUNK[device]
         if device != "cpu":  # a GPU takes a chunk that it has fetched in one piece
-            fetched = [flat for flat in narrow if flat.away and update_device(flat, sizing) == device]
+            fetched = [flat for flat in narrow if flat.offloaded and update_device(flat, sizing) == device]
             numel = max([numel, *(size for flat in fetched for _, size in _chunk_runs(flat, sizing.chunk))])
         yield Spec("buffers", "update scratch", numel, FP32, _tier(device, sizing))
 

@@ -79,7 +79,7 @@ class FlatSpec:
         return self.layout.total
 
     @property
-    def away(self) -> bool:
+    def offloaded(self) -> bool:
         """Whether any of its states is kept off the device."""
         return any(tier != HBM for tier in self.tiers.values())
 

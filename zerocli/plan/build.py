@@ -213,7 +213,7 @@ def _host_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
     if pinned:
         rest = pinned - sum(sum(blocks) for blocks in sizes.values())
         rows.append(Row("buffers", "dram", rest * times, f"arenas beyond their pieces x {times}"))
-    kept = peaks.away.get("dram", 0)
+    kept = peaks.offloaded.get("dram", 0)
     if kept:
         rows.append(Row("activations", "dram", kept * times, f"the blocks' checkpoints of a rank x {times}"))
         rows.append(Row("buffers", "dram", (arenas([kept]) - kept) * times, f"the rest of their arena x {times}"))
@@ -234,7 +234,7 @@ def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str
     disks = [  # tier objects, each with staging of its own
         any(flat.tiers["parameters"] == "nvme" for flat in flats),
         any("nvme" in (flat.tiers.get("optimizer"), flat.tiers.get("gradients")) for flat in flats),
-        bool(peaks.away.get("nvme")),
+        bool(peaks.offloaded.get("nvme")),
     ]
     staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
     found = {
@@ -253,7 +253,7 @@ def _update_pinned(setup: Setup, flats: list[FlatSpec]) -> int:
     slots = sum(spec.nbytes for spec in update_slots(trainable, setup.sizing) if spec.tier != HBM)
     total = constants.NUM_SLOTS * _power_of_two(slots // constants.NUM_SLOTS) if slots else 0
     total += sum(_power_of_two(s.nbytes) for s in update_scratch(trainable, setup.sizing) if s.tier != HBM)
-    if setup.update == "auto" and any(flat.away for flat in flats):
+    if setup.update == "auto" and any(flat.offloaded for flat in flats):
         total += 2 * _power_of_two(96 << 20)  # the start-up measurement's, which torch keeps
     return total
 
@@ -275,7 +275,7 @@ def _disk_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks, kept_saves: Ro
     if grown:
         rest = grown - sum(sum(blocks) for blocks in sizes.values())
         rows.append(Row("buffers", "nvme", rest * times, f"swap files beyond their pieces x {times}"))
-    kept = peaks.away.get("nvme", 0)
+    kept = peaks.offloaded.get("nvme", 0)
     if kept:
         rows.append(Row("activations", "nvme", kept * times, f"the blocks' checkpoints of a rank x {times}"))
         rows.append(Row("buffers", "nvme", (swap([kept]) - kept) * times, f"the rest of their swap file x {times}"))
@@ -288,6 +288,6 @@ def _other_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
     rows = []
     for tier in (each for each in setup.placement().tiers if each not in ("dram", "nvme")):
         rows += _piece_rows(tier, _pieces(setup, flats, tier)[0], times)
-        if kept := peaks.away.get(tier, 0):
+        if kept := peaks.offloaded.get(tier, 0):
             rows.append(Row("activations", tier, kept * times, f"the blocks' checkpoints of a rank x {times}"))
     return rows

@@ -28,7 +28,7 @@ class Peaks:
     initialisation: Peak
     first_step: Peak
     steady: Peak
-    away: dict[str, int]
+    offloaded: dict[str, int]
 
     @property
     def highest(self) -> Peak:
@@ -54,7 +54,7 @@ class Replay:
         """Checkpoints that are still being written to their tier, by block: two at most."""
         self._ahead: dict[int, Storage] = {}
         """Those brought back ahead of their block's backward."""
-        self.away: dict[str, int] = {}
+        self._checkpoints_away: dict[str, int] = {}
         self._has_buckets = False
 
     def run(self) -> Peaks:
@@ -71,7 +71,7 @@ class Replay:
         self._keep(*buffers.update_slots(self._trainable, self._sizing))
         self._keep(*buffers.update_scratch(self._trainable, self._sizing))
         self._step()
-        return Peaks(initialisation, first, ledger.peak, dict(self.away))
+        return Peaks(initialisation, first, ledger.peak, dict(self._checkpoints_away))
 
     def _keep(self, *specs: Spec) -> None:
         """Take what lies on the device of these buffers for as long as the engine lives."""
@@ -201,7 +201,7 @@ class Replay:
             if share.tier == HBM:
                 self._keep_bytes("activations", count * each)
             elif count:
-                self.away[share.tier] = self.away.get(share.tier, 0) + count * each
+                self._checkpoints_away[share.tier] = self._checkpoints_away.get(share.tier, 0) + count * each
         if len(self._slots) < layers:
             fact = (
                 f"activations: {layers - len(self._slots)} of {layers} checkpoints have no place left in their budgets"

@@ -30,7 +30,7 @@ _WHERE = {
 class Observer:
     """Watches one rank of a run; all ranks call all of it."""
 
-    tells = False
+    reports = False
     """Whether it tells the user about the run itself, in the place of the closing summary."""
 
     def build(self, make: Callable[[], Engine]) -> Engine:
@@ -52,7 +52,7 @@ class Observer:
     ) -> None:
         """Write what was recorded; a run that has trained for a month does not fail for its books."""
         try:
-            self.tell(config, options, self.document(config, engine, lines, everyone))
+            self.publish(config, options, self.document(config, engine, lines, everyone))
         except Exception as error:
             say(f"note: {FILE} was not written: {type(error).__name__}: {error}")
 
@@ -76,7 +76,7 @@ class Observer:
             "notes": [f"recorded by train: {_WHERE[engine.device.type]} (zerocli profile follows them)"],
         }
 
-    def tell(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
+    def publish(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
         write_text(Path(options.run_dir) / FILE, json.dumps(document), sync=False)
 
 

@@ -43,7 +43,7 @@ GRANULARITY = {"cuda": 512, "cpu": 1}
 class Profiler(Observer):
     """Profiles a run; `told` gets rank 0's document when it is over, `follow` says whether memory can be followed."""
 
-    tells = True
+    reports = True
 
     def __init__(
         self,
@@ -293,9 +293,9 @@ class Profiler(Observer):
         self, config: Config, options: RunOptions, engine: Engine, lines: list[Line], everyone: list[Any]
     ) -> None:
         """Tell; a profile is what this run was for, so that a failure is one."""
-        self.tell(config, options, self.document(config, engine, lines, everyone))
+        self.publish(config, options, self.document(config, engine, lines, everyone))
 
-    def tell(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
+    def publish(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
         write_text(Path(options.run_dir) / FILE, json.dumps(document), sync=False)
         self._told(config, options, document)
 

@@ -162,7 +162,7 @@ class Job:
                 self._end()
         return self._exit_code()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Tell the user how the run failed, if it did: the cause's own words first."""
         cause = self._cause()
         if self._was_interrupted():

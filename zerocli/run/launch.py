@@ -46,7 +46,7 @@ def launch(
     with lock_run_folder(run_dir):
         job = Job(command, num_ranks, run_dir, saves=saves(config))
         code = job.run()
-    job.tell()
+    job.report()
     return code
 
 

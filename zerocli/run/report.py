@@ -29,7 +29,7 @@ def opening(config: Config, engine: Engine) -> str:
     axes = f" ({world} data-parallel x {tp} tensor-parallel)" if tp > 1 else ""
     each = "data-parallel ranks" if tp > 1 else "ranks"
     update = f"; update {'on the CPU' if engine.updater.on_cpu else 'through the device'} ({engine.update_reason})"
-    away = [f"offload {config.offload.placement}{update if any(f.away for f in engine.flats()) else ''}"]
+    away = [f"offload {config.offload.placement}{update if any(f.offloaded for f in engine.flats()) else ''}"]
     return "\n".join(
         [
             f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "

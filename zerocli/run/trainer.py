@@ -90,14 +90,14 @@ def join_ranks(config: Config, watchdog: Watchdog) -> None:
     """Open the process group, watched from the moment that its store is there."""
 
     def met(store: dist.Store) -> None:
-        watchdog.meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store)
+        watchdog.connect(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store)
         STARTUP.events.start("opening the process group")
 
     limit = config.train.watchdog
     with STARTUP.waiting("opening the process group"):
         open_process_group(connect_seconds=max(limit, START_SECONDS) if limit else CONNECT_SECONDS, met=met)
     if dist.is_initialized():  # by somebody else, before
-        watchdog.meet(dist.get_rank(), dist.get_world_size())
+        watchdog.connect(dist.get_rank(), dist.get_world_size())
 
 
 def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Watchdog) -> int:
@@ -142,13 +142,13 @@ def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Wa
         engine.close()
         if rank == 0:
             say(stopped or f"nothing is left to train: step {first - 1} of {config.train.steps} was saved")
-            if options.json and not (lines and observer.tells):
+            if options.json and not (lines and observer.reports):
                 about = {"schema": 1, "run_dir": options.run_dir, "steps": lines.num_steps, "stopped": stopped}
                 show(json.dumps(about))
         return PREEMPTED if stopped else OK
     checked = compare(config, start, lines, batches, rank, engine.collectives.world) if start else None
     held = report.gather_memory(engine)
-    if rank == 0 and not observer.tells:
+    if rank == 0 and not observer.reports:
         summary = report.summary(config, options, engine, lines, held, checked)
         say(report.closing(summary))
         if options.json:

@@ -102,7 +102,7 @@ class Watchdog(threading.Thread):
             self.attach(engine)
             self._heartbeats = Heartbeats(dist.get_rank(), engine.ranks) if self._axes and limit else None
 
-    def meet(self, rank: int, world: int, store: dist.Store | None = None) -> None:
+    def connect(self, rank: int, world: int, store: dist.Store | None = None) -> None:
         """Look at this run's start as well, and speak with its ranks: through `store`, or the process group's."""
         if world > 1 and self._limit and self._heartbeats is None:
             self._axes = [*self._axes, Axis("start", STARTUP, tuple(range(world)))]
