@@ -1,4 +1,4 @@
-"""`hbm`: the memory of the compute device, in exact blocks. Without a GPU the CPU's own memory plays the part."""
+"""`hbm`: the memory of the compute device, in exact blocks. Without a GPU host memory is reported as hbm."""
 
 from __future__ import annotations
 

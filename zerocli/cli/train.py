@@ -52,7 +52,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--offload", metavar="PLACEMENT", help="Where states live: cpu, or params=cpu,optimizer=nvme."),
         click.option("--nvme-path", multiple=True, metavar="DIR", help="Folder on an NVMe disk; may be repeated."),
-        click.option("--ranks", type=int, metavar="N", help="Processes; by default one a GPU, two without a GPU."),
+        click.option("--ranks", type=int, metavar="N", help="Processes; by default one per GPU, two without a GPU."),
         click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them."),
         click.option("--steps", type=int, metavar="N", help="Optimizer steps."),
         click.option("--batch", type=int, metavar="N", help="Sequences per data-parallel rank and micro-step."),

@@ -90,7 +90,7 @@ class Pending:
 
 @dataclass(eq=False)
 class Issued:
-    """A collective that this rank has begun: the how-manieth of its group, and what it carries."""
+    """A collective that this rank has begun: its position in the group's launch order, and what it carries."""
 
     number: int
     kind: str

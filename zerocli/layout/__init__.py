@@ -1,1 +1,1 @@
-"""Stages, shards and sizes: arithmetic without torch."""
+"""Stages, shards, flats and the specification of every persistent buffer: arithmetic without torch."""

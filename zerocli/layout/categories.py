@@ -1,4 +1,4 @@
-"""Model states per rank, as the ZeRO paper counts them. Pure arithmetic: no torch, nothing allocated."""
+"""What memory is counted under, and model states per rank as the ZeRO paper counts them."""
 
 from __future__ import annotations
 

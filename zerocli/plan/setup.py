@@ -31,7 +31,7 @@ class Setup(Sharding):
     checkpoint_buffer: int = CheckpointConfig.buffer
     """Bytes of host memory, a rank, that a saved checkpoint may pass through."""
     device: str = "cuda"
-    """`cuda`, or `cpu`, whose memory then plays hbm."""
+    """`cuda`, or `cpu`: no GPU, and host memory is reported as hbm."""
     runtime: Mapping[str, int] = field(default_factory=dict)
     """Overrides of `zerocli.plan.runtime.RUNTIME`, by name."""
 

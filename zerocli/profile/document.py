@@ -1,4 +1,4 @@
-"""The document of a profile: all ranks' books joined, the plan's prediction beside them, the step's seconds by cause.
+"""The document of a profile: all ranks' record joined, the plan's prediction beside them, the step's seconds by cause.
 
 Rows of the device are those of the rank with the highest peak; rows of host memory and disks are of the node with the
 most of them, all its ranks together, as a plan counts them.
@@ -31,9 +31,9 @@ CAUSES = ("collectives", "transfers", "optimizer", "data")
 def assemble(
     config: Config, everyone: Sequence[dict[str, Any]], lines: Sequence[Mapping[str, Any]], facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the document; `lines` are a run's metrics, `facts` what its observer knows beside the books."""
+    """Return the document; `lines` are a run's metrics, `facts` what its observer knows beside the record."""
     notes = list(facts.pop("notes", []))
-    books = join(everyone)
+    record = join(everyone)
     plan, problem = predict(config, facts)
     if problem:
         notes.append(problem)
@@ -43,22 +43,22 @@ def assemble(
         "config": config.name,
         "settings": to_dict(config),
         **{name: facts[name] for name in ("device", "gpu", "precision", "parameters", "ranks", "tp", "followed")},
-        "rows": rows(books, plan),
+        "rows": rows(record, plan),
         "peak": {
             tier: {
                 "predicted": plan.needed(tier) if plan is not None and plan.whole else None,
-                "measured": books[tier]["measured"],
-                "moment": books[tier].get("moment", ""),
+                "measured": record[tier]["measured"],
+                "moment": record[tier].get("moment", ""),
                 "holders": [
                     {"name": name, "category": category, "bytes": nbytes}
-                    for name, category, nbytes in books[tier]["holders"]
+                    for name, category, nbytes in record[tier]["holders"]
                 ],
             }
             for tier in TIERS
         },
         "steps": [lines[0]["step"], lines[-1]["step"]],
         "step": seconds(config, lines, facts),
-        "system": books["system"],
+        "system": record["system"],
         "boundaries": facts.get("boundaries", []),
         "losses": [line["loss"] if math.isfinite(line["loss"]) else None for line in lines],  # JSON has no NaN
         "notes": notes,
@@ -70,7 +70,7 @@ def assemble(
 
 def join(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return one book for the tiers out of all ranks'."""
-    books: dict[str, Any] = {"hbm": max(everyone, key=lambda rank: rank["hbm"]["measured"])["hbm"]}
+    record: dict[str, Any] = {"hbm": max(everyone, key=lambda rank: rank["hbm"]["measured"])["hbm"]}
     nodes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for rank in everyone:
         nodes[rank["node"]].append(rank)
@@ -83,14 +83,14 @@ def join(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for rank in ranks:
             for name, category, nbytes in rank[tier]["holders"]:
                 held[name, category] += nbytes
-        books[tier] = {
+        record[tier] = {
             "rows": dict(total),
             "measured": sum(rank[tier]["measured"] for rank in ranks),
             "holders": [(name, category, n) for (name, category), n in held.most_common(10)],
         }
     keys = everyone[0]["system"]
-    books["system"] = {key: max(rank["system"][key] for rank in everyone) for key in keys}
-    return books
+    record["system"] = {key: max(rank["system"][key] for rank in everyone) for key in keys}
+    return record
 
 
 def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]:
@@ -100,7 +100,7 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
         "ranks_per_node": facts["ranks_per_node"],
         "precision": facts["precision"],
         "device": facts["device"],
-        "checkpoints": 0,  # a profile's books are of the tiers, not of the run folder
+        "checkpoints": 0,  # a profile's record are of the tiers, not of the run folder
     }
     if facts["device"] == "cuda":
         changes["update"] = "cpu" if facts["update_on_cpu"] else "stream"
@@ -117,19 +117,19 @@ def config_shape(config: Config) -> Shape | None:
     return None if config.model.factory else shape_of(config.model, config.train.seq)
 
 
-def rows(books: Mapping[str, Any], plan: Plan | None) -> list[dict[str, Any]]:
+def rows(record: Mapping[str, Any], plan: Plan | None) -> list[dict[str, Any]]:
     """Return the rows, predicted beside measured; of each tier in use they and `unattributed` add up to its peak."""
     found = []
     for tier in TIERS:
-        measured = books[tier]["rows"]
+        measured = record[tier]["rows"]
         for category in CATEGORIES:
             foreseen = plan is not None and (plan.whole or category in STATES)
             predicted = plan.of(category, tier) if plan is not None and foreseen else None
             if measured.get(category) or predicted:
                 row = {"category": category, "tier": tier, "predicted": predicted}
                 found.append(row | {"measured": measured.get(category, 0)})
-        rest = books[tier]["measured"] - sum(measured.get(category, 0) for category in CATEGORIES)
-        if rest or books[tier]["measured"]:
+        rest = record[tier]["measured"] - sum(measured.get(category, 0) for category in CATEGORIES)
+        if rest or record[tier]["measured"]:
             found.append({"category": UNATTRIBUTED, "tier": tier, "predicted": None, "measured": rest})
     return found
 

@@ -38,7 +38,7 @@ class Observer:
         return make()
 
     def report(self, config: Config, options: RunOptions, engine: Engine, lines: list[Line]) -> None:
-        """Close the run's books: rank 0 writes RUN/profile.json. Collective."""
+        """Write RUN/profile.json on rank 0, from what every rank has recorded. Collective."""
         try:
             mine = self.local(engine)
         except Exception as error:  # the others are on their way to the gather
@@ -50,16 +50,16 @@ class Observer:
     def close(
         self, config: Config, options: RunOptions, engine: Engine, lines: list[Line], everyone: list[Any]
     ) -> None:
-        """Write what was recorded; a run that has trained for a month does not fail for its books."""
+        """Write what was recorded; log instead of raising: failing to write profile.json must not fail the run."""
         try:
             self.publish(config, options, self.document(config, engine, lines, everyone))
         except Exception as error:
             say(f"note: {FILE} was not written: {type(error).__name__}: {error}")
 
     def document(self, config: Config, engine: Engine, lines: list[Line], everyone: list[Any]) -> dict[str, Any]:
-        for rank, books in enumerate(everyone):
-            if "failed" in books:
-                raise RuntimeError(f"rank {rank} could not close its books: {books['failed']}")
+        for rank, record in enumerate(everyone):
+            if "failed" in record:
+                raise RuntimeError(f"rank {rank} could not record its memory: {record['failed']}")
         return assemble(config, everyone, [line.as_dict() for line in lines], self.facts(config, engine))
 
     def local(self, engine: Engine) -> dict[str, Any]:

@@ -183,7 +183,7 @@ class Profiler(Observer):
             found.append({"moment": moment, "ledger": held.nbytes, "allocator": there, "rows": held.rows})
         return found
 
-    # -- closing the books -----------------------------------------------------------------------------------------
+    # -- the profile at the end --------------------------------------------------------------------------------------
 
     def report(self, config: Config, options: RunOptions, engine: Engine, lines: list[Line]) -> None:
         self.detach()
@@ -191,7 +191,7 @@ class Profiler(Observer):
         super().report(config, options, engine, lines)
 
     def local(self, engine: Engine) -> dict[str, Any]:
-        """Return this rank's books at the peaks; on a GPU beside the allocator's own counters."""
+        """Return what this rank has recorded at the peaks; on a GPU beside the allocator's own counters."""
         peak = self.ledger.peak()
         held = {name: nbytes for name, nbytes in peak.rows.items() if nbytes and name != UNATTRIBUTED}
         hbm: dict[str, Any] = {

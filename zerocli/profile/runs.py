@@ -69,11 +69,11 @@ def _check(path: Path, document: dict[str, Any], hint: str) -> None:
 
 
 def _stale(document: dict[str, Any], newest: int) -> list[str]:
-    """Return a note if the run went on after these books were closed: resumed, and ended without closing them again."""
+    """Return a note if the run went on after this profile was written: resumed, and ended without writing another."""
     last = document["steps"][1] if "steps" in document else newest
     if last >= newest:
         return []
-    return [f"this run went on to step {newest} and ended there without closing its books: these are of step {last}"]
+    return [f"this run went on to step {newest} and ended there without writing a profile: this one is of step {last}"]
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -110,7 +110,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _from_metrics(run: Path, settings: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a run's metrics alone say, its peaks and seconds: it ended before its books were closed."""
+    """Return what a run's metrics alone say, its peaks and seconds: it ended before it wrote a profile."""
     peak = {tier: int(max(line["peak"].get(tier, 0) for line in lines)) for tier in TIERS}
     from zerocli.config import from_dict, to_dict
 
