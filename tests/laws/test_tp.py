@@ -436,7 +436,7 @@ def test_train_counts_data_parallel_ranks_and_checks_against_one_process(tmp_pat
     one, loss = 2 * 32 * 128 * 4, 2 * 32 * 3 * 4
     assert row["comm_tp"]["all_reduce"] == 2 * ((2 * 4 + 2) * one + loss)  # four a block, two at the ends
     assert "2 ranks (1 data-parallel x 2 tensor-parallel)" in done.stderr
-    assert "vocabulary split, 128 tokens a rank (tp 2 divides 256)" in done.stderr
+    assert "vocabulary split, 128 tokens per rank (tp 2 divides 256)" in done.stderr
     assert "torchrun --standalone --nproc-per-node 2 -m zerocli train tiny --stage 3 --tp 2" in done.stderr
 
 

@@ -22,7 +22,7 @@ from zerocli.plan.shape import Shape
 from zerocli.plan.step import Peaks, Replay
 from zerocli.plan.traced import Traced, way
 
-_GATHERED = "{} buffers for each size of unit, whole, {} B a parameter"
+_GATHERED = "{} buffers for each size of unit, whole, {} B per parameter"
 WORDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer_states"}
 
 
@@ -168,7 +168,7 @@ def _runtime_rows(setup: Setup, peak: Peak) -> list[Row]:
 def _activation_formula(shape: Shape, setup: Setup) -> str:
     tokens = f"{setup.batch} x {setup.seq} tokens"
     if not setup.recomputes:
-        return f"what {shape.layers} blocks keep for backward of {tokens}, {setup.width} B an element"
+        return f"what {shape.layers} blocks keep for backward of {tokens}, {setup.width} B per element"
     part = f" / {setup.parts}" if setup.parts > 1 else ""
     return f"{shape.layers} x {tokens} x {shape.hidden} x {setup.width} B{part}, and one block recomputed"
 

@@ -52,7 +52,7 @@ class Verdict:
         if timed is None:
             return "the first that fits: it moves least"
         ground = "the only one that fits" if number == 1 else f"the fastest of {number} that fit"
-        return f"{ground}: about {_seconds(timed.seconds)} a step, bound by {timed.bound}"
+        return f"{ground}: about {_seconds(timed.seconds)} per step, bound by {timed.bound}"
 
 
 # -- for programs ------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def _explain(candidate: Candidate) -> list[str]:
     lines += plan.lines()
     if candidate.estimate is not None:
         parts = ", ".join(f"{name} {_seconds(s)}" for name, s in candidate.estimate.parts.items() if s)
-        lines.append(f"  a step, estimated: {_seconds(candidate.estimate.seconds)}; alone each would take: {parts}")
+        lines.append(f"  estimated step: {_seconds(candidate.estimate.seconds)}; alone each would take: {parts}")
     return lines
 
 

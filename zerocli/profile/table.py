@@ -128,13 +128,13 @@ def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
     if step["tflops"] is not None:
         known, best = step["utilisation"], step["best_tflops"]
         share = f"{known:.1%} of {best:g}" if known and best else "utilisation unknown for this device"
-        yield f"{'model TFLOPS a rank':<24}{step['tflops']:>10.3g}   {share}"
+        yield f"{'model TFLOPS per rank':<24}{step['tflops']:>10.3g}   {share}"
     if step["overlap"] is not None:
         yield f"{'overlap':<24}{step['overlap']:>10.1%}   of transfers and collectives hidden behind compute"
     for link in step["links"]:
         best = f"best {link['best']:.3g}" if link["best"] else f"not measured{MEASURED_BY.get(link['lane'], '')}"
         moved = "at least; " if link.get("at_least") else ""
-        moved += f"{format_bytes(link['bytes'])} a step in {link['seconds']:.4f} s"
+        moved += f"{format_bytes(link['bytes'])} per step in {link['seconds']:.4f} s"
         yield f"{'  ' + link['lane']:<24}{link['achieved']:>10.3g} GB/s   {moved}; {best}"
 
 

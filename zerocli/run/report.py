@@ -49,7 +49,7 @@ def _vocabulary(config: Config, engine: Engine) -> list[str]:
     if tp.world == 1 or config.model.factory:
         return []
     if "head.weight" in tp.cuts:
-        return [f"vocabulary split, {vocab // tp.world} tokens a rank (tp {tp.world} divides {vocab})"]
+        return [f"vocabulary split, {vocab // tp.world} tokens per rank (tp {tp.world} divides {vocab})"]
     return [f"vocabulary whole on every rank (tp {tp.world} does not divide {vocab})"]
 
 
