@@ -198,7 +198,7 @@ def test_a_plan_is_never_below_the_measured_and_hardly_above_it(world):
     for (changes, setup), peak in zip(cases, measured, strict=True):
         model = dataclasses.replace(SMALL, **changes)
         planned = planned_peak(model, 4, 24, setup | {"precision": "fp32"}, world)
-        assert peak <= planned <= peak * 1.03, (changes, setup)
+        assert peak <= planned <= peak * 1.02, (changes, setup)
 
 
 def test_a_plan_holds_where_layers_are_split_and_checkpoints_leave(tmp_path):
@@ -232,7 +232,7 @@ def test_a_plan_holds_in_half_precision(tmp_path):
         model = dataclasses.replace(SMALL, **changes)
         planned = planned_peak(model, 2, 16, setup | {"precision": "bf16"}, 2)
         # The update's scratch is a constant that would hide everything else: it is taken out of the tolerance.
-        assert peak <= planned <= peak + 0.03 * (peak - FP32_SCRATCH), (changes, setup)
+        assert peak <= planned <= peak + 0.02 * (peak - FP32_SCRATCH), (changes, setup)
 
 
 def test_the_ledger_would_notice_what_is_left_out():
@@ -364,7 +364,7 @@ def test_the_states_of_every_rule_are_planned_as_it_keeps_them():
         if name != "muon":  # its whole matrices pass through memory of their own
             setup = {"stage": 3, "offload": "cpu", "precision": "fp32"} | settings
             planned = planned_peak(SMALL, 4, 24, setup, 2)
-            assert peak <= planned <= peak * 1.03, name
+            assert peak <= planned <= peak * 1.02, name
 
 
 @pytest.mark.parametrize(
