@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +29,11 @@ MIN_ROUNDS = 3
 NUM_RAW_THREADS = 8
 
 Job = Callable[[], None]
+Move = Callable[[int, list[memoryview], int], int]
+"""pwritev or preadv."""
 
 
-def bench_nvme(paths: Sequence[str | os.PathLike], nbytes: int = 1 << 30, seconds: float = 20.0) -> dict:
+def bench_nvme(paths: Sequence[str | os.PathLike[str]], nbytes: int = 1 << 30, seconds: float = 20.0) -> dict[str, Any]:
     """Measure writing, reading, and half of each at once, by the tier and by raw threads: GB/s in all, and ratios."""
     pages = Pages(nbytes)
     pages.bytes.random_(0, 256)
@@ -55,17 +58,17 @@ def bench_nvme(paths: Sequence[str | os.PathLike], nbytes: int = 1 << 30, second
             "both": both,
         }
         rates = _alternate(jobs, pages.nbytes, seconds)
-        result: dict = {"paths": [str(path) for path in paths], "nbytes": pages.nbytes, "direct": tier.direct}
+        result: dict[str, Any] = {"paths": [str(path) for path in paths], "nbytes": pages.nbytes, "direct": tier.direct}
     pages.release()
     return result | rates | _ratios(rates, ("write", "read", "both"))
 
 
-def bench_dram_hbm(nbytes: int = 1 << 30, seconds: float = 10.0) -> dict:
+def bench_dram_hbm(nbytes: int = 1 << 30, seconds: float = 10.0) -> dict[str, Any]:
     """Measure dram ↔ hbm through the tier beside plain pinned copies, each direction and both; without a GPU, dram."""
     return _bench_cuda(nbytes, seconds) if torch.cuda.is_available() else _bench_host(nbytes, seconds)
 
 
-def _bench_cuda(nbytes: int, seconds: float) -> dict:
+def _bench_cuda(nbytes: int, seconds: float) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device())
     above, below = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     pinned_in, pinned_out = (torch.ones(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
@@ -109,7 +112,7 @@ def _bench_cuda(nbytes: int, seconds: float) -> dict:
     return found | rates | _ratios(rates, ("up", "down", "both"))
 
 
-def _bench_host(nbytes: int, seconds: float) -> dict:
+def _bench_host(nbytes: int, seconds: float) -> dict[str, Any]:
     source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
 
     def copy() -> None:
@@ -143,7 +146,7 @@ def _alternate(jobs: dict[str, Job], nbytes: int, seconds: float) -> dict[str, f
     return {name: nbytes / median(took) / 1e9 for name, took in times.items()}
 
 
-def _ratios(rates: dict[str, float], names: Sequence[str]) -> dict:
+def _ratios(rates: dict[str, float], names: Sequence[str]) -> dict[str, float]:
     return {f"{name}_ratio": rates[name] / rates[f"raw_{name}"] for name in names}
 
 
@@ -174,7 +177,7 @@ class _RawLoop:
         """Write one half of the units and read the other, at once."""
         self._each(os.pwritev, os.preadv)
 
-    def _each(self, even: Callable, odd: Callable) -> None:
+    def _each(self, even: Move, odd: Move) -> None:
         memory = self._pages.memory
 
         def work(thread: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Copier:
         if source.numel() <= INLINE_NBYTES and position is None and not after:
             target.copy_(source)
             return Transfer.finished(source.numel())
-        future: Future = self._pool().submit(_copy_on_host, source, target, position, list(after))
+        future = self._pool().submit(_copy_on_host, source, target, position, list(after))
         return Transfer(source.numel(), future=future, hold=(source, target), tier=self._tier)
 
     def stream(self, device: torch.device, direction: str) -> torch.cuda.Stream:

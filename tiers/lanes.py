@@ -88,10 +88,12 @@ class Lane:
         self._executor.shutdown(wait=False)
 
     async def _write(self, memory: memoryview) -> int | None:
-        return await self._file.write(memory)
+        done: int | None = await self._file.write(memory)
+        return done
 
     async def _read(self, memory: memoryview) -> int | None:
-        return await self._file.readinto(memory)
+        done: int | None = await self._file.readinto(memory)
+        return done
 
     def _seek(self, offset: int) -> None:
         # The handle is unbuffered, so its position is the kernel's: no need to go through the thread for it.

@@ -53,7 +53,7 @@ class NvmeTier(Tier):
         self,
         capacity: int | None = None,
         *,
-        paths: str | os.PathLike | Sequence[str | os.PathLike],
+        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         lanes: int = 16,
         unit_nbytes: int = UNIT_NBYTES,
         direct: bool | Literal["auto"] = "auto",

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,8 +135,9 @@ def memory_of(data: Tensor) -> memoryview:
     return memoryview(data.numpy())  # type: ignore[arg-type]
 
 
-def _code(result: object) -> int:
-    return int(getattr(result, "value", result))  # type: ignore[call-overload]
+def _code(result: Any) -> int:
+    code: Any = getattr(result, "value", result)
+    return int(code)
 
 
 def _clear_cuda_error() -> None:

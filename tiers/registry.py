@@ -57,13 +57,14 @@ def tier_class(name: str) -> type[Tier]:
     if dotted is None:
         raise _unknown(name, [*known, *ALIASES])
     try:
-        return pkgutil.resolve_name(dotted)
+        found: type[Tier] = pkgutil.resolve_name(dotted)
     except (ImportError, AttributeError) as error:
         raise TierError(
             f"tier {name!r} could not be loaded from {dotted}: {error}",
             tier=name,
             hint=f"install or repair the package that offers {dotted.partition(':')[0].partition('.')[0]}",
         ) from error
+    return found
 
 
 def _unknown(name: str, known: list[str]) -> TierError:

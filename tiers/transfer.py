@@ -33,7 +33,7 @@ class Transfer:
         self,
         nbytes: int,
         *,
-        future: Future | None = None,
+        future: Future[None] | None = None,
         event: torch.cuda.Event | None = None,
         hold: Sequence[Tensor] = (),
         tier: str = "tier",
@@ -118,7 +118,7 @@ class Transfer:
     def _cancelled(self) -> TierError:
         return TierError(f"{self._tier} was closed before {self.nbytes} bytes had moved", tier=self._tier)
 
-    def _let_go(self, _: Future) -> None:
+    def _let_go(self, _: Future[None]) -> None:
         if self.event is None:
             self._hold = ()
 

@@ -45,7 +45,7 @@ class _OwnPackages:
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if not any(finder.__class__.__name__ == _OwnPackages.__name__ for finder in sys.meta_path):
-    sys.meta_path.insert(0, _OwnPackages())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _OwnPackages())
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,7 @@ import difflib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 OK = 0
 FAILURE = 1
@@ -55,7 +56,7 @@ class ConfigError(UserError):
         super().__init__(*map(str, problems), hint=hint)
         self.problems = tuple(problems)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         # multiprocessing's pickle would otherwise call us with the message lines.
         return type(self), (self.problems, self.hint)
 

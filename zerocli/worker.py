@@ -123,7 +123,8 @@ def free_port() -> int:
     """Return a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def listen_on_loopback() -> socket.socket:

@@ -59,7 +59,8 @@ class Plain:
         self.steps = self.skipped = 0
 
     def __call__(self, *batch: Any) -> torch.Tensor:
-        return self.model(*batch)
+        loss: torch.Tensor = self.model(*batch)
+        return loss
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of the loss, divided by the step's passes; those of half precision are added in fp32."""

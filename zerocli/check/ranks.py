@@ -26,8 +26,9 @@ from zerocli.engine.api import open_process_group
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
+from zerocli.plan.factory import build_factory
 from zerocli.run.steps import micro_step
-from zerocli.run.trainer import build_factory, cap_device, make_engine, make_model, open_batches, resolve
+from zerocli.run.trainer import cap_device, make_engine, make_model, open_batches, resolve
 
 Result = dict[str, Any]
 GRACE_SECONDS = 10.0

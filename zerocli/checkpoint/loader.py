@@ -56,7 +56,7 @@ def _load(
     judge: Callable[[Manifest], None] = lambda manifest: None,
 ) -> dict[str, Any]:
     engine.synchronize()
-    manifest = _agreed(lambda: read_manifest(path), group)
+    manifest: Manifest = _agreed(lambda: read_manifest(path), group)
     _agreed(lambda: judge(manifest), group)
     parts, afterwards = _agreed(lambda: state.wanted(engine, manifest), group)
     reader = Reader(path, manifest)

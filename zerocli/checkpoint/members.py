@@ -37,4 +37,5 @@ def control_group(engine: Engine) -> dist.ProcessGroup | None:
     ranks = list(members_of(engine).ranks)
     some = len(ranks) < dist.get_world_size()  # the others do not come here
     with STARTUP.waiting("making the process group of checkpoints"):
-        return dist.new_group(ranks, backend="gloo", use_local_synchronization=some)
+        group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=some)
+    return group

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from offload.placement import Placement, PlacementError
 from zerocli.config import file as configfile
@@ -11,7 +12,7 @@ from zerocli.errors import quote
 from zerocli.layout.sizes import parse_bytes
 
 
-def convert(field: dataclasses.Field, value: object, raw: str | None) -> object:
+def convert(field: dataclasses.Field[Any], value: object, raw: str | None) -> object:
     """Return `value` as the field's type; raise ValueError that says what it is not."""
     kind = field.type
     if kind is str:

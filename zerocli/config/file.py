@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zerocli.errors import ConfigError, Problem, closest, quote
 from zerocli.regular_files import MAX_CONFIG_NBYTES
@@ -136,7 +137,7 @@ def read_json(path: str) -> Document:
     return _from_hugging_face(stem, values, places, path)
 
 
-def read_values(path: str) -> tuple[dict, dict[str, str], str]:
+def read_values(path: str) -> tuple[dict[str, Any], dict[str, str], str]:
     """Return the object that a JSON file holds, the places of its keys, and the name of its folder."""
     text = _read_text(path)
     try:
@@ -249,7 +250,7 @@ _HUGGING_FACE: dict[str, list[tuple[str, str, object]]] = {
 _POSITIONS = {"gpt2": ("n_positions", 1024), "llama": ("max_position_embeddings", 2048)}
 
 
-def _from_hugging_face(stem: str, values: dict, places: dict[str, str], path: str) -> Document:
+def _from_hugging_face(stem: str, values: dict[str, Any], places: dict[str, str], path: str) -> Document:
     """Return the model's shape; dropout and rope scaling are left out: they change no size."""
     family = values.get("model_type")
     if not isinstance(family, str) or family not in _HUGGING_FACE:
@@ -286,7 +287,7 @@ def _from_hugging_face(stem: str, values: dict, places: dict[str, str], path: st
     return document
 
 
-def _computes(values: dict, model: dict, family: str) -> dict[str, Callable[[object], bool]]:
+def _computes(values: dict[str, Any], model: dict[str, Any], family: str) -> dict[str, Callable[[object], bool]]:
     if family == "gpt2":
         return {"activation_function": lambda name: str(name).startswith("gelu")}
     hidden, heads = model["hidden"], model["heads"]

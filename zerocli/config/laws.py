@@ -29,7 +29,7 @@ def violations(config: Config) -> Iterator[tuple[tuple[str, ...], Problem]]:
         yield keys, Problem(keys[0], fact, meant)
 
 
-def _law_broken(field: dataclasses.Field, value: Any) -> tuple[str, str]:
+def _law_broken(field: dataclasses.Field[Any], value: Any) -> tuple[str, str]:
     """Return (the fact, what was probably meant); empty where the value keeps the field's law."""
     law = field.metadata
     choices = law.get("choices")

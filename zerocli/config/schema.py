@@ -238,7 +238,7 @@ class Config:
 
 SECTIONS: dict[str, type] = {f.name: f.type for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}  # type: ignore[misc]
 # Dotted key, as in files, to field: `checkpoint.async` to async_, which Python keeps the bare word from.
-FIELDS: dict[str, dataclasses.Field] = {field.name: field for field in dataclasses.fields(Config)[:2]} | {
+FIELDS: dict[str, dataclasses.Field[Any]] = {field.name: field for field in dataclasses.fields(Config)[:2]} | {
     f"{section}.{field.name.rstrip('_')}": field
     for section, kind in SECTIONS.items()
     for field in dataclasses.fields(kind)

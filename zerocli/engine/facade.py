@@ -93,7 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- torch's interface -----------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do `engine.step()`."""
         if closure is not None:
             raise ValueError("step() takes no closure: call engine.backward(loss) before it")
@@ -113,7 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return `engine.optimizer_state_dict()`. Collective."""
         return self._engine.optimizer_state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Do `engine.load_optimizer_state_dict(state_dict)`."""
         self._engine.load_optimizer_state_dict(state_dict)
 

@@ -49,7 +49,7 @@ class Buffer:
 
     @property
     def uses(self) -> int:
-        return torch._C._storage_Use_Count(self.storage._cdata)  # type: ignore[attr-defined, no-any-return]
+        return torch._C._storage_Use_Count(self.storage._cdata)
 
     @property
     def aliased(self) -> bool:

@@ -18,9 +18,10 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from tiers.events import NOTHING
 from zerocli.engine import agreement
 from zerocli.engine.ends import Ends
-from zerocli.engine.events import BACKWARD, FORWARD, NOTHING, RUNNING
+from zerocli.engine.events import BACKWARD, FORWARD, RUNNING
 from zerocli.engine.modules import Entry, outside_of_units, unwrap, wrap
 from zerocli.engine.unit import Unit
 from zerocli.errors import Refused

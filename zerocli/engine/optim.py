@@ -156,7 +156,15 @@ class FusedAdam(FlatOptimizer):
         if group.options["amsgrad"] and "max_exp_avg_sq" not in self.state_names:
             raise ValueError("amsgrad was not asked for when the model was sharded, so there is no memory for it")
 
-    def update(self, master, grad, scale, states, group, at):  # type: ignore[no-untyped-def]
+    def update(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        scale: torch.Tensor | None,
+        states: Mapping[str, torch.Tensor],
+        group: Group,
+        at: At,
+    ) -> None:
         options = group.options
         self._kernel(
             [master],
@@ -192,7 +200,15 @@ class FusedSGD(FlatOptimizer):
         if group.options["dampening"]:
             raise ValueError("dampening was 0 when the model was sharded: give it to shard, or to the instance")
 
-    def update(self, master, grad, scale, states, group, at):  # type: ignore[no-untyped-def]
+    def update(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        scale: torch.Tensor | None,
+        states: Mapping[str, torch.Tensor],
+        group: Group,
+        at: At,
+    ) -> None:
         options = group.options
         torch._fused_sgd_(
             [master],

@@ -90,7 +90,7 @@ class WholeParameter(_Guarded):
     """A parameter whose values are there; it notes when `data` was handed out, for then edits may follow."""
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         self.__dict__[_SHARDING].handed_out = True
         found: torch.Tensor = _DATA.__get__(self)
         return found

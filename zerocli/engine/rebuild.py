@@ -82,4 +82,4 @@ def without_parameters() -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[assignment,method-assign]
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

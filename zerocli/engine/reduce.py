@@ -125,7 +125,9 @@ class Reducer:
         """Ask to be told of a parameter's gradients, also where it is frozen for now."""
         parameter = flat.parameters[index]
         trains = parameter.requires_grad
-        handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._hook(flat, index))
+        handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(
+            self._hook(flat, index)
+        )
         parameter.requires_grad_(trains)
         return handle
 
@@ -486,7 +488,8 @@ def _norm(piece: torch.Tensor) -> torch.Tensor:
     whole = piece.numel() // NORM_ROW * NORM_ROW
     rows = torch.linalg.vector_norm(piece[:whole].view(-1, NORM_ROW), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(piece[whole:], dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.cat([rows, rest.view(1)]), dtype=torch.float64).float()
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.cat([rows, rest.view(1)]), dtype=torch.float64)
+    return norm.float()
 
 
 def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:

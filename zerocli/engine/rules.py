@@ -63,9 +63,17 @@ class MuonWithAdamW(FlatOptimizer):
         return lambda name, parameter: "muon" if parameter.dim() == 2 and chooses(name, parameter) else "adamw"
 
     def is_whole(self, group: Group) -> bool:
-        return group.options["rule"] == "muon"
+        return bool(group.options["rule"] == "muon")
 
-    def update(self, master, grad, scale, states, group, at):  # type: ignore[no-untyped-def]
+    def update(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        scale: torch.Tensor | None,
+        states: Mapping[str, torch.Tensor],
+        group: Group,
+        at: At,
+    ) -> None:
         self._adam.update(master, grad, scale, states, group, at)
 
     def update_whole(

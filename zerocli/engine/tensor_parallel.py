@@ -258,7 +258,8 @@ def plan_of(model: nn.Module, tp: TensorParallel) -> dict[str, Any]:
             f"{type(model).__name__} has no tensor_parallel_plan(): tp splits the built-in gpt2 and llama families, "
             "and models that say how they are split; other models train with tp 1"
         )
-    return plan(tp)
+    styles: dict[str, Any] = plan(tp)
+    return styles
 
 
 def _planned(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module, Any]]:

@@ -148,7 +148,15 @@ class TorchOptimizer(FlatOptimizer):
         """By history and group, then by count. Scalars (such as `step`) are the same for every chunk of a step: those
         after this step and those after the one before."""
 
-    def update(self, master, grad, scale, states, group, at):  # type: ignore[no-untyped-def]
+    def update(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        scale: torch.Tensor | None,
+        states: Mapping[str, torch.Tensor],
+        group: Group,
+        at: At,
+    ) -> None:
         if at.skip.item():  # the one optimizer path that asks the device: torch's own rules cannot skip by themselves
             return
         if scale is not None:
@@ -214,7 +222,15 @@ class WholeOptimizer(FlatOptimizer):
         """Whether the rule can update a parameter of this shape."""
         return self.template.kind is not torch.optim.Muon or len(shape) == 2
 
-    def update(self, master, grad, scale, states, group, at):  # type: ignore[no-untyped-def]
+    def update(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        scale: torch.Tensor | None,
+        states: Mapping[str, torch.Tensor],
+        group: Group,
+        at: At,
+    ) -> None:
         raise AssertionError("this rule needs whole parameters")
 
     def update_whole(

@@ -63,7 +63,7 @@ class Rotary(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Rotary:
         """Move with the model, but stay in fp32 when the model's type changes: bf16 tables would lose the positions."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.cos.dtype != torch.float32:
             self.cos, self.sin = self.cos.float(), self.sin.float()
             self.reset_parameters()
@@ -88,7 +88,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class Attention(nn.Module):
@@ -107,7 +108,8 @@ class Attention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
         q, k = self.rotary(qk).split((self.heads, self.kv_heads), dim=2)
-        return self.out(attend(q, k, v))
+        out: Tensor = self.out(attend(q, k, v))
+        return out
 
 
 class MLP(nn.Module):
@@ -121,7 +123,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
 
 
 def _norm(config: ModelConfig) -> nn.RMSNorm:

@@ -73,8 +73,10 @@ def linear_cross_entropy(
     given = (x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), chunk, part, with_grad)
     if RUNNING.events.on:  # asked here and not inside, so that a compiler meets no scope where there is no subscriber
         with RUNNING.events.loss():
-            return _LinearCrossEntropy.apply(*given)
-    return _LinearCrossEntropy.apply(*given)
+            loss: Tensor = _LinearCrossEntropy.apply(*given)  # type: ignore[no-untyped-call]
+    else:
+        loss = _LinearCrossEntropy.apply(*given)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -13,7 +13,7 @@ but repeats the head's matmuls.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,8 @@ from zerocli.models.parts import Head
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+P = ParamSpec("P")
 
 
 class Split(ParallelStyle):
@@ -168,7 +170,7 @@ class VocabularyOut(Split):
                 return _join_out(_column(x, module.weight, None, self.tp), self.tp)
             return _loss(x, module.weight, targets, part)
 
-        module.forward = forward  # type: ignore[method-assign,assignment]
+        module.forward = forward  # type: ignore[method-assign]
         return module
 
 
@@ -219,7 +221,7 @@ def _reset_of_part(module: nn.Module, cuts: dict[str, Cut], tp: TensorParallel) 
             module._parameters.update(parts)
         with torch.no_grad():
             for name, whole in wholes.items():
-                module._parameters[name].copy_(cuts[name].part(whole, tp.rank, tp.world))  # type: ignore[union-attr]
+                module._parameters[name].copy_(cuts[name].part(whole, tp.rank, tp.world))
 
     return reset_part
 
@@ -281,21 +283,29 @@ class _JoinOut(torch.autograd.Function):
 # A compiler would count an exchange once, when it traces it, and not each time it runs.
 
 
-@torch.compiler.disable
+def _not_compiled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    disabled: Callable[P, Tensor] = torch.compiler.disable(function)
+    return disabled
+
+
+@_not_compiled
 def _column(x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
-    return _Column.apply(x, weight, bias, tp)
+    out: Tensor = _Column.apply(x, weight, bias, tp)  # type: ignore[no-untyped-call]
+    return out
 
 
-@torch.compiler.disable
+@_not_compiled
 def _sum_out(x: Tensor, tp: TensorParallel) -> Tensor:
-    return _SumOut.apply(x, tp)
+    out: Tensor = _SumOut.apply(x, tp)  # type: ignore[no-untyped-call]
+    return out
 
 
-@torch.compiler.disable
+@_not_compiled
 def _join_out(x: Tensor, tp: TensorParallel) -> Tensor:
-    return _JoinOut.apply(x, tp)
+    out: Tensor = _JoinOut.apply(x, tp)  # type: ignore[no-untyped-call]
+    return out
 
 
-@torch.compiler.disable
+@_not_compiled
 def _loss(x: Tensor, weight: Tensor, targets: Tensor, part: _Part) -> Tensor:
     return linear_cross_entropy(x, weight, targets, part=part)

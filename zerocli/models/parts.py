@@ -118,7 +118,8 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x, targets)
+        out: Tensor = self.head(x, targets)
+        return out
 
     def unit_modules(self) -> list[nn.Module]:
         """Return the modules that are each gathered by themselves, in order of use.

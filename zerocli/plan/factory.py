@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zerocli.errors import UserError
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def build_factory(factory: str, device: str = "meta") -> Any:
+
+def build_factory(factory: str, device: str = "meta") -> nn.Module:
     """Return the module that `package.module:callable` builds, without memory unless told; UserError says why not.
 
     The user names the function on the command line: nothing of a config file is ever run.

@@ -18,7 +18,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, device: str = "cpu", granularity: int = 1) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._granularity = device, granularity
         self._known: dict[int, int] = {}
         """Live storages by identity, with their bytes; 0 for those that are not ours."""

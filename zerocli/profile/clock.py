@@ -148,7 +148,8 @@ class Clock:
             return stamp
         base, at = self._base
         stamp.synchronize()
-        return at + base.elapsed_time(stamp) / 1e3
+        milliseconds: float = base.elapsed_time(stamp)
+        return at + milliseconds / 1e3
 
     def step(self, number: int) -> tuple[list[Segment], list[Span]]:
         """Return the segments and spans between the ends of step `number` - 1 and `number` (from 1)."""

@@ -30,7 +30,7 @@ class Follower(TorchDispatchMode):
     def __init__(
         self, ledger: Ledger, device: torch.device, category: Callable[[], str], unseen: Callable[[], str]
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._ledger, self._device = ledger, device.type
         self._category, self._unseen = category, unseen
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -39,9 +39,9 @@ class Follower(TorchDispatchMode):
     def follow(self, on: bool) -> None:
         """Enter or leave; asking twice is fine."""
         if on and not self._entered:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
         elif not on and self._entered:
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._entered = on
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

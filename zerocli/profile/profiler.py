@@ -29,8 +29,9 @@ from zerocli.profile.follow import Follower
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger, describe
 from zerocli.profile.lines import Line
 from zerocli.profile.nvml import process_nbytes
-from zerocli.profile.observer import FILE, Observer, away, facts, system
+from zerocli.profile.observer import Observer, away, facts, system
 from zerocli.profile.recorder import EventRecorder
+from zerocli.profile.runs import FILE
 from zerocli.profile.timeline import make_timeline
 from zerocli.regular_files import write_text
 
@@ -230,7 +231,8 @@ class Profiler(Observer):
         if mine is not None:
             return mine
         free, total = torch.cuda.mem_get_info(self._device)
-        return (total - free) // max(1, facts(self._engine)["ranks_per_node"] // torch.cuda.device_count())
+        ranks: int = facts(self._engine)["ranks_per_node"]
+        return (total - free) // max(1, ranks // torch.cuda.device_count())
 
     def facts(self, config: Config, engine: Engine) -> dict[str, Any]:
         """Return the seconds and the timeline of rank 0, and what the engine is."""
@@ -313,7 +315,8 @@ def _requested(device: torch.device) -> tuple[int, int]:
 
 def _counter(device: torch.device, which: str) -> int:
     """Return the allocator's own count of what it was asked for: now (`current`), or at most (`peak`)."""
-    return torch.cuda.memory_stats(device)[f"requested_bytes.all.{which}"]
+    nbytes: int = torch.cuda.memory_stats(device)[f"requested_bytes.all.{which}"]
+    return nbytes
 
 
 def _phase(segment: Segment) -> str:

@@ -85,9 +85,10 @@ class Rank:
         if self.kept:
             return self.kept
         try:
-            return json.loads(read_regular(self.error_file, MAX_ERROR_NBYTES))
+            record: dict[str, Any] | None = json.loads(read_regular(self.error_file, MAX_ERROR_NBYTES))
         except (OSError, ValueError, UserError):
             return None
+        return record
 
     def keep_record(self) -> None:
         """Move the error file's message into the log, where it is looked for later."""
@@ -282,7 +283,8 @@ def describe_failure(rank: Rank) -> str:
     """Return what to tell of a rank's failure: its own words where it left some, and what the kernel says."""
     record = rank.record()
     if record:
-        code, text = record.get("exit_code", rank.code), record["message"]
+        code = record.get("exit_code", rank.code)
+        text: str = record["message"]
         blame = "" if code in (USAGE, DOES_NOT_FIT) else f"rank {rank.index} failed, exit code {code}:\n"
         return blame + text
     # Rank 0's own words are on the terminal already.

@@ -36,7 +36,8 @@ class Moment:
     def since(self, earlier: Moment) -> float:
         """Return the seconds from an earlier moment to this one, both of them reached."""
         if self._event is not None and earlier._event is not None:
-            return earlier._event.elapsed_time(self._event) / 1e3
+            milliseconds: float = earlier._event.elapsed_time(self._event)
+            return milliseconds / 1e3
         return self._clock - earlier._clock
 
 

@@ -45,7 +45,7 @@ def long_lived() -> Iterator[None]:
 def micro_step(engine: Engine, tokens: torch.Tensor, targets: torch.Tensor, seeds: tuple[int, ...]) -> torch.Tensor:
     """Run one forward and backward, with the random state that this micro-step always has; return its loss."""
     torch.manual_seed(hash(seeds) & (2**63 - 1))
-    loss = engine(tokens, targets)
+    loss: torch.Tensor = engine(tokens, targets)
     engine.backward(loss)
     return loss.detach()
 
