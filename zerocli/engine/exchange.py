@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,21 +18,30 @@ MOST_NBYTES = 64 << 20
 
 def exchange_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's value, in rank order. Collective over a group of gloo's; values are what JSON can say."""
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, tensor, group=group)
+        return torch.stack(everyone)
+
     with STARTUP.waiting("an exchange of control values"):
-        return _exchange(json.dumps(value).encode(), group)
+        return gather_json(value, gather)
 
 
-def _exchange(text: bytes, group: dist.ProcessGroup | None) -> list[Any]:
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([mine.numel()]), group=group)
-    sizes = [int(length) for length in lengths]
+def gather_json(
+    value: Any, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device | None = None
+) -> list[Any]:
+    """Return every rank's value, in rank order; `gather` stacks every rank's copy of a tensor on `device`. Collective.
+
+    Without a device the tensors are on the CPU.
+    """
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device or "cpu")
+    sizes = gather(torch.tensor([mine.numel()], device=mine.device)).flatten().tolist()
     if not all(0 < size <= MOST_NBYTES for size in sizes):  # the same on all ranks: none of them waits for the others
         raise ValueError(f"ranks exchange up to {MOST_NBYTES} bytes at once, and these say {sizes}")
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded = mine.new_zeros(max(sizes))
     padded[: mine.numel()] = mine
-    texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded, group=group)
+    texts = gather(padded).cpu()
     return [json.loads(bytes(memory_of(text[:size]))) for text, size in zip(texts, sizes, strict=True)]
 
 

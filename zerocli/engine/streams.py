@@ -20,10 +20,12 @@ from zerocli.engine.events import SILENT, Events
 class StreamEvent:
     """A point in a stream's work; `wait` holds the current stream, not the host, until the point is reached."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+    _timed = False
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._event = torch.cuda.Event(enable_timing=self._timed) if device.type == "cuda" else None
         if self._event is not None:
-            self._event.record()
+            self._event.record(stream)
 
     @property
     def done(self) -> bool:
@@ -32,6 +34,44 @@ class StreamEvent:
     def wait(self) -> None:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Stop the host until the point is reached."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class TimedEvent(StreamEvent):
+    """A stream event that knows when it was reached; on a CPU that is when it was made."""
+
+    _timed = True
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._clock = time.perf_counter()
+        super().__init__(device, stream)
+
+    def since(self, earlier: TimedEvent) -> float:
+        """Return the seconds from an earlier event to this one, both of them reached."""
+        if self._event is not None and earlier._event is not None:
+            milliseconds: float = earlier._event.elapsed_time(self._event)
+            return milliseconds / 1e3
+        return self._clock - earlier._clock
+
+
+class Readback:
+    """Small device values on their way to the host; `values()` waits for them and for nothing issued later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+        else:
+            self._host = tensor.clone()
+        self.reached = TimedEvent(tensor.device)
+
+    def values(self) -> torch.Tensor:
+        self.reached.synchronize()
+        return self._host
 
 
 class _Outside(threading.local):
@@ -77,7 +117,7 @@ MAX_PAIRS = 1 << 14
 """Event pairs kept for a reader; where nobody reads, the oldest go."""
 
 
-_Pair = tuple[str, str, torch.cuda.Event, torch.cuda.Event]
+_Pair = tuple[str, str, TimedEvent, TimedEvent]
 """Cause, the cause of the wait around it ("" where there is none), and the two ends."""
 
 
@@ -100,19 +140,15 @@ class Waits:
     def waiting(self, cause: str) -> Iterator[None]:
         """Charge the time the body holds up the stream that computes (CPU: the host) to `cause`."""
         with self._events.wait(cause):
+            stream = compute_stream(self._device) if self._cuda else None
+            before = TimedEvent(self._device, stream)
+            with self._inside(cause) as around:
+                yield
+            after = TimedEvent(self._device, stream)
             if self._cuda:
-                before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                stream = compute_stream(self._device)
-                before.record(stream)
-                with self._inside(cause) as around:
-                    yield
-                after.record(stream)
                 self._pairs.append((cause, around, before, after))
             else:
-                began = time.perf_counter()
-                with self._inside(cause) as around:
-                    yield
-                self._charge(cause, around, time.perf_counter() - began)
+                self._charge(cause, around, after.since(before))
 
     @contextlib.contextmanager
     def _inside(self, cause: str) -> Iterator[str]:
@@ -148,7 +184,7 @@ class WaitReading:
         total = {cause: self._base.get(cause, 0.0) for cause in ("collectives", "transfers", "optimizer", "data")}
         for cause, around, before, after in self._pairs:
             after.synchronize()
-            seconds = before.elapsed_time(after) / 1e3
+            seconds = after.since(before)
             total[cause] += seconds
             if around:
                 total[around] -= seconds

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from offload.verify import Corrupted, Unverified
-from zerocli.engine.streams import SideStream
+from zerocli.engine.streams import Readback, SideStream
 
 
 class VerifiedReads:
@@ -24,7 +24,7 @@ class VerifiedReads:
     ) -> None:
         self._verifier, self._device, self._gather = verifier, device, gather
         self._side = SideStream(device)
-        self._issued: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._issued: Readback | None = None
 
     @property
     def active(self) -> bool:
@@ -35,19 +35,13 @@ class VerifiedReads:
         if not self.active or self._device.type != "cuda":
             return
         with self._side.run():
-            everyone = self._everyone()
-            host = torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True)
-            host.copy_(everyone, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._issued = host, event
+            self._issued = Readback(self._everyone())
 
     def look(self) -> None:
         """Raise `Corrupted` for what the last `issue` has brought, or this rank has found in host memory."""
         if self._issued is not None:
-            (host, event), self._issued = self._issued, None
-            event.synchronize()
-            self._refuse(host)
+            issued, self._issued = self._issued, None
+            self._refuse(issued.values())
         self._verifier.refuse()
 
     def look_now(self) -> None:

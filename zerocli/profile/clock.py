@@ -12,11 +12,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from zerocli.engine.streams import compute_stream
+from zerocli.engine.streams import TimedEvent, compute_stream
 
 COMPUTE, GATHER, REDUCE, UP, DOWN, DISK_READ, DISK_WRITE, UPDATE = (
     "compute",
@@ -34,7 +33,7 @@ MOVES = LANES[1:7]
 WAIT = "wait"
 BETWEEN = ("between steps", "")
 
-Stamp = Any
+Stamp = float | TimedEvent
 """Seconds of the host's clock, or an event of the device."""
 Interval = tuple[float, float]
 
@@ -85,11 +84,8 @@ class Clock:
         self._base = self._base_event()
         self._mark()
 
-    def _base_event(self) -> tuple[Any, float]:
-        if not self._cuda:
-            return None, 0.0
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+    def _base_event(self) -> tuple[TimedEvent, float]:
+        event = TimedEvent(self._device)
         event.synchronize()
         return event, time.perf_counter()
 
@@ -97,9 +93,7 @@ class Clock:
         """Return this point of a stream, the current one if none is given; or of the host where it computes."""
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream or torch.cuda.current_stream(self._device))
-        return event
+        return TimedEvent(self._device, stream or torch.cuda.current_stream(self._device))
 
     def _mark(self) -> None:
         stream = compute_stream(self._device) if self._cuda else None
@@ -148,8 +142,7 @@ class Clock:
             return stamp
         base, at = self._base
         stamp.synchronize()
-        milliseconds: float = base.elapsed_time(stamp)
-        return at + milliseconds / 1e3
+        return at + stamp.since(base)
 
     def step(self, number: int) -> tuple[list[Segment], list[Span]]:
         """Return the segments and spans between the ends of step `number` - 1 and `number` (from 1)."""

@@ -1,15 +1,16 @@
-"""The form of what a run folder keeps: files that anybody may have touched are looked over before they are believed.
+"""The form of the files in a run folder: anybody may have changed them, so they are checked before they are used.
 
-A form is a type, None, a tuple of forms (one of them), a list of a form (each item has it), a `Row`, or a table of
-forms by key: `name?` may be absent, `*` is every key there is. Needs no torch.
+A form looks like the JSON that it describes. A text names a kind of value; a list of one form describes every item, a
+list of several the first items, by position; a tuple lists alternatives. In a table `name?` may be absent, and `*` is
+every key. Needs no torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,95 +18,83 @@ from zerocli.errors import UserError, quote
 from zerocli.profile.ledger import TIERS
 from zerocli.regular_files import read_regular
 
+ANOTHER = "zerocli profile with another run"
 Form = Any
+_MISSING = object()
 
 
-class Number:
-    """A finite int or float."""
+def _is_finite(value: Any) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # an int beyond all floats
+        return False
 
 
-class Positive:
-    """A finite number above zero."""
-
-
-_WORDS = {
-    None: "null",
-    str: "a text",
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    Number: "a number",
-    Positive: "a number above 0",
+TEXT, FLAG, WHOLE, NUMBER, POSITIVE = "a text", "true or false", "a whole number", "a number", "a number above 0"
+ANY_NUMBER, NULL, OR_NULL = "a number, finite or not", "null", ", or null"
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    TEXT: lambda value: isinstance(value, str),
+    FLAG: lambda value: isinstance(value, bool),
+    WHOLE: lambda value: isinstance(value, int) and _is_finite(value),
+    NUMBER: _is_finite,
+    POSITIVE: lambda value: _is_finite(value) and value > 0,
+    ANY_NUMBER: lambda value: type(value) in (int, float),
+    NULL: lambda value: value is None,
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """A list of at least these items, each by its place."""
-
-    items: tuple[Form, ...]
-
-
 _PEAK = {
-    "predicted": (Number, None),
-    "measured": Number,
-    "moment": str,
-    "holders": [{"name": str, "category": str, "bytes": Number}],
+    "predicted": NUMBER + OR_NULL,
+    "measured": NUMBER,
+    "moment": TEXT,
+    "holders": [{"name": TEXT, "category": TEXT, "bytes": NUMBER}],
 }
-_UNTIMED = {"seconds": None, "compute": None, "wait": None}
+_UNTIMED = dict.fromkeys(("seconds", "compute", "wait"), NULL)
 _TIMED = {
-    "seconds": Positive,
-    "compute": Number,
-    "wait": Number,
-    "waits": {"*": Number},
-    "steps": int,
-    "tokens_per_second": Number,
-    "tflops": (Number, None),
-    "best_tflops": (Number, None),
-    "utilisation": (Number, None),
-    "overlap": (Number, None),
-    "links": [{"lane": str, "bytes": Number, "seconds": Number, "achieved": Number, "best": (Number, None)}],
+    "seconds": POSITIVE,
+    "compute": NUMBER,
+    "wait": NUMBER,
+    "waits": {"*": NUMBER},
+    "steps": WHOLE,
+    "tokens_per_second": NUMBER,
+    **dict.fromkeys(("tflops", "best_tflops", "utilisation", "overlap"), NUMBER + OR_NULL),
+    "links": [{"lane": TEXT, "bytes": NUMBER, "seconds": NUMBER, "achieved": NUMBER, "best": NUMBER + OR_NULL}],
 }
 _TIMELINE = {
-    "step": int,
-    "memory_step?": int,
-    "seconds": Number,
-    "lanes": [str],
-    "compute": [Row((str, str, Number, Number))],
-    "spans": [Row((str, str, Number, Number, Number))],
-    "memory": {"*": {"times": [Number], "bytes": {"*": [Number]}}},
-    "lives": [Row((str, str, Number, Number, (Number, None), str))],
+    "step": WHOLE,
+    "memory_step?": WHOLE,
+    "seconds": NUMBER,
+    "lanes": [TEXT],
+    "compute": [[TEXT, TEXT, NUMBER, NUMBER]],
+    "spans": [[TEXT, TEXT, NUMBER, NUMBER, NUMBER]],
+    "memory": {"*": {"times": [NUMBER], "bytes": {"*": [NUMBER]}}},
+    "lives": [[TEXT, TEXT, NUMBER, NUMBER, NUMBER + OR_NULL, TEXT]],
 }
 DOCUMENT: Form = {
-    "config": str,
-    "settings": {"zero": {"stage": int}, "offload": {"placement": str}},
-    "device": str,
-    "gpu": (str, None),
-    "precision": str,
-    "parameters": (int, None),
-    "ranks": int,
-    "tp": int,
-    "followed": bool,
-    "steps?": Row((int, int)),
-    "rows": [{"category": str, "tier": str, "predicted": (Number, None), "measured": (Number, None)}],
+    "config": TEXT,
+    "settings": {"zero": {"stage": WHOLE}, "offload": {"placement": TEXT}},
+    "device": TEXT,
+    "gpu": TEXT + OR_NULL,
+    "precision": TEXT,
+    "parameters": WHOLE + OR_NULL,
+    "ranks": WHOLE,
+    "tp": WHOLE,
+    "followed": FLAG,
+    "steps?": [WHOLE, WHOLE],
+    "rows": [{"category": TEXT, "tier": TEXT, "predicted": NUMBER + OR_NULL, "measured": NUMBER + OR_NULL}],
     "peak": dict.fromkeys(TIERS, _PEAK),
     "step": (_TIMED, _UNTIMED),
-    "system": (dict.fromkeys(("rss_peak", "pinned", "nvme"), Number), None),
-    "notes": [str],
+    "system": (dict.fromkeys(("rss_peak", "pinned", "nvme"), NUMBER), NULL),
+    "notes": [TEXT],
     "timeline?": _TIMELINE,
 }
 LINE: Form = {
-    "step": int,
-    "loss": float,  # of a run that diverged it is not finite
-    "tokens": Positive,
-    "seconds": Positive,
-    "peak": {"*": Number},
-    "wait": {"*": Number},
+    "step": WHOLE,
+    "loss": ANY_NUMBER,  # of a run that diverged it is not finite
+    "tokens": POSITIVE,
+    "seconds": POSITIVE,
+    "peak": {"*": NUMBER},
+    "wait": {"*": NUMBER},
 }
 """What a line of metrics has at least."""
-
-
-ANOTHER = "zerocli profile with another run"
 
 
 def read_table(path: Path, max_nbytes: int, hint: str = ANOTHER) -> dict[str, Any]:
@@ -127,53 +116,36 @@ def _refuse(word: str) -> None:
 
 def fault(value: Any, form: Form, place: str = "") -> str:
     """Return what is wrong with a value and where, in words; an empty text if it has the form."""
+    parts: Iterable[tuple[str, Any, Form]] = ()
+    if value is _MISSING:
+        return f"there is no {place}"
     if isinstance(form, tuple):
         faults = [fault(value, each, place) for each in form]
         return "" if "" in faults else faults[0]
-    if isinstance(form, list):
-        if not isinstance(value, list):
-            return _wrong(value, place, "a list")
-        return next(filter(None, (fault(each, form[0], f"{place}[{i}]") for i, each in enumerate(value))), "")
-    if isinstance(form, Row):
-        if not isinstance(value, list) or len(value) < len(form.items):
-            return _wrong(value, place, f"a list of {len(form.items)}")
-        pairs = zip(value, form.items, strict=False)
-        return next(filter(None, (fault(each, it, f"{place}[{i}]") for i, (each, it) in enumerate(pairs))), "")
-    if isinstance(form, Mapping):
-        return _table_fault(value, form, place)
-    return "" if _is(value, form) else _wrong(value, place, _WORDS[form])
+    if isinstance(form, str):
+        fits = _KINDS[form.removesuffix(OR_NULL)](value) or (form.endswith(OR_NULL) and value is None)
+        wanted = form.partition(",")[0]
+    elif isinstance(form, list):
+        several = len(form) > 1
+        fits = isinstance(value, list) and (not several or len(value) >= len(form))
+        wanted = f"a list of {len(form)}" if several else "a list"
+        if fits:
+            pairs = zip(value, form if several else itertools.repeat(form[0]), strict=False)
+            parts = ((f"{place}[{i}]", each, its) for i, (each, its) in enumerate(pairs))
+    else:
+        fits, wanted = isinstance(value, dict), "a table"
+        if fits:
+            parts = _parts(value, form, f"{place}." if place else "")
+    if not fits:
+        return f"{place or 'it'} is {quote(value, 40)}, not {wanted}"
+    return next(filter(None, (fault(each, its, at) for at, each, its in parts)), "")
 
 
-def _table_fault(value: Any, form: Mapping[str, Form], place: str) -> str:
-    if not isinstance(value, dict):
-        return _wrong(value, place, "a table")
+def _parts(table: dict[str, Any], form: Mapping[str, Form], place: str) -> Iterable[tuple[str, Any, Form]]:
     for key, each in form.items():
         name = key.removesuffix("?")
-        if key != "*" and name not in value and name == key:
-            return f"there is no {place}{'.' if place else ''}{name}"
-        for found in value if key == "*" else [name] if name in value else []:
-            if text := fault(value[found], each, f"{place}{'.' if place else ''}{found}"):
-                return text
-    return ""
-
-
-def _is(value: Any, form: Form) -> bool:
-    if form is None:
-        return value is None
-    if form in (int, Number, Positive, float):
-        if isinstance(value, bool) or not isinstance(value, int if form is int else int | float):
-            return False
-        if form is float:
-            return True
-        try:
-            return math.isfinite(value) and (form is not Positive or value > 0)
-        except OverflowError:  # an int beyond all floats
-            return False
-    return isinstance(value, form)
-
-
-def _wrong(value: Any, place: str, wanted: str) -> str:
-    return f"{place or 'it'} is {quote(value, 40)}, not {wanted}"
+        for found in table if key == "*" else [name] if name in table or name == key else []:
+            yield f"{place}{found}", table.get(found, _MISSING), each
 
 
 def timeline_fault(timeline: Mapping[str, Any]) -> str:

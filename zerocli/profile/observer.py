@@ -14,6 +14,7 @@ from zerocli.config import Config
 from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.engine.engine import Engine
+from zerocli.engine.exchange import gather_json
 from zerocli.layout.categories import CATEGORIES
 from zerocli.profile import places
 from zerocli.profile.document import assemble
@@ -43,7 +44,7 @@ class Observer:
             mine = self.local(engine)
         except Exception as error:  # the others are on their way to the gather
             mine = {"failed": f"{type(error).__name__}: {error}"}
-        everyone = gather(engine, mine)
+        everyone = gather_json(mine, engine.gather_control, engine.device)
         if engine.collectives.rank == 0 and engine.tensor_parallel.rank == 0:
             self.close(config, options, engine, lines, everyone)
 
@@ -123,13 +124,3 @@ def facts(engine: Engine) -> dict[str, Any]:
         "tp": engine.tensor_parallel.world,
         "update_on_cpu": engine.updater.on_cpu,
     }
-
-
-def gather(engine: Engine, value: Any) -> list[Any]:
-    """Return every rank's JSON value. Collective."""
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(engine.device)
-    sizes = engine.gather_control(torch.tensor([text.numel()], device=engine.device)).flatten().tolist()
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=engine.device)
-    padded[: text.numel()] = text
-    everyone = engine.gather_control(padded).cpu()
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(everyone, sizes, strict=True)]

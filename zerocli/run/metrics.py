@@ -4,58 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from zerocli.engine.engine import Engine, StepResult
-from zerocli.engine.streams import WaitReading
+from zerocli.engine.streams import Readback, TimedEvent, WaitReading
 from zerocli.errors import FAILURE, UserError
 from zerocli.files import pwrite_all
 from zerocli.profile.lines import Line, device_peak, fragmentation
 from zerocli.regular_files import open_regular
-
-
-class Moment:
-    """The point of time at which the device reaches what was issued so far; the host may be far ahead of it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._clock = time.perf_counter()
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-
-    def wait(self) -> None:
-        """Stop the host until the device is there."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def since(self, earlier: Moment) -> float:
-        """Return the seconds from an earlier moment to this one, both of them reached."""
-        if self._event is not None and earlier._event is not None:
-            milliseconds: float = earlier._event.elapsed_time(self._event)
-            return milliseconds / 1e3
-        return self._clock - earlier._clock
-
-
-class Readback:
-    """Small device values on their way to the host; `values()` waits for them and for nothing issued later."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-        else:
-            self._host = tensor.clone()
-        self.reached = Moment(tensor.device)
-
-    def values(self) -> torch.Tensor:
-        self.reached.wait()
-        return self._host
-
 
 _Issued = tuple[StepResult, Readback, tuple[dict[str, int], dict[str, int]], WaitReading]
 """A step on its way: its result, every rank's values, bytes moved by the two axes of ranks, waits."""
@@ -79,7 +38,7 @@ class Recorder:
         self._pending: _Issued | None = None
         engine.waits.take()  # what was waited for before the first step is no step's
         engine.events.begin()
-        self._since = Moment(engine.device)
+        self._since = TimedEvent(engine.device)
 
     def record(self, result: StepResult, loss: torch.Tensor) -> Line | None:
         """Take a step that was just issued; return the line of the one before."""
