@@ -99,7 +99,7 @@ def test_books_that_were_closed_before_the_run_went_on_are_said_to_be_old(run, c
         metrics.write(json.dumps(line | {"step": 3}) + "\n" + json.dumps(line | {"step": 4}) + "\n")
     assert cli.run(["profile", str(run)]) == 0
     assert "note: this run went on to step 4 and ended there without writing a profile" in capsys.readouterr().out
-    assert "these are of step 2" in runs.read(str(run))["notes"][-1]
+    assert "this one is of step 2" in runs.read(str(run))["notes"][-1]
     with (run / "metrics.jsonl").open("a") as metrics:  # a new, shorter run in the same folder
         metrics.write(json.dumps(line | {"step": 1}) + "\n" + json.dumps(line | {"step": 2}) + "\n")
     assert not any("went on" in note for note in runs.read(str(run))["notes"])
