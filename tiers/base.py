@@ -154,6 +154,20 @@ class Tier(ABC):
         """Return the bytes the tier has taken from the machine, free space inside it included."""
         return self.used
 
+    @property
+    def pinned_nbytes(self) -> int:
+        """Return the bytes of host memory that the tier has page-locked for its blocks."""
+        return 0
+
+    @property
+    def file_nbytes(self) -> int:
+        """Return the bytes of the files that the tier keeps."""
+        return 0
+
+    def host_memory(self) -> Sequence[Tensor]:
+        """Return all host memory that the tier has mapped, free space inside it and staging included."""
+        return ()
+
     def describe(self) -> str:
         """Return one line for people: what there is, and what was found."""
         bound = "no bound" if self.capacity is None else f"{self.capacity} bytes"
