@@ -82,6 +82,11 @@ class Mover:
                 return None
         return copy
 
+    def block_of(self, store: StagedStore) -> Block | None:
+        """Return the block of the store's copy, arrived or not; None where there is none."""
+        copy = self._copies.get(store)
+        return None if copy is None else copy.block
+
     def admit(self, store: StagedStore) -> Copy | None:
         """Return an empty copy for the store, in place of any that are used further ahead; None if there is no room."""
         needed = round_up(store.nbytes, self.cache.alignment)
@@ -150,7 +155,7 @@ class StagedStore(Store):
     def read_ahead(self, memory: torch.Tensor) -> Transfer:
         """Start reading the whole store into host memory."""
         self._traffic[f"{self.kind} staged"] += self.nbytes
-        return self._track(self.tier.read(self._block, memory[: self.nbytes]))
+        return self._track(self.tier.read(self.block, memory[: self.nbytes]))
 
     def free(self) -> None:
         self._mover.forget(self)

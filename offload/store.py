@@ -25,8 +25,8 @@ class Store:
     ) -> None:
         self.tier, self.kind, self.numel, self.dtype = tier, kind, numel, dtype
         self._traffic = traffic
-        self._block = tier.allocate(numel * dtype.itemsize)
-        self._sums = verifier.sums(self._block)
+        self.block = tier.allocate(numel * dtype.itemsize)
+        self._sums = verifier.sums(self.block)
         self._open: list[Transfer] = []
         self.what = kind
         """What it holds, for people."""
@@ -40,7 +40,7 @@ class Store:
         assert source.dtype == self.dtype
         self._traffic[f"{self.kind} written"] += source.nbytes
         self._sums.wrote(start * self.dtype.itemsize, source, self.what)
-        return self._track(self.tier.write(self._block, source, start * self.dtype.itemsize))
+        return self._track(self.tier.write(self.block, source, start * self.dtype.itemsize))
 
     def fetch(self, start: int, target: torch.Tensor) -> Transfer:
         """Start filling `target` from element `start` on, after the caller's current stream and earlier writes."""
@@ -52,7 +52,7 @@ class Store:
     def peek(self, start: int, target: torch.Tensor) -> Transfer:
         """Start filling `target` as `fetch` does, from any thread; it is no part of training's traffic."""
         assert target.dtype == self.dtype
-        return self._sums.peek(self._block, start * self.dtype.itemsize, target, self.what)
+        return self._sums.peek(self.block, start * self.dtype.itemsize, target, self.what)
 
     def local(self, start: int, stop: int) -> torch.Tensor | None:
         """Return elements [start, stop) themselves where the host can address them, with no transfer of the array
@@ -77,13 +77,13 @@ class Store:
     def free(self) -> None:
         """Give the array's memory back, once no transfer touches it."""
         self.finish_transfers()
-        self.tier.free(self._block)
+        self.tier.free(self.block)
 
     def _read(self, start: int, target: torch.Tensor) -> Transfer:
-        return self.tier.read(self._block, target, start * self.dtype.itemsize)
+        return self.tier.read(self.block, target, start * self.dtype.itemsize)
 
     def _view(self, start: int, stop: int) -> torch.Tensor:
-        return self.tier.view(self._block).view(self.dtype)[start:stop]
+        return self.tier.view(self.block).view(self.dtype)[start:stop]
 
     def _track(self, transfer: Transfer) -> Transfer:
         transfer.what = self.what

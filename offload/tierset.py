@@ -78,6 +78,10 @@ class TierSet:
             return sum(disks.values()) // self._ranks_per_node if disks else None
         return None
 
+    def opened(self) -> list[Tier]:
+        """Return the open tiers, in the order they were opened."""
+        return list(self._open.values())
+
     def addressable(self) -> frozenset[str]:
         """Return the names of open tiers whose memory the CPU can work on."""
         return frozenset(name for (name, _), tier in self._open.items() if tier.addressable)

@@ -139,7 +139,7 @@ class Tier(ABC):
 
     @property
     def used(self) -> int:
-        """Return the bytes that blocks lock_run_folder now, rounding included."""
+        """Return the bytes that blocks occupy now, rounding included."""
         with self._lock:
             self._reclaim()
             return self._used
@@ -153,6 +153,20 @@ class Tier(ABC):
     def footprint(self) -> int:
         """Return the bytes the tier has taken from the machine, free space inside it included."""
         return self.used
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Return the bytes of host memory that the tier has page-locked for its blocks."""
+        return 0
+
+    @property
+    def file_nbytes(self) -> int:
+        """Return the bytes of the files that the tier keeps."""
+        return 0
+
+    def host_memory(self) -> Sequence[Tensor]:
+        """Return all host memory that the tier has mapped, free space inside it and staging included."""
+        return ()
 
     def describe(self) -> str:
         """Return one line for people: what there is, and what was found."""

@@ -91,6 +91,11 @@ class DramTier(Tier):
         with self._lock:
             return sum(arena.pages.nbytes for arena in self._arenas)
 
+    def host_memory(self) -> list[Tensor]:
+        """Return the memory of all arenas."""
+        with self._lock:
+            return [arena.pages.bytes for arena in self._arenas]
+
     def describe(self) -> str:
         """Return what was found: `94.2 GiB free (cgroup limit 120 GiB), memlock unlimited, pinned`."""
         state = "pinned" if self.pinned else "not pinned"

@@ -102,6 +102,15 @@ class NvmeTier(Tier):
         return sum(file.size for file in self._files)
 
     @property
+    def file_nbytes(self) -> int:
+        """Return the size of the swap files as the system sees them."""
+        return sum(os.fstat(file.fd).st_size for file in self._files)
+
+    def host_memory(self) -> list[Tensor]:
+        """Return the memory of the staging buffers made so far."""
+        return [pages.bytes for staging in (self._staging, self._tails) for pages in staging.made]
+
+    @property
     def direct(self) -> bool:
         """Whether every directory takes O_DIRECT."""
         return all(file.direct for file in self._files)
@@ -358,8 +367,8 @@ class _Turn:
 
 async def _over(transfer: Transfer) -> None:
     """Wait for an earlier transfer of the same block, however it ends."""
-    if transfer._future is not None:
-        await asyncio.gather(asyncio.wrap_future(transfer._future), return_exceptions=True)
+    if transfer.future is not None:
+        await asyncio.gather(asyncio.wrap_future(transfer.future), return_exceptions=True)
 
 
 async def _reached(position: torch.cuda.Event) -> None:

@@ -16,7 +16,8 @@ class Staging:
         self.refusal: str | None = None
         self._nbytes = nbytes
         self._registrar = registrar
-        self._made: list[Pages] = []
+        self.made: list[Pages] = []
+        """The buffers made so far, lent or not."""
         # The last buffer used is the next one: buffers that are never needed are never made.
         self._free: asyncio.LifoQueue[Pages | None] = asyncio.LifoQueue()
         for _ in range(count):
@@ -25,7 +26,7 @@ class Staging:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the buffers made so far."""
-        return sum(pages.nbytes for pages in self._made)
+        return sum(pages.nbytes for pages in self.made)
 
     @asynccontextmanager
     async def buffer(self, pinned: bool = False) -> AsyncIterator[Pages]:
@@ -34,7 +35,7 @@ class Staging:
         try:
             if pages is None:
                 pages = Pages(self._nbytes)
-                self._made.append(pages)
+                self.made.append(pages)
             if pinned and self.refusal is None and self._registrar.available:
                 self.refusal = pages.pin(self._registrar)
             yield pages
@@ -43,6 +44,6 @@ class Staging:
 
     def release(self) -> None:
         """Give the buffers' memory back; none may be lent."""
-        for pages in self._made:
+        for pages in self.made:
             pages.release()
-        self._made = []
+        self.made = []

@@ -42,8 +42,10 @@ class Transfer:
         self.what = ""
         """What the bytes are, for people, where their owner has said it."""
         self.event = event
+        """The end of a CUDA copy; None for any other transfer."""
         self._tier = tier
-        self._future = future
+        self.future = future
+        """The host's part of it; None where there is none, or it was over at once."""
         self._hold = tuple(hold)
         # A transfer counts as a use of its tensors on the streams that were current when it was asked for.
         self._streams = _current_streams(self._hold) if event is not None else {}
@@ -81,11 +83,11 @@ class Transfer:
 
     def wait_for_host(self) -> None:
         """Stop the host until its own part is over (a CUDA copy may still run); raise the error if it failed."""
-        if self._future is not None:
-            if not self._future.done():
+        if self.future is not None:
+            if not self.future.done():
                 WAITED_FOR[threading.get_ident()] = (self, time.monotonic())
             try:
-                self._future.result()
+                self.future.result()
             except CancelledError:
                 raise self._cancelled() from None
             finally:
@@ -99,7 +101,7 @@ class Transfer:
     @property
     def done(self) -> bool:
         """Whether the transfer is over, well or badly; never waits."""
-        if self._future is not None and not self._future.done():
+        if self.future is not None and not self.future.done():
             return False
         return self.event is None or self.event.query()
 
@@ -111,9 +113,9 @@ class Transfer:
     @property
     def error(self) -> BaseException | None:
         """Return what went wrong, None while nothing has; never waits."""
-        if self._future is None or not self._future.done():
+        if self.future is None or not self.future.done():
             return None
-        return self._cancelled() if self._future.cancelled() else self._future.exception()
+        return self._cancelled() if self.future.cancelled() else self.future.exception()
 
     def _cancelled(self) -> TierError:
         return TierError(f"{self._tier} was closed before {self.nbytes} bytes had moved", tier=self._tier)

@@ -129,7 +129,7 @@ def test_reading_ahead_never_changes_a_loss(tmp_path, world):
 def test_slots_of_the_update_and_copies_read_ahead_have_a_budget_each(tmp_path):
     def budgets(**room: int) -> tuple[int, int]:
         engine = zerocli.shard(Deep(2), stage=3, offload="nvme", nvme_path=(str(tmp_path),), **room, **NVME)
-        found = engine.mover.budget, engine._chunk
+        found = engine.mover.budget, engine.sizing.chunk
         engine.close()
         return found
 

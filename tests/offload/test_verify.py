@@ -67,7 +67,7 @@ def block_of(engine: Engine, kind: str, unit: int = 2) -> Block:
         return engine.activations.stack._slots[0].block
     store = {"params": flat.param_store, "grads": flat.grad_store, "optimizer": flat.record and flat.record.store}[kind]
     assert store is not None
-    return store._block
+    return store.block
 
 
 class Training:
@@ -301,7 +301,7 @@ def test_any_mix_of_ranges_is_verified(monkeypatch, staged):
                 assert torch.equal(target, plain[start:stop])
         at = dice.randrange(numel)
         store._mover.forget(store) if staged else None
-        flip(store._block, 2 * at + trial % 2, trial % 8)
+        flip(store.block, 2 * at + trial % 2, trial % 8)
         first, last = dice.randint(0, at), dice.randint(at + 1, numel)
         read = store.peek if trial % 3 else store.fetch
         with pytest.raises(zerocli.Corrupted):

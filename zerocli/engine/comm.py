@@ -69,6 +69,11 @@ class Pending:
         """When the host began to stand still for it (time.monotonic); None if it does not."""
 
     @property
+    def work(self) -> dist.Work | None:
+        """Return torch's handle of it; None on a GPU, and after somebody has waited for it."""
+        return self._work
+
+    @property
     def done(self) -> bool:
         return (self._work is None or self._work.is_completed()) and (self._mark is None or self._mark.done)
 

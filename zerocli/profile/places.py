@@ -1,9 +1,8 @@
-"""What the engine has placed where: the one file that looks into its parts to name their memory."""
+"""What the engine has placed where: names for the memory of its parts, on every tier."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,22 +39,18 @@ def pieces(engine: Engine) -> Iterator[Piece]:
         ]
         for category, store in stores:
             if store is not None:
-                yield Piece(category, f"{unit} {category}", store._block)
-                copy = engine.mover._copies.get(store) if isinstance(store, StagedStore) else None
+                yield Piece(category, f"{unit} {category}", store.block)
+                copy = engine.mover.block_of(store) if isinstance(store, StagedStore) else None
                 if copy is not None:
-                    yield Piece("buffers", f"{unit} {category}, read ahead", copy.block)
+                    yield Piece("buffers", f"{unit} {category}, read ahead", copy)
     for block in engine.activations.stack.far():
         yield Piece("activations", "checkpoints of blocks", block)
 
 
-def host_pages(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (what for, memory) of all pages that tiers have mapped in host memory, arenas and staging."""
-    for (name, _), tier in engine.tiers._open.items():
-        for arena in getattr(tier, "_arenas", ()):
-            yield name, arena.pages.bytes
-        for staging in (getattr(tier, "_staging", None), getattr(tier, "_tails", None)):
-            for pages in getattr(staging, "_made", ()):
-                yield "staging", pages.bytes
+def host_memory(engine: Engine) -> Iterator[torch.Tensor]:
+    """Yield all memory that tiers have mapped on the host, arenas and staging."""
+    for tier in engine.tiers.opened():
+        yield from tier.host_memory()
 
 
 def tier_rows(engine: Engine) -> dict[str, dict[str, int]]:
@@ -72,16 +67,15 @@ def tier_rows(engine: Engine) -> dict[str, dict[str, int]]:
 def footprint(engine: Engine) -> dict[str, int]:
     """Return the bytes that tiers have taken: host pages mapped (and torch's pinned ones), swap files as the system
     sees them."""
-    mapped = sum(memory.nbytes for _, memory in host_pages(engine))
+    mapped = sum(memory.nbytes for memory in host_memory(engine))
     if engine.device.type == "cuda":
         mapped += sum(memory.nbytes for _, _, memory in engine.updater.holdings() if memory.device.type == "cpu")
-    files = [file for tier in engine.tiers._open.values() for file in getattr(tier, "_files", ())]
-    return {"dram": mapped, "nvme": sum(os.fstat(file.fd).st_size for file in files)}
+    return {"dram": mapped, "nvme": sum(tier.file_nbytes for tier in engine.tiers.opened())}
 
 
 def pinned_nbytes(engine: Engine) -> int:
     """Return the bytes of host memory that are page-locked: the tiers' own, and those of torch's allocator."""
-    own = sum(getattr(tier, "pinned_nbytes", 0) for tier in engine.tiers._open.values())
+    own = sum(tier.pinned_nbytes for tier in engine.tiers.opened())
     if engine.device.type != "cuda":
         return own
     return own + int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

@@ -167,7 +167,7 @@ class Profiler(Observer):
                 if key not in seen:
                     seen.add(key)
                     self._follower.name(tensor, category, name)
-            for _, memory in places.host_pages(self._engine):
+            for memory in places.host_memory(self._engine):
                 self._follower.disown(memory)
 
     def _boundary(self, phase: str) -> None:

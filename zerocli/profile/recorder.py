@@ -203,7 +203,7 @@ class EventRecorder(Events):
 
     def _end_with(self, pending: Pending, lane: str, name: str, begin: Any, nbytes: int) -> None:
         """Note a collective's span: on a GPU up to this point of its stream, on a CPU when its future is there."""
-        work, clock = pending._work, self._clock
+        work, clock = pending.work, self._clock
         if work is None:
             clock.add(lane, name, begin, clock.stamp(), nbytes)
             return
@@ -230,8 +230,8 @@ class EventRecorder(Events):
             return
         add, name, nbytes = self._clock.add, self._names.get(id(block), self._subject), transfer.nbytes
         stamps = vars(self._copied).pop("stamps", None)
-        if transfer._future is not None:
-            transfer._future.add_done_callback(lambda _: add(lane, name, began, time.perf_counter(), nbytes))
+        if transfer.future is not None:
+            transfer.future.add_done_callback(lambda _: add(lane, name, began, time.perf_counter(), nbytes))
         elif transfer.event is None:
             add(lane, name, began, time.perf_counter(), nbytes)
         elif stamps is not None:
