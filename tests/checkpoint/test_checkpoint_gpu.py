@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_stack import Stack
 from ranks import run_ranks
-from test_gpu import Stack
 
 import zerocli
 from zerocli.checkpoint import Folder, Saver, load

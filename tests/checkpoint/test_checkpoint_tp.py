@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from exports import MODELS, config_of, expected, noisy, read_back
 from ranks import run_ranks
-from test_export import MODELS, config_of, expected, noisy, read_back
 
 from zerocli.checkpoint import Folder, Saver, load
 from zerocli.checkpoint.imports import load_weights

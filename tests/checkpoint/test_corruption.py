@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import engine_of, everything, rewrite, save_at
+from checkpoints import train as steps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 from runs import losses, train
-from test_checkpoint import engine_of, everything, save_at
-from test_checkpoint import train as steps
 
 from zerocli.checkpoint import Damaged, Folder, Mismatch, Saver, load, resume
 from zerocli.checkpoint import manifest as manifests
@@ -118,15 +118,6 @@ def test_no_corruption_is_ever_loaded(saved, tmp_path):
     assert refused >= 0.8 * NUM_CORRUPTIONS
     load(engine, path)  # a refused load leaves nothing behind that a good one does not replace
     assert everything(engine) == expected
-
-
-def rewrite(path: Path, change) -> None:
-    """Change what the manifest says and give it a checksum that holds."""
-    manifest = json.loads((path / "manifest.json").read_text())["manifest"]
-    change(manifest)
-    text = json.dumps(manifest, separators=(",", ":")).encode()
-    digest = manifests.hashlib.sha256(text).hexdigest().encode()
-    (path / "manifest.json").write_bytes(manifests._HEAD + digest + manifests._MIDDLE + text + manifests._TAIL)
 
 
 class Bomb:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from exports import MODELS, config_of, expected, noisy, read_back
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -29,32 +30,6 @@ from zerocli.config import to_dict
 from zerocli.errors import UserError
 from zerocli.run import trainer
 
-SHAPE = (
-    "model.layers=2 model.hidden=32 model.heads=4 model.vocab=61 model.mlp_hidden=40 train.seq=16 train.batch=2".split()
-)
-MODELS = {
-    "llama": ["model.family=llama", "model.kv_heads=2", "model.tie=false"],
-    "llama tied": ["model.family=llama", "model.mlp_hidden=0"],
-    "gpt2": ["model.family=gpt2"],
-    "gpt2 untied without biases": ["model.family=gpt2", "model.tie=false", "model.bias=false"],
-}
-
-
-def config_of(sets: list[str]) -> configs.Config:
-    return trainer.resolve(configs.load("tiny", [*SHAPE, *sets]), 1)
-
-
-def noisy(engine) -> dict[str, torch.Tensor]:
-    """Give every parameter values of its own (fresh norms and biases are all alike), and return them."""
-    generator = torch.Generator().manual_seed(5)
-    state = {k: torch.randn(v.shape, generator=generator) * 0.1 for k, v in sorted(engine.state_dict().items())}
-    if "head.weight" in state and "embed.weight" in state and engine.model.head.is_tied:
-        state["head.weight"] = state["embed.weight"]
-    if "head.weight" in state and "embed.tokens.weight" in state and engine.model.head.is_tied:
-        state["head.weight"] = state["embed.tokens.weight"]
-    engine.load_state_dict(state)
-    return state
-
 
 def saved_run(folder: str, sets: list[str], stage: int) -> dict[str, torch.Tensor]:
     config = config_of(sets)
@@ -65,57 +40,6 @@ def saved_run(folder: str, sets: list[str], stage: int) -> dict[str, torch.Tenso
     saver.close()
     assert saver.failure is None, saver.failure
     return state
-
-
-def read_back(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything in an export, read by the format's own library where it is there, and by ours."""
-    weights = safetensors.Weights(folder)
-    ours = {name: weights.read(name, 0, entry.numel).view(entry.shape) for name, (_, entry) in weights.entries.items()}
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        return ours
-    theirs: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        theirs |= load_file(file)
-    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[n].float(), ours[n]) for n in ours)
-    return theirs
-
-
-def expected(state: dict[str, torch.Tensor], config: configs.Config) -> dict[str, torch.Tensor]:
-    """What Hugging Face calls each, written out here once more."""
-    model, found = config.model, {}
-    head = model.hidden // model.heads
-    kv = (model.kv_heads or model.heads) * head
-    if model.family == "llama":
-        found["model.embed_tokens.weight"] = state["embed.weight"]
-        found["model.norm.weight"] = state["head.norm.weight"]
-        for i in range(model.layers):
-            ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-            q, k, v = state[ours + "attention.qkv.weight"].split((model.hidden, kv, kv))
-            gate, up = state[ours + "mlp.gate_up.weight"].chunk(2)
-            found |= {f"{theirs}self_attn.{n}_proj.weight": t for n, t in (("q", q), ("k", k), ("v", v))}
-            found |= {f"{theirs}mlp.gate_proj.weight": gate, f"{theirs}mlp.up_proj.weight": up}
-            found[theirs + "self_attn.o_proj.weight"] = state[ours + "attention.out.weight"]
-            found[theirs + "mlp.down_proj.weight"] = state[ours + "mlp.down.weight"]
-            found[theirs + "input_layernorm.weight"] = state[ours + "norm1.weight"]
-            found[theirs + "post_attention_layernorm.weight"] = state[ours + "norm2.weight"]
-    else:
-        found["transformer.wte.weight"] = state["embed.tokens.weight"]
-        found["transformer.wpe.weight"] = state["embed.positions.weight"]
-        found["transformer.ln_f.weight"] = state["head.norm.weight"]
-        found["transformer.ln_f.bias"] = state.get("head.norm.bias", torch.zeros(model.hidden))
-        pairs = {"ln_1": "norm1", "ln_2": "norm2", "attn.c_attn": "attention.qkv", "attn.c_proj": "attention.out"}
-        pairs |= {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
-        for i in range(model.layers):
-            for theirs, ours in pairs.items():
-                weight = state[f"blocks.{i}.{ours}.weight"]
-                found[f"transformer.h.{i}.{theirs}.weight"] = weight.t() if weight.dim() == 2 else weight
-                bias = state.get(f"blocks.{i}.{ours}.bias", torch.zeros(weight.shape[0]))
-                found[f"transformer.h.{i}.{theirs}.bias"] = bias
-    if not model.tie:
-        found["lm_head.weight"] = state["head.weight"]
-    return found
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -420,10 +344,10 @@ def test_an_index_decides_which_file_a_tensor_is_taken_from(tmp_path):
     with pytest.raises(UserError, match=r"a is in first\.safetensors and in second\.safetensors"):
         safetensors.Weights(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
-    for place, expected in (("first", 0.0), ("second", 1.0)):
+    for place, value in (("first", 0.0), ("second", 1.0)):
         index.write_text(json.dumps({"weight_map": {"a": f"{place}.safetensors"}}))
         weights = safetensors.Weights(tmp_path)
-        assert weights.read("a", 0, 3).tolist() == [expected] * 3 and list(weights.entries) == ["a"]
+        assert weights.read("a", 0, 3).tolist() == [value] * 3 and list(weights.entries) == ["a"]
     index.write_text(json.dumps({"weight_map": {"b": "second.safetensors"}}))
     with pytest.raises(UserError, match=r"says that b is in second\.safetensors, and it is not"):
         safetensors.Weights(tmp_path)

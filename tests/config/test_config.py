@@ -12,6 +12,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_configs import configs
 
 from zerocli.config import (
     FIELDS,
@@ -19,7 +20,6 @@ from zerocli.config import (
     Config,
     ModelConfig,
     bundled,
-    draft,
     from_dict,
     load,
     schema,
@@ -294,26 +294,6 @@ def test_config_errors_travel_by_pickle():
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (copy.problems, copy.hint, copy.exit_code) == (caught.value.problems, caught.value.hint, 2)
     assert copy.render().endswith("\ntry: zerocli configs ls")
-
-
-@st.composite
-def configs(draw):
-    """Configs of random legal values."""
-    values = {}
-    for key, field in FIELDS.items():
-        law = field.metadata
-        if law.get("choices"):
-            values[key] = draw(st.sampled_from(law["choices"]))
-        elif field.type is int and key not in ("model.heads", "model.kv_heads", "model.hidden", "parallel.tp"):
-            values[key] = draw(st.integers(law["least"], law.get("most", 2**62)))
-        elif field.type is bool:
-            values[key] = draw(st.booleans())
-        elif field.type is float:
-            values[key] = draw(st.floats(0.01, 0.99))
-    values["data.path"] = draw(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
-    values["optimizer.options"] = draw(st.dictionaries(st.text("ab", min_size=1), st.lists(st.integers(0, 9))))
-    values["offload.nvme_path"] = tuple(draw(st.lists(st.text("/ab", min_size=1), max_size=3)))
-    return draft.build(values)
 
 
 @some

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_config import configs
+from random_configs import configs
 from torch import nn
 
 import zerocli

@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from test_offload import NVME
+from small_gpt import BATCH, CHECKPOINT, HIDDEN, LAYERS, SEQ, make, train
 from torch import nn
+from toy_tiers import NVME
 
 import zerocli
 from tiers.errors import TierFull
 from tiers.registry import register
-from zerocli.config import ModelConfig
-from zerocli.models import build
 
-LAYERS, BATCH, SEQ, HIDDEN = 4, 2, 16, 64
-CHECKPOINT = BATCH * SEQ * HIDDEN * 4
 WAYS: list[dict[str, Any]] = [
     {"recompute": True},
     {"offload": "activations=hbm"},
@@ -27,26 +24,6 @@ WAYS: list[dict[str, Any]] = [
     {"offload": "activations=nvme"},
     {"offload": f"activations=hbm:{CHECKPOINT}B+cpu:{2 * CHECKPOINT}B+nvme"},
 ]
-
-
-def make(layers: int = LAYERS, dropout: float = 0.1, **settings: Any) -> zerocli.Engine:
-    torch.manual_seed(0)
-    shape = ModelConfig(layers=layers, hidden=HIDDEN, heads=2, vocab=64, dropout=dropout)
-    model = build(shape, SEQ, "cpu")
-    return zerocli.shard(model, **{"stage": 3, "clip": 0.5, "units": model.unit_modules(), **NVME} | settings)
-
-
-def train(engine: zerocli.Engine, steps: int = 3, seq: int = SEQ) -> list[float]:
-    losses = []
-    for step in range(steps):
-        for micro in range(engine.settings.accumulate):
-            torch.manual_seed(100 * step + 10 * micro + engine.collectives.rank)
-            tokens = torch.randint(0, 64, (BATCH, seq + 1))
-            loss = engine(tokens[:, :-1], tokens[:, 1:])
-            engine.backward(loss)
-            losses.append(loss.item())
-        engine.step()
-    return losses
 
 
 def _losses(settings: dict) -> list[float]:
@@ -156,7 +133,7 @@ def test_no_room_is_one_clear_error(text, options):
 
 
 def _tardy(settings: dict) -> list[float]:
-    register("tardy", "test_offload:Tardy")
+    register("tardy", "toy_tiers:Tardy")
     return _losses({"tier_options": {"tardy": {"pin": False}}, **settings})
 
 

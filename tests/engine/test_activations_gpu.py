@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
+from gpu_stack import WIDTH, Stack, run_without_waiting, train_stack
 from ranks import run_ranks
-from test_gpu import WIDTH, Stack, _train, run_without_waiting
 
 import zerocli
 from zerocli.engine.events import Probe
@@ -20,19 +20,19 @@ WAYS = ["activations=hbm", "activations=cpu", "activations=nvme", "activations=h
 def test_checkpoints_never_change_a_loss_on_a_gpu(tmp_path):
     for precision in ("fp32", "bf16"):
         common = {"precision": precision, "nvme_path": (str(tmp_path),)}
-        kept = _train(3, common)
-        assert _train(3, common | {"recompute": True}) == kept
+        kept = train_stack(3, common)
+        assert train_stack(3, common | {"recompute": True}) == kept
         for text in WAYS:
             for seed in (None, 1, 2):
-                assert _train(3, common | {"offload": text}, seed) == kept, (text, seed)
+                assert train_stack(3, common | {"offload": text}, seed) == kept, (text, seed)
     states = {"offload": "params=cpu,grads=cpu,optimizer=cpu,activations=cpu", "update": "stream"}
-    assert _train(3, common | states, 3) == kept
+    assert train_stack(3, common | states, 3) == kept
 
 
 def test_two_ranks_share_a_gpu_and_offload_checkpoints():
-    kept = run_ranks(2, _train, 3, {"precision": "bf16"})
+    kept = run_ranks(2, train_stack, 3, {"precision": "bf16"})
     for seed in (None, 1):
-        assert run_ranks(2, _train, 3, {"precision": "bf16", "offload": "activations=cpu"}, seed) == kept
+        assert run_ranks(2, train_stack, 3, {"precision": "bf16", "offload": "activations=cpu"}, seed) == kept
 
 
 def test_checkpoints_on_the_host_never_make_the_host_wait():

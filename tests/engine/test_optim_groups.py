@@ -6,33 +6,16 @@ import functools
 
 import pytest
 import torch
+from plain_loop import STEPS, fresh, plain
 from ranks import run_ranks
 from torch import nn
 from torch.optim import lr_scheduler
-from toys import Uneven, split, uneven_batch
+from toys import split, uneven_batch
 
 import zerocli
 from zerocli import ParamGroup
 
-STEPS = 6
 STAGES = ((0, ""), (2, ""), (3, ""), (3, "cpu"))
-
-
-def fresh() -> Uneven:
-    torch.manual_seed(7)
-    return Uneven()
-
-
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler=None, steps: int = STEPS) -> dict:
-    """Train as any torch program does, on the joined batch."""
-    for step in range(1, steps + 1):
-        optimizer.zero_grad()
-        loss = model(*uneven_batch(step, slice(0, 24)))
-        loss.backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step(*([float(step > 2)] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
 def sharded(engine: zerocli.Engine, scheduler=None, start: int = 1, steps: int = STEPS) -> dict:

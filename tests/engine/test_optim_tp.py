@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from test_tp import BATCH, MODELS, SEQ, batch
+from split_models import BATCH, MODELS, SEQ, batch
 
 import zerocli
 from zerocli import ParamGroup

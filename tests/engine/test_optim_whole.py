@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_loop import STEPS, fresh, plain
 from ranks import run_ranks
-from test_optim_groups import STEPS, fresh, plain
 from torch import nn
 from toys import split, uneven_batch
 

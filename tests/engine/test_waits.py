@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
-from test_offload import SMALL_DISK
-from test_traffic_and_memory import WIDTH, Deep
+from deep import WIDTH, Deep
+from toy_tiers import SMALL_DISK
 
 import zerocli
 from tiers.lanes import Lane

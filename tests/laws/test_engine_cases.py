@@ -390,7 +390,7 @@ def test_misuse_is_named():
 @pytest.mark.parametrize("settings", [{}, {"stage": 2}, {"recompute": True}, {"offload": "activations=cpu"}], ids=str)
 def test_an_engine_that_nobody_holds_is_gone(settings):
     """Its memory too: a parameter's hook, which the collector cannot see into, must not keep it."""
-    from test_activations import make, train
+    from small_gpt import make, train
 
     engine = make(2, **settings)
     train(engine, 1)

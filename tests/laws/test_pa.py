@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ranks import run_ranks
-from test_activations import BATCH, CHECKPOINT, HIDDEN, SEQ, make, train
+from small_gpt import BATCH, CHECKPOINT, HIDDEN, SEQ, make, train
 
 LAYERS, TP = 4, 2
 WAYS: list[dict[str, Any]] = [

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
+from split_models import BATCH, HIDDEN, LAYERS, MODELS, SEQ, STEPS, VOCAB, batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from toys import Uneven
@@ -31,13 +32,6 @@ from zerocli.models.loss import IGNORED, linear_cross_entropy
 from zerocli.models.parallel import _Part
 from zerocli.run import trainer
 
-LAYERS, HIDDEN, SEQ, VOCAB, BATCH, STEPS = 2, 32, 16, 50, 4, 4
-MODELS = {
-    "gpt2": ModelConfig(family="gpt2", layers=LAYERS, hidden=HIDDEN, heads=4, vocab=VOCAB, mlp_hidden=40),
-    "llama": ModelConfig(
-        family="llama", layers=LAYERS, hidden=HIDDEN, heads=8, kv_heads=2, vocab=VOCAB, mlp_hidden=40, tie=False
-    ),
-}
 # The first is what the others are compared with.
 CASES = {
     "stage 0": {"stage": 0},
@@ -51,11 +45,6 @@ CASES = {
 }
 TOLERANCE = 1e-5
 """Relative, of losses and gradient norms in fp32 after a few steps; a sum over ranks is rounded in another order."""
-
-
-def batch(step: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    drawn = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))[rows]
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 def start(model: nn.Module, **settings):

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 
 import pytest
 import torch
+from deep import BLOCK_NUMEL, WIDTH, Deep, live_nbytes
 from ranks import run_ranks
-from torch import nn
 
 import zerocli
 from zerocli.layout.shards import PARAM_ALIGN, SHARD_ALIGN
-
-WIDTH, BLOCK_NUMEL = 64, 2 * 64 * 64 + 2 * 64
-
-
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.two(torch.tanh(self.one(x)))
-
-
-class Deep(nn.Module):
-    def __init__(self, layers: int):
-        super().__init__()
-        self.blocks = nn.ModuleList(Residual() for _ in range(layers))
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x).square().mean()
 
 
 def _wire(stage: int, layers: int, recompute: bool) -> tuple[dict[str, int], int, Counter]:
@@ -92,20 +68,6 @@ def test_communication_is_the_papers(stage, layers, recompute):
         seen["all_gather"] -= met
     assert dict(seen) == {k: v for k, v in (expected | {"all_reduce": expected["all_reduce"] + control}).items() if v}
     assert sum(counted.values()) == (3 if stage == 3 else 2) * whole
-
-
-def live_nbytes() -> int:
-    """Bytes of all tensor storages that are alive in this process."""
-    gc.collect()
-    storages = {}
-    for thing in gc.get_objects():
-        try:
-            if isinstance(thing, torch.Tensor):
-                storage = thing.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-        except Exception:
-            continue
-    return sum(storages.values())
 
 
 def _held(stage: int, layers: int) -> tuple[int, dict, int]:

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 import torch
+from deep import BLOCK_NUMEL, WIDTH, Deep
 from ranks import run_ranks
-from test_offload import NVME, Tardy
-from test_traffic_and_memory import BLOCK_NUMEL, WIDTH, Deep
+from toy_tiers import NVME, Tardy
 from toys import train_uneven
 
 import zerocli

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-import random
 import resource
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from deep import BLOCK_NUMEL, WIDTH, Deep, live_nbytes
 from ranks import run_ranks
-from test_traffic_and_memory import BLOCK_NUMEL, WIDTH, Deep
+from toy_tiers import NVME
 from toys import train_uneven
 
 import zerocli
-from tiers.dram import DramTier
 from zerocli.engine.build import DoesNotFit
 
 STREAM = {"update": "stream", "staging_nbytes": 48000, "read_ahead_nbytes": 48000}
-SMALL_DISK = {"verify": True, "lanes": 2, "grow_nbytes": 1 << 20, "staging_nbytes": 1 << 20, "unit_nbytes": 1 << 18}
-NVME = {"tier_options": {"nvme": SMALL_DISK}}
 PLACEMENTS = {
     3: [
         "cpu",
@@ -90,40 +86,10 @@ def test_recomputation_and_offload_go_together():
 # -- delays and disorder -----------------------------------------------------------------------------------------------
 
 
-class Tardy(DramTier):
-    """Host memory whose transfers all take a random while, and finish in any order."""
-
-    name = "tardy"
-    dice = random.Random(0)
-
-    def _read(self, handle, target, offset, after):
-        return self._late(handle.bytes(offset, target.numel()), target, after)
-
-    def _write(self, handle, source, offset, after):
-        return self._late(source, handle.bytes(offset, source.numel()), after)
-
-    def _late(self, source, target, after):
-        from tiers.transfer import Transfer
-
-        delay = self.dice.random() * 0.004
-
-        def work():
-            for earlier in after:
-                earlier.wait_for_host()
-            time.sleep(delay)
-            target.copy_(source)
-
-        if not hasattr(self, "_many"):
-            from concurrent.futures import ThreadPoolExecutor
-
-            self._many = ThreadPoolExecutor(16)
-        return Transfer(source.numel(), future=self._many.submit(work), hold=(source, target), tier=self.name)
-
-
 def _tardy(settings: dict):
     from tiers.registry import register
 
-    register("tardy", "test_offload:Tardy")
+    register("tardy", "toy_tiers:Tardy")
     return train_uneven(steps=6, **settings)
 
 
@@ -152,8 +118,6 @@ def _bounded(layers: int, text: str) -> tuple[dict, dict, int]:
 
 
 def _live() -> int:
-    from test_traffic_and_memory import live_nbytes
-
     return live_nbytes()
 
 
@@ -272,14 +236,14 @@ def test_a_host_without_room_is_refused_before_anything_is_allocated(monkeypatch
 
 
 def run_train(folder: Path, *arguments: str):
-    from test_train import SMALL, run
+    from commands import SMALL, run
 
     return run(folder, "train", *SMALL, *arguments, "--run-dir", "run")
 
 
 @pytest.mark.parametrize("text", ["cpu", "nvme"])
 def test_train_offloads(tmp_path, text):
-    from test_train import lines
+    from commands import lines
 
     swap = tmp_path / "swap"
     swap.mkdir()

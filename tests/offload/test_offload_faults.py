@@ -8,9 +8,8 @@ import threading
 
 import pytest
 import torch
-from test_offload import SMALL_DISK
-from test_tiers_nvme import faulty
-from test_traffic_and_memory import WIDTH, Deep
+from deep import WIDTH, Deep
+from toy_tiers import SMALL_DISK, faulty
 
 import zerocli
 from tiers.errors import TierError

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from gpu_stack import run_without_waiting, train_stack
 from ranks import run_ranks
-from test_gpu import _train, run_without_waiting
 
 pytestmark = pytest.mark.gpu
 STREAM = {"update": "stream", "staging_nbytes": 8 << 20, "read_ahead_nbytes": 8 << 20}
@@ -15,7 +15,7 @@ def test_placement_never_changes_a_loss_on_a_gpu(tmp_path, precision):
     common = {"precision": precision}
     away = {**common, **STREAM, "nvme_path": (str(tmp_path),)}
     for accumulate in (1, 2):
-        reference = _train(3, {**common, "accumulate": accumulate})
+        reference = train_stack(3, {**common, "accumulate": accumulate})
         for text in (
             "cpu",
             "nvme",
@@ -23,29 +23,29 @@ def test_placement_never_changes_a_loss_on_a_gpu(tmp_path, precision):
             "params=cpu,grads=cpu",
             "params=hbm:4MB+cpu,optimizer=hbm:30MB+cpu",
         ):
-            got = _train(3, {**away, "offload": text, "accumulate": accumulate})
+            got = train_stack(3, {**away, "offload": text, "accumulate": accumulate})
             assert got == reference, (text, accumulate)
     for stage in (1, 2):
-        assert _train(stage, {**away, "offload": "cpu"}) == _train(stage, common)
+        assert train_stack(stage, {**away, "offload": "cpu"}) == train_stack(stage, common)
 
 
 def test_two_ranks_offload_on_one_gpu():
-    reference = run_ranks(2, _train, 3, {"precision": "bf16"})
+    reference = run_ranks(2, train_stack, 3, {"precision": "bf16"})
     for seed in (None, 1, 2):
         settings = {"precision": "bf16", "offload": "cpu", "recompute": seed == 2, **STREAM}
-        assert run_ranks(2, _train, 3, settings, seed) == reference
+        assert run_ranks(2, train_stack, 3, settings, seed) == reference
 
 
 def test_delays_with_offload_change_no_number():
-    reference = _train(3, {"precision": "bf16"})
+    reference = train_stack(3, {"precision": "bf16"})
     for seed in range(1, 5):
-        assert _train(3, {"precision": "bf16", "offload": "cpu", **STREAM}, seed) == reference
+        assert train_stack(3, {"precision": "bf16", "offload": "cpu", **STREAM}, seed) == reference
 
 
 def test_the_cpu_update_agrees_to_rounding():
-    reference = _train(3, {"precision": "bf16"})
+    reference = train_stack(3, {"precision": "bf16"})
     for text in ("cpu", "optimizer=cpu"):
-        got = _train(3, {"precision": "bf16", "offload": text, "update": "cpu"})
+        got = train_stack(3, {"precision": "bf16", "offload": text, "update": "cpu"})
         assert got == pytest.approx(reference, rel=2e-2)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import pickle
 import random
 import sys
@@ -12,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from bit_flips import KINDS, NAMES, block_of, flip
+from deep import WIDTH, Deep
 from ranks import run_ranks
 from runs import Death, losses, train
-from test_offload import SMALL_DISK
-from test_traffic_and_memory import WIDTH, Deep
+from toy_tiers import SMALL_DISK
 from toys import train_uneven
 
 import offload.verify
@@ -33,19 +33,6 @@ from zerocli.engine.engine import Engine
 
 DISK = {"tier_options": {"nvme": SMALL_DISK | {"verify": False}}}
 """Without checksums of the tier's own."""
-KINDS = ["params", "grads", "optimizer", "activations"]
-
-
-def flip(block: Block, at: int, bit: int = 7) -> None:
-    """Flip a bit in the tier's own pages, or in its file."""
-    if block.tier.addressable:
-        block.tier.view(block)[at] ^= 1 << bit
-        return
-    unit = block._handle.units[at // block.tier._unit_nbytes]
-    fd = os.open(f"/proc/self/fd/{unit.file.fd}", os.O_RDWR)
-    place = unit.start + at % block.tier._unit_nbytes
-    os.pwrite(fd, bytes([os.pread(fd, 1, place)[0] ^ 1 << bit]), place)
-    os.close(fd)
 
 
 def swap_in(block: Block, memory: torch.Tensor) -> None:
@@ -56,18 +43,6 @@ def bytes_of(block: Block) -> torch.Tensor:
     memory = torch.empty(block.nbytes, dtype=torch.uint8)
     block.tier.read(block, memory).synchronize()
     return memory
-
-
-def block_of(engine: Engine, kind: str, unit: int = 2) -> Block:
-    """The block that holds a unit's piece of this kind, and no copy of it anywhere; of activations the first one."""
-    flat = engine.units[unit].flats[0]
-    if isinstance(flat.param_store, StagedStore):
-        engine.mover.forget(flat.param_store)
-    if kind == "activations":
-        return engine.activations.stack._slots[0].block
-    store = {"params": flat.param_store, "grads": flat.grad_store, "optimizer": flat.record and flat.record.store}[kind]
-    assert store is not None
-    return store.block
 
 
 class Training:
@@ -115,7 +90,6 @@ def differs(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> boo
 BEFORE = {"params": (1, "step"), "optimizer": (1, "step"), "grads": (2, "backward"), "activations": (2, "forward")}
 """When the bit flips: between a write and the next read."""
 READ = {"params": (2, "forward"), "optimizer": (2, "step"), "grads": (2, "step"), "activations": (2, "backward")}
-NAMES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states", "activations": "activations"}
 CASES = [(kind, tier, "stream", "fp32") for kind in KINDS for tier in ("cpu", "nvme")]
 CASES += [("optimizer", "cpu", "cpu", "bf16"), ("params=cpu,optimizer", "cpu", "cpu", "bf16")]
 

@@ -7,9 +7,9 @@ import random
 
 import pytest
 import torch
+from bit_flips import KINDS, NAMES, block_of, flip
+from gpu_stack import Stack, run_without_waiting, train_stack
 from ranks import run_ranks
-from test_gpu import Stack, _train, run_without_waiting
-from test_verify import KINDS, NAMES, block_of, flip
 
 import zerocli
 from offload.checksum import COLUMNS, checksums
@@ -28,9 +28,9 @@ def test_verification_changes_no_number_on_a_gpu(tmp_path):
         {"offload": "params=cpu,optimizer=hbm:30MB+cpu,activations=cpu"},
         {"offload": "cpu", "update": "cpu"},
     ):
-        assert _train(3, {**away, **more, "verify": True}) == _train(3, {**away, **more}), more
-    plain = run_ranks(2, _train, 3, {"offload": "cpu", **STREAM})
-    assert run_ranks(2, _train, 3, {"offload": "cpu", "verify": True, **STREAM}) == plain
+        assert train_stack(3, {**away, **more, "verify": True}) == train_stack(3, {**away, **more}), more
+    plain = run_ranks(2, train_stack, 3, {"offload": "cpu", **STREAM})
+    assert run_ranks(2, train_stack, 3, {"offload": "cpu", "verify": True, **STREAM}) == plain
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -61,9 +61,9 @@ def test_the_first_difference_of_a_stream_is_kept():
 
 def test_delays_with_verification_change_no_number():
     settings = {"precision": "bf16", "offload": "cpu", **STREAM}
-    reference = _train(3, settings)
+    reference = train_stack(3, settings)
     for seed in range(1, 4):
-        assert _train(3, {**settings, "verify": True}, seed) == reference
+        assert train_stack(3, {**settings, "verify": True}, seed) == reference
 
 
 def test_verified_steps_never_wait_for_the_device():

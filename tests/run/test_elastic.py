@@ -12,9 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from agents import kill_all, wait_for_a_checkpoint, workers
 from runs import TINY, losses, train
-
-from zerocli.checkpoint.folder import Folder
 
 SETS = ["train.steps=60", "checkpoint.every=5", "train.log_every=1000", "train.global_batch=4", "train.watchdog=60"]
 
@@ -34,37 +33,6 @@ def torchrun(folder: Path, *options: str, log: str) -> subprocess.Popen:
             stdout=file,
             start_new_session=True,
         )
-
-
-def workers(agent: subprocess.Popen) -> list[int]:
-    """The ranks that an agent has started."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if f"PPid:\t{agent.pid}\n" in (entry / "status").read_text():
-                    if b"zerocli" in (entry / "cmdline").read_bytes():
-                        found.append(int(entry.name))
-            except OSError:
-                continue
-    return sorted(found)
-
-
-def wait_for_a_checkpoint(folder: Path, agents: list[subprocess.Popen], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not Folder(folder / "run/checkpoints").committed():
-        assert time.monotonic() < deadline and all(agent.poll() is None for agent in agents)
-        time.sleep(0.02)
-
-
-def kill_all(agents: list[subprocess.Popen]) -> None:
-    for agent in agents:
-        for pid in [*workers(agent), agent.pid]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        agent.wait()
 
 
 @pytest.fixture(scope="module")

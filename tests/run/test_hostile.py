@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import engine_of, everything
+from checkpoints import train as train_engine
 from runs import Death, train
-from test_checkpoint import engine_of, everything
-from test_checkpoint import train as train_engine
 
 from zerocli import console, machine
 from zerocli.checkpoint import Damaged, Folder, Saver, Unreadable, load, resume
@@ -176,7 +176,7 @@ def test_a_checkpoint_folder_that_cannot_be_looked_into_is_no_empty_one(tmp_path
 
 
 def rewritten(path: Path, change) -> None:
-    from test_corruption import rewrite
+    from checkpoints import rewrite
 
     rewrite(path, change)
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agents import kill_all, wait_for_a_checkpoint, workers
 from runs import TINY, losses, train
-from test_elastic import kill_all, wait_for_a_checkpoint, workers
 
 SETS = ["train.steps=150", "checkpoint.every=10", "train.log_every=1000", "train.watchdog=8", "zero.stage=3"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -14,25 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
+from commands import SMALL, lines, run
 
-SMALL = ["--steps", "4", "--batch", "2", "--seq", "32", "--set", "model.layers=2", "--set", "model.hidden=32"]
 KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second", "peak", "comm", "wait"}
-
-
-def run(folder: Path, *arguments: str, module: str = "zerocli", **environ: str) -> subprocess.CompletedProcess:
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | environ
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_leaves_what_the_contract_says(tmp_path):

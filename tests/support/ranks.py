@@ -7,8 +7,12 @@ import os
 import pickle
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
+
+OWN_MODULES = r"(zerocli|offload|tiers)(\..*)?$"
+"""Modules whose warnings are errors in ranks, as in pytest's own process: see `filterwarnings` in pyproject.toml."""
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -22,6 +26,8 @@ def _worker(rank: int, world: int, store: str, connection: Any, function: Callab
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", module=OWN_MODULES)
+    warnings.filterwarnings("default", ".*deterministic", UserWarning)
     os.environ.pop("RANK", None)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)

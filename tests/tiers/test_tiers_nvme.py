@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from toy_tiers import faulty
 
 from tiers import swapfile
 from tiers.conformance import MIB, pattern
@@ -254,33 +255,6 @@ def test_without_direct_io_it_goes_on_buffered_and_says_so(tmp_path, monkeypatch
 
 
 # Faults in the middle
-
-
-class FaultyLane(Lane):
-    """Fails operation `at` of a kind with the given error, or moves at most the given number of bytes at a time."""
-
-    count = 0
-    at = 3
-    write_fault: OSError | int | None = None
-    read_fault: OSError | int | None = None
-
-    async def _write(self, memory):
-        return await self._spoil(super()._write, memory, self.write_fault)
-
-    async def _read(self, memory):
-        return await self._spoil(super()._read, memory, self.read_fault)
-
-    async def _spoil(self, operation, memory, fault):
-        type(self).count += fault is not None
-        if isinstance(fault, OSError) and type(self).count == self.at:
-            raise fault
-        if isinstance(fault, int):
-            return min(fault, await operation(memory[: -(-fault // 4096) * 4096]))
-        return await operation(memory)
-
-
-def faulty(**faults) -> type[Lane]:
-    return type("Faulty", (FaultyLane,), {"count": 0, **faults})
 
 
 def test_a_disk_full_in_the_middle_is_reported_and_spoils_nothing_else(tmp_path):

@@ -164,7 +164,8 @@ def _without_memory() -> Iterator[None]:
         return addresses[storage]
 
     def of_tensor(tensor: torch.Tensor) -> int:
-        if not isinstance(tensor, FakeTensor):
+        # A parameter of a fake flat is no FakeTensor itself, but on the meta device and in the flat's storage.
+        if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
             return real(tensor)
         return of_storage(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 

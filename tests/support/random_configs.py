@@ -1,0 +1,27 @@
+"""Configs of random legal values."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from zerocli.config import FIELDS, draft
+
+
+@st.composite
+def configs(draw):
+    """Configs of random legal values."""
+    values = {}
+    for key, field in FIELDS.items():
+        law = field.metadata
+        if law.get("choices"):
+            values[key] = draw(st.sampled_from(law["choices"]))
+        elif field.type is int and key not in ("model.heads", "model.kv_heads", "model.hidden", "parallel.tp"):
+            values[key] = draw(st.integers(law["least"], law.get("most", 2**62)))
+        elif field.type is bool:
+            values[key] = draw(st.booleans())
+        elif field.type is float:
+            values[key] = draw(st.floats(0.01, 0.99))
+    values["data.path"] = draw(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+    values["optimizer.options"] = draw(st.dictionaries(st.text("ab", min_size=1), st.lists(st.integers(0, 9))))
+    values["offload.nvme_path"] = tuple(draw(st.lists(st.text("/ab", min_size=1), max_size=3)))
+    return draft.build(values)

@@ -1,0 +1,35 @@
+"""A small GPT-2 with dropout, for tests of recomputation and of activation checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from toy_tiers import NVME
+
+import zerocli
+from zerocli.config import ModelConfig
+from zerocli.models import build
+
+LAYERS, BATCH, SEQ, HIDDEN = 4, 2, 16, 64
+CHECKPOINT = BATCH * SEQ * HIDDEN * 4
+
+
+def make(layers: int = LAYERS, dropout: float = 0.1, **settings: Any) -> zerocli.Engine:
+    torch.manual_seed(0)
+    shape = ModelConfig(layers=layers, hidden=HIDDEN, heads=2, vocab=64, dropout=dropout)
+    model = build(shape, SEQ, "cpu")
+    return zerocli.shard(model, **{"stage": 3, "clip": 0.5, "units": model.unit_modules(), **NVME} | settings)
+
+
+def train(engine: zerocli.Engine, steps: int = 3, seq: int = SEQ) -> list[float]:
+    losses = []
+    for step in range(steps):
+        for micro in range(engine.settings.accumulate):
+            torch.manual_seed(100 * step + 10 * micro + engine.collectives.rank)
+            tokens = torch.randint(0, 64, (BATCH, seq + 1))
+            loss = engine(tokens[:, :-1], tokens[:, 1:])
+            engine.backward(loss)
+            losses.append(loss.item())
+        engine.step()
+    return losses
