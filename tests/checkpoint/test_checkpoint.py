@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Stateful, engine_of, everything, save_at, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
+from saved_engines import Stateful, engine_of, everything, save_at, train
 from torch import nn
 from toys import split, uneven_batch
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import engine_of, everything, rewrite, save_at
-from checkpoints import train as steps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 from runs import losses, train
+from saved_engines import engine_of, everything, rewrite, save_at
+from saved_engines import train as steps
 
 from zerocli.checkpoint import Damaged, Folder, Mismatch, Saver, load, resume
 from zerocli.checkpoint import manifest as manifests

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from checkpoints import engine_of, everything, train
 from ranks import run_ranks
+from saved_engines import engine_of, everything, train
 
 from zerocli.checkpoint import Folder, Saver, load, resume
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import click
 import pytest
 
-import zerocli
+import zerocli.run
 from zerocli import machine
 from zerocli.cli import main as cli
 from zerocli.cli import train
@@ -46,7 +46,7 @@ def trainer(monkeypatch):
         work=lambda config, options: calls.append(("work", config, options)) or 7,
         dry_run=lambda config, options: calls.append(("dry_run", config, options)) or 0,
     )
-    monkeypatch.setattr(zerocli, "trainer", fake, raising=False)
+    monkeypatch.setattr(zerocli.run, "trainer", fake, raising=False)
     monkeypatch.setitem(sys.modules, "zerocli.run.trainer", fake)
     return fake
 

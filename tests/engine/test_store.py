@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from checkpoints import engine_of
 from ranks import run_ranks
 from runs import TINY
+from saved_engines import engine_of
 
 from zerocli.checkpoint import Saver, load, parts, pickles
 from zerocli.checkpoint.manifest import Damaged, Unfinished

@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import engine_of
 from ranks import run_ranks
 from runs import STUCK, Death, Ended, train
+from saved_engines import engine_of
 
 import zerocli
 from tiers.transfer import WAITED_FOR, Transfer
