@@ -27,7 +27,7 @@ _MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", 
 class MuonWithAdamW(FlatOptimizer):
     """Muon for matrices, AdamW for all other parameters, as one rule.
 
-    Matrices are the 2-D parameters outside nn.Embedding, or those of them that `matrices`, a function of name and
+    Matrices are the 2-D parameters outside nn.Embedding, or the 2-D ones that `matrices`, a function of name and
     parameter, selects. Both share the learning rate, so Muon's is adjusted to match AdamW's (`adjust_lr_fn`).
     """
 
