@@ -1,11 +1,11 @@
-"""Activation checkpoints: of each block that is recomputed only its input is kept, on the tier that the placement says.
+"""Activation checkpoints: only the input of each recomputed block is kept, on the tier that the placement says.
 
-The seam is torch's own non-reentrant checkpointing: it saves a block's inputs through the saved-tensor hooks that are
-active around it. Ours take those that were computed (not masks, positions or other things that blocks share), hand them
-to a `Stack` (offload/stack.py), and bring them back in reverse order, one ahead of the block that backward is in.
+Torch's non-reentrant checkpointing saves a block's inputs through the active saved-tensor hooks. Our hooks take the
+computed inputs (not masks, positions or other tensors that blocks share) and push them to a `Stack` (offload/stack.py).
+Backward fetches them in reverse order, prefetching one block ahead.
 
-With tensor parallelism every rank has the same input (Pa of the paper): each keeps its part of it, and the parts are
-gathered just before the recomputation.
+With tensor parallelism every rank has the same input (Pa of the ZeRO paper): each rank keeps a part of it, and the
+parts are all-gathered just before the recomputation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zerocli.layout.shards import Span
 
 @dataclass(eq=False)
 class Arrival:
-    """A checkpoint on its way back: first this rank's part, then everyone's."""
+    """A checkpoint being fetched: first this rank's part, then the all-gather of all parts."""
 
     full: torch.Tensor
     own: torch.Tensor
@@ -37,7 +37,7 @@ class Arrival:
 
 
 class Checkpoint:
-    """What autograd holds in place of a block's input."""
+    """The object that autograd saves in place of a block's input."""
 
     def __init__(self, saved: Saved, tensor: torch.Tensor, total: int, own: Span) -> None:
         self.saved, self.total, self.own = saved, total, own
@@ -49,21 +49,21 @@ class Checkpoint:
 
 
 class Activations:
-    """Keeps the inputs of recomputed blocks; `group` is the ranks that hold equal ones (one, without partitioning)."""
+    """Keeps the inputs of recomputed blocks; `group` is the ranks that partition equal inputs (one: no partition)."""
 
     def __init__(self, stack: Stack, group: Collectives, device: torch.device, waits: Waits) -> None:
         self.stack = stack
         self._group, self._device, self._waits = group, device, waits
         self._side = SideStream(device)
         self._order: list[weakref.ref[Checkpoint]] = []
-        """Those alive, in the order of forward."""
+        """Live checkpoints, in forward order."""
         self._loaded: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._notes: dict[str, str] = {}
         self.peak_nbytes = 0
-        """The most bytes of checkpoints that were ever on the device."""
+        """Peak bytes of checkpoints on the device."""
 
     def takes(self, name: str, leaves: Sequence[Any]) -> bool:
-        """Whether the unit `name` can be recomputed: its input is tensors, if in lists or dicts; else says so once."""
+        """Whether the unit `name` can be recomputed: its input has a tensor, maybe nested; if not, add one note."""
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return True
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
@@ -72,7 +72,7 @@ class Activations:
 
     @property
     def notes(self) -> list[str]:
-        """What was decided on the way, a line each."""
+        """Notes on automatic decisions, one line each."""
         return [*self._notes.values(), *self.stack.notes]
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -82,13 +82,13 @@ class Activations:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of checkpoints on the device: the arena, and what is on its way out or was brought back."""
+        """Bytes of checkpoints on the device: the arena, those being written out, and those fetched back."""
         loaded = sum(storage.nbytes() for storage in self._loaded)
         return self.stack.nbytes().get(HBM, 0) + self.stack.in_flight_nbytes + loaded
 
     @contextlib.contextmanager
     def keeping(self, name: str, leaves: Sequence[Any]) -> Iterator[None]:
-        """While the body runs the checkpointed unit `name` on `leaves`, those that were computed go to the stack."""
+        """Push the computed inputs among `leaves` to the stack while the body runs the checkpointed unit `name`."""
         inputs = _versions(leaves)
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         outer_pack, outer_unpack = outer if outer is not None else (None, None)
@@ -109,7 +109,7 @@ class Activations:
             raise RuntimeError(f"{name} changes its input in place, so it cannot be recomputed from it")
 
     def abandon(self) -> None:
-        """After an error: nothing may be on its way into memory that is given up."""
+        """Wait for all fetches after an error: none may still write into memory that is freed."""
         for checkpoint in self._alive():
             if checkpoint.arrival is not None:
                 with contextlib.suppress(Exception):
@@ -117,7 +117,7 @@ class Activations:
                 checkpoint.arrival = None
         self._order.clear()
 
-    # -- out -------------------------------------------------------------------------------------------------------
+    # -- offload ---------------------------------------------------------------------------------------------------
 
     def _keep(self, tensor: torch.Tensor, name: str) -> Checkpoint:
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
@@ -125,11 +125,11 @@ class Activations:
         each = total // self._group.world
         own = Span(self._group.rank * each, (self._group.rank + 1) * each)
         part = flat
-        if self._group.world > 1:  # a copy, so that a part on its way out does not hold the whole
+        if self._group.world > 1:  # a copy, so that a part being written does not keep the whole input alive
             part = flat.new_zeros(own.numel)
             mine = flat[own.start : min(own.stop, flat.numel())]
             part[: mine.numel()].copy_(mine)
-        with self._waits.waiting("transfers"):  # for a tier that is behind
+        with self._waits.waiting("transfers"):  # if the tier is slower than compute
             saved = self.stack.push(part, f"the activations of {name}")
         checkpoint = Checkpoint(saved, tensor, total, own)
         self._order = [ref for ref in self._order if ref() is not None]
@@ -137,10 +137,10 @@ class Activations:
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         return checkpoint
 
-    # -- and back --------------------------------------------------------------------------------------------------
+    # -- fetch -----------------------------------------------------------------------------------------------------
 
     def _bring_back(self, checkpoint: Checkpoint) -> torch.Tensor:
-        """Return a block's input, and start bringing back that of the block which backward comes to next."""
+        """Return a block's input, and start fetching the input of the next block of backward."""
         flat = self._ready(checkpoint)
         if flat is None:
             arrival = checkpoint.arrival or self._start(checkpoint)
@@ -158,12 +158,12 @@ class Activations:
         return [checkpoint for ref in self._order if (checkpoint := ref()) is not None]
 
     def _ready(self, checkpoint: Checkpoint) -> torch.Tensor | None:
-        """Return the whole input where it is on the device anyway: a part never is, whichever rank is faster."""
+        """Return the input if it is still on the device; None if partitioned, so that all ranks take the same path."""
         return checkpoint.saved.held() if self._group.world == 1 else None
 
     def _start(self, checkpoint: Checkpoint) -> Arrival:
         slot = checkpoint.saved.slot
-        checkpoint.saved.let_go()  # a part that was still held for its writing serves nobody any more
+        checkpoint.saved.let_go()  # the copy that is still being written is not needed any more
         full = torch.empty(checkpoint.total, dtype=checkpoint.dtype, device=self._device)
         self._loaded.add(full.untyped_storage())
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
@@ -176,7 +176,7 @@ class Activations:
                 arrival = Arrival(full, own, Transfer.finished(own.nbytes))
             else:
                 arrival = Arrival(full, own, self.stack.fetch(checkpoint.saved, own))
-        if slot.tier.addressable:  # only streams wait; a disk would hold up the host before the block is issued
+        if slot.tier.addressable:  # only streams wait; for a disk the host would wait before it issues the block
             self._gather(arrival)
         return arrival
 
@@ -200,19 +200,19 @@ def _place(tensor: torch.Tensor) -> _Place:
 
 
 def _versions(leaves: Sequence[Any]) -> dict[_Place, int]:
-    """Return how often each input that was computed has been changed in place, by where it lies."""
+    """Return the version counter of each computed input, by address, size and stride."""
     return {_place(leaf): leaf._version for leaf in leaves if _is_computed(leaf)}
 
 
 def _is_computed(leaf: Any) -> bool:
-    """Whether an input is a block's own and not shared with others: the result of a computation, dense in memory."""
+    """Whether an input belongs to one block: a non-empty floating-point result of a computation, dense in memory."""
     if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None or not leaf.numel():
         return False
     return leaf.is_floating_point() and _is_dense(leaf)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie one after another without a gap, in whichever order of dimensions."""
+    """Whether the elements fill memory without gaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size > 1 and stride != expected:

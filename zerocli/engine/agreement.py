@@ -1,13 +1,13 @@
-"""Agreement: ranks that run different units still meet in every gather and reduction.
+"""Agreement: ranks that run different units still issue the same gathers and reductions.
 
-A gather is a collective: all ranks must issue it, in one order. Where experts, dropped layers or task heads differ from
-rank to rank, before each gather the ranks tell each other which flat they need next, and gather those that anybody
-needs, one after another; who does not need it takes part all the same. A rank that has reached the end of its pass
-says so and serves the others until all have. The exchange also carries how many flats are ready to be reduced: as many
-are reduced, everywhere, as are ready on every rank.
+A gather is a collective: all ranks must issue it, in the same order. Experts, dropped layers or task heads may differ
+from rank to rank. So before each gather the ranks exchange which flat they need next. Every flat that any rank needs is
+then gathered by all ranks, one after another. A rank at the end of its pass reports that, and takes part in the others'
+gathers until all ranks are there. The exchange also carries how many flats are ready to be reduced; every rank launches
+the minimum over the ranks.
 
-Where that would cost too much, between GPUs, ranks compare at the end of each step what they have gathered. If it was
-not the same, some have computed with another unit's parameters: the step changes nothing, and all ranks refuse it.
+Between GPUs this would cost too much. There, ranks compare at the end of each step what they have gathered. If it
+differs, some ranks have computed with another unit's parameters: the step updates nothing, and all ranks refuse it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from zerocli.engine.streams import Waits
 from zerocli.errors import Refused
 
 FORWARD = -1
-"""Needs no flat for now: a call of the model ends. Returns when nobody does, so that ranks leave the call together."""
+"""End of a model call; needs no flat. Returns when no rank needs one, so that ranks leave the call together."""
 BACKWARD = -2
-"""Ends a backward pass: returns when all ranks do."""
+"""End of a backward pass. Returns when all ranks are there."""
 NOTHING = -3
-"""Needs no flat: is there to have its gradients reduced. Returns after one exchange and the gather it leads to."""
+"""Needs no flat; only launches reductions. Returns after one exchange and the gather that follows from it."""
 
 
 class Agreement:
-    """Exchanges what ranks need before each gather; inactive, every rank is taken to need what this one does."""
+    """Exchanges what ranks need before each gather; if not active, all ranks are assumed to need the same."""
 
     def __init__(
         self,
@@ -46,24 +46,24 @@ class Agreement:
         self._collectives, self.active, self._waits = collectives, active, waits
         self._ready, self._launch, self._join, self._about = ready, launch, join, about
         self._mine = torch.zeros(2, dtype=torch.int64)
-        # Written by way of numpy: torch.func lets nobody write to such a tensor. A trace's tensors know no numpy.
+        # Written through numpy: torch.func forbids writes to such a tensor. Fake tensors do not support numpy.
         self._said: Any = self._mine.numpy() if active else None
         self._everyone = torch.zeros(collectives.world, 2, dtype=torch.int64)
-        """What each rank said last: (the flat it wants, how many gradients are ready). Kept: a new one each time would
-        live until a thread of gloo's lets go of it, and be counted among whatever is made meanwhile."""
+        """Each rank's last message: (flat it wants, number of flats ready to reduce). Reused: a new tensor each time
+        would live until a gloo thread releases it, and would show up in memory measurements."""
         self._trace: list[int] = []
         """The flats gathered in this step, in order."""
         self._suspect: tuple[torch.Tensor, list[int]] | None = None
-        """Whether ranks have gathered different flats in the last step, on the device, and what this one did."""
+        """Whether ranks gathered different flats in the last step (on the device), and this rank's trace."""
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (category, name, tensor) of what the exchange goes through."""
+        """Yield (category, name, tensor) of the exchange's buffers."""
         if self.active:
             yield "buffers", "agreement", self._mine
             yield "buffers", "agreement", self._everyone
 
     def agree(self, want: int) -> None:
-        """Return when all ranks are about to gather the flat `want`, or at the end that FORWARD, ... describe."""
+        """Return when all ranks are about to gather the flat `want`, or as FORWARD, BACKWARD and NOTHING describe."""
         if want >= 0:
             self._trace.append(want)
         while self.active:
@@ -77,7 +77,7 @@ class Agreement:
                 if want != BACKWARD or set(wants) == {BACKWARD}:
                     return
                 continue
-            # The one that most ranks wait for; of several the first.
+            # The flat that most ranks wait for; the lowest index of several.
             chosen = max(sorted(set(needed)), key=needed.count)
             if chosen == want:
                 return
@@ -86,9 +86,9 @@ class Agreement:
                 return
 
     def compare(self) -> torch.Tensor | None:
-        """End a step: return whether ranks have gathered different flats in it (1.0), on the device. Collective.
+        """Return whether ranks gathered different flats in this step (1.0), on the device; end the trace. Collective.
 
-        None where they have agreed on each.
+        None if ranks agree before each gather, or there is nothing to compare.
         """
         trace, self._trace = self._trace, []
         if self.active or self._collectives.world == 1 or self._collectives.backend == "fake" or not trace:
@@ -100,7 +100,7 @@ class Agreement:
         return differs
 
     def refuse(self, name_of: Callable[[int], str]) -> None:
-        """Refuse the step that was compared last if ranks differed in it; waits for that point of the device's work."""
+        """Raise Refused if ranks differed in the step compared last; the host waits for that result."""
         suspect, self._suspect = self._suspect, None
         if suspect is None or not suspect[0].item():
             return

@@ -29,7 +29,7 @@ def shard(
 
     The model itself does not change: `model(batch)` and `engine(batch)` are the same. Further keywords are the fields
     of `engine.settings.Settings` (precision, accumulate, clip, weight_decay, units, recompute, ...); what is not one of
-    them goes to the optimizer (betas, eps, momentum, ...). Under torchrun the process group is opened if need be.
+    them goes to the optimizer (betas, eps, momentum, ...). Under torchrun the process group is opened if necessary.
 
     With `tp=N` groups of N neighbouring ranks split a built-in model's layers between them, before the rest is sharded
     over the others; those N must get the same batches and, where there is dropout, be seeded alike.
@@ -43,9 +43,9 @@ def shard(
 
 @functools.cache
 def tell_compiler() -> None:
-    """Have torch.compile leave the runtime's own functions alone: between them it compiles the user's.
+    """Make torch.compile skip the runtime's own functions; it still compiles the user's code between them.
 
-    Loads the compiler, which takes a second. `zerocli.models` is compiled as a user's own model is.
+    Loads the compiler, which takes a second. `zerocli.models` is compiled like a user's model.
     """
     from torch._dynamo import trace_rules
 
@@ -60,9 +60,9 @@ def open_process_group(
     connect_seconds: float = CONNECT_SECONDS,
     met: Callable[[dist.Store], None] = lambda store: None,
 ) -> None:
-    """Join the ranks that torchrun started, unless that was done already; a lone process stays alone.
+    """Initialise the process group under torchrun, unless that was done already; a single process needs none.
 
-    `met` is called with the store as soon as that is reached, before this rank waits for any other.
+    `met` is called with the store as soon as it is reached, before this rank waits for any other.
     """
     if dist.is_initialized() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return

@@ -1,6 +1,6 @@
-"""The backward passes of a step: what begins one, what ends it, and what is left when one fails.
+"""The backward passes of a step: how one begins, ends, and is cleaned up after a failure.
 
-Several engines may take part in one: where the loss of one reaches another, that one joins.
+Several engines may take part in one pass: if the loss of one engine depends on another, the other one joins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zerocli.engine.engine import Engine
 
 _UNDER_WAY: list[Backward] = []
-"""Those that take part in the backward pass under way; the first one's `run` was called."""
+"""Participants of the current backward pass; `run` was called on the first."""
 
 
 class Backward:
@@ -26,12 +26,12 @@ class Backward:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.gradients = Gradients()
-        """What the engine's parameters know of their gradients."""
+        """Gradient status, shared with the engine's parameters."""
         self.count = 0
-        """Passes since the last step."""
+        """Number of passes since the last step."""
 
     def run(self, loss: torch.Tensor, retain_graph: bool, create_graph: bool) -> None:
-        """Accumulate the gradients of a loss, in this engine and in those that it reaches."""
+        """Accumulate the gradients of a loss in this engine and in all engines that the loss depends on."""
         if loss.numel() != 1:
             raise ValueError(f"backward needs a loss of one element, not of shape {tuple(loss.shape)}")
         if _UNDER_WAY:
@@ -62,7 +62,7 @@ class Backward:
             _UNDER_WAY.clear()
 
     def join(self, name: str) -> None:
-        """Take part in another engine's pass whose loss has reached this one's parameter `name`; refuse any other."""
+        """Join another engine's pass whose loss depends on this engine's parameter `name`; refuse if there is none."""
         if not _UNDER_WAY:
             raise Refused(
                 f"a gradient of {name} arrived outside engine.backward(loss): call it instead of loss.backward()"
@@ -74,23 +74,23 @@ class Backward:
         _UNDER_WAY.append(self)
 
     def forget(self) -> None:
-        """Count from 0 again: the step has been taken, or its gradients are given up."""
+        """Reset the count: the step is done, or its gradients were dropped."""
         self.count = 0
         self.gradients.in_backward = self.gradients.pending = False
 
     @property
     def divisor(self) -> torch.Tensor | float:
-        """What the gradients of this step, as they are kept, are divided by to be averages."""
+        """The divisor that turns this step's accumulated gradients into averages."""
         scale = self._engine.loss_scale
         if scale.active:
             return scale.value * self.count
         return float(self._engine.collectives.world * self.count)
 
     def _seed(self) -> torch.Tensor | None:
-        """Return what the loss is multiplied by before its backward; None: it is left as it is.
+        """Return the factor that the loss is multiplied by before backward; None for no scaling.
 
         Gradients are summed over ranks and micro-steps, and divided by `divisor` in the update. Only fp16, whose
-        numbers end at 65504, divides by the ranks before the sum.
+        maximum is 65504, divides by the world size before the sum.
         """
         scale = self._engine.loss_scale
         return scale.value / self._engine.collectives.world if scale.active else None
@@ -103,7 +103,7 @@ class Backward:
                 "adds the gradients of several backward passes"
             )
         with engine.waits.waiting("optimizer"):
-            engine.updater.issue_updates()  # units that forward did not use: their gradients are about to be replaced
+            engine.updater.issue_updates()  # of units that forward did not use, before their gradients are overwritten
         if self.count == 0 and not joining:
             engine.verified.issue()
         engine.reducer.begin(first=self.count == 0, last=self.count == accumulate - 1, joining=joining)
@@ -119,7 +119,7 @@ class Backward:
         self.gradients.in_backward, self.gradients.pending = False, True
 
     def _abandon(self) -> None:
-        """After an exception: the step's gradients are lost, and nothing of them is left."""
+        """Clean up after an exception; the step's gradients are lost."""
         engine = self._engine
         engine.reducer.abandon()
         engine.hooks.abandon()

@@ -1,4 +1,4 @@
-"""Buckets: memory of a constant size through which gradients pass to their owners, and what each carries of a unit."""
+"""Buckets: buffers of constant size for reduce-scattering gradients, and which part of a flat each one carries."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Strided = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Copy:
-    """A part of one gradient and its place in a bucket."""
+    """A part of one gradient and its position in a bucket."""
 
     entry: int
-    """Index of the parameter in the layout; -1 is padding, which is zeroed."""
+    """Index of the parameter in the layout; -1 for padding, which is zeroed."""
     source: Strided
     target: Strided
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What one bucket carries of a flat: the same columns of every rank's slice."""
+    """The part of a flat in one bucket: the same columns of every rank's slice."""
 
     columns: Span
     numel: int
@@ -49,8 +49,8 @@ def plan_buckets(layout: Layout, world: int, bucket_numel: int) -> list[BucketPl
 
 
 def _copies(index: int, span: Span, columns: Span, each: int, world: int) -> list[Copy]:
-    """Return how the parameter at `span` of the flat goes into the bucket of `columns`; whole rows go as one copy."""
-    if columns.numel == each:  # the bucket is the whole flat: one straight copy
+    """Return the copies from the parameter at `span` of the flat into the bucket of `columns`; full rows are one."""
+    if columns.numel == each:  # the bucket is the whole flat: one contiguous copy
         return [Copy(index, ((span.numel,), (1,), 0), ((span.numel,), (1,), span.start))] if span.numel else []
     found: list[Copy] = []
     first, last = span.start // each, min(world - 1, max(span.start, span.stop - 1) // each)
@@ -70,7 +70,7 @@ def _copies(index: int, span: Span, columns: Span, each: int, world: int) -> lis
 
 
 def fill(memory: torch.Tensor, plan: BucketPlan, sources: list[torch.Tensor | None], add: bool = False) -> None:
-    """Put the plan's part of the gradients into memory; `add` adds them to what is there."""
+    """Copy the plan's part of the gradients into memory, or add it to the contents with `add`."""
     into, out_of = [], []
     for copy in plan.copies:
         target = memory.as_strided(copy.target[0], copy.target[1], memory.storage_offset() + copy.target[2])
@@ -86,7 +86,7 @@ def fill(memory: torch.Tensor, plan: BucketPlan, sources: list[torch.Tensor | No
 
 
 class Completion:
-    """What is left to do of a reduction, done once; `cause` is what somebody who does it waits for."""
+    """The remaining work of a reduction, run at most once; `cause` is the wait that running it is charged to."""
 
     def __init__(self, finish: Callable[[], None], cause: str = "collectives") -> None:
         self._finish: Callable[[], None] | None = finish
@@ -100,22 +100,22 @@ class Completion:
 
 @dataclass
 class Bucket:
-    """Memory that one reduction at a time passes through."""
+    """Memory that is used by one reduction at a time."""
 
     memory: torch.Tensor
     busy: Completion | None = None
-    """Of the reduction that still uses the memory."""
+    """The completion of the reduction that still uses the memory."""
 
 
 class Pool:
-    """At most `count` buckets for each size and dtype, made when first needed and then used in turn."""
+    """At most `count` buckets per size and dtype, allocated on first use and then used in turn."""
 
     def __init__(self, count: int, device: torch.device, waits: Waits) -> None:
         self._count, self._device, self._waits = count, device, waits
         self._kinds: dict[tuple[int, torch.dtype], list[Bucket]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Bucket:
-        """Return a bucket whose last use is over."""
+        """Return a bucket whose last use is complete, waiting for it if necessary."""
         buckets = self._kinds.setdefault((numel, dtype), [])
         if len(buckets) < self._count:
             buckets.append(Bucket(torch.empty(numel, dtype=dtype, device=self._device)))
@@ -132,6 +132,6 @@ class Pool:
         return [bucket for buckets in self._kinds.values() for bucket in buckets]
 
     def clear(self) -> None:
-        """Forget what the buckets were busy with: it is done."""
+        """Mark all buckets as free; their reductions are complete."""
         for bucket in self.all():
             bucket.busy = None

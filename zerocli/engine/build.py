@@ -1,4 +1,4 @@
-"""Building: from a model to units whose states lie where the stage and the placement put them."""
+"""Building: turns a model into units whose states are placed as the stage and the placement say."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zerocli.layout.sizes import format_bytes
 
 
 class DoesNotFit(Exception):
-    """A tier has too little room for what the placement puts there; `hint` is the nearest placement that fits."""
+    """A tier is too small for what the placement puts there; `hint` is the nearest placement that fits."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class DoesNotFit(Exception):
 
 
 class Builder:
-    """Makes units out of a model, for one rank."""
+    """Builds the units of a model for one rank."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Builder:
         return self._groups[name] + REPLICATED * self._tensor_parallel.replicates(name)
 
     def place(self, units: list[Unit], flats: list[Flat], values: Callable[[Flat], torch.Tensor]) -> None:
-        """Fill new flats of units whose others are placed already."""
+        """Place and fill `flats`, the new flats of `units`; their other flats are placed already."""
         everything = list(_flats(units))
         placed = place([flat.spec for flat in everything], self._placement, self._sizing)
         for flat, spec in zip(everything, placed, strict=True):
@@ -97,11 +97,11 @@ class Builder:
     def lay_out(
         self, unit: Unit, named: Sequence[tuple[str, nn.Parameter]], trains: Callable[[nn.Parameter], bool]
     ) -> None:
-        """Give a unit the flats of its parameters, those that train apart from the others; allocates nothing."""
+        """Lay out a unit's parameters in flats, trainable and frozen ones separately; allocates nothing."""
         build_flats(unit, named, self._group_of, self._dtype_of, trains, self._sizing.stage, self._collectives)
 
     def _dtype_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        """Return what a parameter computes in: its own dtype where the user has asked for that, or the precision's."""
+        """Return a parameter's compute dtype: fp32 if the user asked to keep it so, else the precision's."""
         if not parameter.dtype.is_floating_point:
             return parameter.dtype
         if parameter.dtype == torch.float64:
@@ -116,7 +116,7 @@ class Builder:
     # -- where things go -------------------------------------------------------------------------------------------
 
     def _preflight(self, units: list[Unit]) -> None:
-        """Give every piece its tier; raise DoesNotFit where one has too little room."""
+        """Assign every piece to a tier; raise DoesNotFit if a tier is too small."""
         flats = list(_flats(units))
         for flat, spec in zip(flats, place([flat.spec for flat in flats], self._placement, self._sizing), strict=True):
             flat.spec = spec
@@ -134,7 +134,7 @@ class Builder:
         return needed
 
     def _nearest(self, units: list[Unit]) -> str:
-        """Return the first placement, from small changes to large, that has room."""
+        """Return the first placement that fits, trying small changes first."""
         kinds = list(self._placement.shares)
         for word, tier in (("nvme", "nvme"), ("cpu", "dram")):
             for moved in (["optimizer"], ["optimizer", "parameters"], kinds):
@@ -155,7 +155,7 @@ class Builder:
     # -- filling ---------------------------------------------------------------------------------------------------
 
     def _fill(self, flat: Flat, fresh: materialise.Fresh) -> None:
-        """Give a flat its initial values and the states this rank holds of it, each on its tier."""
+        """Fill a flat with its initial values and create this rank's states of it, each on its tier."""
 
         def initialise() -> None:
             materialise.initialise_modules(self._model, flat, self._settings.seed, self._device)
@@ -187,7 +187,7 @@ class Builder:
         flat.detach()
 
     def _parameter_store(self, tier: Tier, flat: Flat) -> Store:
-        """Return a store for the flat's own slice; one that the device cannot be filled from at speed is staged."""
+        """Return a store for the flat's own slice; tiers that the device cannot read directly are staged."""
         about = (tier, "parameters", flat.own.numel, flat.dtype, self._tiers.traffic, self._tiers.verifier)
         return Store(*about) if tier.addressable or not tier.stores else StagedStore(self._mover, *about)
 
@@ -207,9 +207,9 @@ class Builder:
             flat.states = {name: torch.zeros_like(held, dtype=torch.float32) for name in self._states}
 
     def _allocate_gradients(self, flats: list[Flat]) -> None:
-        """Give trainable flats their gradients: a shard, or a part of one arena in the order given, backward's.
+        """Allocate the gradients of trainable flats: a shard each, or a part of one arena in backward order.
 
-        In one arena neighbours are reduced together, however small they are.
+        In one arena, gradients of neighbouring flats are contiguous and can be reduced together.
         """
         if self._sizing.stage.gradients:
             for flat in flats:
@@ -237,7 +237,7 @@ def _flats(units: list[Unit]) -> Iterator[Flat]:
 
 
 def matches(choice: Any, name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter is chosen by a regular expression found in its name, several of them, or a function."""
+    """Whether `choice` matches: a regular expression (or several) found in the name, or a function."""
     if choice is None:
         return False
     if callable(choice):
@@ -247,5 +247,5 @@ def matches(choice: Any, name: str, parameter: nn.Parameter) -> bool:
 
 
 def mixes(model: nn.Module, compute: torch.dtype) -> bool:
-    """Whether the user has put some parameters of a model into the compute dtype and left others in fp32."""
+    """Whether some parameters of the model are already in a compute dtype other than fp32."""
     return compute != torch.float32 and any(p.dtype == compute for p in model.parameters())

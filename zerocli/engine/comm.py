@@ -1,7 +1,7 @@
 """Collectives over one axis of ranks: torch.distributed's own, with their bytes counted.
 
-The one module that knows torch's names for them (they changed between 2.11 and 2.13), that a world of one needs
-none, and that gloo gives futures where NCCL gives streams.
+This is the only module that handles torch's names for them (they changed between 2.11 and 2.13), a world of one, which
+needs none, and the difference between gloo (futures) and NCCL (streams).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Severed(RuntimeError):
         super().__init__(what, reason)
         self.what, self.reason = what, reason
         self.missing = ""
-        """Which ranks are gone, where somebody found out."""
+        """The ranks that are gone, if known."""
 
     def __str__(self) -> str:
         return f"{self.what} failed, another rank was lost: {self.missing or self.reason}"
 
 
 def severed(error: BaseException, what: str = "a collective") -> Severed | None:
-    """Return the loss of a rank that an error tells of, None if it tells of something else.
+    """Return a Severed if the error means that a rank was lost, else None.
 
-    gloo says it in words only; what it finds wrong by its own checks is a mistake of the caller's instead.
+    gloo reports it only in the message text; its "enforce fail" errors are mistakes of the caller instead.
     """
     text = str(error)
     if isinstance(error, Severed):
@@ -58,7 +58,7 @@ def severed(error: BaseException, what: str = "a collective") -> Severed | None:
 
 
 class Pending:
-    """A collective under way; after `wait` its result may be used on the current stream."""
+    """A collective in flight; after `wait` its result may be used on the current stream."""
 
     def __init__(
         self, work: dist.Work | None, mark: StreamEvent | None, what: str = "a collective", events: Events = SILENT
@@ -66,11 +66,11 @@ class Pending:
         self._work, self._mark = work, mark
         self._what, self._events = what, events
         self.since: float | None = None
-        """When the host began to stand still for it (time.monotonic); None if it does not."""
+        """When the host began to wait for it (time.monotonic); None if it has not."""
 
     @property
     def work(self) -> dist.Work | None:
-        """Return torch's handle of it; None on a GPU, and after somebody has waited for it."""
+        """Return torch's handle; None on a GPU, and after `wait`."""
         return self._work
 
     @property
@@ -95,22 +95,22 @@ class Pending:
 
 @dataclass(eq=False)
 class Issued:
-    """A collective that this rank has begun: its position in the group's launch order, and what it carries."""
+    """A collective that this rank has issued: its position in the group's launch order, and its payload."""
 
     number: int
     kind: str
     what: str
     nbytes: int = 0
-    """Bytes of full buffers, an all-reduce's twice; 0 for control values."""
+    """Bytes of the full buffer, twice that for an all-reduce; 0 for control values."""
     begun: float = field(default_factory=time.monotonic)
     pending: Pending | None = None
-    """What ends it; None while the host is still within the call."""
+    """Its completion; None while the host is still inside the call."""
     on_host: bool = False
-    """Whether it goes on only while the host waits for it (gloo): unwaited for, it is open but holds up nobody."""
+    """Whether the host waits for it (gloo): until the host does, it is open but delays nothing."""
 
     @property
     def since(self) -> float:
-        """When it began to hold somebody up; infinitely far ahead if it does not yet."""
+        """When it began to delay this rank; infinity if it does not yet."""
         if self.pending is None or not self.on_host:
             return self.begun
         return self.pending.since if self.pending.since is not None else math.inf
@@ -120,11 +120,11 @@ class Issued:
         return self.pending is not None and self.pending.done
 
     def restart(self) -> None:
-        """Count the time that it holds somebody up from now on."""
+        """Restart the clock of its delay."""
         self.begun = time.monotonic()
 
     def end(self) -> None:
-        """Count it as over."""
+        """Mark it as complete."""
         self.pending = Pending(None, None)
 
     def __str__(self) -> str:
@@ -134,8 +134,8 @@ class Issued:
 class Collectives:
     """The collectives of one group of ranks, issued on the current stream; counts the bytes of full buffers.
 
-    An all-reduce counts twice, as in the ZeRO paper (it is a reduce-scatter and an all-gather). A world of one puts
-    nothing on the wire and counts nothing. Small control messages (norms, flags) are counted apart.
+    An all-reduce counts twice, as in the ZeRO paper (it is a reduce-scatter and an all-gather). A world of one sends
+    and counts nothing. Small control messages (norms, flags) are counted separately.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, events: Events = SILENT) -> None:
@@ -146,19 +146,19 @@ class Collectives:
         self.rank = dist.get_rank(group) if here else 0
         self.world = dist.get_world_size(group) if here else 1
         self.backend = dist.get_backend(group) if here and self.world > 1 else ""
-        # Only a CPU needs the future: on a GPU the collective is ordered by the stream it is issued on.
+        # Only a CPU needs the future: on a GPU the stream orders the collective.
         self._async = device.type == "cpu"
         self.nbytes: Counter[str] = Counter()
         self.issued = 0
-        """Collectives begun; all ranks begin the same ones in one order, so it tells who has not arrived."""
+        """Number of collectives issued. All ranks issue the same ones in the same order, so a lower number is late."""
         self.open: deque[Issued] = deque()
-        """Those that may not be over, oldest first; a watchdog looks at them."""
+        """Collectives that may not be complete, oldest first; read by a watchdog."""
         self.moved = time.monotonic()
-        """When the last one was begun."""
+        """When the last one was issued."""
 
     @contextlib.contextmanager
     def _noted(self, kind: str, what: str, nbytes: int = 0) -> Iterator[Issued]:
-        """Keep a collective among the open ones from before the host enters it."""
+        """Add a collective to the open ones before the host enters it."""
         while self.open and self.open[0].over:
             self.open.popleft()
         self.issued += 1
@@ -178,7 +178,7 @@ class Collectives:
 
     @classmethod
     def alone(cls, device: torch.device) -> Collectives:
-        """Return the collectives of a group that is this rank and no other."""
+        """Return the collectives of a group of only this rank."""
         made = cls(None, device)
         made.rank, made.world = 0, 1
         return made
@@ -192,7 +192,7 @@ class Collectives:
         return StreamEvent(self.device)
 
     def reached(self) -> Pending:
-        """Return what ends when the work issued on the current stream so far does."""
+        """Return a Pending that completes with the work issued on the current stream so far."""
         return self._pending(None)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
@@ -227,7 +227,7 @@ class Collectives:
         return entry.pending
 
     def sum_control(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a small tensor over the ranks in place, on the current stream; not part of the model's traffic."""
+        """Sum a small tensor over the ranks in place, on the current stream; counted as control traffic."""
         if self.world > 1:
             self.nbytes["control"] += tensor.nbytes
             with self._noted("all_reduce", ""):
@@ -237,7 +237,7 @@ class Collectives:
     def gather_control(
         self, tensor: torch.Tensor, kind: str = "all_gather", what: str = "", out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return every rank's copy of a small tensor, stacked in rank order; `kind` of `what` is what it prepares."""
+        """Return every rank's copy of a small tensor, stacked in rank order; `kind` and `what` describe its purpose."""
         everyone = tensor.new_empty((self.world, *tensor.shape)) if out is None else out
         if self.world == 1:
             return everyone.copy_(tensor)
@@ -247,13 +247,13 @@ class Collectives:
         return everyone
 
     def broadcast_indices(self, indices: list[int]) -> list[int]:
-        """Return rank 0's list of numbers, of which all ranks have as many, outside training steps."""
-        if self.world == 1 or self.backend == "fake":  # a fake group is rank 0's own
+        """Return rank 0's list; all ranks pass lists of equal length. For use outside training steps."""
+        if self.world == 1 or self.backend == "fake":  # in a fake group this process is rank 0
             return indices
         return self.broadcast(torch.tensor(indices, dtype=torch.int64, device=self.device)).tolist()
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Overwrite `tensor` with rank `source`'s, outside training steps."""
+        """Overwrite `tensor` with rank `source`'s. For use outside training steps."""
         if self.world > 1:
             self.nbytes["control"] += tensor.nbytes
             with self._noted("broadcast", ""):
@@ -261,7 +261,7 @@ class Collectives:
         return tensor
 
     def take_nbytes(self) -> dict[str, int]:
-        """Return the bytes moved since the last call, by kind, and start counting anew."""
+        """Return the bytes moved since the last call, by kind, and reset the counts."""
         taken = {kind: self.nbytes[kind] for kind in ("all_gather", "reduce_scatter", "all_reduce")}
         self.nbytes.clear()
         return taken

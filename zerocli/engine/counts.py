@@ -1,7 +1,7 @@
-"""How often each parameter was updated: torch counts per parameter, and skips one that got no gradient.
+"""Update counts: like torch, counts the updates per parameter, and skips a parameter that got no gradient.
 
 Parameters with the same history share a count. Usually that is all of them: one number on the device, which the host
-never reads. Where some got no gradient on any rank in a step, their count stays behind, and from then on a flat is
+never reads. If some get no gradient on any rank in a step, their count is not incremented, and from then on a flat is
 updated in segments of equal count.
 """
 
@@ -19,7 +19,7 @@ class Counts:
 
     def __init__(self, device: torch.device, split: Callable[[int, int], None] = lambda old, new: None) -> None:
         self.values = torch.zeros(1, device=device)
-        """By class (fp32, as torch's fused kernels want it). A new tensor each step: an update may read the old one."""
+        """By class (fp32, as torch's fused kernels need it). A new tensor each step: an update may read the old one."""
         self._class_of: dict[str, int] = {}
         self._split = split
         """Called with a class and the new one that some of its parameters move to."""
@@ -29,7 +29,7 @@ class Counts:
         return self.values.numel()
 
     def add(self, names: Iterable[str]) -> None:
-        """Start counting these parameters from 0; those that are counted already keep their number."""
+        """Start counting these parameters from 0; those already counted keep their count."""
         new = [name for name in names if name not in self._class_of]
         if not new:
             return
@@ -38,7 +38,7 @@ class Counts:
         self._class_of.update(dict.fromkeys(new, at))
 
     def drop(self, names: Iterable[str]) -> None:
-        """Forget these parameters."""
+        """Stop counting these parameters."""
         for name in names:
             self._class_of.pop(name, None)
 
@@ -50,11 +50,11 @@ class Counts:
         return self.num_classes - 1
 
     def class_of(self, name: str) -> int:
-        """Return the class whose count is the parameter's."""
+        """Return the parameter's class."""
         return self._class_of[name]
 
     def of(self, name: str) -> int:
-        """Return how many updates the parameter has had; waits for the device."""
+        """Return the parameter's number of updates; waits for the device."""
         return int(self.values[self._class_of[name]].item())
 
     def by_name(self) -> dict[str, int]:
@@ -65,7 +65,7 @@ class Counts:
     def adopt(self, counts: Mapping[str, int], alike: Callable[[str], Hashable] = lambda name: None) -> None:
         """Set the counts of these parameters; the others keep theirs.
 
-        Parameters with the same count share a class, unless `alike` tells them apart.
+        Parameters with the same count and the same `alike` key share a class.
         """
         merged = {name: (count, None) for name, count in self.by_name().items()}
         merged |= {name: (int(count), alike(name)) for name, count in counts.items()}  # type: ignore[misc]
@@ -74,7 +74,7 @@ class Counts:
         self.values = torch.tensor([float(key[0]) for key in places] or [0.0], device=self.values.device)  # type: ignore[index]
 
     def advance(self, inactive: frozenset[str], counted: torch.Tensor) -> None:
-        """Count an update (`counted` is 1, or 0 for a skipped step) of all parameters but the inactive ones."""
+        """Count an update (`counted` is 1, or 0 for a skipped step) of all parameters except the inactive ones."""
         if not inactive:
             self.values = self.values + counted
             return
@@ -94,9 +94,9 @@ class Counts:
         self.values = self.values + mask * counted
 
     def segments(self, layout: Layout, inactive: frozenset[str]) -> list[tuple[Span, int]]:
-        """Return (span, class) of the parts of a flat to update, in order; neighbours of one class are one part.
+        """Return (span, class) of the parts of a flat to update, in order; neighbours of the same class are merged.
 
-        Each parameter's part reaches to the next parameter, so that borders are multiples of PARAM_ALIGN.
+        Each parameter's part extends to the next parameter, so that boundaries are multiples of PARAM_ALIGN.
         """
         found: list[tuple[Span, int]] = []
         stops = [*(entry.offset for entry in layout.entries[1:]), layout.total]
@@ -112,6 +112,6 @@ class Counts:
 
 
 def within(segments: Sequence[tuple[Span, int]], chunk: Span) -> list[tuple[Span, int]]:
-    """Return the segments' parts within a chunk, counted from the chunk's start."""
+    """Return the parts of the segments within a chunk, relative to the chunk's start."""
     cut = [(span.intersect(chunk).shifted(-chunk.start), at) for span, at in segments]
     return [(span, at) for span, at in cut if span.numel]

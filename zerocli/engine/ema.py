@@ -1,7 +1,7 @@
-"""EMA: an exponential moving average of a sharded model's parameters, of which each rank keeps the part it holds.
+"""EMA: an exponential moving average of a sharded model's parameters; each rank keeps the part it holds.
 
-The average is of the fp32 masters, so it takes 4 bytes for each parameter of which this rank holds the optimizer state:
-all of them at stage 0, the N-th part on N ranks from stage 1 on.
+The average is of the fp32 masters, so it takes 4 bytes per parameter whose optimizer state this rank holds: all of them
+at stage 0, and 1/N of them on N ranks from stage 1 on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank keeps of the average of one flat: the elements of which it holds the master."""
+    """This rank's part of the average of one flat: the elements whose master it holds."""
 
     layout: Layout
     average: torch.Tensor
@@ -42,7 +42,7 @@ class EMA:
         self._engine, self.decay = engine, decay
         self._device = torch.device(device) if device is not None else None
         self.updates = 0
-        """Updates made so far; the first one takes the parameters as they are."""
+        """Number of updates so far; the first one copies the parameters."""
         self._applied = False
         engine.synchronize()
         self._parts = {_key(flat): self._part(flat) for flat in engine.trainable()}
@@ -67,7 +67,7 @@ class EMA:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the averaged parameters, whole, fp32, on the CPU, with the model's frozen parameters and buffers.
 
-        Under the model's own names, so a plain model loads it. Collective: every rank gets all of it.
+        It uses the model's own names, so a plain model can load it. Collective: every rank gets all of it.
         """
         self._refuse_applied("state_dict()")
         flats = {id(flat): self._parts[_key(flat)].average for flat in self._flats()}
@@ -75,7 +75,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load what `state_dict` gave, at any stage, placement and world size; every rank passes the same."""
+        """Load the result of `state_dict`, saved at any stage, placement and world size; every rank passes the same."""
         self._refuse_applied("load_state_dict()")
         engine = self._engine
         flats = self._flats()
@@ -91,9 +91,9 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """While the body runs, the model computes with the averaged parameters; then it has its own again, to the bit.
+        """Use the averaged parameters in the model while the body runs, then restore its own bit for bit.
 
-        Collective. Training inside is refused when the body ends: its steps would be lost.
+        Collective. Training steps inside the body are refused when it ends: they would be lost.
         """
         self._refuse_applied("applied()")
         engine = self._engine
@@ -117,7 +117,7 @@ class EMA:
             )
 
     def _flats(self) -> list[Flat]:
-        """Return the trainable flats; where they are laid out anew (one was frozen or unfrozen) so is the average."""
+        """Return the trainable flats; if they were laid out again (a parameter was unfrozen), so is the average."""
         flats = list(self._engine.trainable())
         gone = self._parts.keys() - {_key(flat) for flat in flats}
         new = [flat for flat in flats if _key(flat) not in self._parts]
@@ -127,7 +127,7 @@ class EMA:
 
     @torch.no_grad()
     def _lay_out_anew(self, gone: list[tuple[str, ...]], new: list[Flat]) -> None:
-        """Move averages to the flats that their parameters are in now; one that was not trained starts as it is."""
+        """Move averages to the current flats of their parameters; a newly trained parameter starts at its value."""
         engine = self._engine
         averages: dict[str, torch.Tensor] = {}
         for key in gone:
@@ -153,7 +153,7 @@ class EMA:
 
     @torch.no_grad()
     def _put(self, flat: Flat, held: torch.Tensor) -> None:
-        """Make the flat's parameters those that the ranks hold the parts of. Collective."""
+        """Set the flat's parameters from every rank's held part. Collective."""
         engine = self._engine
         states.load_whole(flat, states.whole_of(engine, flat.layout.total, held.to(engine.device)).to(engine.device))
         engine.collectives.take_nbytes()
@@ -164,5 +164,5 @@ class EMA:
 
 
 def _key(flat: Flat) -> tuple[str, ...]:
-    """Return what tells a flat: its unit, and the names and places of its parameters."""
+    """Return a key that identifies a flat: its unit, and the names and positions of its parameters."""
     return (flat.unit.name, *(f"{entry.name}@{entry.offset}" for entry in flat.layout.entries), str(flat.held))

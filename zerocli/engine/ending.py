@@ -1,15 +1,15 @@
-"""The end of a process that has used collectives: what runs on in other threads no longer needs the interpreter.
+"""Process exit after collectives: makes sure that gloo's threads do not need the interpreter any more.
 
 [Note: gloo at the interpreter's end]
-A gloo group runs its collectives in threads of its own. Such a thread lets go of a collective's tensors after the
-collective is over, so after `wait` has returned in the main thread. Letting go of a tensor that Python knows takes the
-interpreter's lock. Where Python has begun to end meanwhile, a thread that waits for the lock is ended in the midst of
-a C++ destructor, and the process aborts: a rank that had trained to its end is called failed. Destroying the group does
-not help while anything (an engine, a device mesh, a user's variable) still refers to it: its threads live on.
+A gloo group runs its collectives in its own threads. Such a thread releases a collective's tensors after the collective
+is complete, possibly after `wait` has returned in the main thread. Releasing a tensor that has a Python object takes
+the GIL. If the interpreter is already finalizing, a thread that waits for the GIL is terminated inside a C++
+destructor, and the process aborts: a rank that finished training is reported as failed. Destroying the group does not
+help while anything (an engine, a device mesh, a user's variable) still refers to it: its threads stay alive.
 
-So before the interpreter ends, a reference from C++ is added to each tensor, for good. The thread's own is then never
-the last one, and it needs no lock. The groups are kept as well: taking one apart waits for collectives under way, which
-after an exception may be forever. The memory goes back with the process.
+So before the interpreter exits, a permanent C++ reference is added to each tensor. The thread's reference is then never
+the last one, and releasing it needs no GIL. The groups are kept alive as well: destroying one waits for collectives in
+flight, which after an exception may never complete. The memory is freed with the process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 
 PATIENCE_SECONDS = 2.0
-"""How long a thread that is inside a store's call may take to come back."""
+"""How long to wait for a thread that is inside a store call."""
 
 _armed = False
 
 
 def arm() -> None:
-    """Have this process end well: call it before the first collective; further calls change nothing."""
+    """Enable the exit handler; called before the first collective. Further calls do nothing."""
     global _armed
     _armed = True
 
@@ -44,7 +44,7 @@ def _end() -> None:
 
 
 def join_threads() -> None:
-    """Wait, within bounds, for this package's own threads: one inside a store's call must not come back too late."""
+    """Wait, with a timeout, for this package's own threads: none may return from a store call during finalization."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     for thread in threading.enumerate():
         if thread.daemon and thread.name.startswith("zerocli-") and thread is not threading.current_thread():
@@ -52,14 +52,14 @@ def join_threads() -> None:
 
 
 def keep_tensors() -> list[torch.Tensor]:
-    """Return tensors that refer to every tensor Python knows from C++: as its gradient, which must be of its shape."""
-    gc.unfreeze()  # or those passed over by the collector would not be found
+    """Return tensors that hold a C++ reference to every tensor known to Python, as a gradient of the same shape."""
+    gc.unfreeze()  # frozen objects would not be found otherwise
     keepers = []
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         for found in gc.get_objects():
-            # Not isinstance, which asks the object itself for its class.
+            # Not isinstance, which may call the object's own __class__ property.
             if issubclass(type(found), torch.Tensor):
-                with contextlib.suppress(Exception):  # of a kind that has no gradient: gloo knows none of these
+                with contextlib.suppress(Exception):  # kinds of tensors without gradients, which gloo never uses
                     keeper = found.detach()
                     keeper.grad = found
                     keepers.append(keeper)
@@ -67,7 +67,7 @@ def keep_tensors() -> list[torch.Tensor]:
 
 
 def gloo_groups() -> list[Any]:
-    """Return the open process groups of gloo; NCCL's take themselves apart, without waiting."""
+    """Return the open gloo process groups; NCCL's are destroyed without waiting."""
     if not dist.is_available():
         return []
     groups = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", {})
@@ -75,9 +75,9 @@ def gloo_groups() -> list[Any]:
 
 
 def keep_forever(value: object) -> None:
-    """Give `value` a reference that nobody takes back."""
+    """Add a reference to `value` that is never released."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-# At import, so that it runs after what a script registers later: that may use collectives too.
+# Registered at import, so that it runs after handlers that a script registers later, which may use collectives too.
 atexit.register(_end)

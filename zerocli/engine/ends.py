@@ -1,9 +1,9 @@
-"""The ends of the model: where a loss scale must not show.
+"""The inputs and outputs of the model, outside of which the loss scale must not be visible.
 
-Under fp16 the loss is multiplied by a scale before backward, and the engine divides its own gradients by it. A tensor
-of the user's outside the model (an input that wants its gradient, a head of their own) must get the plain gradient.
-Those tensors are found by a walk over the part of the graph that lies outside: from the loss to the model's outputs,
-and from its inputs on.
+Under fp16 the loss is multiplied by a scale before backward, and the engine divides its own gradients by it. A user's
+tensor outside the model (an input that requires a gradient, a custom head) must get the unscaled gradient. Those
+tensors are found by walking the autograd graph outside the model: from the loss to the model's outputs, and from its
+inputs on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerocli.engine.parameters import is_sharded
 
 
 class Ends:
-    """What went into the model's calls and came out of them since the last backward."""
+    """Inputs and outputs of the model's calls since the last backward."""
 
     def __init__(self) -> None:
         self._outputs: set[Any] = set()
@@ -37,7 +37,7 @@ class Ends:
 
     @contextlib.contextmanager
     def unscaled(self, loss: torch.Tensor, scale: torch.Tensor) -> Iterator[None]:
-        """While the body runs the backward of a scaled loss, leaves outside the model get the gradient of the loss."""
+        """Give leaves outside the model unscaled gradients while the body runs the backward of a scaled loss."""
         leaves = self._leaves(loss)
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:

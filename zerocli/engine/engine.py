@@ -1,9 +1,9 @@
 """The engine: one ZeRO runtime for all stages, around any nn.Module, from a user's own loop.
 
-The life of a step: `forward` of each unit makes its parameters whole (gather.py) and lets them go; `backward` does so
-again in reverse while gradients are reduced to their owners (reduce.py); `step` takes the exact global norm, updates
-the slices this rank holds (optim.py) and spreads them. What is partitioned is the stage's three booleans; a world of
-one and parameters that stay resident are the same code with trivial values.
+In a step, the forward of each unit gathers its parameters (gather.py) and releases them afterwards. `backward` gathers
+them again in reverse order while gradients are reduce-scattered to their owners (reduce.py). `step` computes the exact
+global norm, updates the slices this rank holds (optim.py) and all-gathers them. The stage's three booleans say what is
+partitioned; a world of one and resident parameters run the same code.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from zerocli.layout.stage import stage as stage_of
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; the tensors are still on the device, so reading them is when the host waits."""
+    """The result of a step; its tensors are still on the device, so reading one makes the host wait."""
 
     step: int
     lr: float
@@ -76,7 +76,7 @@ class Engine:
     """A sharded model with its optimizer: call it, then `backward(loss)`, then `step()`."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self.model, self.settings = getattr(model, "_orig_mod", model), settings  # of torch.compile: what it compiles
+        self.model, self.settings = getattr(model, "_orig_mod", model), settings  # torch.compile wraps the model
         self._call = model
         self.device = _indexed(settings.device) if settings.device is not None else _default_device(model)
         if self.device.type == "cuda":
@@ -125,7 +125,7 @@ class Engine:
             for key, parameter in module._parameters.items()
             if parameter is not None
         ]
-        """Where each parameter hangs in the model."""
+        """(dict of the owning module, key, parameter, name) of each parameter in the model."""
         self.connect()
         away = any(flat.offloaded for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
@@ -142,7 +142,7 @@ class Engine:
             self.tiers.traffic,
             self.tiers.verifier,
         )
-        # Tensor-parallel ranks have equal checkpoints: each keeps a part, unless told not to.
+        # Tensor-parallel ranks have equal checkpoints, so each keeps only a part of them by default.
         equal = self.tensor_parallel if settings.partition_activations else Collectives.alone(self.device)
         self.activations = Activations(stack, equal, self.device, self.waits)
         self.hooks = Hooks(self, recomputed)
@@ -150,7 +150,7 @@ class Engine:
         self.tensor_parallel.take_nbytes()
 
     def connect(self) -> None:
-        """Make what gathers and reduces the units' flats as they are now."""
+        """Create the gatherer, the reducer and the agreement for the current flats of the units."""
         settings = self.settings
         self._places = {id(flat): place for place, flat in enumerate(self.flats())}
         self.gatherer = Gatherer(
@@ -173,13 +173,13 @@ class Engine:
             self.device,
             self.waits,
             self.events,
-            # Where parameters move, the engine says when a unit is through; elsewhere its last gradient does.
+            # If parameters are gathered, hooks report when a unit's backward is done; otherwise its last gradient does.
             eager=not self.gatherer.moves,
             together=together,
             tensor_parallel=self.tensor_parallel,
             unexpected=self.passes.join,
         )
-        # Ranks talk over gloo, host to host, while their GPUs work.
+        # Control values go over gloo, so the host does not wait for the GPU.
         talk = self.collectives
         if together and talk.backend != "gloo":
             ranks = dist.get_process_group_ranks(talk.group or dist.group.WORLD)
@@ -197,7 +197,7 @@ class Engine:
         )
 
     def _about(self, place: int) -> tuple[str, str]:
-        """Return the collective that ranks meet for: the gather of the flat at this place, or a reduction."""
+        """Return (kind, what) of the collective being prepared: the gather of the flat at `place`, or a reduction."""
         if place >= 0:
             return "all_gather", f"parameters of {list(self.flats())[place].unit.title}"
         flat = self.reducer.newest
@@ -207,7 +207,7 @@ class Engine:
 
     @property
     def local_world(self) -> int:
-        """The ranks of this machine; all of them where no launcher says otherwise."""
+        """Number of ranks on this machine: LOCAL_WORLD_SIZE, or all ranks if that is not set."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.collectives.world * self.tensor_parallel.world))
 
     def _build_units(self) -> list[Unit]:
@@ -224,7 +224,7 @@ class Engine:
         )
         try:
             return self._builder.build()
-        except BaseException:  # a full disk: nobody gets an engine to close
+        except BaseException:  # e.g. a full disk: the caller gets no engine that could be closed
             self.tiers.close()
             raise
 
@@ -234,11 +234,11 @@ class Engine:
         return self._call(*args, **kwargs)
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
-        """Let a method other than `forward` use the module's own parameters: they are whole while it runs."""
+        """Let a method other than `forward` use the module's own parameters: they are gathered while it runs."""
         register_method(module, name)
 
     def before_forward(self) -> None:
-        """Take up parameters that were unfrozen since; called before each forward that is not part of another."""
+        """Lay out newly unfrozen parameters as trainable; called before each outermost forward."""
         if torch.is_grad_enabled() and relayout.unfrozen(self):
             relayout.refit(self, self._builder)
 
@@ -264,7 +264,7 @@ class Engine:
         self.passes.forget()
 
     def _apply_pending_updates(self, flat: Flat) -> None:
-        """Issue what is left of a flat's update; the host may have to wait for states on a disk, and compute for it."""
+        """Issue the rest of a flat's update; the host may have to wait for states on a disk, which delays compute."""
         if self.updater.owes(flat):
             with self.waits.waiting("optimizer"):
                 self.updater.issue_updates(flat)
@@ -272,7 +272,7 @@ class Engine:
     def _look_ahead(self, now: Sequence[Unit], then: Sequence[Unit]) -> None:
         """Tell the mover which parameters are used next: `now` in this step, `then` in the next one.
 
-        What this step, or the update still under way, is going to change is not read before.
+        Parameters that this step or a pending update will still change are not read ahead.
         """
         soon = [(flat, not self.updater.owes(flat)) for unit in now for flat in unit.flats]
         later = [(flat, not flat.trainable) for unit in then for flat in unit.flats]
@@ -283,7 +283,7 @@ class Engine:
     # -- the optimizer step ----------------------------------------------------------------------------------------
 
     def step(self) -> StepResult:
-        """Clip by the exact global norm, update what this rank holds, and spread it; a non-finite step is skipped."""
+        """Clip by the exact global norm, update this rank's slices and all-gather them; skip a non-finite step."""
         with self.events.phase(OPTIMIZER):
             result = self._step()
         self.events.step()
@@ -299,7 +299,7 @@ class Engine:
             raise Refused("step() inside `with engine.gathered(...)` would change what it gives: leave it first")
         self.verified.look()
         self._refuse_replaced()
-        self._refuse_uneven()  # of the step before, where the device was not asked then
+        self._refuse_uneven()  # checks the previous step on a GPU, where step() itself does not wait for the result
         self.adopt_edits()
         groups = self.optimizer.hyperparameters(self.steps + 1)
         self.steps += 1
@@ -312,7 +312,7 @@ class Engine:
                 self._refuse_uneven()
             order = [flat for unit in self.gatherer.forward_order() for flat in unit.trainable]
             self.updater.start(order, values, self.gatherer.refresh, inactive)
-            # Each spread ran beside the next update; a user who reads a parameter after this finds it whole.
+            # Each all-gather overlapped with the next update; after this the user can read resident parameters.
             self.gatherer.release_all()
             self._wait_for_resident()
         self.loss_scale.update(values.skip)
@@ -325,7 +325,7 @@ class Engine:
         self.agreement.refuse(lambda place: list(self.flats())[place].unit.title)
 
     def _refuse_replaced(self) -> None:
-        """Refuse to go on without a parameter that a module has lost, or beside one that it was given instead."""
+        """Raise Refused if a module's parameter was removed or replaced since `shard`."""
         for owner, key, parameter, name in self._owners:
             if owner.get(key) is not parameter:
                 raise Refused(
@@ -342,8 +342,8 @@ class Engine:
     def _exchange(self) -> tuple[torch.Tensor, frozenset[str]]:
         """Return the squared norm of all gradients, and the parameters that got none on any rank.
 
-        Both come from one small exchange. A rank on which every gradient arrived knows the second without looking at
-        the result, so the host waits for the device only where some did not.
+        Both come from one small all-reduce. A rank on which every gradient arrived knows that the set is empty, so its
+        host waits for the device only if some gradient did not arrive.
         """
         flats = list(self.trainable())
         received = [self.reducer.received(flat) for flat in flats]
@@ -375,14 +375,14 @@ class Engine:
         factor = torch.ones_like(norm)
         if self.settings.clip is not None:
             factor = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
-        # A skipped step must not divide by a NaN on its way to being ignored.
+        # A skipped step must not divide by NaN, even though its result is ignored.
         grad_scale = torch.where(finite, divisor / factor, torch.ones_like(norm))
-        # New tensors each step: an update of the last one may still be reading its own.
+        # New tensors each step: the previous step's update may still be reading the old ones.
         self.updates = self.updates + (1 - skip)
         self.counts.advance(inactive, 1 - skip)
         return StepValues(groups, self.counts.values, grad_scale, skip), norm
 
-    # -- looking in ------------------------------------------------------------------------------------------------
+    # -- inspection ------------------------------------------------------------------------------------------------
 
     def trainable(self) -> Iterator[Flat]:
         return (flat for flat in self.flats() if flat.trainable)
@@ -392,7 +392,7 @@ class Engine:
             yield from unit.flats
 
     def adopt_edits(self) -> None:
-        """Take over parameters that were moved, or changed in place where they have an fp32 master beside them."""
+        """Copy resident parameters that were moved back into their flat, and in-place edits into the fp32 master."""
         for flat in self.flats():
             if flat.resident is None:
                 continue
@@ -402,7 +402,7 @@ class Engine:
                 flat.note_values()
 
     def synchronize(self) -> None:
-        """Wait on the current stream until nothing of the engine's is in flight but transfers between tiers."""
+        """Make the current stream wait for all pending work of the engine except transfers between tiers."""
         self.adopt_edits()
         self.updater.issue_updates()
         self.gatherer.release_all()
@@ -412,29 +412,29 @@ class Engine:
         self.verified.look_now()
 
     def verify(self) -> None:
-        """Raise `zerocli.Corrupted` if anything that the steps made so far have read is not what was written.
+        """Raise `zerocli.Corrupted` if any read so far returned other bytes than were written.
 
-        Collective, and waits for the device; nothing to do without `shard(..., verify=True)`.
+        Collective, and waits for the device; does nothing without `shard(..., verify=True)`.
         """
         if self.verified.active:
             self.updater.issue_updates()
             self.verified.look_everywhere()
 
     def close(self) -> None:
-        """Give back what lies on other tiers; the engine cannot train after this."""
+        """Free the memory and files on other tiers; the engine cannot train after this."""
         self.updater.issue_updates()
         self.gatherer.release_all()
         self.hooks.close()
         self.reducer.close()
         for flat in self.flats():
-            if flat.resident is not None:  # the others have no values to give back, and say so
+            if flat.resident is not None:  # the others have no values, and reading them stays an error
                 for parameter in flat.parameters:
                     unguard(parameter)
         self.mover.close()
         self.tiers.close()
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (category, name, tensor) of all that is kept from step to step; the first to name a memory is right."""
+        """Yield (category, name, tensor) of all persistent tensors; of several on one storage the first one counts."""
         for flat in self.flats():
             yield from flat.holdings()
         for name, buffer in self.model.named_buffers():
@@ -443,14 +443,14 @@ class Engine:
             yield from part.holdings()
 
     def scalars(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (category, name, tensor) of single elements, of which there are a few for each unit."""
+        """Yield (category, name, tensor) of single-element tensors; there are a few per unit."""
         for flat in self.flats():
             yield from flat.scalars()
         yield "buffers", "counters", self.updates
         yield "buffers", "counters", self.counts.values
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes this rank holds on its device, by category; of activations the checkpoints' arena alone."""
+        """Return the bytes this rank holds on its device, by category; activations are the checkpoint arena only."""
         seen: set[int] = set()
         nbytes = dict.fromkeys(HELD, 0)
         for category, _, tensor in self.holdings():
@@ -461,18 +461,18 @@ class Engine:
         return nbytes
 
     def specs(self) -> list[Spec]:
-        """Return the specifications of what is kept from step to step; scalars and the model's buffers have none."""
+        """Return the specifications of all persistent tensors except scalars and the model's buffers."""
         return persistent([flat.spec for unit in self.gatherer.forward_order() for flat in unit.flats], self.sizing)
 
     @property
     def numel(self) -> int:
-        """Parameters of the whole model, padding left out."""
+        """Number of parameters of the whole model, without padding."""
         entries = [entry for flat in self.flats() for entry in flat.layout.entries]
         return sum(math.prod(self.tensor_parallel.whole_shape(e.name, e.shape)) for e in entries)
 
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of both axes that train this model, in torch.distributed's numbers. The first use is collective."""
+        """Global ranks of both axes that train this model. The first use is collective."""
         if self.collectives.world * self.tensor_parallel.world == 1:
             return (dist.get_rank() if dist.is_initialized() else 0,)
         mine = torch.tensor([dist.get_rank()], device=self.device)
@@ -487,10 +487,10 @@ class Engine:
 
     @contextlib.contextmanager
     def gathered(self, *what: str | nn.Parameter | nn.Module, write: bool = False) -> Iterator[None]:
-        """While the body runs, these parameters have their whole values, on every rank; nothing given means all.
+        """Gather these parameters on every rank while the body runs; without arguments, all of them.
 
-        `what` is names, parameters or modules. With `write` changes made in place are kept, those of rank 0 on every
-        rank; without, a change is refused. Collective.
+        `what` is names, parameters or modules. With `write`, in-place changes made on rank 0 are kept on every rank;
+        without it, a change is refused. Collective.
         """
         self.synchronize()
         self._held_whole += 1
@@ -503,7 +503,7 @@ class Engine:
     def grad(self, name: str) -> torch.Tensor | None:
         """Return a parameter's whole gradient (fp32, on the CPU): the mean over the ranks and the passes made so far.
 
-        None if it got none on any rank. Between backward and step; collective.
+        None if no rank has one. Call it between backward and step. Collective.
         """
         return whole.gradient(self, name)
 
@@ -519,16 +519,16 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
         """Load full, unsharded tensors under the model's own names; every rank passes the same. Collective.
 
-        `strict` raises ValueError where a name is missing or unknown; otherwise what is there is loaded, and both are
-        returned. Another shape is always refused. A tied weight needs one of its names; several must be equal.
+        `strict` raises ValueError if a name is missing or unknown; otherwise known names are loaded and both lists are
+        returned. A wrong shape is always refused. A tied weight needs one of its names; several must be equal.
         """
         self.hooks.generation += 1
         return states.load_model_state(self, state, strict)
 
     def unsharded_model(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
-        """Return an independent, whole, plain copy of the model, which later steps do not change. Collective.
+        """Return an independent, unsharded copy of the model, which later steps do not change. Collective.
 
-        Its parameters are fp32, as in `state_dict()`, or of `dtype`; buffers, ties and requires_grad are the model's.
+        Its parameters are fp32, as in `state_dict()`, or `dtype`; buffers, ties and requires_grad are the model's.
         """
         return unsharded_model(self, device, dtype)
 
@@ -537,7 +537,7 @@ class Engine:
         return states.optimizer_state(self)
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state_dict` gave, at any stage, placement and world size."""
+        """Load the result of `optimizer_state_dict`, saved at any stage, placement and world size."""
         states.load_optimizer_state(self, saved)
 
 

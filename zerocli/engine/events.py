@@ -1,8 +1,8 @@
-"""Events: what an engine does, reported to whoever subscribes: a profiler, torch.profiler's ranges, a test's delays.
+"""Events: reports of what an engine does to subscribers: a profiler, torch.profiler ranges, a test that adds delays.
 
-An engine has one `Subscribers`, which its parts report to. Two kinds of methods report: those that return a scope (a
-context manager) surround something that happens, the others report a moment. With no subscriber an event is one call
-that returns a shared object. A subscriber changes no number, but it may be slow, and it may raise.
+An engine has one `Subscribers`, which its parts report to. Methods that return a scope (a context manager) surround an
+operation; the others report a moment. With no subscriber an event is one call that returns a shared object. A
+subscriber must not change results, but it may be slow, and it may raise.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ FORWARD, BACKWARD, OPTIMIZER, EXCHANGE = "forward", "backward", "optimizer", "ex
 
 
 class Events(TierEvents):
-    """Does nothing; a subscriber overrides what it wants to hear of. `transfer` and `copy` are the tiers'."""
+    """Ignores all events; a subscriber overrides those it needs. `transfer` and `copy` come from the tiers."""
 
     # -- scopes ----------------------------------------------------------------------------------------------------
 
     def phase(self, name: str) -> Scope:
-        """Surround a phase of training; `exchange` also happens within others."""
+        """Surround a phase of training; `exchange` may be nested in others."""
         return NOTHING
 
     def unit(self, unit: Unit, phase: str, values: Any) -> Scope:
-        """Surround a unit's computation on `values` (args, kwargs); in the phase backward it is a recomputation."""
+        """Surround a unit's forward on `values` (args, kwargs); in the backward phase it is a recomputation."""
         return NOTHING
 
     def gather(self, unit: Unit) -> Scope:
@@ -45,37 +45,37 @@ class Events(TierEvents):
     def reduce(self, unit: Unit) -> Scope:
         """Surround the issue of a reduction of a unit's gradients, on the stream that it runs on.
 
-        A unit's gradients may take several; of units that are reduced together this is the last.
+        A unit's gradients may take several reductions; if units are reduced together, `unit` is the last of them.
         """
         return NOTHING
 
     def update(self, unit: Unit) -> Scope:
         """Surround the issue of an update of a unit's states, on the stream that it runs on.
 
-        States that are not on the device are updated chunk by chunk, each in a scope of its own.
+        Offloaded states are updated chunk by chunk, each in its own scope.
         """
         return NOTHING
 
     def wait(self, cause: str) -> Scope:
-        """Surround what may hold up the compute: collectives, transfers or the optimizer."""
+        """Surround a wait that may delay compute; `cause` is collectives, transfers or optimizer."""
         return NOTHING
 
     def collective(self, axis: Collectives, issued: Issued) -> Scope:
-        """Surround the issue of a collective; `issued.pending` is there at the end, unless the host waited for it."""
+        """Surround the issue of a collective; `issued.pending` is set at the end, unless the host waited for it."""
         return NOTHING
 
     def completion(self, pending: Pending) -> Scope:
-        """Surround the host's wait for the end of a collective (gloo)."""
+        """Surround the host's wait for a collective to complete (gloo)."""
         return NOTHING
 
     def loss(self) -> Scope:
-        """Surround the forward of the chunked loss (models/loss.py), which makes logits, within a unit."""
+        """Surround the forward of the chunked loss (models/loss.py), which computes logits, within a unit."""
         return NOTHING
 
     # -- moments ---------------------------------------------------------------------------------------------------
 
     def output(self, unit: Unit, value: Any) -> None:
-        """Report what a unit has returned, after its scope has ended."""
+        """Report a unit's output, after its scope has ended."""
 
     def begin(self) -> None:
         """Report that a run's metrics are counted from now on."""
@@ -84,18 +84,18 @@ class Events(TierEvents):
         """Report that a step has ended, after its last phase."""
 
     def start(self, stage: str) -> None:
-        """Report a stage of a process's start; only `STARTUP.events` does."""
+        """Report a stage of process startup; only `STARTUP.events` does."""
 
     def save(self, stage: str) -> None:
-        """Report a stage of saving a checkpoint; from the saver's threads."""
+        """Report a stage of saving a checkpoint; called from the saver's threads."""
 
 
 SILENT = Events()
-"""Nobody has subscribed."""
+"""Events without a subscriber."""
 
 
 class Subscribers(Events):
-    """Reports every event to all subscribers, in the order in which they came; scopes end in reverse."""
+    """Reports every event to all subscribers, in the order of subscription; scopes end in reverse order."""
 
     def __init__(self, subscribers: Events | Iterable[Events] = ()) -> None:
         self._all: tuple[Events, ...] = ()
@@ -105,18 +105,18 @@ class Subscribers(Events):
             self.add(subscriber)
 
     def add(self, subscriber: Events) -> None:
-        """Report to this subscriber too from now on."""
-        self._all = (*self._all, subscriber)  # a new tuple: another thread may be going through the old one
+        """Add a subscriber."""
+        self._all = (*self._all, subscriber)  # a new tuple: another thread may be iterating over the old one
         self.on = True
 
     def remove(self, subscriber: Events) -> None:
-        """Report to it no longer; nothing to do if it has not subscribed."""
+        """Remove a subscriber; does nothing if it has not subscribed."""
         self._all = tuple(each for each in self._all if each is not subscriber)
         self.on = bool(self._all)
 
     @contextlib.contextmanager
     def including(self, subscribers: Iterable[Events]) -> Iterator[None]:
-        """Report to these too while the body runs."""
+        """Add these subscribers while the body runs."""
         chosen = tuple(subscribers)
         for subscriber in chosen:
             self.add(subscriber)
@@ -182,7 +182,7 @@ class Subscribers(Events):
 
 
 def _all_of(scopes: list[Scope]) -> Scope:
-    """Return one scope of several."""
+    """Return one scope that enters all of these."""
     heard = [scope for scope in scopes if scope is not NOTHING]
     if len(heard) > 1:
         return _several(heard)
@@ -198,14 +198,14 @@ def _several(scopes: list[Scope]) -> Iterator[None]:
 
 
 class Running:
-    """The events of the engine one of whose units is computing: what a function without an engine reports to."""
+    """The events of the engine that is computing a unit, for functions that have no reference to an engine."""
 
     def __init__(self) -> None:
         self.events = Subscribers()
 
     @contextlib.contextmanager
     def of(self, events: Subscribers) -> Iterator[None]:
-        """Report to these while the body runs."""
+        """Set these as the running engine's events while the body runs."""
         outer, self.events = self.events, events
         try:
             yield
@@ -217,7 +217,7 @@ RUNNING = Running()
 """Set only while the engine has subscribers."""
 
 
-# -- subscribers for everybody -----------------------------------------------------------------------------------------
+# -- ready-made subscribers --------------------------------------------------------------------------------------------
 
 
 class ProfilerRanges(Events):
@@ -243,9 +243,9 @@ class ProfilerRanges(Events):
 
 
 class Probe(Events):
-    """Calls a function with the name of what happens; tests delay, fail and end processes in it.
+    """Calls a function with the name of each event; tests use it to delay, raise and kill processes.
 
-    Names: `gather`, `reduce` and `optimizer` before each, `forward` after each unit's, `start ...`, `checkpoint ...`.
+    Names: `gather`, `reduce` and `optimizer` before each, `forward` after each unit, `start ...`, `checkpoint ...`.
     """
 
     def __init__(self, act: Callable[[str], Any]) -> None:

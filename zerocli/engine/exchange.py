@@ -1,4 +1,4 @@
-"""What ranks tell each other in words: JSON in tensors of bytes, never pickles, which can run code when read."""
+"""Exchange of JSON values between ranks, as byte tensors; never pickles, which can run code when loaded."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tiers.pages import memory_of
 from zerocli.engine.startup import STARTUP
 
 MOST_NBYTES = 64 << 20
-"""More than any rank has to say; a length beyond it is not one of ours."""
+"""Maximum size of a message; a larger length is rejected as invalid."""
 
 
 def exchange_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's value, in rank order. Collective over a group of gloo's; values are what JSON can say."""
+    """Return every rank's value, in rank order. Collective over a gloo group; values must be JSON-serializable."""
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
@@ -37,7 +37,7 @@ def gather_json(
     """
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device or "cpu")
     sizes = gather(torch.tensor([mine.numel()], device=mine.device)).flatten().tolist()
-    if not all(0 < size <= MOST_NBYTES for size in sizes):  # the same on all ranks: none of them waits for the others
+    if not all(0 < size <= MOST_NBYTES for size in sizes):  # all ranks see the same sizes, so all raise and none waits
         raise ValueError(f"ranks exchange up to {MOST_NBYTES} bytes at once, and these say {sizes}")
     padded = mine.new_zeros(max(sizes))
     padded[: mine.numel()] = mine
@@ -50,7 +50,7 @@ def first_problem(
 ) -> Exception | None:
     """Return the first rank's problem, on every rank; None where no rank has one. Collective.
 
-    A problem is of one of `kinds`, and travels as the kind's name and the problem's text.
+    A problem is of one of `kinds`; it is sent as the kind's name and the problem's text.
     """
     if group is None:
         return problem

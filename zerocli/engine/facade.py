@@ -1,4 +1,4 @@
-"""`engine.optimizer`: the engine's optimizer as a torch.optim.Optimizer, for learning-rate schedulers and habits."""
+"""`engine.optimizer`: the engine's optimizer as a torch.optim.Optimizer, for learning-rate schedulers and user code."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Gives hyperparameters to look at and to change; `step` and `zero_grad` are the engine's.
+    """Exposes the hyperparameters for reading and writing; `step` and `zero_grad` are the engine's.
 
-    What is written to `param_groups` (lr, weight_decay, betas, ...), by hand or by a scheduler, holds from the next
-    step on. The states are the engine's too, whole and by parameter name: `state_dict()`.
+    Changes to `param_groups` (lr, weight_decay, betas, ...), by hand or by a scheduler, take effect in the next step.
+    `state_dict()` returns the engine's optimizer states, whole and by parameter name.
     """
 
     def __init__(self, engine: Engine, arranged: Arranged, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -34,7 +34,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             members[at].append(parameters[name])
         instance = engine.settings.optimizer
         if isinstance(instance, torch.optim.Optimizer):
-            # The user's own groups, so that schedulers made for the instance go on working.
+            # The user's own groups, so that schedulers made for the instance keep working.
             for group, params in zip(instance.param_groups, members, strict=True):
                 group["params"] = params
             super().__init__([{"params": params} for params in members], instance.defaults)
@@ -47,7 +47,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shown = [group["lr"] for group in self.param_groups]
 
     def _replace_methods(self, instance: torch.optim.Optimizer) -> None:
-        """Make the instance that the user holds do what this does: its parameters hold no gradients any more."""
+        """Forward the methods of the user's instance to this one: its parameters no longer hold gradients."""
         for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
             target = getattr(self, name)
 
@@ -59,7 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             setattr(instance, name, types.MethodType(forward, instance))
 
     def hyperparameters(self, step: int) -> tuple[Group, ...]:
-        """Return each group's hyperparameters for a step; where lr is a function of it, show its value."""
+        """Return each group's hyperparameters for a step; if lr is a function, update `param_groups` to its value."""
         if self._schedule is not None:
             if [group["lr"] for group in self.param_groups] != self._shown:
                 raise RuntimeError(
@@ -79,7 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._last
 
     def show(self, step: int) -> None:
-        """Where lr is a function of the step, set the groups to its value at `step`."""
+        """Set the groups' lr to its value at `step`, if lr is a function."""
         if self._schedule is not None:
             base = self._schedule(max(1, step))
             for group, factor in zip(self.param_groups, self._factors, strict=True):
@@ -88,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def base_lr(self) -> float:
-        """The learning rate to report: before the groups' factors where lr is a function, else the first group's."""
+        """The learning rate to report: without group factors if lr is a function, else the first group's."""
         return self._shown[0] / (self._factors[0] or 1.0) if self._schedule else float(self.param_groups[0]["lr"])
 
     # -- torch's interface -----------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "_shown" in vars(self):
             raise RuntimeError("parameters are in groups from the start: give shard groups=[zerocli.ParamGroup(...)]")
-        # Without the wrapper that loads torch's compiler, which takes each rank a second.
+        # Unwrapped: torch's wrapper loads the compiler, which takes a second per rank.
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
 
     def load_groups(self, saved: list[dict[str, Any]] | None, steps: int) -> None:
-        """Take up saved hyperparameters, as torch does, where the groups are the same; a function of the step wins."""
+        """Load saved hyperparameters, as torch does, if the groups are the same; an lr function takes precedence."""
         if saved is not None and self._schedule is None and len(saved) == len(self.param_groups):
             names = [group.get("name") for group in self.param_groups]
             if [group.get("name") for group in saved] == names:

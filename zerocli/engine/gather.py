@@ -1,15 +1,14 @@
-"""Gathering: a unit's parameters are whole just before they are used, from a small fixed pool of buffers.
+"""Gathering: a unit's parameters are all-gathered just before use, into a small fixed pool of buffers.
 
 [Note: gather buffers and autograd]
 Autograd saves views of weights for backward. A buffer that is refilled with the next unit's parameters would change
-under such a view, so none is ever saved: while a sharded module runs, a saved-tensor hook replaces every view of a
-gather buffer by (flat, offset, shape, stride), and backward takes the view anew from whichever buffer holds the unit
-then, gathering it if need be. Other tensors pass on to the hooks that were active before, so recomputation and
-save-on-CPU hooks work inside and outside. Memory is constant, and an unexpected order costs speed, never correctness.
+under such a view, so none is ever saved. While a sharded module runs, a saved-tensor hook replaces every view of a
+gather buffer by (flat, offset, shape, stride). Backward recreates the view from the buffer that holds the unit then,
+gathering it if needed. Other tensors go to the hooks that were active before, so recomputation and save-on-CPU hooks
+work inside and outside. Memory is constant, and an unexpected order costs speed, never correctness.
 
-A view that somebody keeps in another way (an attribute of a custom function's context, a graph for second derivatives)
-shows in the use count of the buffer's storage: such a buffer is never refilled but left to whoever keeps the view, and
-a new one takes its place.
+A view kept in another way (an attribute of a custom function's context, a graph for second derivatives) raises the use
+count of the buffer's storage. Such a buffer is never refilled: it is dropped from the pool and replaced by a new one.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class Buffer:
     tensor: torch.Tensor
     holder: Flat | None = None
     freed: StreamEvent | None = None
-    """Compute that still reads the buffer ends here; the next gather into it starts after."""
+    """The last compute that reads the buffer ends here; the next gather into it starts after this event."""
     used_at: int = 0
     views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Parameter views by flat, made once."""
+    """Parameter views by flat id, created once."""
     own_uses: int = 0
-    """Use count of the storage when nobody but us refers to it."""
+    """Use count of the storage without references from outside the gatherer."""
 
     def __post_init__(self) -> None:
         self.storage = self.tensor.untyped_storage()
@@ -53,11 +52,11 @@ class Buffer:
 
     @property
     def aliased(self) -> bool:
-        """Whether somebody else keeps a view of it; asked while no parameter is one."""
+        """Whether other code keeps a view of it; only valid while no parameter is a view of it."""
         return self.uses > self.own_uses
 
     def views_of(self, flat: Flat) -> list[torch.Tensor]:
-        """Return the flat's parameters as views of the buffer; called while nobody else refers to it."""
+        """Return the flat's parameters as views of the buffer; called while no other code refers to it."""
         if id(flat) not in self.views:
             self.views[id(flat)] = flat.views(self.tensor)
         self.own_uses = self.uses
@@ -66,11 +65,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class SavedView:
-    """A view of a gather buffer, as autograd saves it: where it lies in its flat, not in memory."""
+    """A view of a gather buffer, as autograd saves it: its position in the flat instead of a memory address."""
 
     flat: Flat
     offset: int
-    """In elements of its own dtype, which need not be the flat's (a complex view of real numbers)."""
+    """In elements of `dtype`, which may differ from the flat's (a complex view of real numbers)."""
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -79,7 +78,7 @@ class SavedView:
 
 
 class Gatherer:
-    """Brings units in, ahead of their use in the order traced in the step before, and lets them go."""
+    """Gathers units, prefetching them in the order traced in the previous step, and releases them."""
 
     def __init__(
         self,
@@ -109,17 +108,17 @@ class Gatherer:
         self._cursor = 0
         self._hooks: list[tuple[Any, Any]] = []
         self.moves = any(flat.state is not State.RESIDENT for unit in units for flat in unit.flats)
-        """Whether any parameter comes and goes; otherwise there is nothing to hook or release."""
+        """Whether any parameter is gathered and released; otherwise there is nothing to hook or release."""
         stores = [flat.param_store for unit in units for flat in unit.flats]
         self._far = any(store is not None and not store.tier.addressable for store in stores)
-        """Whether any comes from a tier that is read well ahead."""
+        """Whether any parameters are on a tier that must be read well ahead (a disk)."""
 
     # -- the order of use ------------------------------------------------------------------------------------------
 
     def enter(self, unit: Unit, record: bool) -> None:
-        """Make the unit's parameters whole for its forward or backward, and start bringing in what comes next.
+        """Gather the unit's parameters for its forward or backward, and start prefetching the next units.
 
-        `record` notes the use as one of a training step, in whose order the next step is prefetched.
+        `record` adds the use to the step's trace; the next step prefetches in that order.
         """
         if record:
             self._seen.append(unit.index)
@@ -131,9 +130,9 @@ class Gatherer:
             self._look_ahead(order[self._cursor :], order[: self._cursor])
 
     def forward_order(self) -> list[Unit]:
-        """Return all units in the order in which a forward needs them: rank 0's, in the first step, on every rank.
+        """Return all units in the order of rank 0's first forward, the same on every rank.
 
-        Updates and the gathers after them follow it, so it must not depend on what this rank happened to run.
+        Updates and the gathers after them follow this order, so it must not depend on what this rank ran.
         """
         if self._update_order is not None:
             return self._update_order
@@ -141,13 +140,13 @@ class Gatherer:
         return sorted(self._units, key=lambda unit: first_use.get(unit.index, len(self._seen)))
 
     def agree_on_order(self) -> None:
-        """Adopt rank 0's order of updates for good; collective the first time, free afterwards."""
+        """Adopt rank 0's order of updates permanently; collective on the first call, a no-op afterwards."""
         if self._update_order is None:
             indices = self._collectives.broadcast_indices([unit.index for unit in self.forward_order()])
             self._update_order = [self._units[index] for index in indices]
 
     def end_step(self) -> None:
-        """Close the step's trace: the next one is prefetched in this order."""
+        """Close the step's trace; the next step prefetches in this order."""
         if self._seen:
             self._order, self._seen = self._seen, []
         self._cursor = 0
@@ -159,7 +158,7 @@ class Gatherer:
         return len(self._order)
 
     def prefetch(self) -> bool:
-        """Start gathering what comes next, as far as there are buffers; return whether anything was started."""
+        """Start gathering the next units while buffers are free; return whether any gather was started."""
         started = False
         ahead = self._order[self._cursor : self._cursor + self._limit - 1] if self.moves else []
         for index in ahead:
@@ -172,10 +171,10 @@ class Gatherer:
                     started = True
         return started
 
-    # -- in and out ------------------------------------------------------------------------------------------------
+    # -- gather and release ----------------------------------------------------------------------------------------
 
     def need(self, unit: Unit) -> None:
-        """Make the unit's parameters whole on the current stream; gathers what nobody has asked for yet."""
+        """Make the unit's parameters usable on the current stream; gathers those that were not prefetched."""
         with self.pinned(unit):  # one flat of the unit must not take another's buffer
             for flat in unit.flats:
                 self._need_flat(flat)
@@ -199,7 +198,7 @@ class Gatherer:
 
     def _fill(self, flat: Flat, buffer: Buffer) -> None:
         assert buffer.holder is None
-        buffer.holder = flat  # before the ranks meet: meeting may gather other flats, into other buffers
+        buffer.holder = flat  # set before _agree, which may gather other flats into other buffers
         self._buffer_of[id(flat)] = buffer
         buffer.views_of(flat)
         try:
@@ -210,8 +209,8 @@ class Gatherer:
             raise
 
     def _gather(self, flat: Flat, full: torch.Tensor, freed: StreamEvent | None) -> Pending:
-        """Start filling memory with a flat's parameters, once nobody computes with what was there."""
-        self._before_gather(flat)  # its update, if there is one, is issued before its parameters are read
+        """Start gathering a flat's parameters into `full`, after the `freed` event of its previous contents."""
+        self._before_gather(flat)  # a pending update must be issued before the parameters are read
         with self._side.run(after=freed):
             if flat.written is not None:
                 flat.written.wait()
@@ -219,37 +218,36 @@ class Gatherer:
                 if flat.param_store is None:
                     assert flat.shard is not None
                     return self._collectives.all_gather(full, flat.shard, f"parameters of {flat.unit.title}")
-                # First this rank's slice, then everyone's. Streams wait here, and the host only for a disk that is
-                # behind: the gather is issued now and not when the slice happens to come, so that all ranks keep one
-                # order.
+                # Fetch this rank's slice, then all-gather. Only streams wait here; the host waits only for a slow disk.
+                # The all-gather is issued now, not when the slice arrives, so that all ranks keep one launch order.
                 own = full[flat.own.start : flat.own.stop]
                 with self._waits.waiting("transfers"):
                     flat.param_store.fetch(0, own).wait()
                 return self._collectives.all_gather(full, own, f"parameters of {flat.unit.title}")
 
     def join(self, flat: Flat) -> None:
-        """Take part in a gather that other ranks need and this one does not."""
+        """Take part in a gather that only other ranks need, and discard the result."""
         full = torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)
         self._gather(flat, full, None).wait()
 
     def refresh(self, flat: Flat) -> None:
-        """After an update: spread the owned slices of resident parameters to the other ranks."""
+        """Start all-gathering the updated slices of resident parameters."""
         if flat.trainable and flat.resident is not None and flat.shard is not None and flat.held == flat.own:
             with self._side.run(after=flat.written), self._events.gather(flat.unit):
                 what = f"parameters of {flat.unit.title}"
                 flat.pending = self._collectives.all_gather(flat.resident, flat.shard, what)
 
     def holds(self, unit: Unit) -> bool:
-        """Whether the unit's parameters are whole, or on their way."""
+        """Whether the unit's parameters are gathered or being gathered."""
         return all(flat.state is not State.SHARDED for flat in unit.flats)
 
     def in_use(self, unit: Unit) -> bool:
-        """Whether somebody computes with the unit's parameters."""
+        """Whether the unit is pinned: some code computes with its parameters."""
         return self._pins[unit.index] > 0
 
     @contextlib.contextmanager
     def pinned(self, unit: Unit) -> Iterator[None]:
-        """While the body runs, the unit's buffers are not taken from it."""
+        """Keep the unit's buffers from being released or evicted while the body runs."""
         self._pins[unit.index] += 1
         try:
             yield
@@ -257,16 +255,16 @@ class Gatherer:
             self._pins[unit.index] -= 1
 
     def release(self, unit: Unit) -> None:
-        """Let the unit's buffers be refilled once the compute issued so far is through with them."""
+        """Release the unit's buffers unless it is pinned; they are refilled after the compute issued so far."""
         if self._pins[unit.index] == 0:
             for flat in unit.flats:
                 if flat.state is State.GATHERED:
                     self._vacate(flat)
 
     def release_all(self, quietly: bool = False) -> None:
-        """Finish every gather under way and let go of everything: no buffer outlives an update of its parameters.
+        """Finish all gathers in flight and release all units: no buffer may outlive an update of its parameters.
 
-        `quietly` while another error is on its way up: what fails here as well is dropped.
+        `quietly` is for when another error is being raised: further errors here are suppressed.
         """
         for unit in self._units:
             for flat in unit.flats:
@@ -280,14 +278,14 @@ class Gatherer:
             self.release(unit)
 
     def _drop(self, flat: Flat) -> None:
-        """Give up a gather that failed; its buffer is free."""
+        """Drop a gather that failed and free its buffer."""
         flat.pending = None
         buffer = self._buffer_of.pop(id(flat), None)
         if buffer is not None:
             buffer.holder, buffer.freed = None, StreamEvent(self._device)
 
     def reset_prefetch_order(self) -> None:
-        """Forget the place in the trace: what comes next is the start of a step."""
+        """Reset the position in the trace: a step starts next."""
         self._cursor = 0
 
     def _vacate(self, flat: Flat) -> None:
@@ -304,9 +302,9 @@ class Gatherer:
     # -- the pool --------------------------------------------------------------------------------------------------
 
     def _free_buffer(self, flat: Flat) -> Buffer | None:
-        """Return a buffer of the flat's size that holds nothing, making one while the class is under its limit."""
+        """Return a free buffer of the flat's size, allocating one if that size is under its limit; else None."""
         buffers = self._pool.setdefault((flat.layout.total, flat.dtype), [])
-        # One that others keep views of is theirs: it goes with the last of them, and another takes its place.
+        # A free buffer that other code keeps views of leaves the pool; its memory is freed with the last view.
         buffers[:] = [buffer for buffer in buffers if buffer.holder is not None or not buffer.aliased]
         free = [buffer for buffer in buffers if buffer.holder is None]
         if free:
@@ -316,10 +314,10 @@ class Gatherer:
         return None
 
     def _evict(self, flat: Flat) -> Buffer:
-        """Vacate the least recently used buffer of the class that nobody computes with; grow if all are in use."""
+        """Return the least recently used unpinned buffer of the flat's size, emptied; allocate if all are pinned."""
         buffers = self._pool[(flat.layout.total, flat.dtype)]
         idle = [b for b in buffers if b.holder and not self._pins[b.holder.unit.index]]
-        # What was prefetched and never used goes last: it is the likeliest to be wanted next.
+        # Prefetched buffers that were not used yet come last: they are the likeliest to be needed next.
         idle.sort(key=lambda b: (b.holder is not None and b.holder.pending is not None, b.used_at))
         for buffer in idle:
             assert buffer.holder is not None
@@ -340,13 +338,13 @@ class Gatherer:
             for buffer in buffers:
                 yield "gathered", f"gather buffers of {buffer.tensor.numel()} elements", buffer.tensor
 
-    # -- what autograd saves: see [Note: gather buffers and autograd] ----------------------------------------------
+    # -- saved tensors: see [Note: gather buffers and autograd] ----------------------------------------------------
 
     def locate(self, tensor: torch.Tensor) -> SavedView | None:
-        """Return where `tensor` lies in a flat if it is a view of a gather buffer."""
+        """Return the position of `tensor` in its flat if it is a view of a gather buffer, else None."""
         try:
             address = tensor.data_ptr()
-        except RuntimeError:  # a wrapper of torch.func's: whoever keeps it keeps the buffer
+        except RuntimeError:  # a torch.func wrapper: keeping it keeps a reference to the buffer
             return None
         for buffers in self._pool.values():
             for buffer in buffers:
@@ -358,7 +356,7 @@ class Gatherer:
         return None
 
     def resolve(self, saved: SavedView) -> torch.Tensor:
-        """Return the saved view anew, from the buffer that holds its flat now."""
+        """Return the saved view, recreated from the buffer that holds its flat now."""
         self._need_flat(saved.flat)
         buffer = saved.flat.buffer
         assert buffer is not None
@@ -372,7 +370,7 @@ class Gatherer:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """While the body runs, autograd saves no view of a gather buffer."""
+        """Keep autograd from saving views of gather buffers while the body runs."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if not self.moves or not torch.is_grad_enabled() or (outer is not None and outer in self._hooks):
             yield

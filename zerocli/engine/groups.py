@@ -20,16 +20,16 @@ DEFAULT_LR = 3e-4
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters that are trained in another way than the rest; the first group that matches a parameter has it."""
+    """Parameters with their own hyperparameters; a parameter belongs to the first group that matches it."""
 
     match: str | Callable[[str, nn.Parameter], bool]
-    """A regular expression that is found in the parameter's name, or a function of name and parameter."""
+    """A regular expression to search in the parameter's name, or a function of name and parameter."""
     lr_factor: float = 1.0
-    """Times the learning rate."""
+    """Factor on the learning rate."""
     weight_decay: float | None = None
-    """Of all its parameters; None: that of `shard`, which spares parameters of fewer than two dimensions."""
+    """For all its parameters; None: that of `shard`, which skips parameters of fewer than two dimensions."""
     frozen: bool = False
-    """Whether it is not trained."""
+    """Whether its parameters are frozen."""
 
     def matches(self, name: str, parameter: nn.Parameter) -> bool:
         if isinstance(self.match, str):
@@ -48,7 +48,7 @@ class Arranged:
     groups: list[dict[str, Any]]
     """As torch's `param_groups`, without the parameters."""
     factors: list[float]
-    """What each group's learning rate is of the base's."""
+    """Each group's factor on the base learning rate."""
     group_of: Mapping[str, int]
 
 
@@ -60,7 +60,7 @@ def arrange(
     lr: float | Callable[[int], float] | None,
     weight_decay: float | None,
 ) -> Arranged:
-    """Assign each parameter to a group; freezes those of groups that ask for it. Raises ValueError."""
+    """Assign each parameter to a group; freezes parameters of frozen groups. Raises ValueError."""
     if isinstance(optimizer, torch.optim.Optimizer):
         given = {"groups": groups or None, "lr": lr, "weight_decay": weight_decay}
         named = [name for name, value in given.items() if value is not None]
@@ -99,9 +99,9 @@ def arrange(
 def _hyperparameters(
     optimizer: Any, rule: FlatOptimizer, lr: float | Callable[[int], float] | None, weight_decay: float | None
 ) -> tuple[float | Callable[[int], float], float | tuple[float]]:
-    """Return learning rate and weight decay; the latter as a tuple where it spares nothing.
+    """Return learning rate and weight decay; the latter as a tuple if it applies to all parameters.
 
-    A class is made as torch would make it: what is not given is its own default, for all parameters alike.
+    An optimizer class gets its own defaults for what is not given, the same for all parameters.
     """
     made = not isinstance(optimizer, str | FlatOptimizer)
     accepted = inspect.signature(optimizer).parameters if made else {}
@@ -119,7 +119,7 @@ def _hyperparameters(
 
 
 def _taken_over(model: nn.Module, instance: torch.optim.Optimizer) -> Arranged:
-    """Return the groups of an optimizer that was built on the model's parameters."""
+    """Return the groups of an optimizer instance that was built on the model's parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     group_of: dict[str, int] = {}
     for at, group in enumerate(instance.param_groups):

@@ -1,8 +1,8 @@
 """Hooks: what happens around a unit's forward and backward.
 
-Forward of each unit makes its parameters whole and lets them go. Backward reaches a unit through the gradient of its
-output and leaves it through that of its input: between the two its parameters are there again, and after it its
-gradients are complete.
+The forward of each unit gathers its parameters and releases them afterwards. The unit's backward starts when its output
+gets a gradient and ends when its input does. In between its parameters are gathered again; afterwards its gradients are
+complete.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Hooks:
         self._engine = engine
         self._depth = 0
         self._recomputing = 0
-        """How many recomputed units are running, one inside the other."""
+        """Number of nested recomputed units that are running."""
         self._backward_units: set[int] = set()
         self._open: Counter[int] = Counter()
-        """Calls of each unit whose input has not had its gradient yet."""
+        """Number of calls of each unit whose input has not got its gradient yet."""
         self._unsure: set[int] = set()
-        """Units of which some call cannot be followed: their gradients are complete only when backward is over."""
+        """Units with a call that cannot be tracked: their gradients are complete only when backward ends."""
         self.generation = 0
-        """Counts the changes of parameters: graphs of an earlier one are refused."""
+        """Incremented when parameters change: backward through a graph of an earlier generation is refused."""
         self._ends = Ends()
         self._modules = [unit.module for unit in engine.units]
         for unit in engine.units:
@@ -56,13 +56,13 @@ class Hooks:
         for module in outside_of_units(engine.model, engine.units):
             wrap(module, engine.units[0], self)
             self._modules.append(module)
-        # It would move the weights into memory of its own, which the engine does not know.
+        # flatten_parameters would move the weights into memory that the engine does not know.
         self._recurrent = [module for module in engine.model.modules() if isinstance(module, nn.RNNBase)]
         for module in self._recurrent:
             module.__dict__["flatten_parameters"] = _leave_in_place
 
     def close(self) -> None:
-        """Give the modules back to their user."""
+        """Restore the modules' original classes and methods."""
         for module in self._modules:
             unwrap(module)
         for module in self._recurrent:
@@ -83,12 +83,12 @@ class Hooks:
         return self.run_unit(unit, function, args, kwargs)
 
     def run_body(self, entry: Entry, args: Any, kwargs: Any) -> Any:
-        """Run a module's forward within its call; a checkpoint of the user's, with hooks of its own, may be between."""
+        """Run a module's forward within its call; the user's own checkpoint, with its hooks, may be in between."""
         with self._engine.gatherer.saving():
             return entry.body(*args, **kwargs)
 
     def run_unit(self, unit: Unit, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a function with the unit's parameters whole."""
+        """Run a function with the unit's parameters gathered."""
         events, again = self._engine.events, self._engine.reducer.active
         if not events.on:
             return self._run_unit(unit, function, args, kwargs)
@@ -124,7 +124,7 @@ class Hooks:
             if outermost and not (finished and grad):
                 gatherer.release_all(quietly=not finished)  # no backward follows, or none that is known
                 gatherer.reset_prefetch_order()
-        if outermost:  # what the user does next, a collective of their own maybe, finds all ranks out of this call
+        if outermost:  # all ranks leave the call together, because the user may issue a collective next
             engine.agreement.agree(agreement.FORWARD)
         if not engine.reducer.active:  # else this is a recomputation, and backward comes next
             gatherer.release(unit)
@@ -136,7 +136,7 @@ class Hooks:
         return value
 
     def _recomputed(self, unit: Unit, body: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `body` with only its input kept for backward, where it runs again."""
+        """Return `body` with activation checkpointing: only its input is kept, and backward runs it again."""
         engine = self._engine
 
         def inner(spec: TreeSpec, *leaves: Any) -> Any:
@@ -151,7 +151,7 @@ class Hooks:
 
         def outer(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = tree_flatten((args, kwargs))
-            # Inside a unit that is recomputed as a whole there is nothing left to save.
+            # Inside another recomputed unit, checkpointing saves nothing.
             if self._recomputing or not torch.is_grad_enabled() or not engine.activations.takes(unit.name, leaves):
                 return body(*args, **kwargs)
             with engine.activations.keeping(unit.name, leaves):
@@ -162,10 +162,10 @@ class Hooks:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def _watch_input(self, unit: Unit, args: Any, kwargs: Any) -> None:
-        """Ask autograd to say when the unit's input has its gradient: this call's backward is then over.
+        """Register a hook for the gradient of the unit's input: when it runs, this call's backward is over.
 
-        Autograd runs what was recorded last first, so all nodes of the call run before the one that made its input. A
-        call whose input has no such node (raw data) cannot be followed.
+        Autograd runs nodes in reverse order, so all nodes of the call run before the node that produced its input. A
+        call whose input has no such node (raw data) cannot be tracked.
         """
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -175,7 +175,7 @@ class Hooks:
         self._unsure.add(unit.index)
 
     def _watch_output(self, unit: Unit, output: Any, outermost: bool) -> Any:
-        """Ask autograd to say when backward reaches the unit; an output that is a bare parameter leaves as a copy."""
+        """Register hooks that report when backward reaches the unit; an output that is a view of a buffer is cloned."""
         return tree_map(lambda value: self._watch(unit, value, outermost), output)
 
     def _watch(self, unit: Unit, value: Any, outermost: bool) -> Any:
@@ -187,7 +187,7 @@ class Hooks:
             return value
         if engine.gatherer.moves and engine.gatherer.locate(value) is not None:
             value = value.clone()
-        if value.grad_fn is not None and torch.is_grad_enabled():  # a leaf outlives the call, and so would its hook
+        if value.grad_fn is not None and torch.is_grad_enabled():  # a hook on a leaf would outlive the call
             if outermost:
                 value.register_hook(lambda grad: self._check(generation))
                 if engine.loss_scale.active:
@@ -197,7 +197,7 @@ class Hooks:
         return value
 
     def unscaled_outside(self, loss: torch.Tensor, scale: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """While the body runs a backward of the loss times `scale`, tensors outside the model see nothing of it."""
+        """Give tensors outside the model unscaled gradients while the body runs the backward of loss * scale."""
         return self._ends.unscaled(loss, scale)
 
     def _check(self, generation: int) -> None:
@@ -214,7 +214,7 @@ class Hooks:
             gatherer.enter(unit, record=True)
 
     def _leave_backward(self, unit: Unit) -> None:
-        """Take the gradients of a unit for complete, and release it, when the last of its calls has passed."""
+        """Mark the unit's gradients as complete and release it, once the backward of its last call is over."""
         if not self._engine.reducer.active:  # torch.autograd.grad: another backward of the same calls may follow
             self._unsure.add(unit.index)
             return
@@ -224,11 +224,11 @@ class Hooks:
             for flat in unit.trainable:
                 self._engine.reducer.complete(flat)
             self._engine.gatherer.release(unit)
-            if not self._engine.gatherer.prefetch():  # where ranks meet before a gather, gradients are sent then
+            if not self._engine.gatherer.prefetch():  # a prefetch includes an agreement, which launches reductions
                 self._engine.agreement.agree(agreement.NOTHING)
 
     def cannot_follow(self, unit: Unit) -> None:
-        """Take the unit's gradients for complete only when backward is over: its parameters are used elsewhere too."""
+        """Treat the unit's gradients as complete only when backward ends: its parameters are used elsewhere too."""
         self._unsure.add(unit.index)
 
     def end_backward(self) -> None:
@@ -236,14 +236,14 @@ class Hooks:
         self._ends.clear()
 
     def abandon(self) -> None:
-        """Forget the calls that a failed backward was to go through."""
+        """Drop the tracked calls after a failed backward."""
         self._backward_units.clear()
         self._ends.clear()
         self._open.clear()
         self._unsure.update(unit.index for unit in self._engine.units)  # until the step ends
 
     def end_step(self) -> None:
-        """Forget calls that no backward followed, and refuse graphs made before this."""
+        """Drop tracked calls that had no backward, and refuse graphs made before this."""
         self._backward_units.clear()
         self._open.clear()
         self._unsure.clear()
@@ -251,12 +251,12 @@ class Hooks:
 
 
 def _leave_in_place() -> None:
-    """Stand in for RNNBase.flatten_parameters."""
+    """Do nothing; replaces RNNBase.flatten_parameters."""
 
 
 @contextlib.contextmanager
 def _plain_tensors() -> Iterator[None]:
-    """Make tensors that training can use later, also inside the caller's inference mode or torch.func transform."""
+    """Disable the caller's inference mode and torch.func transforms, so that training can use tensors made inside."""
     if not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
         yield
         return

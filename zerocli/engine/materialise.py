@@ -1,8 +1,8 @@
-"""Sharded initialisation: each unit's values are made whole once, cut, and freed before the next unit's.
+"""Sharded initialisation: each unit is initialised whole, sharded, and freed before the next unit.
 
-A model that was built on the meta device is initialised module by module, each with a seed made of the run's seed and
-the module's name: the same parameters for every stage and world size. A module is filled by its `reset_parameters`; in
-a Hugging Face model by the model's own `_init_weights` after that. A model that already has values keeps rank 0's.
+A model that was built on the meta device is initialised module by module. Each module's seed depends only on the run's
+seed and the module's name, so parameters are the same for every stage and world size. A module is filled by its
+`reset_parameters`, then in a Hugging Face model by its `_init_weights`. A model that has values keeps rank 0's.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from zerocli.engine.unit import Flat
 
 
 class Fresh(set[int]):
-    """The ids of what came from the meta device; `versions` are those of the buffers before anybody wrote to them."""
+    """Ids of parameters and buffers that were on the meta device; `versions` are the buffers' initial versions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.versions: dict[int, int] = {}
 
     def unwritten(self, module: nn.Module) -> list[str]:
-        """Return the module's own buffers that came from the meta device and that nobody has written to."""
+        """Return the module's own buffers that were on the meta device and have not been written since."""
         return [
             name
             for name, b in module._buffers.items()
@@ -38,7 +38,7 @@ class Fresh(set[int]):
 
 
 def replace_meta(model: nn.Module, device: torch.device) -> Fresh:
-    """Give meta parameters and buffers a real device, without memory for parameters; return the ids to initialise."""
+    """Replace meta parameters and buffers by real ones, parameters without memory; return the ids to initialise."""
     fresh = Fresh()
     swapped: dict[int, nn.Parameter | torch.Tensor] = {}
     for module in model.modules():
@@ -79,7 +79,7 @@ def whole_values(
 ) -> torch.Tensor:
     """Return the flat's initial values, whole, in fp32 (or its own dtype if not floating).
 
-    `given` has the values by name, where somebody gave them; then nothing is initialised, and no rank asks another.
+    `given` returns the user's values by name; if it is set, nothing is initialised or communicated.
     """
     floating = flat.dtype.is_floating_point
     whole = torch.zeros(flat.layout.total, dtype=torch.float32 if floating else flat.dtype, device=device)
@@ -109,9 +109,9 @@ def whole_values(
 
 
 def initialise_modules(model: nn.Module, flat: Flat, seed: int, device: torch.device) -> None:
-    """Fill the flat's parameters as the modules that own them do, children before parents, each seeded.
+    """Initialise the flat's parameters with their modules' own methods, children before parents, each seeded.
 
-    No other parameter is touched, though a module may set those of its children, or of another flat.
+    Other parameters stay unchanged, even if a module's method writes to them.
     """
     mine = {id(p) for p in flat.parameters}
     order = _post_order(model, mine)
@@ -119,7 +119,7 @@ def initialise_modules(model: nn.Module, flat: Flat, seed: int, device: torch.de
         for found in order:
             if found.owns:
                 reset(found.module, found.path, seed, device)
-    # A weight that is tied starts as the first of its modules has it: Hugging Face ties after it has initialised.
+    # A tied weight is initialised by the first of its modules: Hugging Face ties weights after initialisation.
     with _only(model, mine, everywhere=False):
         for found in order:
             if found.contains:
@@ -127,10 +127,10 @@ def initialise_modules(model: nn.Module, flat: Flat, seed: int, device: torch.de
 
 
 def reset_buffer_owners(model: nn.Module, fresh: Fresh, seed: int, device: torch.device) -> None:
-    """Fill buffers that came from the meta device and that no parameter's initialisation filled (rotary tables).
+    """Fill buffers that were on the meta device and that parameter initialisation did not fill (rotary tables).
 
-    By the module's reset_parameters(), its model's _init_weights(), or a module made anew from its config; raise
-    ValueError for one that none of them fills.
+    Uses the module's reset_parameters(), its model's _init_weights(), or a module rebuilt from its config. Raises
+    ValueError for a buffer that none of them fills.
     """
     with _only(model, set(), everywhere=True):
         for found in _post_order(model, set()):
@@ -145,7 +145,7 @@ def reset_buffer_owners(model: nn.Module, fresh: Fresh, seed: int, device: torch
 
 
 def reset(module: nn.Module, path: str, seed: int, device: torch.device) -> bool:
-    """Initialise one module with a seed of its own, if it knows how; the global random state is left as it was."""
+    """Initialise one module with its own seed, if it has reset_parameters; the global random state is preserved."""
     method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if method is None:
         return False
@@ -154,7 +154,7 @@ def reset(module: nn.Module, path: str, seed: int, device: torch.device) -> bool
 
 
 def seeded(act: Callable[[], Any], name: str, seed: int, device: torch.device) -> None:
-    """Call `act` with random numbers that the seed and the name decide; the global random state is left as it was."""
+    """Call `act` with random numbers seeded by the seed and the name; the global random state is preserved."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
@@ -168,9 +168,9 @@ def _blank(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
 
 @contextlib.contextmanager
 def _only(model: nn.Module, mine: set[int], everywhere: bool) -> Iterator[None]:
-    """While the body runs, parameters but `mine` are on the meta device, where what is written has no effect.
+    """Put all parameters but `mine` on the meta device while the body runs, where writes have no effect.
 
-    With `everywhere` a tied one of `mine` is there for all its modules, otherwise for the first alone.
+    With `everywhere` a tied one of `mine` stays real in all its modules, otherwise only in the first.
     """
     hidden: list[tuple[nn.Module, str, nn.Parameter]] = []
     seen: set[int] = set()
@@ -193,9 +193,9 @@ class _Found(NamedTuple):
     path: str
     module: nn.Module
     owns: bool
-    """Whether one of the parameters asked for is the module's own."""
+    """Whether the module itself owns one of the given parameters."""
     contains: bool
-    """Whether it, or a module inside it, owns one."""
+    """Whether the module or one of its submodules owns one."""
     method: Callable[[nn.Module], Any] | None
     """`_init_weights` of the innermost Hugging Face model around it."""
 
@@ -214,7 +214,7 @@ def _post_order(model: nn.Module, mine: set[int]) -> list[_Found]:
         if id(module) in seen:
             return False
         seen.add(id(module))
-        # As transformers' PreTrainedModel has it; by name, for it need not be installed.
+        # Compared by name, because transformers may not be installed.
         if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
             method = getattr(module, "_init_weights", method)
         contains = False

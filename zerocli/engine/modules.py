@@ -1,7 +1,7 @@
-"""Sharded modules: calls of a user's module go through the engine, by a subclass of its class made on the fly.
+"""Sharded modules: calls of a user's module go through the engine, through a subclass created at run time.
 
-Hooks of the user's own run inside, with parameters there; `module(x)` and `module.forward(x)` are the same. Attributes,
-`isinstance`, the class's name and the signature of `forward` stay what they were.
+The user's own hooks run inside, with gathered parameters. `module(x)` and `module.forward(x)` are equivalent.
+Attributes, `isinstance`, the class name and the signature of `forward` do not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ENTRY = "_zerocli_entry"
 
 
 class Runner(Protocol):
-    """What runs a sharded module's calls."""
+    """Runs the calls of sharded modules."""
 
     def run(self, entry: Entry, function: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
@@ -30,23 +30,23 @@ class Runner(Protocol):
 
 
 class Entry:
-    """What a sharded module knows of its engine: the unit that its parameters come from, and what its forward is."""
+    """A sharded module's link to its engine: the unit that holds its parameters, and its original forward."""
 
     def __init__(self, unit: Unit, module: nn.Module, runner: Runner) -> None:
         self.unit, self.runner = unit, runner
         self.own = module is unit.module
-        """Whether the module is the unit itself; otherwise it is a part of the rest, which may be entered alone."""
+        """Whether the module is the unit itself; otherwise it is part of the rest, and may be called by itself."""
         self.root = self.own and unit.index == 0
         self.before = module.__dict__.get("forward")
         """The forward that the user had set on the instance, if any."""
         self.body: Callable[..., Any] = module.forward
         self.methods: list[str] = []
-        """Methods of the instance that were registered."""
+        """Registered methods of the instance."""
         self.called = False
-        """Whether the forward that comes next belongs to a call that is under way."""
+        """Whether the next forward belongs to a `__call__` in progress."""
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `module.__call__`, hooks and all."""
+        """Run `module.__call__`, including hooks."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             self.called = True
@@ -66,7 +66,7 @@ class Entry:
 
 
 def wrap(module: nn.Module, unit: Unit, runner: Runner) -> Entry:
-    """Make the runner run a module's calls."""
+    """Route a module's calls through the runner."""
     if _ENTRY in module.__dict__:
         raise Refused(f"{type(module).__name__} is sharded by another engine already: close that one first")
     entry = Entry(unit, module, runner)
@@ -77,7 +77,7 @@ def wrap(module: nn.Module, unit: Unit, runner: Runner) -> Entry:
 
 
 def unwrap(module: nn.Module) -> None:
-    """Make a module what it was before `wrap`."""
+    """Undo `wrap`."""
     entry: Entry | None = module.__dict__.pop(_ENTRY, None)
     if entry is not None:
         module.__class__ = type(module)._zerocli_class  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ def unwrap(module: nn.Module) -> None:
 
 
 def register_method(module: nn.Module, name: str) -> None:
-    """Let a method of a sharded module find its parameters whole, as its forward does."""
+    """Gather a sharded module's parameters for one of its methods, as for its forward."""
     entry: Entry | None = module.__dict__.get(_ENTRY)
     if entry is None:
         raise Refused(
@@ -107,7 +107,7 @@ def register_method(module: nn.Module, name: str) -> None:
 
 
 def outside_of_units(model: nn.Module, units: list[Unit]) -> Iterator[nn.Module]:
-    """Yield the modules, but the model itself, that hold parameters of the rest: each may be called by itself."""
+    """Yield the modules, except the model itself, that hold parameters of the rest; each may be called by itself."""
     rest = {id(p) for flat in units[0].flats for p in flat.parameters}
     for module in outside(model, {id(unit.module) for unit in units if unit.index > 0}):
         container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
@@ -129,7 +129,7 @@ def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
 
         def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
             entry: Entry = self.__dict__[_ENTRY]
-            if entry.root:  # masters and every rank's part, which a copy into parameters would miss
+            if entry.root:  # also loads masters and every rank's part, which a copy into parameters would miss
                 return entry.runner.load_state_dict(state_dict, strict)
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
 

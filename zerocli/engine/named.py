@@ -1,4 +1,4 @@
-"""Tensors by name: whether a state fits a model, of which a weight may have several names (ties)."""
+"""Tensors by name: whether a state matches a model, in which a tied weight has several names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ State = Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names that a model has and a state lacks, and the other way round; as torch gives them."""
+    """Missing and unexpected names, as in torch's `load_state_dict`."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 class Matched(NamedTuple):
-    """Which name of a state each tensor of a model is loaded from, by the tensor's id, and what does not fit."""
+    """The name in the state that each tensor of a model is loaded from, by tensor id, and all mismatches."""
 
     names: dict[int, str]
     missing: list[str]
@@ -30,7 +30,7 @@ class Matched(NamedTuple):
     other_shape: list[str]
 
     def require(self, strict: bool = True) -> None:
-        """Raise ValueError naming what does not fit; without `strict` that is another shape alone."""
+        """Raise ValueError with all mismatches; without `strict`, only wrong shapes count."""
         if self.other_shape or (strict and (self.missing or self.unexpected)):
             raise ValueError(
                 f"state_dict does not match: missing {self.missing}, unknown {self.unexpected}, "
@@ -39,7 +39,7 @@ class Matched(NamedTuple):
 
 
 def match(model: nn.Module, state: Mapping[str, torch.Tensor], tp: TensorParallel) -> Matched:
-    """Return how `state` fits the model; a tied weight needs one of its names, and with several they must be equal."""
+    """Return how `state` matches the model; a tied weight needs one of its names, and several must be equal."""
     own = model.state_dict(keep_vars=True)
     groups: dict[int, list[str]] = {}
     for name, value in own.items():
@@ -68,9 +68,9 @@ def match(model: nn.Module, state: Mapping[str, torch.Tensor], tp: TensorParalle
 
 
 def given(model: nn.Module, state: State | None, tp: TensorParallel) -> Callable[[str], torch.Tensor] | None:
-    """Return the function from a parameter's name to this rank's part of its given value; None if none are given.
+    """Return a function from a parameter's name to this rank's part of its given value; None if no state is given.
 
-    Raise ValueError, before anything is read, where a mapping's names or shapes do not fit the model.
+    Raise ValueError, before anything is read, if a mapping's names or shapes do not match the model.
     """
     if state is None:
         return None
@@ -81,7 +81,7 @@ def given(model: nn.Module, state: State | None, tp: TensorParallel) -> Callable
     aliases: dict[int, list[str]] = {}
     for name, value in own.items():
         aliases.setdefault(id(value), []).append(name)
-    # The parameters are replaced while the model is built: names outlive that, ids do not.
+    # Parameters are replaced while the model is built, so ids change; names do not.
     others = {name: aliases[key] for name, key in ids.items() if key in aliases}
 
     def read(name: str) -> torch.Tensor:
@@ -94,7 +94,7 @@ def given(model: nn.Module, state: State | None, tp: TensorParallel) -> Callable
 
 
 def load_buffers(model: nn.Module, state: State) -> None:
-    """Overwrite the model's persistent buffers with those that `state` has."""
+    """Overwrite the model's persistent buffers with those in `state`."""
     with torch.no_grad():
         for name, value in model.state_dict(keep_vars=True).items():
             if not isinstance(value, nn.Parameter) and (new := _find(state, [name])) is not None:
@@ -102,7 +102,7 @@ def load_buffers(model: nn.Module, state: State) -> None:
 
 
 def _find(state: State, names: list[str]) -> torch.Tensor | None:
-    """Return the value under the first of these names that `state` has one for; a function may raise KeyError."""
+    """Return the value of the first of these names in `state`; a function may raise KeyError for unknown names."""
     for name in names:
         try:
             value = state[name] if isinstance(state, Mapping) else state(name)

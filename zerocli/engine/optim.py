@@ -1,8 +1,8 @@
 """Optimizers on flat shards: torch's fused kernels, chunk by chunk, with clipping and loss scaling in the kernel.
 
-An elementwise optimizer does not care where one parameter ends and the next begins, so a rank updates its slice of a
-unit as plain one-dimensional memory. It works in chunks of a constant size: the fp32 copy of a bf16 gradient exists
-for one chunk only, and stays in cache.
+An elementwise optimizer does not depend on parameter boundaries, so a rank updates its slice of a unit as plain
+one-dimensional memory. It works in chunks of constant size: the fp32 copy of a bf16 gradient exists for one chunk only,
+and stays in cache.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch
 
 @dataclass(frozen=True)
 class Group:
-    """Hyperparameters of one group of parameters, as they are in one step."""
+    """Hyperparameters of one parameter group in one step."""
 
     lr: float = 1e-3
     weight_decay: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The rule's further hyperparameters: betas, eps, momentum, ..."""
+    """The rule's other hyperparameters: betas, eps, momentum, ..."""
     index: int = 0
-    """Its place among `engine.optimizer.param_groups`."""
+    """Its index in `engine.optimizer.param_groups`."""
 
 
 @dataclass(frozen=True)
 class At:
-    """Where an update stands; the tensors lie where it runs, so that the host never waits for them."""
+    """The step count and skip flag of an update; the tensors are on its device, so that the host never waits."""
 
     count: torch.Tensor
-    """Updates made of these parameters, this one included (fp32 scalar, as the fused kernels want it)."""
+    """Number of updates of these parameters, this one included (fp32 scalar, as the fused kernels need it)."""
     skip: torch.Tensor
     """1.0 where the gradients are not finite and nothing may be updated, else 0.0."""
     history: int = 0
-    """Parameters with the same number have the same count now and had it in all updates before."""
+    """Class of parameters that have had the same count in all updates so far."""
 
 
 @dataclass(frozen=True)
@@ -45,41 +45,41 @@ class StepValues:
 
     groups: tuple[Group, ...]
     counts: torch.Tensor
-    """Updates made, this one included, by class of parameters: see counts.py."""
+    """Number of updates, this one included, by class of parameters: see counts.py."""
     grad_scale: torch.Tensor
-    """Gradients are divided by this: what makes an average of their sum, times the clipping factor's inverse."""
+    """Gradients are divided by this: the divisor of the average over the clipping factor."""
     skip: torch.Tensor
     """1.0 where the gradients are not finite and nothing may be updated, else 0.0."""
 
     def to(self, device: torch.device) -> StepValues:
-        """Return the values where the update runs; on another device than theirs, the host waits for them."""
+        """Return the values on the update's device; a copy from another device makes the host wait."""
         if self.counts.device.type == device.type:
             return self
         moved = [tensor.to(device) for tensor in (self.counts, self.grad_scale, self.skip)]
         return StepValues(self.groups, *moved)
 
     def at(self, history: int) -> At:
-        """Return what the rule needs to know for parameters of one class of counts."""
+        """Return the count and skip flag for parameters of one class of counts."""
         return At(self.counts[history], self.skip, history)
 
 
 class FlatOptimizer(ABC):
     """An elementwise update rule on one-dimensional fp32 memory; subclass it for a rule of your own.
 
-    `shard(model, optimizer=MyRule(), ...)` calls `update` for piece after piece of the parameters. A piece may begin
-    and end anywhere within them, so each element's new value may depend only on that element of each array.
+    `shard(model, optimizer=MyRule(), ...)` calls `update` on the parameters piece by piece. A piece may begin and end
+    anywhere within a parameter, so an element's new value may depend only on the same element of each array.
     """
 
     state_names: tuple[str, ...]
-    """The fp32 arrays it keeps beside the master, each as long as it and zero at first."""
+    """The fp32 arrays it keeps in addition to the master, of the same length and initially zero."""
 
     defaults: Mapping[str, Any] = {}
-    """Hyperparameters beside lr and weight decay; each parameter group may have its own: see `Group.options`."""
+    """Hyperparameters other than lr and weight decay; parameter groups may override them: see `Group.options`."""
 
     whole = False
     """Whether it needs whole parameters, in their own shapes."""
     has_scalars = False
-    """Whether `advance` is to be called."""
+    """Whether `advance` must be called."""
 
     @abstractmethod
     def update(
@@ -93,29 +93,29 @@ class FlatOptimizer(ABC):
     ) -> None:
         """Update `master` and `states` in place.
 
-        `grad` (fp32) may be overwritten; where `scale` is not None it is still to be divided by it. `group` has the
-        step's lr, weight decay and options. Where `at.skip` is 1 nothing may change.
+        `grad` (fp32) may be overwritten; it must still be divided by `scale` unless that is None. `group` has the
+        step's lr, weight decay and options. If `at.skip` is 1 nothing may change.
         """
 
     def options_in(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rule's own hyperparameters out of one of `param_groups`."""
+        """Return the rule's own hyperparameters from one of `param_groups`."""
         return {name: group[name] for name in self.defaults if name in group}
 
     def check(self, group: Group) -> None:  # noqa: B027 (optional)
-        """Raise ValueError where the group's hyperparameters ask for what cannot be done."""
+        """Raise ValueError if the group's hyperparameters are not supported."""
 
     def advance(self, group: Group, at: At) -> None:  # noqa: B027 (optional)
-        """Before a step's updates: called for every pair of group and history that it updates on any rank."""
+        """Prepare a step's updates; called for every (group, history) pair that is updated on any rank."""
 
     def split(self, old: int, new: int) -> None:  # noqa: B027 (optional)
-        """Some parameters of the history `old` go on as `new`; copy what is kept by history."""
+        """Copy what is kept for the history `old` to `new`, which some of its parameters move to."""
 
     def numbers(self, name: str, history: int, group: int) -> dict[str, float]:
-        """Return the scalars that it keeps for a parameter beside the count of updates."""
+        """Return the scalars that it keeps for a parameter other than the update count."""
         return {}
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the tensors that it keeps for a parameter beside `state_names`; every rank has them whole."""
+        """Return the tensors that it keeps for a parameter other than `state_names`; every rank has them whole."""
         return {}
 
     def load(  # noqa: B027 (optional)
@@ -127,10 +127,10 @@ class FlatOptimizer(ABC):
         numbers: Mapping[str, float],
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        """Take up what `numbers` and `tensors` gave of a parameter after `count` updates."""
+        """Load a parameter's `numbers` and `tensors`, saved after `count` updates."""
 
     def forget(self) -> None:  # noqa: B027 (optional)
-        """Drop all that it keeps beside `state_names`."""
+        """Drop everything that it keeps other than `state_names`."""
 
     def is_whole(self, group: Group) -> bool:
         """Whether it needs the group's parameters whole: see `WholeOptimizer`."""
@@ -186,7 +186,7 @@ class FusedAdam(FlatOptimizer):
 
 
 class FusedSGD(FlatOptimizer):
-    """SGD with momentum in torch's fused kernel; the momentum buffer starts at zero, which is the same rule."""
+    """SGD with momentum in torch's fused kernel; its momentum buffer starts at zero, which gives the same result."""
 
     def __init__(self, momentum: float = 0.0, nesterov: bool = False, maximize: bool = False) -> None:
         if nesterov and not momentum:

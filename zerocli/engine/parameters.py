@@ -1,7 +1,7 @@
-"""Parameters of a sharded model: reading one that is released, or a gradient that is not there, is an error by name.
+"""Parameters of a sharded model: reading a released parameter or a missing gradient raises an error with its name.
 
-The objects stay the user's own `nn.Parameter`s; only their class changes, to one of two subclasses. Both cost nothing
-while a module computes: torch's dispatch to Python is off for the one, and nobody computes with the other.
+The objects stay the user's own `nn.Parameter`s; only their class changes, to one of two subclasses. Neither costs time
+during compute: `__torch_function__` is disabled for one, and no operation uses the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _READABLE = frozenset(
     "_post_accumulate_grad_hooks is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_xpu is_mps is_nested "
     "output_nr _grad_fn retains_grad grad_dtype".split()
 )
-"""Attributes that a released parameter still has: everything but values."""
+"""Attributes that work on a released parameter: everything but values."""
 _CALLABLE = frozenset(
     "numel nelement size dim ndimension stride element_size is_floating_point is_complex is_contiguous requires_grad_ "
     "register_hook register_post_accumulate_grad_hook storage_offset __len__ is_signed is_inference zeros_like "
@@ -31,7 +31,7 @@ _CALLABLE = frozenset(
 
 
 class Gradients:
-    """Whether an engine holds gradients that `step` has not used yet: then `p.grad` is not what a user expects."""
+    """Whether an engine holds gradients that `step` has not used yet; `p.grad` does not show them."""
 
     def __init__(self) -> None:
         self.pending = False
@@ -39,22 +39,22 @@ class Gradients:
 
 
 class Sharding:
-    """What a parameter knows of the engine that it belongs to."""
+    """A parameter's link to its engine, and the state in which its values were last known."""
 
     __slots__ = ("address", "gradients", "handed_out", "name", "version")
 
     def __init__(self, name: str, gradients: Gradients) -> None:
         self.name, self.gradients = name, gradients
         self.handed_out = False
-        """Whether somebody was given `p.data`, through which edits leave no trace but their values."""
+        """Whether `p.data` was read; edits through it do not change the version counter."""
         self.version = 0
-        """torch's count of in-place edits when its values were last known."""
+        """torch's version counter when the values were last known."""
         self.address = 0
-        """Where they were."""
+        """Address of the values at that time."""
 
 
 class _Guarded(nn.Parameter):
-    """What both classes refuse: gradients are the engine's between backward and step."""
+    """Base of both classes: refuses access to gradients between backward and step."""
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -87,7 +87,7 @@ class _Guarded(nn.Parameter):
 
 
 class WholeParameter(_Guarded):
-    """A parameter whose values are there; it notes when `data` was handed out, for then edits may follow."""
+    """A parameter with values; it records reads of `data`, because edits may follow."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -105,7 +105,7 @@ class WholeParameter(_Guarded):
 
 
 class ReleasedParameter(_Guarded):
-    """A parameter without values for now: each rank holds a slice of it, or another tier does."""
+    """A parameter that currently has no values: each rank holds a slice of it, on the device or offloaded."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,7 +156,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def guard(parameter: nn.Parameter, name: str, gradients: Gradients) -> None:
-    """Make a parameter one of a sharded model; other subclasses of nn.Parameter, fake ones too, stay what they are."""
+    """Turn a parameter into a sharded model's; other subclasses of nn.Parameter, also fake ones, keep their class."""
     if isinstance(parameter, _Guarded):
         raise Refused(f"{name} is sharded by another engine already: close that one, or shard another model")
     if type(parameter) is nn.Parameter:
@@ -165,7 +165,7 @@ def guard(parameter: nn.Parameter, name: str, gradients: Gradients) -> None:
 
 
 def unguard(parameter: nn.Parameter) -> None:
-    """Give a parameter back to its user."""
+    """Restore a parameter's original class."""
     if isinstance(parameter, _Guarded):
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         del parameter.__dict__[_SHARDING]
@@ -186,7 +186,7 @@ def release(parameter: nn.Parameter, hollow: torch.Tensor) -> None:
 
 
 def take_grad(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return what autograd has accumulated in a parameter, dense, and leave nothing there."""
+    """Return the gradient accumulated in a parameter, dense, and clear it."""
     found: torch.Tensor | None = _GRAD.__get__(parameter)
     if found is None:
         return None
@@ -195,7 +195,7 @@ def take_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def has_grad(parameter: nn.Parameter) -> bool:
-    """Whether autograd has accumulated something in a parameter."""
+    """Whether autograd has accumulated a gradient in a parameter."""
     return _GRAD.__get__(parameter) is not None
 
 
@@ -204,25 +204,25 @@ def drop_grad(parameter: nn.Parameter) -> None:
 
 
 def moved(parameter: nn.Parameter) -> bool:
-    """Whether somebody has put a parameter into other memory since `note_values`, as RNN.flatten_parameters() does."""
+    """Whether a parameter was moved to other memory since `note_values`, as RNN.flatten_parameters() does."""
     sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
     return sharding is not None and parameter.data_ptr() != sharding.address
 
 
 def edited_in_place(parameter: nn.Parameter) -> bool:
-    """Whether torch has counted an in-place change of a parameter since `note_values`."""
+    """Whether a parameter's version counter has changed since `note_values`."""
     sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
     return sharding is not None and parameter._version != sharding.version
 
 
 def edited(parameter: nn.Parameter) -> bool:
-    """Whether somebody may have changed a parameter's values since `note_values`: in place, or through `p.data`."""
+    """Whether a parameter's values may have changed since `note_values`: in place, or through `p.data`."""
     sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
     return sharding is not None and (sharding.handed_out or parameter._version != sharding.version)
 
 
 def note_values(parameter: nn.Parameter, kept: bool = False) -> None:
-    """Take a parameter's values for known; `kept` if they stay in this memory, where `p.data` may edit them."""
+    """Record a parameter's values as known; `kept` if they stay in this memory, where `p.data` may edit them."""
     sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
     if sharding is not None:
         sharding.version, sharding.address = parameter._version, parameter.data_ptr()

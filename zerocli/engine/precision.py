@@ -1,4 +1,4 @@
-"""Precision: what parameters compute in, and the dynamic loss scale that keeps fp16 gradients alive."""
+"""Precision: the compute dtype of parameters, and the dynamic loss scale that keeps fp16 gradients from underflow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype that parameters, activations and gradients have; the optimizer always works in fp32."""
+    """The dtype of parameters, activations and gradients; the optimizer always works in fp32."""
 
     name: str
     compute: torch.dtype
@@ -25,7 +25,7 @@ PRECISIONS = {
 
 
 def precision(name: str, device: torch.device) -> tuple[Precision, str]:
-    """Return the precision and the reason for it; `auto` takes bf16 where the device is made for it."""
+    """Return the precision and the reason for it; `auto` selects bf16 if the device supports it."""
     if name != "auto":
         if name not in PRECISIONS:
             raise ValueError(f"precision {name!r} is not one of auto, {', '.join(PRECISIONS)}")
@@ -36,7 +36,7 @@ def precision(name: str, device: torch.device) -> tuple[Precision, str]:
 
 
 class LossScale:
-    """A loss scale on the device: halved when gradients overflow, doubled after `interval` steps without."""
+    """A loss scale on the device: halved when gradients overflow, doubled after `interval` steps without overflow."""
 
     def __init__(self, active: bool, device: torch.device, initial: float = 2.0**16, interval: int = 2000) -> None:
         self.active = active
@@ -45,7 +45,7 @@ class LossScale:
         self._interval = interval
 
     def update(self, overflow: torch.Tensor) -> None:
-        """Adapt the scale to whether this step overflowed (1.0) or not (0.0), without asking the host."""
+        """Adapt the scale to whether this step overflowed (1.0) or not (0.0), without a host sync."""
         if self.active:
             torch._amp_update_scale_(self.value, self._streak, overflow, 2.0, 0.5, self._interval)
 

@@ -1,4 +1,4 @@
-"""Progress: how far this rank's save has come; the saver's threads write it, a watchdog's reads it."""
+"""Progress of this rank's save; written by the saver's threads and read by a watchdog's."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from collections.abc import Iterator
 from zerocli.engine.comm import Issued
 
 SHARED_STAGES = 2
-"""Stages of a save that all ranks go through together: planning and commit."""
+"""Number of stages of a save in which ranks wait for each other: planning and commit."""
 
 
 class Progress:
-    """A save is a chain of stages, some of which the ranks go through together; to a watchdog it is one more axis."""
+    """The stages of a save, some of which wait for other ranks; a watchdog treats it like one more axis of ranks."""
 
     def __init__(self) -> None:
         self.issued = 0
-        """Stages that all ranks go through together, begun by this one."""
+        """Number of shared stages that this rank has begun."""
         self.open: deque[Issued] = deque(maxlen=1)
-        """The one in which this rank waits for the others."""
+        """The shared stage in which this rank is waiting for the others."""
         self.moved = time.monotonic()
         """When something was last read, written or begun."""
         self.alone = ""
-        """What this rank does by itself: it is stuck if nothing moves."""
+        """The stage that this rank runs by itself; without progress it is stuck."""
         self._title, self._num_saves = "", 0
 
     def begin(self, step: int) -> None:
-        """Begin a save; ranks that did not come through all stages of the last one count alike again."""
+        """Begin a save; `issued` becomes equal on all ranks again, even if some did not finish the last save."""
         self._title = f"checkpoint of step {step}"
         self.issued = self._num_saves * SHARED_STAGES
         self._num_saves += 1
@@ -38,12 +38,12 @@ class Progress:
         return f"{self._title}, {stage}"
 
     def move(self) -> None:
-        """Note that something came through."""
+        """Record progress."""
         self.moved = time.monotonic()
 
     @contextlib.contextmanager
     def by_itself(self, stage: str) -> Iterator[None]:
-        """Go through a stage that waits for no other rank, for the disk at most."""
+        """Run a stage that waits for no other rank, at most for the disk."""
         self.move()
         outer, self.alone = self.alone, self._name(stage)
         try:
@@ -53,7 +53,7 @@ class Progress:
             self.alone = outer
 
     def together(self, stage: str) -> None:
-        """Begin to wait for the other ranks to come to a stage."""
+        """Begin to wait for the other ranks to reach a stage."""
         self.arrived()
         self.issued += 1
         self.open.append(Issued(self.issued, "", self._name(stage)))

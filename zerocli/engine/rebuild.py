@@ -1,7 +1,7 @@
-"""Modules made anew: what a module computes in its `__init__` and keeps outside its parameters, on a real device.
+"""Rebuilt modules: recovers tensors that a module computes in `__init__` and keeps outside its parameters.
 
-Rotary tables, masks and position ids are computed once, when the module is built. Of a module that was built on the
-meta device nothing is left of them. Another of its class, built from the same config, has them.
+Rotary tables, masks and position ids are computed once, in the constructor. A module that was built on the meta device
+has lost them. A second module of the same class, built from the same config on a real device, has them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ PLAIN = (int, float, str, bool, type(None))
 
 
 def meta_attributes(module: nn.Module) -> list[str]:
-    """Return the module's attributes that are tensors on the meta device, and neither parameters nor buffers."""
+    """Return the module's attributes that are meta tensors, but neither parameters nor buffers."""
     return [name for name, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta]
 
 
 def fill_from_rebuilt(module: nn.Module, path: str, buffers: Sequence[str], device: torch.device) -> None:
-    """Fill these buffers, and attributes on the meta device, from a module built anew; raise ValueError by name."""
+    """Fill these buffers and the meta attributes from a rebuilt module; raise ValueError with the name if it fails."""
     attributes = meta_attributes(module)
     names = ", ".join(f"{path}.{name}" if path else name for name in [*buffers, *attributes])
     anew = rebuild(module, device)
@@ -44,7 +44,7 @@ def fill_from_rebuilt(module: nn.Module, path: str, buffers: Sequence[str], devi
 def rebuild(module: nn.Module, device: torch.device) -> nn.Module | None:
     """Return a module of the same class built from `module.config`, without parameters; None if it has no config.
 
-    Further arguments that have no default are taken from plain attributes of the same name.
+    Other arguments without a default are taken from plain attributes of the same name.
     """
     config = getattr(module, "config", None)
     if config is None:
@@ -70,7 +70,7 @@ def rebuild(module: nn.Module, device: torch.device) -> nn.Module | None:
 
 @contextlib.contextmanager
 def without_parameters() -> Iterator[None]:
-    """While the body runs, each parameter that a module registers goes to the meta device at once."""
+    """Move each parameter that a module registers while the body runs to the meta device."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -1,8 +1,8 @@
-"""Reducing: gradients go to the ranks that own them while backward is still producing the others.
+"""Reducing: gradients are reduced to the ranks that own them, overlapped with the rest of backward.
 
-Where gradients are not partitioned they are kept whole in flat buffers and reduced there, on the last micro-step.
-Where they are, each unit's gradients pass through buckets of a constant size to the owners, on every micro-step, and
-are freed. Every rank launches the units in one order, so ranks that use different parameters still meet.
+Gradients that are not partitioned are kept whole in flat buffers and reduced in place on the last micro-step.
+Partitioned gradients are reduce-scattered on every micro-step through buckets of constant size, and then freed. All
+ranks launch the units in the same order, even if they use different parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NORM_ROW = 4096
 
 
 class Reducer:
-    """Takes gradients as they are accumulated, and leaves each rank with the sum of the slices it holds."""
+    """Reduces gradients as autograd accumulates them, so that each rank ends with the sum of its own slices."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Reducer:
         specs = [flat.spec for flat in self._flats]
         wires = {self._wire(flat) for flat in self._flats}
         self._bucket_numels = {dtype: bucket_numel(specs, sizing, dtype.itemsize) for dtype in wires}
-        # Of a gradient that is kept whole, as many elements at a time in fp32 as in fewer bits.
+        # Whole gradients are reduced in pieces with the same number of elements in fp32 as in the compute dtype.
         self._limits: dict[torch.dtype, int] = {}
         for flat in self._flats:
             if flat.grad_full is not None:
@@ -65,22 +65,22 @@ class Reducer:
         count = bucket_limit(specs, sizing)
         self._buckets, self._lift = Pool(count, device, waits), Pool(count, device, waits)
         self._run: list[torch.Tensor] = []
-        """Gradients that lie one after another and are still to be all-reduced together."""
+        """Gradients that are contiguous in memory and still to be all-reduced together."""
         self._newest_in_run: Unit
-        """Whose the last of them are."""
+        """The unit of the last gradient in the run."""
         self._plans: dict[int, list[BucketPlan]] = {}
         self._places: dict[int, list[torch.Tensor]] = {}
         self._order = list(reversed(self._flats))
         self._ordered_by_use = False
         self._arrived: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
         self._nested: set[int] = set()
-        """Flats that got a gradient from a backward inside this one: only its end tells whether more will come."""
+        """Flats that got a gradient from a nested backward: they are complete only when the outer backward ends."""
         self._graph_task: int | None = None
         self._received: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
         """Parameters of each flat that got a gradient on this rank in any of the step's micro-steps."""
         self._completed: list[Flat] = []
         self._launched: set[int] = set()
-        """Flats whose gradients of this pass are on their way: nothing can be added to them."""
+        """Flats whose reduction was launched in this pass: no gradient can be added to them any more."""
         self._next = 0
         self._unfinished: list[Completion] = []
         self._first = self._last = True
@@ -92,16 +92,16 @@ class Reducer:
         self._handles = [self._register(flat, index) for flat in self._flats for index in range(len(flat.parameters))]
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
     def _wire(self, flat: Flat) -> torch.dtype:
-        """The dtype in which a flat's gradients travel."""
+        """Return the dtype in which a flat's gradients are reduced."""
         return torch.float32 if self._reduce_fp32 else flat.dtype
 
     def begin(self, first: bool, last: bool, joining: bool = False) -> None:
-        """Open a backward pass: `first` and `last` of the step's micro-steps; `joining` one that is under way."""
+        """Begin a backward pass: `first` or `last` of the step's micro-steps; `joining` another engine's pass."""
         self._first, self._last, self.active = first, last, True
         self.reduced = False
         self._next, self._completed = 0, []
@@ -118,11 +118,11 @@ class Reducer:
             self.drop_grads()
 
     def outermost(self) -> None:
-        """Take the graph that autograd is working on now for the pass's own; others are nested in it."""
+        """Record autograd's current graph task as the outermost one; others are nested in it."""
         self._graph_task = torch._C._current_graph_task_id()
 
     def _register(self, flat: Flat, index: int) -> RemovableHandle:
-        """Ask to be told of a parameter's gradients, also where it is frozen for now."""
+        """Register the gradient hook of a parameter, even if it is currently frozen."""
         parameter = flat.parameters[index]
         trains = parameter.requires_grad
         handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(
@@ -132,7 +132,7 @@ class Reducer:
         return handle
 
     def _hook(self, flat: Flat, index: int) -> Callable[[nn.Parameter], None]:
-        # Python's collector does not see into a parameter's hooks: one that held us would keep all of it for good.
+        # Python's garbage collector does not traverse a parameter's hooks: a strong reference would leak the reducer.
         reducer, place = weakref.ref(self), self._flats.index(flat)
 
         def accumulated(parameter: nn.Parameter) -> None:
@@ -143,7 +143,7 @@ class Reducer:
         return accumulated
 
     def _accumulated(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
-        if not has_grad(parameter):  # autograd came by with nothing to add
+        if not has_grad(parameter):  # autograd calls the hook for undefined gradients too
             return
         if not self.active:
             try:
@@ -167,7 +167,7 @@ class Reducer:
             self.complete(flat)
 
     def _keep(self, flat: Flat, index: int, parameter: nn.Parameter, add: bool) -> None:
-        """Move a gradient into the whole flat gradient that this rank keeps."""
+        """Move a parameter's gradient into the flat's whole gradient."""
         grad = take_grad(parameter)
         assert flat.grad_full is not None and grad is not None
         places = self._places.get(id(flat))
@@ -179,13 +179,13 @@ class Reducer:
             places[index].copy_(grad)
 
     def drop_grads(self) -> None:
-        """Leave nothing of what autograd has accumulated in the parameters."""
+        """Drop all gradients that autograd has accumulated in the parameters."""
         for flat in self._flats:
             for parameter in flat.parameters:
                 drop_grad(parameter)
 
     def complete(self, flat: Flat) -> None:
-        """Take the flat's gradients as final for this backward; what has not arrived by now counts as zero."""
+        """Mark the flat's gradients as complete for this backward; gradients that have not arrived count as zero."""
         if flat.grad_full is not None and self._first and len(self._arrived[id(flat)]) < len(flat.parameters):
             for index, entry in enumerate(flat.layout.entries):
                 if index not in self._arrived[id(flat)]:
@@ -196,7 +196,7 @@ class Reducer:
 
     @property
     def ready(self) -> int:
-        """How many flats can have been reduced by now in this pass, in the order that all ranks keep."""
+        """Number of flats, counted from the start of the launch order, whose gradients are complete in this pass."""
         if not self.active:
             return 0
         done = {id(flat) for flat in self._completed}
@@ -205,17 +205,17 @@ class Reducer:
 
     @property
     def newest(self) -> Flat | None:
-        """The flat whose reduction was started last in the pass under way."""
+        """The flat whose reduction was launched last in the current pass."""
         return self._order[self._next - 1] if self.active and self._next else None
 
     def launch(self, upto: int) -> None:
-        """Start reducing the first `upto` flats of the order, those that have not been."""
+        """Launch the reductions of the first `upto` flats of the launch order that are not launched yet."""
         while self._next < upto:
             self._launch(self._order[self._next])
             self._next += 1
 
     def finish(self) -> None:
-        """Close the backward pass: reduce what is left, counting gradients that never came as zero."""
+        """End the backward pass: reduce all remaining gradients, counting those that never arrived as zero."""
         done = {id(flat) for flat in self._completed}
         for flat in [flat for flat in self._order if id(flat) not in done]:
             self.complete(flat)
@@ -236,7 +236,7 @@ class Reducer:
             self._adopt_order()
 
     def finish_early(self) -> None:
-        """Take the passes made so far for all of the step's: reduce or measure what waited for the last one."""
+        """End the step's accumulation early: do the reductions and norms that wait for the last micro-step."""
         if not self._stage.gradients:
             self.begin(first=False, last=True)
             self.finish()
@@ -248,7 +248,7 @@ class Reducer:
                 self._measure_stored(flat)
 
     def _measure_stored(self, flat: Flat) -> None:
-        """Take the norms of a gradient that is kept off the device, piece by piece."""
+        """Compute the norms of an offloaded gradient, piece by piece."""
         store = flat.grad_store
         assert store is not None
         for plan in self._plans_of(flat):
@@ -266,21 +266,21 @@ class Reducer:
             self._norms[self._flats.index(flat), columns.start] = _norm(measured)
 
     def received(self, flat: Flat) -> set[int]:
-        """Return the places of the flat's parameters that got a gradient on this rank in this step."""
+        """Return the indices of the flat's parameters that got a gradient on this rank in this step."""
         return self._received[id(flat)]
 
     def _agree(self) -> None:
-        """Make replicated gradients one: sums over other data-parallel ranks may have been rounded in another order."""
+        """Make replicated gradients equal: sums in different data-parallel groups may be rounded differently."""
         for flat in self._flats:
             same = Span(flat.replicated, flat.layout.total).intersect(flat.held).shifted(-flat.held.start)
             if flat.grad is not None and same.numel:
                 self._tensor_parallel.agree_(flat.grad[same.start : same.stop], f"gradients of {flat.unit.title}")
 
     def _measure(self) -> None:
-        """Take the norms of all pieces that are on the device; those that left were measured on their way.
+        """Compute the norms of all pieces on the device; offloaded pieces were measured when they were written.
 
-        [Note: one norm for all stages and placements] Every rank takes the norms of the slices it owns in pieces that
-        depend only on the layout and the bucket size, and adds their squares in one order: the same number everywhere.
+        [Note: one norm for all stages and placements] Every rank computes the norms of its slices in pieces that depend
+        only on the layout and the bucket size, and adds their squares in a fixed order: the same bits in every setting.
         """
         pieces: dict[tuple[int, int], torch.Tensor] = {}
         for index, flat in enumerate(self._flats):
@@ -294,7 +294,7 @@ class Reducer:
             self._norms.update(zip(pieces, norms, strict=True))
 
     def squared_norm(self) -> torch.Tensor:
-        """Return the sum of squares of the gradients this rank owns, in fp64; of replicated ones its share of them."""
+        """Return the sum of squares of the gradients this rank owns, in fp64; replicated ones count as 1/tp."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for replicated, copies in ((False, 1), (True, self._tensor_parallel.world)):
             if norms := self._norms_of(replicated):
@@ -310,9 +310,9 @@ class Reducer:
         return found
 
     def abandon(self) -> None:
-        """After an exception in backward: drop what has arrived; the step's gradients are lost."""
+        """Drop all gradients after an exception in backward; the step's gradients are lost."""
         for rest in self._unfinished:
-            with contextlib.suppress(Exception):  # the error that brought us here is the one to report
+            with contextlib.suppress(Exception):  # the original exception is the one to report
                 rest.run()
         self._forget()
         self._run = []
@@ -325,19 +325,19 @@ class Reducer:
         self._lift.clear()
 
     def _adopt_order(self) -> None:
-        """From now on launch in the order in which rank 0's first backward completed the units."""
+        """Adopt the order in which rank 0's first backward completed the units as the launch order."""
         place = {id(flat): i for i, flat in enumerate(self._flats)}
         order = self._collectives.broadcast_indices([place[id(flat)] for flat in self._completed])
         self._order = [self._flats[i] for i in order]
         self._ordered_by_use = True
 
     def order(self) -> list[int] | None:
-        """Return the launch order as places among the flats, None before the first backward has shown it."""
+        """Return the launch order as indices of flats; None before the first backward."""
         place = {id(flat): i for i, flat in enumerate(self._flats)}
         return [place[id(flat)] for flat in self._order] if self._ordered_by_use else None
 
     def adopt(self, order: list[int] | None) -> None:
-        """Launch in an order that another run has shown: sums of three ranks and more depend on it."""
+        """Adopt the launch order of another run: with three or more ranks the rounding of sums depends on it."""
         if order is not None and sorted(order) == list(range(len(self._flats))):
             self._order = [self._flats[i] for i in order]
             self._ordered_by_use = True
@@ -368,7 +368,7 @@ class Reducer:
             self._reduce_run()
 
     def _reduce_run(self) -> None:
-        """All-reduce a run of neighbouring gradients in pieces of at most a bucket."""
+        """All-reduce a run of contiguous gradients in pieces of at most one bucket."""
         if not self._run:
             return
         numel = sum(part.numel() for part in self._run)
@@ -380,14 +380,14 @@ class Reducer:
                 self._unfinished.append(Completion(pending.wait))
 
     def _reduce_buckets(self, flat: Flat) -> None:
-        """Carry the unit's gradients to their owners, bucket by bucket, and free them."""
+        """Reduce-scatter the flat's gradients bucket by bucket, and free them."""
         sources: list[torch.Tensor | None] = []
         for parameter in flat.parameters:
             grad = take_grad(parameter)
             sources.append(None if grad is None else grad.reshape(-1))
         plans = self._plans_of(flat)
         if self._collectives.world == 1 and flat.grad is not None:
-            # The bucket of a lone owner is its gradient shard itself.
+            # With one rank the gradient shard itself serves as the bucket.
             for plan in plans:
                 part = flat.grad[plan.columns.start : plan.columns.stop]
                 fill(part, plan, sources, add=not self._first)
@@ -410,11 +410,11 @@ class Reducer:
         return plans
 
     def _scatter(self, flat: Flat, plan: BucketPlan, memory: torch.Tensor) -> Callable[[], None]:
-        """Reduce one bucket into the columns of the gradient shard; the result ends what is left to do."""
+        """Reduce-scatter one bucket into its columns of the gradient shard; return the function that completes it."""
         target = flat.grad[plan.columns.start : plan.columns.stop] if flat.grad is not None else None
         if target is not None and self._first and target.dtype == memory.dtype:
             return self._collectives.reduce_scatter(target, memory, _what(flat)).wait
-        # The bucket's own slice may take the sum: nobody reads the bucket after it.
+        # The sum goes into the bucket's own slice: the bucket is not read after the reduce-scatter.
         rank = self._collectives.rank
         part = memory[rank * plan.columns.numel : (rank + 1) * plan.columns.numel]
         pending = self._collectives.reduce_scatter(part, memory, _what(flat))
@@ -435,7 +435,7 @@ class Reducer:
         return finish
 
     def _send(self, flat: Flat, plan: BucketPlan, part: torch.Tensor) -> Callable[[], None]:
-        """Write a reduced piece to the tier that holds the gradient, added to what is there."""
+        """Add a reduced piece to the offloaded gradient; return the function that waits for the write."""
         store = flat.grad_store
         assert store is not None
         if not self._first or part.dtype != store.dtype:
@@ -465,23 +465,23 @@ class Reducer:
 
 
 def _measured(flat: Flat, columns: Span) -> list[Span]:
-    """Cut columns of the owned slice so that each part is of split parameters, or of replicated ones, alone."""
+    """Split columns of the owned slice at the border between split and replicated parameters."""
     at = min(max(flat.replicated - flat.own.start, columns.start), columns.stop)
     return [span for span in (Span(columns.start, at), Span(at, columns.stop)) if span.numel]
 
 
 def _norms(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the norm of each piece; on a GPU in few launches."""
+    """Return the norm of each piece; on a GPU with few kernel launches."""
     if pieces and pieces[0].is_cuda:
         return list(torch._foreach_norm(pieces, 2, torch.float32))
     return [_norm(piece) for piece in pieces]
 
 
 def _norm(piece: torch.Tensor) -> torch.Tensor:
-    """Return the norm of a piece, to fp32's rounding.
+    """Return the norm of a piece, accurate to fp32 rounding.
 
-    On a CPU torch adds a whole piece up in a few fp32 sums: eight million elements are off by 2e-4, rows of some
-    thousands are not.
+    On a CPU torch accumulates a whole piece in a few fp32 sums: with eight million elements the error is 2e-4, so the
+    norm is computed over rows of NORM_ROW elements.
     """
     if piece.is_cuda or piece.numel() <= NORM_ROW:
         return torch._foreach_norm([piece], 2, torch.float32)[0]
@@ -493,7 +493,7 @@ def _norm(piece: torch.Tensor) -> torch.Tensor:
 
 
 def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether `right` begins in memory where `left` ends, in one storage."""
+    """Whether `right` starts where `left` ends, in the same storage."""
     same = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
     return same and right.storage_offset() == left.storage_offset() + left.numel()
 

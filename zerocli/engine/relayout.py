@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def unfrozen(engine: Engine) -> list[Unit]:
-    """Return the units with a parameter that was frozen when it was laid out and is to be trained now."""
-    with torch._C.DisableTorchFunctionSubclass():  # a released parameter answers by way of Python
+    """Return the units with a parameter that was frozen when it was laid out and now requires a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():  # released parameters dispatch to Python, which is slow
         return [
             unit
             for unit in engine.units
@@ -28,10 +28,10 @@ def unfrozen(engine: Engine) -> list[Unit]:
 
 @torch.no_grad()
 def refit(engine: Engine, builder: Builder) -> None:
-    """Lay out anew the units with unfrozen parameters; values and states stay, those of the unfrozen start at zero.
+    """Lay out units with unfrozen parameters again; values and states stay, states of unfrozen ones start at zero.
 
-    Every rank comes here before the same forward. Parameters that were trained before keep their states, also while
-    they are frozen themselves.
+    Every rank calls this before the same forward. Parameters that were trained before keep their states, even while
+    they are frozen.
     """
     changed = unfrozen(engine)
     if engine.has_gradients:
@@ -85,7 +85,7 @@ def _fill(engine: Engine, flat: Flat, saved: _Saved) -> torch.Tensor:
 
 
 def _joined(flat: Flat, values: list[torch.Tensor | None], engine: Engine) -> torch.Tensor:
-    """Return a whole flat of these values, in fp32 where they are floating; zero where there is none."""
+    """Return a whole flat of these values, in fp32 if floating-point; zero for missing values."""
     dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
     whole = torch.zeros(flat.layout.total, dtype=dtype, device=engine.device)
     for view, value in zip(flat.views(whole), values, strict=True):
@@ -95,7 +95,7 @@ def _joined(flat: Flat, values: list[torch.Tensor | None], engine: Engine) -> to
 
 
 def _give_back(flat: Flat) -> None:
-    """Free what a flat has on other tiers; its memory on the device goes with the last reference."""
+    """Free a flat's memory on other tiers; its device memory is freed with the last reference."""
     stores: list[Store | None] = [flat.param_store, flat.grad_store, flat.record.store if flat.record else None]
     for store in stores:
         if store is not None:

@@ -1,4 +1,4 @@
-"""Which update rule is meant: by name, by class, by an instance, or a rule of the user's own."""
+"""Choice of the update rule: by name, class, instance, or a user's own rule."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zerocli.engine.optim import At, FlatOptimizer, FusedAdam, FusedSGD, Group
 from zerocli.engine.torchrule import Template, WholeOptimizer, make_torch_rule
 
 OptimizerChoice = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | FlatOptimizer
-"""What may be given as `optimizer`."""
+"""Accepted values of `optimizer`."""
 
 _IGNORED = {"foreach", "fused"}
-"""Options of torch's classes that choose between kernels of equal results."""
+"""Options of torch's classes that only select a kernel and do not change results."""
 _TAKEN = {
     "adamw": ("betas", "eps", "amsgrad", "maximize"),
     "adam": ("betas", "eps", "amsgrad", "maximize", "decoupled_weight_decay"),
@@ -27,8 +27,8 @@ _MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", 
 class MuonWithAdamW(FlatOptimizer):
     """Muon for matrices, AdamW for all other parameters, as one rule.
 
-    Matrices are the 2-D parameters that are no nn.Embedding's, or those of them that `matrices`, a function of name
-    and parameter, chooses. Both share the learning rate, so Muon's is adjusted to match AdamW's (`adjust_lr_fn`).
+    Matrices are the 2-D parameters outside nn.Embedding, or the 2-D ones that `matrices`, a function of name and
+    parameter, selects. Both share the learning rate, so Muon's is adjusted to match AdamW's (`adjust_lr_fn`).
     """
 
     whole = True
@@ -57,7 +57,7 @@ class MuonWithAdamW(FlatOptimizer):
         return {name: group[name] for name in self.options_of(group["rule"])}
 
     def kinds(self, model: nn.Module) -> Callable[[str, nn.Parameter], str]:
-        """Return what says which of the two rules a parameter is for."""
+        """Return a function that maps a parameter to its rule: muon or adamw."""
         tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
         chooses = self._chooses or (lambda name, parameter: id(parameter) not in tables)
         return lambda name, parameter: "muon" if parameter.dim() == 2 and chooses(name, parameter) else "adamw"
@@ -95,7 +95,7 @@ class MuonWithAdamW(FlatOptimizer):
 
 
 def make_optimizer(choice: OptimizerChoice, options: Mapping[str, Any]) -> FlatOptimizer:
-    """Return the update rule that is meant by a name, a class or an instance, or raise ValueError."""
+    """Return the update rule for a name, a class or an instance, or raise ValueError."""
     options = {key: value for key, value in options.items() if key not in _IGNORED}
     if isinstance(choice, FlatOptimizer | torch.optim.Optimizer) and options:
         raise ValueError(f"the optimizer is made already: give {', '.join(options)} to {type(choice).__name__} itself")

@@ -33,8 +33,8 @@ class Settings(Sharding):
     lr: float | Callable[[int], float] | None = None
     """A number, or a function of the step (from 1); None: 3e-4, or what the optimizer's class or instance says."""
     weight_decay: float | None = None
-    """Spares norms and biases: parameters of fewer than two dimensions. None: 0, or what the optimizer's class or
-    instance says, of all parameters."""
+    """Not applied to parameters of fewer than two dimensions (norms and biases). None: 0, or the default of the
+    optimizer's class or instance, for all parameters."""
     groups: Sequence[ParamGroup] = ()
     """Parameters with a learning rate or a weight decay of their own, or frozen; the first that matches counts."""
     precision: str = "fp32"
@@ -44,28 +44,27 @@ class Settings(Sharding):
     clip: float | None = None
     units: UnitChoice = None
     recompute: bool | UnitChoice = Sharding.recompute  # type: ignore[assignment]
-    """As `Sharding.recompute`; or of the units that a class, a predicate or a list chooses."""
+    """As `Sharding.recompute`; or the units selected by a class, a predicate or a list of modules."""
     compile: bool = ModelConfig.compile
-    """torch.compile each unit but the rest."""
+    """Apply torch.compile to each unit except the rest."""
     seed: int = 0
-    """Of the initial values of a model built on the meta device."""
+    """Seed of the initial values of a model built on the meta device."""
     state: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor] | None = None
     """Whole weights to start from, by name, or a function that returns one; they are read unit by unit."""
     tier_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Further arguments for tiers, by name."""
+    """Additional arguments for tiers, by tier name."""
     device: torch.device | str | None = None
     group: dist.ProcessGroup | None = None
     """The data-parallel ranks, over which states are partitioned; by default all ranks, or those that `tp` leaves."""
     tp: int | DeviceMesh = Sharding.tp  # type: ignore[assignment]
     """As `Sharding.tp`; or that axis of a mesh, whose other axis is `group`."""
     uneven: bool | None = None
-    """Whether ranks may run different units in a step where parameters are partitioned: before each gather they then
-    tell each other what they need. By default over gloo, where that costs little; elsewhere different units are
-    refused."""
+    """Whether ranks may run different units in a step if parameters are partitioned: before each gather they then
+    exchange what they need. Default: True over gloo, where that costs little; otherwise such a step is refused."""
     watch: Callable[[Any], None] = lambda engine: None
-    """Called with the engine once its axes of ranks are open, before anything is built: a watchdog looks at them."""
+    """Called with the engine once its axes of ranks are open, before anything is built: a watchdog observes them."""
     events: Events | Sequence[Events] = ()
-    """Who hears of what the engine does, such as `zerocli.ProfilerRanges()`; see engine/events.py."""
+    """Subscribers to the engine's events, such as `zerocli.ProfilerRanges()`; see engine/events.py."""
     chunk_device: str = ""
-    """Type of device whose size of an update's chunks is taken; by default the device's own. For a trace of a GPU's
-    step on tensors without memory."""
+    """Device type whose update chunk size is used; by default the engine's own. For tracing a GPU's step on tensors
+    without memory."""

@@ -1,7 +1,6 @@
-"""The start of a run, stage by stage, for a watchdog: opening the process group, building, loading.
+"""The stages of a run's startup, for a watchdog: opening the process group, building, loading.
 
-A process starts once, and what goes on in its start lies far apart in the code: so there is one record of it, as there
-is one list of the transfers that are waited for.
+A process starts once, and its startup stages are spread over the code, so there is one global record of them.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from zerocli.engine.progress import Progress
 
 
 class Startup(Progress):
-    """What this rank's start is doing; a stage is gone through alone, or waiting for the other ranks."""
+    """The current startup stage of this rank; in a stage it works by itself or waits for the other ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.events = Subscribers()
-        """Who hears of each stage, within it."""
+        """Subscribers that each stage is reported to, from within it."""
 
     def _name(self, stage: str) -> str:
         return stage
 
     @contextlib.contextmanager
     def by_itself(self, stage: str) -> Iterator[None]:
-        """Go through a stage that waits for no other rank, other than in an engine's collectives."""
+        """Run a stage that waits for no other rank, except in an engine's collectives."""
         with super().by_itself(stage):
             try:
                 self.events.start(stage)
@@ -37,7 +36,7 @@ class Startup(Progress):
 
     @contextlib.contextmanager
     def waiting(self, stage: str) -> Iterator[None]:
-        """Go through a stage in which this rank waits for the others; the loss of one of them is raised as Severed."""
+        """Run a stage in which this rank waits for the others; the loss of one of them is raised as Severed."""
         outer, self.alone = self.alone, ""
         self.together(stage)
         try:
@@ -51,10 +50,10 @@ class Startup(Progress):
             self.alone = outer
 
     def restart_wait(self) -> None:
-        """Count the wait for the others from now on: this rank was busy itself until now."""
+        """Restart the clock of the wait for the others: this rank was busy itself until now."""
         for entry in self.open:
             entry.restart()
 
 
 STARTUP = Startup()
-"""This process' own."""
+"""The startup record of this process."""

@@ -1,4 +1,4 @@
-"""Whole states: full, unsharded tensors under the model's own names, from whichever tier holds their parts."""
+"""Whole states: full, unsharded tensors under the model's own names, read from whichever tier holds their parts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_held(flat: Flat, name: str, values: torch.Tensor) -> None:
 
 
 def whole_of(engine: Engine, total: int, held: torch.Tensor) -> torch.Tensor:
-    """Return on the CPU the whole, of `total` elements, of what each rank holds a part of. Collective."""
+    """Return the whole tensor of `total` elements, on the CPU, from every rank's held part. Collective."""
     if held.numel() == total:
         return held.detach().to("cpu", copy=True)
     whole = torch.empty(total, dtype=held.dtype, device=engine.device)
@@ -50,12 +50,12 @@ def whole_of(engine: Engine, total: int, held: torch.Tensor) -> torch.Tensor:
 
 
 def join_parts(engine: Engine, flat: Flat, held: torch.Tensor) -> torch.Tensor:
-    """Return on the CPU the whole of what each rank holds a part of."""
+    """Return the whole flat, on the CPU, from every rank's held part. Collective."""
     return whole_of(engine, flat.layout.total, held)
 
 
 def whole_parameters(engine: Engine, flat: Flat) -> torch.Tensor:
-    """Return a flat's parameters whole, as exact as they are kept."""
+    """Return a flat's whole parameters, from the fp32 master if there is one."""
     if flat.trainable:
         return join_parts(engine, flat, read_held(flat, MASTER, engine.device))
     if flat.resident is not None:
@@ -69,14 +69,14 @@ def whole_parameters(engine: Engine, flat: Flat) -> torch.Tensor:
 
 
 def _forget_traffic(engine: Engine) -> None:
-    """Leave what moved here out of the count of training's own bytes."""
+    """Exclude the bytes moved here from the training traffic counts."""
     engine.collectives.take_nbytes()
     engine.tensor_parallel.take_nbytes()
 
 
 @torch.no_grad()
 def model_state(engine: Engine, held: Mapping[int, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """See `Engine.state_dict`; `held` has, by a flat's id, what this rank holds of other values for its parameters."""
+    """See `Engine.state_dict`; `held` maps a flat's id to this rank's part of other values for its parameters."""
     engine.synchronize()
     values: dict[int, torch.Tensor] = {}
     for flat in engine.flats():
@@ -120,7 +120,7 @@ def load_model_state(engine: Engine, state: Mapping[str, torch.Tensor], strict: 
 
 
 def load_whole(flat: Flat, whole: torch.Tensor) -> None:
-    """Overwrite what this rank holds of the flat's parameters from whole values."""
+    """Overwrite this rank's part of the flat's parameters from whole values."""
     if flat.trainable:
         write_held(flat, MASTER, whole[flat.held.start : flat.held.stop])
     mine = whole[flat.own.start : flat.own.stop]
@@ -134,10 +134,10 @@ def load_whole(flat: Flat, whole: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class History:
-    """What an optimizer keeps for one parameter beside arrays of its shape."""
+    """Optimizer state of one parameter other than arrays of its shape."""
 
     count: int
-    """Updates made of it."""
+    """Number of updates of the parameter."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -155,10 +155,10 @@ def histories(engine: Engine) -> dict[str, History]:
 
 
 def load_histories(engine: Engine, saved: Mapping[str, History]) -> None:
-    """Take up the histories of all trainable parameters."""
+    """Load the histories of all trainable parameters."""
     counts, rule = engine.counts, engine.rule
     rule.forget()
-    # Parameters with the same numbers share a class of counts, whichever classes there were.
+    # Parameters with equal histories share a class of counts, regardless of the previous classes.
     counts.adopt(
         {name: history.count for name, history in saved.items()},
         lambda name: tuple(sorted(saved[name].numbers.items())),
@@ -172,7 +172,7 @@ def load_histories(engine: Engine, saved: Mapping[str, History]) -> None:
 
 @torch.no_grad()
 def adopt(flat: Flat, values: torch.Tensor, device: torch.device) -> None:
-    """Make whole values in the compute dtype the flat's parameters; the master of unchanged ones keeps all its bits."""
+    """Set the flat's parameters from whole values in the compute dtype; masters of unchanged elements stay exact."""
     if flat.trainable and flat.dtype != torch.float32:
         master = read_held(flat, MASTER, device)
         held = values[flat.held.start : flat.held.stop]
@@ -228,7 +228,7 @@ def load_optimizer_state(engine: Engine, saved: Mapping[str, Any]) -> None:
         for entry in flat.layout.entries:
             own = saved["state"].get(entry.name, {})
             tensors = {key: value for key, value in own.items() if key not in known}
-            count = int(counts.get(entry.name, saved["updates"]))  # before counts were kept, one stood for all
+            count = int(counts.get(entry.name, saved["updates"]))  # older states have one count for all parameters
             loaded[entry.name] = History(count, numbers.get(entry.name, {}), tensors)
     load_histories(engine, loaded)
     engine.steps = saved["steps"]

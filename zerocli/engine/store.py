@@ -1,7 +1,7 @@
-"""The store that ranks meet at: which address it listens on, and which interface the ranks' own connections take.
+"""The rendezvous store: which address it listens on, and which interface the ranks' own connections use.
 
-torch's store has no password, and neither have gloo's connections: whoever can reach them can read and write. So on
-one machine everything listens on loopback, and on several the store listens on the address that the ranks were told.
+Neither torch's store nor gloo's connections are authenticated: anyone who can reach them can read and write. So on one
+machine everything listens on loopback, and on several the store listens on the configured master address.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from zerocli.errors import FAILURE, UserError
 from zerocli.worker import STORE_FD
 
 CONNECT_SECONDS = 300.0
-"""How long a rank waits for the store to come up where nobody says otherwise."""
+"""How long a rank waits for the store to come up by default."""
 ANSWER_SECONDS = 1800.0
-"""How long a question to the store may take: torch waits through it for ranks that start late."""
+"""Timeout of a store operation; torch waits this long for ranks that start late."""
 RETRY_SECONDS = 0.1
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def on_one_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Say whether all ranks are certain to be on this machine."""
+    """Return whether all ranks are known to be on this machine."""
     of_torchrun = "TORCHELASTIC_RUN_ID" in environ and environ.get("GROUP_WORLD_SIZE") == "1"
     return "ZEROCLI_PARENT" in environ or of_torchrun or _is_loopback(environ.get("MASTER_ADDR", ""))
 
 
 def stay_on_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo and NCCL listen on loopback where all ranks are on this machine; a user's own choice stays."""
+    """Make gloo and NCCL use loopback if all ranks are on this machine; the user's own settings are kept."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if names and on_one_machine(environ):
         for variable in INTERFACES:
@@ -44,22 +44,22 @@ def stay_on_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def open_store(rank: int, world: int, seconds: float = CONNECT_SECONDS) -> dist.Store:
-    """Return the store of this run, which rank 0 keeps or torchrun; wait at most `seconds` for it to come up."""
+    """Return the store of this run, hosted by rank 0 or torchrun; wait at most `seconds` for it to come up."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     patience = datetime.timedelta(seconds=seconds)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = (_serve if rank == 0 and not agent else _connect)(host, port, world, patience)
     store.set_timeout(datetime.timedelta(seconds=ANSWER_SECONDS))
     if agent:
-        # The store outlives a restart. Process groups made under the names of the attempt before find its dead
-        # addresses, so each attempt has names of its own.
+        # The store outlives a restart and still has the dead addresses of the previous attempt's process groups, so
+        # each attempt uses its own prefix.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"zerocli/attempt-{attempt}-of-{world}", store)
     return store
 
 
 def _connect(host: str, port: int, world: int, patience: datetime.timedelta) -> dist.TCPStore:
-    # torch tries once or twice, each time for the whole of its timeout, and complains at length: we wait ourselves.
+    # torch tries once or twice, each for the full timeout, with long warnings, so we poll ourselves.
     deadline = time.monotonic() + patience.total_seconds()
     while not _answers(host, port):
         if time.monotonic() > deadline:
@@ -95,7 +95,7 @@ def _serve(host: str, port: int, world: int, patience: datetime.timedelta) -> di
 
 
 def _inherited() -> socket.socket | None:
-    """Return the listening socket that the launcher has left us, None if it has not; it is taken once."""
+    """Return the listening socket inherited from the launcher, or None; it can be taken only once."""
     fd = os.environ.pop(STORE_FD, "")
     if not fd:
         return None
@@ -104,10 +104,10 @@ def _inherited() -> socket.socket | None:
 
 
 def listen(host: str, port: int, loopback: bool) -> socket.socket | None:
-    """Return a socket that listens on the first address of `host` that is this machine's own, None if none is.
+    """Return a socket that listens on the first address of `host` that belongs to this machine, None if none does.
 
-    `loopback` says whether one that only this machine reaches will do: Debian's /etc/hosts gives a machine's own name
-    as 127.0.1.1. Raises UserError where the port is taken.
+    `loopback` says whether a loopback address is acceptable: Debian's /etc/hosts maps a machine's own name to
+    127.0.1.1. Raises UserError if the port is taken.
     """
     with contextlib.suppress(socket.gaierror):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):

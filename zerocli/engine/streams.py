@@ -1,7 +1,7 @@
 """Streams: queues of device work beside the compute stream, and the events that order them.
 
-On a GPU these are CUDA's streams and events, and nothing here ever blocks the host. On a CPU work runs where it is
-issued, streams are empty and events are always reached, so the same engine code serves both.
+On a GPU these are CUDA streams and events; only `synchronize` and the readings block the host. On a CPU work runs
+immediately, streams are no-ops and events are always complete, so the same engine code serves both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zerocli.engine.events import SILENT, Events
 
 
 class StreamEvent:
-    """A point in a stream's work; `wait` holds the current stream, not the host, until the point is reached."""
+    """A CUDA event recorded on a stream; `wait` makes the current stream wait for it, not the host."""
 
     _timed = False
 
@@ -36,13 +36,13 @@ class StreamEvent:
             torch.cuda.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Stop the host until the point is reached."""
+        """Block the host until the event is complete."""
         if self._event is not None:
             self._event.synchronize()
 
 
 class TimedEvent(StreamEvent):
-    """A stream event that knows when it was reached; on a CPU that is when it was made."""
+    """A stream event with a timestamp; on a CPU that is the time of its creation."""
 
     _timed = True
 
@@ -51,7 +51,7 @@ class TimedEvent(StreamEvent):
         super().__init__(device, stream)
 
     def since(self, earlier: TimedEvent) -> float:
-        """Return the seconds from an earlier event to this one, both of them reached."""
+        """Return the seconds from an earlier event to this one; both must be complete."""
         if self._event is not None and earlier._event is not None:
             milliseconds: float = earlier._event.elapsed_time(self._event)
             return milliseconds / 1e3
@@ -59,7 +59,7 @@ class TimedEvent(StreamEvent):
 
 
 class Readback:
-    """Small device values on their way to the host; `values()` waits for them and for nothing issued later."""
+    """An asynchronous copy of small device values to the host; `values()` waits for it and nothing issued later."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         if tensor.is_cuda:
@@ -84,12 +84,12 @@ _outside = _Outside()
 
 
 def compute_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that computes, also while work is being issued on a side stream."""
+    """Return the compute stream, even while work is being issued on a side stream."""
     return _outside.stream or torch.cuda.current_stream(device)
 
 
 class SideStream:
-    """An ordered queue of device work that runs beside the compute stream."""
+    """A CUDA stream that runs concurrently with the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -97,7 +97,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def run(self, after: StreamEvent | None = None) -> Iterator[None]:
-        """Issue the body's work on this stream, after the event, or else after all compute issued so far."""
+        """Issue the body's work on this stream, after the event, or without one after all compute issued so far."""
         if self._stream is None:
             yield
             return
@@ -114,20 +114,19 @@ class SideStream:
 
 
 MAX_PAIRS = 1 << 14
-"""Event pairs kept for a reader; where nobody reads, the oldest go."""
+"""Maximum number of event pairs kept until `take`; the oldest are dropped."""
 
 
 _Pair = tuple[str, str, TimedEvent, TimedEvent]
-"""Cause, the cause of the wait around it ("" where there is none), and the two ends."""
+"""Cause, the cause of the enclosing wait ("" if none), and the events before and after."""
 
 
 class Waits:
-    """Seconds the compute stood still, by cause; on a GPU read from event pairs once they are reached.
+    """Seconds that compute was idle, by cause; on a GPU measured with event pairs on the compute stream.
 
-    On a GPU that is the time between two points of the stream that computes. Where it waits for another stream the
-    second is reached late; where the host waits (for a disk), it is issued late, and what of the wait passes while the
-    stream still has work does not count.
-    A wait inside another is charged to its own cause alone, so that the causes add up to the time stood still.
+    If the compute stream waits for another stream, the second event completes late. If the host waits (for a disk), the
+    second event is issued late; time in which the stream still has work does not count.
+    A wait inside another is charged to its own cause only, so that the causes add up to the total idle time.
     """
 
     def __init__(self, device: torch.device, events: Events = SILENT) -> None:
@@ -138,7 +137,7 @@ class Waits:
 
     @contextlib.contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
-        """Charge the time the body holds up the stream that computes (CPU: the host) to `cause`."""
+        """Charge the time that the body delays the compute stream (on a CPU: the host) to `cause`."""
         with self._events.wait(cause):
             stream = compute_stream(self._device) if self._cuda else None
             before = TimedEvent(self._device, stream)
@@ -167,7 +166,7 @@ class Waits:
         self._seconds[cause] += seconds
 
     def take(self) -> WaitReading:
-        """Hand over what was gathered since the last call; read it when the device has passed it."""
+        """Return the waits since the last call, to be read once the device has passed them."""
         reading = WaitReading(dict(self._seconds), list(self._pairs))
         self._seconds = defaultdict(float)
         self._pairs.clear()

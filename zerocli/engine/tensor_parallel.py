@@ -1,20 +1,20 @@
 """Tensor parallelism: the ranks that split each layer between them, and how a whole parameter is cut for them.
 
 The ranks form a mesh of (data-parallel, tensor-parallel) with the tensor-parallel axis inside, so that its ranks are
-neighbours: same machine, fastest links. ZeRO runs over the other axis and never notices.
+neighbours: same machine, fastest links. ZeRO runs over the other axis and does not depend on this one.
 
 [Note: plain parameters] Layers are split by torch's own `parallelize_module`, with styles of ours (models/parallel.py)
 that leave each rank a plain parameter of its part. ZeRO's flats then hold what a rank has, as without tensor
 parallelism: gathers, reductions and updates are the same code. A DTensor in their place would dispatch every operation
-in Python, hide from the gatherer what autograd saves, and has no public placement for a fused projection, whose
-sections (queries, keys, values) are each split by themselves.
+in Python, hide saved tensors from the gatherer, and has no public placement for a fused projection, whose sections
+(queries, keys, values) are each split separately.
 
 [Note: replicated parameters] A parameter is either split (each rank has a part) or replicated (all have the same:
-norms, the biases of sums, positions, a vocabulary that does not divide). Replicated ones see the same activations on
-all tensor-parallel ranks, and so get the same gradients, but each rank's go through another data-parallel group, whose
-sum may be rounded in another order: such copies can drift apart over a long run. So the reduced gradient, of which ZeRO
-leaves each rank a slice, is taken from tensor-parallel rank 0. In the global norm replicated squares count once, those
-of the parts are added up.
+norms, biases of row-parallel layers, positions, a vocabulary that does not divide). Replicated ones see the same
+activations on all tensor-parallel ranks, and so get the same gradients. But each rank reduces them in a different
+data-parallel group, which may round in another order, so the copies could drift apart over a long run. Each rank's
+slice of the reduced gradient is therefore taken from tensor-parallel rank 0. In the global norm, squares of replicated
+parameters count once; those of split parameters are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a whole parameter of `shape` is divided: along `dim`, each of its `sections` by itself."""
+    """How a whole parameter is split: along `dim`, each of its `sections` separately."""
 
     shape: tuple[int, ...]
     dim: int
     sections: tuple[int, ...]
-    """Lengths along `dim` that each hold something of their own, such as queries, keys and values."""
+    """Lengths of the sections along `dim`, such as queries, keys and values."""
 
     def runs(self, rank: int, world: int) -> list[tuple[int, int]]:
-        """Return (start in the whole, length) along `dim` of what `rank` has of each section, in the part's order."""
+        """Return (start in the whole, length) along `dim` of `rank`'s part of each section, in the part's order."""
         starts = itertools.accumulate(self.sections[:-1], initial=0)
         each = [length // world for length in self.sections]
         return [(start + rank * length, length) for start, length in zip(starts, each, strict=True)]
 
     def part(self, whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-        """Return what `rank` has of the whole, in memory of its own; `join` of all ranks' parts gives it back."""
+        """Return a copy of `rank`'s part of the whole; `join` of all ranks' parts restores the whole."""
         runs = self.runs(rank, world)
         return torch.cat([whole.narrow(self.dim, start, length) for start, length in runs], self.dim)
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the whole of all ranks' parts, in rank order."""
+        """Return the whole parameter from all ranks' parts in rank order."""
         lengths = [length // len(parts) for length in self.sections]
         pieces = [part.split(lengths, self.dim) for part in parts]
         return torch.cat([piece for section in zip(*pieces, strict=True) for piece in section], self.dim)
@@ -74,7 +74,7 @@ class Cut:
 
 
 class TensorParallel(Collectives):
-    """The tensor-parallel axis: its collectives, counted apart, and the cuts of the parameters it splits.
+    """The tensor-parallel axis: its collectives, counted separately, and the cuts of the parameters it splits.
 
     `mesh` is one-dimensional; None is an axis of one rank, which splits nothing.
     """
@@ -83,7 +83,7 @@ class TensorParallel(Collectives):
         self, mesh: DeviceMesh | None, device: torch.device, waits: Waits | None = None, events: Events = SILENT
     ) -> None:
         super().__init__(mesh.get_group() if mesh is not None else None, device, events)
-        if mesh is None:  # to torch, no group means all ranks
+        if mesh is None:  # torch takes group=None for all ranks
             self.rank, self.world = 0, 1
         self._mesh = mesh
         self._waits, self._side = waits or Waits(device), SideStream(device)
@@ -93,14 +93,14 @@ class TensorParallel(Collectives):
         self._trusts = self._is_split = False
 
     def trust(self) -> None:
-        """Compare neither batches nor random numbers, and draw none: for tensors that have no values."""
+        """Do not compare batches or random numbers between ranks, and draw none: for tensors without values."""
         self._unchecked.clear()
         self._trusts = True
 
     # -- splitting a model -----------------------------------------------------------------------------------------
 
     def split(self, model: nn.Module) -> None:
-        """Leave each rank its part of the model's split parameters; values, where there are some, are rank 0's.
+        """Replace the model's split parameters by this rank's parts; existing values are taken from rank 0.
 
         A second call changes nothing.
         """
@@ -120,7 +120,7 @@ class TensorParallel(Collectives):
         model.register_forward_pre_hook(self._check_input, with_kwargs=True)
 
     def replicates(self, name: str) -> bool:
-        """Whether all ranks of the axis hold the same parameter of this name, and more than one does."""
+        """Whether the axis has several ranks and all of them hold the same parameter of this name."""
         return self.world > 1 and name not in self.cuts
 
     # -- whole parameters ------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class TensorParallel(Collectives):
         return self.cuts[name].part(whole, self.rank, self.world) if name in self.cuts else whole
 
     def join(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole of what each rank passes its part of, where `part` lies. Collective."""
+        """Return the whole tensor from every rank's part, on the device of `part`. Collective."""
         if name not in self.cuts:
             return part
         everyone = torch.empty((self.world, *part.shape), dtype=part.dtype, device=self.device)
@@ -138,19 +138,19 @@ class TensorParallel(Collectives):
         return self.cuts[name].join(everyone.unbind()).to(part.device)
 
     def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the whole shape of the parameter of which this rank has `shape`."""
+        """Return the unsplit shape of a parameter whose part on this rank has `shape`."""
         return self.cuts[name].shape if name in self.cuts else tuple(shape)
 
     # -- inside a step ---------------------------------------------------------------------------------------------
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum an activation over the ranks in place; compute goes on with the result."""
+        """Sum an activation over the ranks in place; the result is ready on the current stream."""
         with self._waits.waiting("collectives"):
             self.all_reduce(tensor, "activations").wait()
         return tensor
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Leave the ranks' maximum in place."""
+        """Take the maximum over the ranks in place."""
         if self.world > 1:
             self.nbytes["all_reduce"] += 2 * tensor.nbytes
             with self._waits.waiting("collectives"), self._noted("all_reduce", "the logits' maxima"):
@@ -158,7 +158,7 @@ class TensorParallel(Collectives):
         return tensor
 
     def start_sum_(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Start to sum over the ranks in place, beside the compute that follows; the result ends it."""
+        """Start a sum over the ranks in place, overlapped with later compute; return the function that waits for it."""
         with self._side.run():
             pending = self.all_reduce(tensor, "activations' gradients")
 
@@ -175,7 +175,7 @@ class TensorParallel(Collectives):
             dist.broadcast(tensor, group=self.group, group_src=0)
 
     def take_nbytes(self) -> dict[str, int]:
-        """Return the bytes moved since the last call, by kind, and start counting anew."""
+        """Return the bytes moved since the last call, by kind, and reset the counts."""
         broadcast = self.nbytes["broadcast"]
         return super().take_nbytes() | {"broadcast": broadcast}
 
@@ -191,7 +191,7 @@ class TensorParallel(Collectives):
         self._check_alike("batches", torch.tensor(prints, dtype=torch.float64, device=self.device))
 
     def _check_alike(self, what: str, value: torch.Tensor) -> None:
-        """Raise where ranks that share each layer are not given the same to begin with: the result would be garbage."""
+        """Raise if tensor-parallel ranks do not get the same input: the result would be meaningless."""
         self._unchecked.discard(what)
         everyone = self.gather_control(value)
         if not bool((everyone == everyone[:1]).all()):
@@ -202,9 +202,9 @@ class TensorParallel(Collectives):
 
     @contextlib.contextmanager
     def own_masks(self) -> Iterator[None]:
-        """While the body runs, each rank draws random numbers of its own; before and after, all draw the same.
+        """Let each rank draw different random numbers while the body runs; before and after, all draw the same.
 
-        For dropout on what is split. The seed comes from the CPU's generator, whose state recomputation restores.
+        For dropout on split activations. The seed comes from the CPU generator, whose state recomputation restores.
         """
         if self._trusts:
             yield
@@ -218,14 +218,14 @@ class TensorParallel(Collectives):
 
 
 def _weights(x: torch.Tensor) -> torch.Tensor:
-    """Return a number for each element, so that a weighted sum tells orders apart."""
+    """Return a weight for each element, so that a weighted sum depends on the order."""
     return torch.arange(1, x.numel() + 1, dtype=torch.float64, device=x.device)
 
 
 def open_axes(
     tp: int | DeviceMesh, group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
-    """Return the data-parallel group and the tensor-parallel mesh; a number makes both out of all ranks. Collective."""
+    """Return the data-parallel group and the tensor-parallel mesh; an int creates both from all ranks. Collective."""
     if not isinstance(tp, int):
         if group is None or tp.ndim != 1:
             raise ValueError(
@@ -279,7 +279,7 @@ def cuts_of(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Cut]:
 
 
 def extents(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers that a degree of the plan must divide, under the names a person knows them by."""
+    """Return the sizes that the tensor-parallel degree must divide, by readable name."""
     found: dict[str, int] = {}
     for path, module, style in _planned(model, plan):
         for name, number in style.extents(module).items():
@@ -300,7 +300,7 @@ def planned_cuts(model: nn.Module, degree: int) -> dict[str, Cut]:
     if degree == 1:
         return {}
     axis = TensorParallel(None, torch.device("cpu"))
-    axis.world = degree  # planned, not joined
+    axis.world = degree  # only for planning: there is no process group
     plan = plan_of(model, axis)
     check_degree(degree, extents(model, plan))
     return cuts_of(model, plan)

@@ -1,8 +1,8 @@
-"""Update rules of torch.optim, and of subclasses of its Optimizer, run on our memory.
+"""Update rules of torch.optim, and of other torch.optim.Optimizer subclasses, run on flat shards.
 
-A rule is tried out on a few numbers first. If it gives the same whatever the shape and wherever memory is cut, it is
-elementwise and runs on flat chunks like the fused kernels (`TorchOptimizer`). If not, such as Muon and Adafactor, it
-runs on whole parameters (`WholeOptimizer`).
+A rule is first tried on a small tensor. If its result does not depend on the shape or on where the tensor is split, it
+is elementwise and runs on flat chunks like the fused kernels (`TorchOptimizer`). Otherwise, as for Muon and Adafactor,
+it runs on whole parameters (`WholeOptimizer`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Template:
         raise ValueError(f"optimizer {name} cannot be made: {refused}")
 
     def _start(self, name: str, value: Any, sample: torch.Tensor) -> Callable[[torch.Tensor], Any]:
-        """Return what makes a state that exists before the first step, for a parameter of any shape."""
+        """Return a function that creates a state that exists before the first step, for a parameter of any shape."""
         if isinstance(value, torch.Tensor) and value.dim():
             if value.shape != sample.shape or not (value == value.flatten()[0]).all():
                 raise ValueError(f"optimizer {self.name} starts with a state {name} that cannot be sharded")
@@ -58,7 +58,7 @@ class Template:
         return lambda like: value.clone() if isinstance(value, torch.Tensor) else value
 
     def run(self, master: torch.Tensor, grad: torch.Tensor, state: State | None, group: Group) -> State:
-        """Update `master` in place with the states given, or none yet; return the states after it."""
+        """Update `master` in place with the given states (None before the first step); return the new states."""
         parameter = master.detach().requires_grad_()
         parameter.grad = grad
         one = object.__new__(self.kind)
@@ -77,7 +77,7 @@ class Template:
         return dict(one.state[parameter])
 
     def try_on(self, start: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, State]:
-        """Return what a few steps from `start` give, and the states after them."""
+        """Return the result of a few steps from `start`, and the states after them."""
         master, state = start.clone(), None
         group = Group(0.1, 0.1, {})
         for grad in grads:
@@ -86,7 +86,7 @@ class Template:
 
 
 def probe(template: Template) -> tuple[bool, dict[tuple[int, ...], State]]:
-    """Return whether the rule is elementwise, and the states it keeps for a vector and for a matrix it takes."""
+    """Return whether the rule is elementwise, and its states for a vector and a matrix, if it accepts them."""
     generator = torch.Generator().manual_seed(0)
     start, grads = torch.randn(6, generator=generator), torch.randn(3, 6, generator=generator)
     found: dict[tuple[int, ...], State] = {}
@@ -97,7 +97,7 @@ def probe(template: Template) -> tuple[bool, dict[tuple[int, ...], State]]:
             results.append(value.flatten())
         except (TypeError, ValueError, RuntimeError, AssertionError, IndexError, NotImplementedError) as error:
             refused = str(error)
-    if template.kind is torch.optim.Muon:  # it looks at shapes when it is made, which is not done again here
+    if template.kind is torch.optim.Muon:  # it checks shapes only in its constructor, which is not called again here
         found.pop(_FLAT, None)
         return False, found
     if not found:
@@ -109,7 +109,7 @@ def probe(template: Template) -> tuple[bool, dict[tuple[int, ...], State]]:
 
 
 def make_torch_rule(template: Template) -> FlatOptimizer:
-    """Return the rule that runs an optimizer of torch's kind on flat memory, or if need be on whole parameters."""
+    """Return the rule that runs a torch optimizer on flat memory, or on whole parameters if it needs them."""
     elementwise, found = probe(template)
     same = [{k for k, v in s.items() if isinstance(v, torch.Tensor) and v.shape == shape} for shape, s in found.items()]
     arrays = tuple(name for name in next(iter(found.values())) if all(name in names for names in same))
@@ -130,19 +130,19 @@ def _number(value: Any) -> float:
 
 
 def _typed(like: Any, value: float) -> Any:
-    """Return a number as the type of scalar that `like` is."""
+    """Return a number as the same type of scalar as `like`."""
     if isinstance(like, int | float):
         return type(like)(value)
     return torch.tensor(value, dtype=like.dtype if isinstance(like, torch.Tensor) else torch.float32)
 
 
 class TorchOptimizer(FlatOptimizer):
-    """Any elementwise rule of torch's kind; its states live in our flat arrays, one step at a time."""
+    """Any elementwise torch optimizer; its states are kept in flat arrays."""
 
     def __init__(self, template: Template, arrays: Sequence[str], scalars: State) -> None:
         self.template, self.state_names, self.defaults = template, tuple(arrays), template.defaults
         self._like = scalars
-        """Of each scalar an example, for its type."""
+        """An example of each scalar, for its type."""
         self.has_scalars = bool(scalars)
         self._scalars: dict[tuple[int, int], dict[int, State]] = {}
         """By history and group, then by count. Scalars (such as `step`) are the same for every chunk of a step: those
@@ -157,7 +157,7 @@ class TorchOptimizer(FlatOptimizer):
         group: Group,
         at: At,
     ) -> None:
-        if at.skip.item():  # the one optimizer path that asks the device: torch's own rules cannot skip by themselves
+        if at.skip.item():  # the only optimizer path that syncs with the device: torch's rules cannot skip a step
             return
         if scale is not None:
             grad.div_(scale)
@@ -178,7 +178,7 @@ class TorchOptimizer(FlatOptimizer):
         known[count] = {name: value for name, value in after.items() if name not in states}
 
     def advance(self, group: Group, at: At) -> None:
-        """Make the step's scalars also on a rank that holds no element of these parameters: it may save them."""
+        """Compute the step's scalars, even on a rank that holds no element of these parameters: it may save them."""
         one = torch.zeros(1)
         self.update(one, one.clone(), None, {name: one.clone() for name in self.state_names}, group, at)
 
@@ -203,12 +203,12 @@ class TorchOptimizer(FlatOptimizer):
 
 
 class WholeOptimizer(FlatOptimizer):
-    """A rule of torch's kind that needs whole parameters: one by one, in their own shapes.
+    """A torch optimizer that needs whole parameters: one by one, in their own shapes.
 
-    Every rank brings the parameters, gradients and states of a unit together, computes the whole update and keeps its
-    slice: exact at every stage and placement. The ranks compute the same, so it costs as much time as on one rank.
+    Every rank gathers the parameters, gradients and states of a unit, computes the whole update and keeps its slice.
+    This is exact at every stage and placement. All ranks compute the same, so it takes as long as on one rank.
     States of a parameter's shape are partitioned as the stage says. Others, such as Adafactor's rows and columns, are
-    small and every rank keeps them all.
+    small, and every rank keeps all of them.
     """
 
     whole = True

@@ -1,7 +1,7 @@
 """Units: the parameters that are gathered, computed with and released together.
 
-A unit's parameters live in flat buffers: one for each dtype of trainable ones and of frozen ones. Each rank owns one
-contiguous, aligned slice of each. Parameters are views: gathering a unit is one collective and no copy-out.
+A unit's parameters live in flat buffers: one per dtype of the trainable ones, one per dtype of the frozen ones. Each
+rank owns one contiguous, aligned slice of each. Parameters are views of the gathered flat, so no copy-out is needed.
 """
 
 from __future__ import annotations
@@ -23,62 +23,62 @@ from zerocli.layout.shards import Layout, Span, lay_out
 from zerocli.layout.stage import Stage
 
 MASTER = "master"
-"""Name of the fp32 copy of parameters that compute in fewer bits."""
+"""Name of the fp32 copy of parameters whose compute dtype is bf16 or fp16."""
 
 REPLICATED = 1 << 16
-"""Added to the group of parameters that all tensor-parallel ranks hold alike; they come last in a flat."""
+"""Added to the group of parameters that are replicated over tensor-parallel ranks; they come last in a flat."""
 
 
 class State(enum.Enum):
     """Where a flat's parameters are; each docstring says what that costs on the device."""
 
     RESIDENT = enum.auto()
-    """Whole at all times: the whole flat. Not partitioned, or there is one rank."""
+    """Whole at all times, because not partitioned or there is one rank. Costs the whole flat."""
     SHARDED = enum.auto()
-    """Without values: this rank's slice, or nothing where that lies on another tier."""
+    """Parameters have no values. Costs this rank's slice, or nothing if the slice is offloaded."""
     GATHERING = enum.auto()
-    """On their way into a gather buffer: the slice, and a buffer as large as the flat. No values yet."""
+    """A gather is in flight; no values yet. Costs the slice and a buffer as large as the flat."""
     GATHERED = enum.auto()
-    """Whole in a gather buffer: the slice, and a buffer as large as the flat."""
+    """Whole in a gather buffer. Costs the slice and a buffer as large as the flat."""
 
 
 @dataclass(eq=False)
 class Flat:
-    """One flat buffer of a unit: its layout, this rank's slice, and where its states are right now."""
+    """One flat buffer of a unit: its layout, this rank's slice, and where its states currently are."""
 
     unit: Unit
     spec: FlatSpec
-    """What lies where in it, this rank's slices, and the tiers of its pieces."""
+    """Its layout, this rank's slices, and the tiers of its pieces."""
     parameters: list[nn.Parameter]
     dtype: torch.dtype
-    """Compute dtype: what the parameters are when they are gathered."""
+    """Compute dtype: the dtype of the gathered parameters."""
 
     resident: torch.Tensor | None = None
-    """The whole buffer, where it is kept for good (parameters not partitioned)."""
+    """The whole buffer, if parameters are not partitioned."""
     shard: torch.Tensor | None = None
-    """This rank's slice in the compute dtype; a view of `resident` where there is one."""
+    """This rank's slice in the compute dtype; a view of `resident` if that is set."""
     written: StreamEvent | None = None
     """The optimizer's last write to `shard`; a gather starts after it."""
     master: torch.Tensor | None = None
-    """`held` in fp32; the same memory as the parameters when they are fp32 themselves."""
+    """`held` in fp32; shares memory with the parameters if they are fp32."""
     states: dict[str, torch.Tensor] = field(default_factory=dict)
     """Optimizer states of `held`, by name."""
     grad_full: torch.Tensor | None = None
-    """The whole gradient, where it is kept (gradients not partitioned)."""
+    """The whole gradient, if gradients are not partitioned."""
     grad: torch.Tensor | None = None
     """The gradient of `held`, reduced over the ranks at the end of backward."""
 
     param_store: Store | None = None
-    """`own` in the compute dtype, where it is kept off the device (there is no `shard` then)."""
+    """`own` in the compute dtype, if parameters are offloaded; `shard` is None then."""
     grad_store: Store | None = None
-    """The gradient of `own`, where it is kept off the device (there is no `grad` then)."""
+    """The gradient of `own`, if gradients are offloaded; `grad` is None then."""
     record: Record | None = None
-    """Optimizer states, and the master if there is one, where they are kept off the device."""
+    """Optimizer states, and the master if there is one, if they are offloaded."""
 
     buffer: torch.Tensor | None = None
-    """What the parameters are views of at the moment; None while they are released."""
+    """The buffer that the parameters are currently views of; None while they are released."""
     pending: Pending | None = None
-    """A gather into `buffer` that is under way."""
+    """A gather that is in flight."""
 
     @property
     def state(self) -> State:
@@ -109,16 +109,16 @@ class Flat:
 
     @property
     def replicated(self) -> int:
-        """Where the parameters begin that all tensor-parallel ranks hold alike; the flat's end if there are none."""
+        """Offset of the first parameter replicated over tensor-parallel ranks; the flat's end if there is none."""
         return self.layout.start_of(REPLICATED)
 
     @property
     def offloaded(self) -> bool:
-        """Whether any of its states is kept off the device."""
+        """Whether any of its states is offloaded."""
         return self.spec.offloaded
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (category, name, tensor) of what it keeps on the device; the first to name a memory is right."""
+        """Yield (category, name, tensor) of its tensors on the device; of several on one storage the first counts."""
         unit = self.unit.name or "rest"
         for category, tensor in (
             ("parameters", self.resident),
@@ -132,7 +132,7 @@ class Flat:
                 yield category, f"{unit} {category}", tensor
 
     def scalars(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield what its parameters show while they are released."""
+        """Yield (category, name, tensor) of the one-element placeholder of released parameters."""
         if self._hollow:
             yield "buffers", "released parameters", self._hollow[0]
 
@@ -148,17 +148,17 @@ class Flat:
         self.buffer = buffer
 
     def detach(self) -> None:
-        """Leave the parameters with their shape but no values: whoever reads them meets an error by name."""
+        """Leave the parameters with their shape but no values: reading one raises an error with its name."""
         for parameter, hollow in zip(self.parameters, self._hollow, strict=True):
             release(parameter, hollow)
         self.buffer = None
 
     def edited(self) -> list[str]:
-        """Return the names of parameters whose values somebody may have changed in place."""
+        """Return the names of parameters whose values may have been changed in place."""
         return [e.name for e, p in zip(self.layout.entries, self.parameters, strict=True) if edited(p)]
 
     def restore_moved(self) -> None:
-        """Take parameters that were moved to other memory back into the flat, with the values that they have there."""
+        """Copy parameters that were moved to other memory back into the flat, keeping their new values."""
         assert self.resident is not None
         for entry, parameter in zip(self.layout.entries, self.parameters, strict=True):
             if moved(parameter):
@@ -168,7 +168,7 @@ class Flat:
                 note_values(parameter, kept=True)
 
     def changed_while_whole(self) -> list[str]:
-        """Return the names of gathered parameters that were changed; of `p.data` and moved ones only values tell."""
+        """Return the names of gathered parameters that were changed; `p.data` and moved ones are compared by value."""
         if not any(edited(p) or moved(p) for p in self.parameters):
             return []
         assert self.buffer is not None
@@ -189,7 +189,7 @@ class Flat:
         return [] if torch.equal(gathered.view(torch.uint8), kept.view(torch.uint8)) else names
 
     def note_values(self) -> None:
-        """Take the parameters' values for known, as they are."""
+        """Record the parameters' current values as known, so that later edits are detected."""
         for parameter in self.parameters:
             note_values(parameter, kept=self.resident is not None)
 
@@ -198,12 +198,12 @@ class Flat:
         kind = torch.device("cpu") if device.type == "meta" else device
         fill = float("nan") if self.dtype.is_floating_point else 0
         one = torch.full((1,), fill, dtype=self.dtype, device=kind)
-        # NaN for whoever gets past Python's check of a released parameter: never stale numbers.
+        # NaN, so that code which bypasses the check for released parameters never reads stale values.
         self._hollow = [one.expand(entry.shape) if entry.shape else one[0] for entry in self.layout.entries]
 
 
 class Unit:
-    """A module whose parameters come and go together."""
+    """A module whose parameters are gathered and released together."""
 
     def __init__(self, index: int, name: str, module: nn.Module) -> None:
         self.index, self.name, self.module = index, name, module
@@ -211,12 +211,12 @@ class Unit:
 
     @property
     def trainable(self) -> list[Flat]:
-        """Its flats of trainable parameters, one for each dtype."""
+        """Its flats of trainable parameters, one per dtype."""
         return [flat for flat in self.flats if flat.trainable]
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """Its name in messages."""
         return self.name or "the rest"
 
     def __repr__(self) -> str:
@@ -227,7 +227,7 @@ UnitChoice = Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.Module]
 
 
 def chooses(choice: Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.Module]) -> Callable[[nn.Module], bool]:
-    """Return whether a module is chosen by a class, a predicate, or the modules themselves."""
+    """Return a predicate on modules from a class, a predicate, or a list of modules."""
     if isinstance(choice, type):
         return lambda module: isinstance(module, choice)
     if callable(choice):
@@ -239,9 +239,9 @@ def chooses(choice: Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.
 def recomputed_units(units: Sequence[Unit], choice: bool | UnitChoice) -> list[Unit]:
     """Return the units that are recomputed: those chosen, or by default the repeated blocks.
 
-    Repeated blocks are units whose class several share, or all but the rest where none does. An embedding has next to
-    nothing to keep, and what follows the last block is wanted again as soon as backward begins: recomputing it would
-    only double its cost.
+    Repeated blocks are units that share their class with another unit; if there are none, all units but the rest. An
+    embedding has next to no activations to save. Layers after the last block are needed again as soon as backward
+    begins, so recomputing them would only double their cost.
     """
     inner = [unit for unit in units if unit.index > 0]
     if choice is None or isinstance(choice, bool):
@@ -256,8 +256,8 @@ def recomputed_units(units: Sequence[Unit], choice: bool | UnitChoice) -> list[U
 def find_units(model: nn.Module, choice: UnitChoice = None) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of the modules that become units, in the model's order; the rest is the model itself.
 
-    By default the repeated blocks: children of one class, two or more, in a ModuleList, ModuleDict or Sequential.
-    `choice` names them instead: a class, a predicate, or the modules themselves. The rest comes first, named "".
+    By default these are repeated blocks: two or more children of one class in a ModuleList, ModuleDict or Sequential.
+    `choice` selects others: a class, a predicate, or a list of modules. The rest comes first, named "".
     """
     chosen: list[tuple[str, nn.Module]] = [("", model)]
     if choice is None:
@@ -288,7 +288,7 @@ def _walk_blocks(module: nn.Module, prefix: str, chosen: list[tuple[str, nn.Modu
 def claim_parameters(
     model: nn.Module, found: Sequence[tuple[str, nn.Module]]
 ) -> list[tuple[Unit, list[tuple[str, nn.Parameter]]]]:
-    """Assign each parameter to the innermost unit that holds it; one that several hold belongs to the rest."""
+    """Assign each parameter to the innermost unit that holds it; one held by several units goes to the rest."""
     names = {id(p): name for name, p in model.named_parameters()}
     holder: dict[int, int] = {}
     inner_first = sorted(range(1, len(found)), key=lambda i: -found[i][0].count("."))
@@ -299,7 +299,7 @@ def claim_parameters(
                 holder[id(p)] = i
             elif not _inside(found[before][1], found[i][1]):
                 holder[id(p)] = 0
-    # A weight tied between a unit and a module outside of every unit must be there for both: the rest's too.
+    # A weight tied between a unit and a module outside all units is needed by both, so it goes to the rest.
     for module in outside(model, {id(unit) for name, unit in found if name}):
         for p in module.parameters(recurse=False):
             holder[id(p)] = 0
@@ -311,7 +311,7 @@ def claim_parameters(
 
 
 def outside(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
-    """Yield the module and all in it that can be reached without passing through one of the units (by id)."""
+    """Yield the module and its submodules that are not inside one of the units (given by id)."""
     seen: set[int] = set()
     left = [module]
     while left:
@@ -335,7 +335,7 @@ def build_flats(
     stage: Stage,
     collectives: Collectives,
 ) -> None:
-    """Lay the unit's parameters out into flats for this rank; allocates nothing."""
+    """Lay out the unit's parameters in flats for this rank; allocates nothing."""
     kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for name, p in named:
         if trains(p) and not p.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Unsharding: an independent, whole, plain copy of a sharded model, as the user's own classes have it."""
+"""Unsharding: an independent, unsharded copy of a sharded model, with the user's own classes."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def copy_module(
 ) -> nn.Module:
     """Return a deep copy of `model` whose parameters have the values of `state`, without what sharding added to it.
 
-    No parameter's memory is copied: each is replaced by its new one. Ties, requires_grad and hooks are kept. `dtype` is
-    of floating-point parameters and buffers; by default parameters are fp32, frozen ones that are kept in fewer bits
-    too, so that the copy computes in one dtype, and buffers as they are.
+    No parameter's memory is copied: each is replaced by its new one. Ties, requires_grad and hooks are kept. `dtype`
+    applies to floating-point parameters and buffers. By default all parameters are fp32, also frozen ones that are kept
+    in bf16 or fp16, so that the copy computes in one dtype; buffers keep their dtype.
     """
     memo: dict[int, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) and id(value) not in memo:
-            # Always a tensor of its own: what `state` holds belongs to the caller.
+            # Always a copy: the tensors in `state` belong to the caller.
             new = state[name].to(device, _dtype(state[name], dtype or torch.float32), copy=True)
             memo[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
     if left := [name for name, value in model.named_parameters() if id(value) not in memo]:
         raise Refused(f"the model's state_dict() leaves out {left}: their values are not known; name them there too")
     for b in model.buffers():
         memo[id(b)] = b.detach().to(device, _dtype(b, dtype), copy=True)
-    return copy.deepcopy(model, memo)  # a sharded module copies itself as the class that it was
+    return copy.deepcopy(model, memo)  # a sharded module's copy has its original class
 
 
 def _dtype(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

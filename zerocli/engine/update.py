@@ -1,8 +1,8 @@
-"""The update: every chunk of what this rank holds, from wherever it lies, through the optimizer, and back.
+"""The update: runs the optimizer on every chunk that this rank holds, on whichever tier it is.
 
-One pipeline for all placements. What the update device can address is updated in place. What it cannot is fetched into
-one of a few slots while the chunks before it are updated, and written back while those after it are: on a GPU on
-streams of their own, so that the host waits for nothing and the next forward overlaps with what it does not need yet.
+One pipeline serves all placements. States that the update device can address are updated in place. Other chunks are
+fetched into one of a few slots while earlier chunks are updated, and written back while later ones are. On a GPU this
+uses side streams, so the host does not wait, and the next forward overlaps with updates that it does not need yet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zerocli.layout.shards import Span
 from zerocli.layout.stage import STAGES
 
 LEAD = NUM_SLOTS // 2
-"""Chunks fetched ahead of the one that is updated; the other slots are being written back."""
+"""Number of chunks prefetched ahead of the one being updated; the other slots are being written back."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,24 @@ class Job:
     group: int
     span: Span
     segments: tuple[tuple[Span, int], ...]
-    """What of the chunk is updated, counted from its start, each with its class of counts; see counts.py."""
+    """The spans to update, relative to the chunk's start, each with its class of counts; see counts.py."""
     last: bool
-    """Whether it ends its flat."""
+    """Whether it is the last chunk of its flat."""
     passing: frozenset[str] = frozenset()
-    """What of it passes through the buffers of a slot, and is not updated where it lies: see `layout.slot_widths`."""
+    """Names of the parts that are copied through a slot instead of updated in place: see `layout.slot_widths`."""
 
 
 class Slot:
-    """Memory through which one chunk passes."""
+    """Buffers for one chunk at a time."""
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[str, str], torch.Tensor] = {}
-        """By name and type of device."""
+        """By name and device type."""
         self.parts: dict[str, torch.Tensor] = {}
-        """What the current chunk has in the buffers: of record, grad, master."""
+        """The current chunk's parts in the buffers: record, grad, master or out."""
         self.arriving: list[Transfer] = []
         self.leaving: list[Transfer] = []
-        """Writes that still read the buffers."""
+        """Write-backs that still read the buffers."""
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +66,7 @@ class Slot:
 
 
 class Updater:
-    """Updates flats in order; `chunk` is the elements of a chunk of states that are off the device."""
+    """Updates flats in order; offloaded states are updated in chunks of `sizing.chunk` elements."""
 
     def __init__(
         self,
@@ -84,22 +84,22 @@ class Updater:
         self.on_cpu = sizing.update_on_cpu
         self._sizing = sizing
         self.before_update: Callable[[Flat], None] = lambda flat: None
-        """Called before a flat's states change, on the stream of the change: a checkpoint may still be reading them."""
+        """Called before a flat's states change, on the update's stream: a checkpoint may still be reading them."""
         self._fetching, self._updating = SideStream(device), SideStream(device)
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
         self._scratch: dict[str, torch.Tensor] = {}
         self._inactive: frozenset[str] = frozenset()
         self._values: dict[str, StepValues] = {}
-        """By type of device. Until they are replaced, in the next step, the device may still be reading them."""
+        """By device type. The device may read them until the next step replaces them."""
         self._updated: Callable[[Flat], None] = lambda flat: None
         self._jobs: list[Job] = []
         self._left: set[int] = set()
-        """Flats whose update has not been issued to its end."""
+        """Flats whose update has not been fully issued."""
         self._at = LEAD
         self._start = StreamEvent(device)
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (category, name, tensor) of slots and scratch, on the device and beside it."""
+        """Yield (category, name, tensor) of slots and scratch, on the device and on the host."""
         for slot in self._slots:
             for buffer in slot.buffers.values():
                 yield "buffers", "update slots", buffer
@@ -107,7 +107,7 @@ class Updater:
             yield "buffers", "update scratch", buffer
 
     def _place(self, flat: Flat) -> torch.device:
-        """Return where a flat is updated: where its states are, or for those off the device where that was chosen."""
+        """Return the device that updates a flat: the CPU if its states are offloaded and `on_cpu` is set."""
         return torch.device("cpu") if self.on_cpu and flat.record is not None else self._device
 
     def start(
@@ -117,11 +117,11 @@ class Updater:
         updated: Callable[[Flat], None],
         inactive: frozenset[str] = frozenset(),
     ) -> None:
-        """Begin to update the flats in order; `updated` is called after each, on the stream that its writes are on.
+        """Start updating the flats in order; `updated` is called after each, on the stream of its writes.
 
-        What can be updated where it lies is done at once. The rest is issued bit by bit by `issue_updates`, as the
-        next forward asks for it: its compute is then not queued behind the whole update. Parameters in `inactive` are
-        left alone.
+        Flats that are not offloaded are updated at once. The others are issued by `issue_updates` as the next forward
+        needs them, so that its compute is not queued behind the whole update. Parameters in `inactive` are not
+        updated.
         """
         self.issue_updates()
         self._inactive = inactive
@@ -131,7 +131,7 @@ class Updater:
         if self._rule.has_scalars:
             for group, history in self._pairs(flats):
                 self._rule.advance(values.groups[group], values.at(history))
-        # A rule that needs whole parameters exchanges them: now, while all ranks do the same.
+        # A rule that needs whole parameters gathers them now, at the same point on all ranks.
         together = [flat for flat in flats if self._rule.whole and self._needs_whole(flat, values)]
         for flat in together:
             self.before_update(flat)
@@ -150,13 +150,13 @@ class Updater:
         self._left = {id(job.flat) for job in self._jobs}
         self._at = 0
         self._start = StreamEvent(self._device)
-        # Parameters that stay on the device are read without asking: all of theirs now, and a start for the others.
+        # Resident parameters are read without a gather, so their updates are all issued now; others are only started.
         resident = [flat for flat in flats if flat.offloaded and flat.resident is not None]
         if self._jobs:
             self.issue_updates(resident[-1] if resident else self._jobs[0].flat)
 
     def _pairs(self, flats: Iterable[Flat]) -> list[tuple[int, int]]:
-        """Return (group, class of counts) of all parameters that are updated."""
+        """Return the (group, class of counts) pairs of all parameters that are updated."""
         entries = [entry for flat in flats for entry in flat.layout.entries if entry.name not in self._inactive]
         return sorted({(entry.group % REPLICATED, self._counts.class_of(entry.name)) for entry in entries})
 
@@ -164,7 +164,7 @@ class Updater:
         return any(self._rule.is_whole(values.groups[entry.group % REPLICATED]) for entry in flat.layout.entries)
 
     def issue_updates(self, flat: Flat | None = None) -> None:
-        """Issue the update up to and with this flat's, or all that is left; nothing to do if that was issued."""
+        """Issue all updates up to and including this flat's, or all that are left if None."""
         if flat is not None and not self.owes(flat):
             return
         while self._at < len(self._jobs) + LEAD:
@@ -187,7 +187,7 @@ class Updater:
             self._jobs, self._at = [], LEAD
 
     def owes(self, flat: Flat) -> bool:
-        """Whether the flat's update has not been issued to its end."""
+        """Whether the flat's update has not been fully issued."""
         return id(flat) in self._left
 
     def _close(self, flat: Flat) -> None:
@@ -195,7 +195,7 @@ class Updater:
         self._updated(flat)
 
     def _jobs_of(self, flat: Flat) -> list[Job]:
-        """Return the chunks that have something to update; one empty chunk where none of this rank's has."""
+        """Return the chunks that have something to update; one empty chunk if this rank has none."""
         spans = flat.spec.chunks(self._sizing.chunk if flat.offloaded else self._in_cache[self._device.type])
         passing = frozenset(slot_widths(flat.spec, self._sizing))
         segments = self._counts.segments(flat.layout, self._inactive)
@@ -214,7 +214,7 @@ class Updater:
     # -- one chunk -------------------------------------------------------------------------------------------------
 
     def _fetch(self, job: Job, slot: Slot) -> None:
-        """Start bringing a chunk's parts into the slot, once the last chunk's have left it."""
+        """Start fetching a chunk's parts into the slot, after the previous chunk's write-back."""
         flat, span = job.flat, job.span
         for transfer in slot.leaving:
             transfer.wait()
@@ -247,7 +247,7 @@ class Updater:
         return torch.empty(numel, dtype=dtype, device=place, pin_memory=pin)
 
     def _update(self, job: Job, slot: Slot) -> None:
-        """Update a chunk whose parts have arrived, and start sending them back."""
+        """Update a chunk once its parts have arrived, and start writing them back."""
         if not job.segments:
             return
         flat, span, place = job.flat, job.span, self._place(job.flat)
@@ -260,8 +260,9 @@ class Updater:
         values = self._values[place.type]
         group = values.groups[job.group]
         if "out" in slot.parts and target is not None and sum(s.numel for s, _ in job.segments) < span.numel:
-            target.copy_(arrays[MASTER])  # parameters that sit this step out are sent back with the others
-        # A piece in cache saves memory traffic; a GPU that waits for its link anyway is spared the launches.
+            target.copy_(arrays[MASTER])  # the whole chunk is written back, including parameters that are not updated
+        # Pieces that fit the cache save memory traffic. A GPU updating offloaded states waits for the host link anyway,
+        # so there the chunk is updated whole, with fewer launches.
         cached = place.type == "cpu" or not flat.offloaded
         for segment, history in job.segments:
             at = values.at(history)
@@ -270,7 +271,7 @@ class Updater:
         self._send_back(job, slot)
 
     def _send_back(self, job: Job, slot: Slot) -> None:
-        """Start writing what was updated in the slot; what was updated in place is there already."""
+        """Start writing back the parts in the slot; parts updated in place are only marked as changed."""
         flat, span = job.flat, job.span
         if flat.record is not None and "record" in slot.parts:
             slot.leaving.append(flat.record.put(span.start, span.stop, slot.parts["record"]))
@@ -290,7 +291,7 @@ class Updater:
         group: Group,
         at: At,
     ) -> None:
-        """Update a piece that fits the cache, down to the parameters it gives."""
+        """Update a piece that fits the cache, and copy the result to the parameters."""
         master = arrays[MASTER][part]
         piece, scale = self._fp32(grad[part], self._values[master.device.type])
         states = {name: arrays[name][part] for name in self._rule.state_names}
@@ -299,7 +300,7 @@ class Updater:
             target[part].copy_(master, non_blocking=True)
 
     def _arrays(self, job: Job, slot: Slot) -> dict[str, torch.Tensor]:
-        """Return the chunk's master and states where they can be updated."""
+        """Return the chunk's master and states, in the memory where they are updated."""
         flat, span = job.flat, job.span
         part = slice(span.start, span.stop)
         arrays = {name: array[part] for name, array in flat.states.items()}
@@ -325,7 +326,7 @@ class Updater:
         return local
 
     def _target(self, job: Job, slot: Slot) -> torch.Tensor | None:
-        """Return where the chunk's new parameters go, in the compute dtype; None if the master is the parameters."""
+        """Return the memory for the chunk's new parameters (compute dtype); None if the master is the parameters."""
         flat, span = job.flat, job.span
         if flat.param_store is None:
             if flat.dtype == torch.float32:
@@ -343,7 +344,7 @@ class Updater:
         return self._take(job, slot, "out", flat.dtype, span.numel)
 
     def _fp32(self, grad: torch.Tensor, values: StepValues) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the gradient in fp32, itself or a piece's copy, and what the kernel still has to divide it by."""
+        """Return the gradient in fp32, copied if necessary, and the scale that the kernel has to divide it by."""
         if grad.dtype != torch.float32:
             scratch = self._scratch.get(grad.device.type)
             if scratch is None or scratch.numel() < grad.numel():
@@ -352,13 +353,13 @@ class Updater:
             grad = scratch[: grad.numel()].copy_(grad)
         if grad.is_cuda:
             return grad, values.grad_scale
-        # The CPU kernel is a fifth slower when it scales, and a quotient costs more than a product; the piece is in
-        # cache, and the host may see the scale.
+        # The CPU kernel is 20% slower when it scales, and division costs more than multiplication. The piece is in
+        # cache, and the scale is in host memory.
         return (grad if values.grad_scale == 1 else grad.mul_(1 / values.grad_scale)), None
 
 
 def choose_update(asked: str, device: torch.device, away: bool) -> tuple[bool, str]:
-    """Return whether states off the device are updated on the CPU, and why."""
+    """Return whether offloaded states are updated on the CPU, and why."""
     if asked not in ("auto", "cpu", "stream"):
         raise ValueError(f"update {asked!r} is not one of auto, cpu, stream")
     if asked != "auto" or not away:
@@ -371,7 +372,7 @@ def choose_update(asked: str, device: torch.device, away: bool) -> tuple[bool, s
 
 
 def measure_stream(device: torch.device, nbytes: int = 96 << 20) -> float:
-    """Return the seconds a parameter's 12 bytes of states take up and down at once, over pinned memory."""
+    """Return the seconds per parameter to copy its 12 bytes of states in both directions at once, via pinned memory."""
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -389,7 +390,7 @@ def measure_stream(device: torch.device, nbytes: int = 96 << 20) -> float:
 
 
 def measure_cpu(numel: int = 32 << 20) -> float:
-    """Return the seconds a parameter's fused Adam update takes on this host, with its casts, from memory."""
+    """Return the seconds per parameter of a fused Adam update on this host, casts and memory reads included."""
     arrays = {name: torch.rand(numel) for name in ("master", "exp_avg", "exp_avg_sq")}
     grad, out = torch.rand(numel).bfloat16(), torch.empty(numel, dtype=torch.bfloat16)
     one = torch.ones(())

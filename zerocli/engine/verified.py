@@ -1,9 +1,9 @@
-"""Verified reads: whether any rank has read bytes that were not what was written, asked before a step is reported.
+"""Verified reads: checks before a step is reported whether any rank read other bytes than were written.
 
-On a CPU a corrupt read raises where it happens. On a GPU the comparison is one more piece of the device's work, so its
-outcome is copied to the host as a step's other values are: `issue` does that when a backward begins, by when the update
-before it has been issued to its end, and `look` at the end of the same step finds it there. Everything that step N has
-read, its update included, is then looked at in step N + 1 at the latest, before the line of step N is written.
+On a CPU a corrupt read raises where it happens. On a GPU the comparison runs on the device, and its result is copied to
+the host asynchronously. `issue` starts that copy when a backward begins; by then the previous update has been fully
+issued. `look` reads the result at the end of the same step. So everything that step N reads, its update included, is
+checked in step N + 1 at the latest, before the line of step N is written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zerocli.engine.streams import Readback, SideStream
 
 
 class VerifiedReads:
-    """Asks `verifier` on behalf of all ranks; `gather` returns every rank's copy of a small tensor."""
+    """Combines the results of `verifier` over all ranks; `gather` returns every rank's copy of a small tensor."""
 
     def __init__(
         self, verifier: Unverified, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor]
@@ -31,14 +31,14 @@ class VerifiedReads:
         return self._verifier.active
 
     def issue(self) -> None:
-        """On a GPU, start bringing to the host what has been found so far, on every rank. Collective."""
+        """Start copying every rank's findings so far to the host (GPU only). Collective."""
         if not self.active or self._device.type != "cuda":
             return
         with self._side.run():
             self._issued = Readback(self._everyone())
 
     def look(self) -> None:
-        """Raise `Corrupted` for what the last `issue` has brought, or this rank has found in host memory."""
+        """Raise `Corrupted` for findings of the last `issue`, or of this rank in host memory."""
         if self._issued is not None:
             issued, self._issued = self._issued, None
             self._refuse(issued.values())
@@ -55,7 +55,7 @@ class VerifiedReads:
             self._refuse(self._everyone().cpu())
 
     def _everyone(self) -> torch.Tensor:
-        """Return what every rank has found: 0 for nothing, -1 in host memory, else the number of a piece."""
+        """Return every rank's finding: 0 for none, -1 for one in host memory, else the number of a piece."""
         mine = self._verifier.collect()
         if mine is None or self._verifier.failed:
             mine = torch.full((), -int(self._verifier.failed), dtype=torch.int64, device=self._device)

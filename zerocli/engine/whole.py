@@ -1,4 +1,4 @@
-"""Whole parameters and gradients for a user's own code, gathered from wherever their parts are."""
+"""Whole parameters and gradients for user code, gathered from all ranks and tiers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def gathered(engine: Engine, what: Sequence[str | nn.Parameter | nn.Module], wri
 
 @torch.no_grad()
 def _keep(engine: Engine, flat: Flat) -> None:
-    """Make rank 0's values of a gathered flat everybody's."""
+    """Set a gathered flat on every rank to rank 0's values."""
     values = flat.resident if flat.resident is not None else flat.buffer
     assert values is not None
     engine.collectives.broadcast(values)
@@ -63,7 +63,7 @@ def _keep(engine: Engine, flat: Flat) -> None:
 
 
 def _chosen(engine: Engine, what: Sequence[str | nn.Parameter | nn.Module]) -> list[Flat]:
-    """Return the flats that hold the parameters asked for, in one order on every rank."""
+    """Return the flats that hold the given parameters, in the same order on every rank."""
     if not what:
         return list(engine.flats())
     wanted: set[int] = set()
@@ -109,7 +109,7 @@ def gradient(engine: Engine, name: str) -> torch.Tensor | None:
 
 
 def _whole_gradient(engine: Engine, flat: Flat) -> torch.Tensor:
-    """Return a flat's gradient on the CPU, summed over the ranks, as it is before it is divided."""
+    """Return a flat's gradient on the CPU, summed over the ranks but not yet divided."""
     if flat.grad_full is not None and not engine.reducer.reduced:
         total = flat.grad_full.float()
         engine.collectives.all_reduce(total).wait()

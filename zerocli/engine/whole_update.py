@@ -1,4 +1,4 @@
-"""Updates that need whole parameters: a unit's states are brought together, updated, and cut again."""
+"""Updates that need whole parameters: a unit's states are gathered, updated, and sharded again."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def update_whole(
     inactive: frozenset[str],
     collectives: Collectives,
 ) -> None:
-    """Update a flat's parameters one by one in their own shapes, on every rank alike. Collective.
+    """Update a flat's parameters one by one in their own shapes, identically on every rank. Collective.
 
-    For its duration each rank has the flat's master, gradient and states whole, in fp32.
+    Meanwhile each rank holds the flat's whole master, gradient and states in fp32.
     """
     device = collectives.device
     if values.skip.item():
