@@ -194,7 +194,7 @@ def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
 
 
 def make_model(config: Config, device: str = "meta") -> nn.Module:
-    """Return the model on `device`; on meta it has no memory."""
+    """Return the model on `device`; a factory's model is always on meta, without memory."""
     if config.model.factory:
         return build_factory(config.model.factory)
     return build(config.model, config.train.seq, device)
