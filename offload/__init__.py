@@ -39,7 +39,7 @@ _HOMES = {"Record": "offload.record", "Store": "offload.store"}
 
 
 def __getattr__(name: str) -> Any:
-    # Fetched on first use: who only plans a placement does not import torch.
+    # Imported on first use, so that planning a placement does not import torch.
     if name not in _HOMES:
         raise AttributeError(f"module 'offload' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,13 +1,13 @@
-"""Checksums of memory on the device it lies on, cheap enough to take of every transfer.
+"""Checksums of memory, computed on its own device and cheap enough for every transfer.
 
-Bytes are read as 64-bit words and laid out in rows of `COLUMNS`. Each column is added up, each of the sums multiplied
-by an odd number of its own, and the products added; all modulo 2^64. It costs one pass at the speed of memory, as a
-plain sum does, and no host synchronisation. Where triton is, a GPU takes all of a transfer's in one launch.
+Bytes are read as 64-bit words and laid out in rows of `COLUMNS`. Each column is summed, each sum is multiplied by its
+own odd factor, and the products are added; all modulo 2^64. Like a plain sum this costs one pass at memory speed, and
+no host synchronisation. With triton, a GPU computes all checksums of a transfer in one launch.
 
-What it finds: every change within one word, so every single flipped bit (an odd factor has an inverse modulo 2^64),
-and with a chance of about 1 - 2^-64 other bytes altogether, such as those of an earlier step or of another piece. The
-number of columns is prime, so that a page or a sector that lies where another should is found as well. What it does not
-find: words that change places within one column, and changes that somebody has made on purpose; it is no signature.
+What it detects: every change within one word, so every single flipped bit (an odd factor has an inverse modulo 2^64),
+and with probability about 1 - 2^-64 entirely different bytes, such as those of an earlier step or of another piece. The
+number of columns is prime, so swapped pages or sectors are detected too. What it does not detect: words swapped within
+one column, and deliberate changes; it is not a signature.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _WORD = 8
 
 @functools.cache
 def kernels() -> ModuleType | None:
-    """Return `offload.checksum_kernels`, None where triton is not installed."""
+    """Return `offload.checksum_kernels`, None if triton is not installed."""
     return importlib.import_module("offload.checksum_kernels") if importlib.util.find_spec("triton") else None
 
 
 def checksums(data: torch.Tensor, cuts: Sequence[int]) -> torch.Tensor:
     """Return a checksum for each of the parts that `cuts` (ascending, from 0 to the end) divide flat uint8 memory into.
 
-    The result is on the memory's device, in the order of its current stream. Parts of equal length that lie side by
-    side are taken in one go.
+    The result is on the memory's device, in the order of its current stream. Adjacent parts of equal length are
+    computed together.
     """
     lengths = [stop - start for start, stop in itertools.pairwise(cuts)]
     if data.is_cuda and (triton := kernels()) is not None and not any(at % _WORD for at in (data.data_ptr(), *cuts)):
@@ -51,7 +51,7 @@ def checksums(data: torch.Tensor, cuts: Sequence[int]) -> torch.Tensor:
 
 
 def _by_kernel(triton: ModuleType, words: torch.Tensor, widths: list[int]) -> torch.Tensor:
-    """Return the checksums of cells of so many words; a launch takes a cell, equal ones after it, and a smaller one."""
+    """Return the checksums of cells of `widths` words; each launch covers a run of nearly equal cells."""
     found = torch.zeros(len(widths), dtype=torch.int64, device=words.device)
     done, at = 0, 0
     while done < len(widths):

@@ -1,6 +1,6 @@
-"""Checksums on a GPU in one launch a transfer: the host would be busy with little else if it launched a dozen.
+"""Checksums on a GPU in one launch per transfer: a dozen launches per transfer would keep the host busy.
 
-Imported only where triton is; the sums are those of `offload.checksum` to the bit, as integers add up in any order.
+Imported only if triton is installed. The sums equal those of `offload.checksum`: integer addition has no order.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import triton.language as tl
 _WORDS = 2048
 """Words that one program holds at a time."""
 _ROUNDS = 8
-"""How often; the sums of as many words are added in memory at once."""
+"""Iterations per program; each program adds its sums to memory once, at the end."""
 
 
 def add_up(words: torch.Tensor, factors: torch.Tensor, first: int, each: int, count: int, found: torch.Tensor) -> None:
-    """Add the checksums of `count` cells to `found`: the first has `first` words, the others `each`, or what is left.
+    """Add the checksums of `count` cells to `found`: the first has `first` words, the others `each`, the last the rest.
 
     `words` is flat int64 memory and holds exactly these cells.
     """

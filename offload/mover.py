@@ -1,9 +1,9 @@
-"""`Mover`: brings what lies on a slow tier into host memory ahead of its use.
+"""`Mover`: prefetches data from a slow tier into host memory.
 
-Bytes go in two hops: from the disk into a cache in host memory, as far ahead as its budget reaches, and from there to
-the device when a buffer is free for them. The order of use is known, so what is used furthest ahead makes room: no
-other choice reads the disk less often. What is written goes to the disk and to the copy alike, so that a copy is
-never stale, and what was written shortly before it is read need not come from the disk at all.
+Bytes go in two hops: from the disk into a cache in host memory, as far ahead as its budget allows, and from there to
+the device when a buffer is free. The order of use is known, so the copy used furthest in the future is evicted: no
+other policy reads the disk less often. Writes go to both the disk and the copy, so a copy is never stale, and data that
+is read soon after it was written need not come from the disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiers.errors import TierFull
 from tiers.transfer import JointTransfer, Transfer
 
 NEVER = 1 << 60
-"""Place in the order of use of what is not in it."""
+"""Position in the order of use for stores that are not in it."""
 
 
 @dataclass(eq=False)
@@ -29,13 +29,13 @@ class Copy:
 
     block: Block
     valid: int = 0
-    """Elements, from the first, that are what the store holds."""
+    """Number of leading elements that equal the store's."""
     arriving: Transfer | None = None
-    """The read from the store's own tier that fills it."""
+    """The read from the store's tier that fills the copy."""
 
 
 class Mover:
-    """A cache of stores in host memory, at most `budget` bytes of it; `open_cache` gives the tier it lives on."""
+    """A cache of stores in host memory, of at most `budget` bytes; `open_cache` returns the tier for it."""
 
     def __init__(self, budget: int, open_cache: Callable[[int], Tier]) -> None:
         self.budget = budget
@@ -51,9 +51,9 @@ class Mover:
         return self._cache
 
     def expect(self, uses: Iterable[tuple[StagedStore, bool]]) -> None:
-        """Take the order of the next uses, and start reading ahead those that may be read now, the soonest first.
+        """Set the order of the next uses, and start prefetching the stores that may be read now, the soonest first.
 
-        A store that may not be read yet is going to be written before its use; it gets its copy then.
+        A store that may not be read yet will be written before its use; it gets its copy then.
         """
         self._next_use = {}
         readable: dict[StagedStore, None] = {}
@@ -65,12 +65,12 @@ class Mover:
         for store in readable:
             copy = self.admit(store)
             if copy is None:
-                return  # what comes later has no better claim
+                return  # stores used later cannot evict more
             copy.arriving = store.read_ahead(self.cache.view(copy.block))
             copy.valid = store.numel
 
     def copy_of(self, store: StagedStore) -> Copy | None:
-        """Return the store's copy, arrived; one whose reading failed is gone: whoever reads the store hears why."""
+        """Wait for the store's copy and return it; None if the prefetch failed: reading the store raises the error."""
         copy = self._copies.get(store)
         if copy is not None and copy.arriving is not None:
             try:
@@ -83,35 +83,35 @@ class Mover:
         return copy
 
     def block_of(self, store: StagedStore) -> Block | None:
-        """Return the block of the store's copy, arrived or not; None where there is none."""
+        """Return the block of the store's copy, arrived or not; None if there is no copy."""
         copy = self._copies.get(store)
         return None if copy is None else copy.block
 
     def admit(self, store: StagedStore) -> Copy | None:
-        """Return an empty copy for the store, in place of any that are used further ahead; None if there is no room."""
+        """Return an empty copy for the store, evicting copies that are used later; None if there is no room."""
         needed = round_up(store.nbytes, self.cache.alignment)
         while needed + sum(copy.block.reserved for copy in self._copies.values()) > self.budget:
             victim = max(self._idle(), key=self._place, default=None)
             if victim is None or self._place(victim) <= self._place(store):
                 return None
             self._evict(victim)
-        # A freed block counts until the last copy out of it has passed: waiting for that would stop the host.
+        # A freed block counts as used until the last copy out of it is done; waiting for that would stall the host.
         if self.cache.used + needed > self.budget:
             return None
         try:
             copy = self._copies[store] = Copy(self.cache.allocate(store.nbytes))
-        except TierFull:  # in pieces too small, or the host has less than the budget
+        except TierFull:  # fragmentation, or the host has less memory than the budget
             return None
         return copy
 
     def close(self) -> None:
-        """End all reading ahead; the copies are gone, the stores stay."""
+        """Wait for all prefetches and drop the copies; the stores stay."""
         for store in list(self._copies):
             self.copy_of(store)
         self._copies.clear()
 
     def forget(self, store: StagedStore) -> None:
-        """Give up the store's copy, if there is one."""
+        """Drop the store's copy, if there is one."""
         self._next_use.pop(store, None)
         if self.copy_of(store) is not None:
             self._evict(store)
@@ -131,7 +131,7 @@ class StagedStore(Store):
     """A store on a slow tier, of which a mover may keep a copy in host memory."""
 
     def __init__(self, mover: Mover, *about: Any) -> None:
-        """Take the mover, and what a `Store` takes."""
+        """Take the mover, and the arguments of `Store`."""
         super().__init__(*about)
         self._mover = mover
 

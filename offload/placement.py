@@ -1,7 +1,7 @@
 """Placement: which tiers hold which kind of training state, with budgets.
 
-`cpu` and `nvme` are whole policies, as is the name of any other tier; the long form places each kind:
-`params=cpu,optimizer=hbm:20GiB+cpu:95GiB+nvme`. Spaces around `,`, `=`, `+` and `:` mean nothing.
+`cpu`, `nvme` or the name of any other tier is a policy for all states; the long form places each kind:
+`params=cpu,optimizer=hbm:20GiB+cpu:95GiB+nvme`. Spaces around `,`, `=`, `+` and `:` are ignored.
 Spill is deterministic and monotone: pieces go to the first tier until one does not fit its budget, then to the next,
 and never back.
 """
@@ -17,7 +17,7 @@ from tiers.registry import ALIASES, TIERS, available
 HBM = "hbm"
 KINDS = ("parameters", "gradients", "optimizer")
 ACTIVATIONS = "activations"
-"""The checkpoints of blocks that are recomputed: no stage partitions them, and any may leave the device."""
+"""The checkpoints of recomputed blocks: no stage partitions them, and any of them may be offloaded."""
 _KIND_WORDS = {"params": "parameters", "parameters": "parameters", "grads": "gradients", "gradients": "gradients"} | {
     "optimizer": "optimizer",
     "optim": "optimizer",
@@ -28,7 +28,7 @@ _UNITS = {"TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "
 
 
 class PlacementError(ValueError):
-    """A placement that cannot be: its text, and the fact that is wrong with it."""
+    """An invalid placement: its text, and what is wrong with it."""
 
     def __init__(self, text: str, fact: str) -> None:
         super().__init__(text, fact)
@@ -40,7 +40,7 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True)
 class Share:
-    """A tier, and how many bytes of one kind it may hold; None is no bound of ours."""
+    """A tier, and how many bytes of one kind it may hold; None: no bound."""
 
     tier: str
     budget: int | None = None
@@ -52,11 +52,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Placement:
-    """A map from kind to its tiers in order of preference; `str` writes it as `parse_placement` reads it."""
+    """A map from kind to its tiers in order of preference; `str` is the inverse of `parse_placement`."""
 
     shares: Mapping[str, tuple[Share, ...]] = field(default_factory=dict)
     policy: str = ""
-    """The one tier of all states that a stage partitions; `resolve` makes shares of it, once the stage is known."""
+    """The single tier of all states that a stage partitions; `resolve` turns it into shares for a given stage."""
 
     def __str__(self) -> str:
         if self.policy:
@@ -67,7 +67,7 @@ class Placement:
         return bool(self.policy or self.shares)
 
     def of(self, kind: str) -> tuple[Share, ...]:
-        """Return the tiers of a kind, in order; a policy must be resolved before."""
+        """Return the tiers of a kind, in order; a policy must be resolved first."""
         assert not self.policy or kind == ACTIVATIONS, f"{self} is not resolved"
         return self.shares.get(kind, (Share(HBM),))
 
@@ -78,16 +78,15 @@ class Placement:
         return tuple(dict.fromkeys(names))
 
     def resolve(self, partitioned: Collection[str]) -> Placement:
-        """Return the tiers of each kind at a stage; PlacementError where the stage does not allow them.
+        """Return the tiers of each kind at a stage; PlacementError if the stage does not allow them.
 
-        `partitioned` are the model states that may leave the device: what every rank holds whole stays where it
-        computes.
+        `partitioned` are the model states that may be offloaded: replicated states stay on the device.
         """
         if self.policy:
             if not partitioned:
                 fact = "stage 0 partitions nothing, so nothing can leave the device: choose stage 1, 2 or 3"
                 raise PlacementError(str(self), fact)
-            # Gradients are written once and read once a step: on nvme they would only wear it.
+            # Gradients are written and read once per step: on nvme they would only wear out the disk.
             near = "dram" if self.policy == "nvme" else self.policy
             return Placement({kind: (Share(near if kind == "gradients" else self.policy),) for kind in partitioned})
         for kind, shares in self.shares.items():
@@ -100,8 +99,8 @@ class Placement:
 def parse_placement(text: str, parse_bytes: Callable[[str], int]) -> Placement:
     """Return the placement that `text` asks for; PlacementError says what is wrong with it.
 
-    Any tier that is registered, or that an installed package offers, may be named. Whether a stage allows the
-    placement is for `Placement.resolve` to say.
+    Any tier that is registered, or that an installed package offers, may be named. `Placement.resolve` checks
+    whether a stage allows the placement.
     """
     text = text.strip()
     if text in ("", "none", HBM):
@@ -126,7 +125,7 @@ def parse_placement(text: str, parse_bytes: Callable[[str], int]) -> Placement:
 
 
 def _is_tier(word: str) -> bool:
-    """Whether a word names a tier; other packages are asked only for those that are not our own."""
+    """Whether a word names a tier; other packages are searched only if it is not one of ours."""
     return word in ALIASES or word in TIERS or word in available()
 
 
@@ -149,13 +148,13 @@ def _meant(word: str, known: Collection[str]) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """Return a budget as it is written: exact, in the largest unit of which it is a multiple."""
+    """Return a budget as text: exact, in the largest unit of which it is a multiple."""
     units = [unit for unit, scale in _UNITS.items() if nbytes and nbytes % scale == 0]
     return f"{nbytes // _UNITS[units[0]]}{units[0]}" if units else str(nbytes)
 
 
 class Spill:
-    """Hands out places for the pieces of one kind, in order."""
+    """Assigns tiers to the pieces of one kind, in order."""
 
     def __init__(self, kind: str, shares: tuple[Share, ...]) -> None:
         self._kind, self._shares = kind, shares
@@ -163,7 +162,7 @@ class Spill:
         self._used = 0
 
     def place(self, nbytes: int) -> str:
-        """Return the tier of the next piece; ValueError when the last budget is spent."""
+        """Return the tier of the next piece; ValueError when the last budget is used up."""
         while True:
             share = self._shares[self._at]
             if share.budget is None or self._used + nbytes <= share.budget:
@@ -178,7 +177,7 @@ class Spill:
 
 
 def per_rank(placement: Placement, ranks_per_node: int) -> Placement:
-    """Return the placement with the budgets of shared tiers divided among a node's ranks; hbm is a rank's own."""
+    """Return the placement with the budgets of shared tiers divided among a node's ranks; hbm is not shared."""
     divided = {
         kind: tuple(
             Share(s.tier, s.budget if s.budget is None or s.tier == HBM else s.budget // ranks_per_node) for s in shares

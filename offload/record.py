@@ -1,6 +1,6 @@
 """`Record`: several fp32 arrays of one piece in one store, chunk by chunk.
 
-All arrays of a chunk lie side by side, so that a chunk comes and goes in one transfer.
+All arrays of a chunk are adjacent, so that a chunk moves in one transfer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Record:
         self.store = Store(tier, "optimizer", cuts[-1] * len(self.arrays), torch.float32, traffic, verifier)
 
     def width(self, start: int, stop: int) -> int:
-        """Return the elements that the chunk [start, stop) takes, all arrays together."""
+        """Return the elements of the chunk [start, stop) over all arrays."""
         return (stop - start) * len(self.arrays)
 
     def split(self, start: int, stop: int, memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -41,7 +41,7 @@ class Record:
         return {name: memory[i * each : (i + 1) * each] for i, name in enumerate(self.arrays)}
 
     def fetch(self, start: int, stop: int, memory: torch.Tensor) -> Transfer:
-        """Start bringing the chunk [start, stop), which must be one of the record's own, into memory."""
+        """Start reading the chunk [start, stop), which must be one of the record's chunks, into memory."""
         return self.store.fetch(start * len(self.arrays), memory[: self.width(start, stop)])
 
     def put(self, start: int, stop: int, memory: torch.Tensor) -> Transfer:
@@ -49,7 +49,7 @@ class Record:
         return self.store.put(start * len(self.arrays), memory[: self.width(start, stop)])
 
     def places(self, name: str, start: int, stop: int) -> Iterator[tuple[int, range]]:
-        """Yield (element of the store, range of the array) of the runs in which [start, stop) of an array lies."""
+        """Yield (element of the store, range of the array) for each contiguous run of [start, stop) of an array."""
         index = self.arrays.index(name)
         for first, last in zip(self._cuts, self._cuts[1:], strict=False):
             low, high = max(start, first), min(stop, last)
@@ -57,15 +57,15 @@ class Record:
                 yield first * len(self.arrays) + index * (last - first) + low - first, range(low, high)
 
     def local(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return the chunk's own memory where the host can address it; whoever changes it calls `changed`."""
+        """Return the chunk's own memory if the host can address it; after changing it, call `changed`."""
         return self.store.local(start * len(self.arrays), stop * len(self.arrays))
 
     def changed(self, start: int, stop: int) -> None:
-        """Take the chunk, which `local` gave, as it is now."""
+        """Accept changes to the chunk that were made through `local`."""
         self.store.changed(start * len(self.arrays), stop * len(self.arrays))
 
     def fill(self, values: dict[str, torch.Tensor]) -> None:
-        """Write every array whole; those not given are zero."""
+        """Write every array in full; those not given are zero."""
         device = next(iter(values.values())).device if values else torch.device("cpu")
         for start, stop in zip(self._cuts, self._cuts[1:], strict=False):
             memory = torch.zeros(self.width(start, stop), device=device)
@@ -75,7 +75,7 @@ class Record:
             self.put(start, stop, memory).synchronize()
 
     def read(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return one array whole, on the device."""
+        """Return one full array, on the device."""
         whole = torch.empty(self._cuts[-1], device=device)
         for start, stop in zip(self._cuts, self._cuts[1:], strict=False):
             at = start * len(self.arrays) + self.arrays.index(name) * (stop - start)
@@ -83,7 +83,7 @@ class Record:
         return whole
 
     def write(self, name: str, values: torch.Tensor) -> None:
-        """Overwrite one array whole."""
+        """Overwrite one full array."""
         for start, stop in zip(self._cuts, self._cuts[1:], strict=False):
             at = start * len(self.arrays) + self.arrays.index(name) * (stop - start)
             self.store.put(at, values[start:stop].contiguous()).synchronize()

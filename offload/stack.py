@@ -1,7 +1,7 @@
-"""`Stack`: arrays that are written in one order and wanted back in the reverse, spread over tiers with budgets.
+"""`Stack`: arrays that are written in one order and read back in reverse, spread over tiers with budgets.
 
-Where they rest is decided once: one contiguous arena a tier, cut into equal slots, taken in the order of the placement.
-Memory is then constant, and long-lived arrays never lie between short-lived ones.
+Their location is decided once: one contiguous arena per tier, cut into equal slots, used in the order of the placement.
+Memory is then constant, and long-lived arrays do not fragment the memory of short-lived ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiers.errors import TierFull
 from tiers.transfer import Transfer
 
 IN_FLIGHT = 2
-"""Arrays that may be on the device because they are still being written."""
+"""Maximum number of arrays kept on the device while they are still being written."""
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Slot:
     offset: int
     nbytes: int
     near: bool
-    """Whether it is memory of the device that computes."""
+    """Whether it is memory of the compute device."""
     taken: bool = False
 
     def view(self, nbytes: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Slot:
 
 
 class Saved:
-    """One array of the stack; its slot is free again when nobody holds this any more."""
+    """One array of the stack; its slot is freed with the last reference to this object."""
 
     def __init__(self, slot: Slot, source: torch.Tensor, what: str, verifier: Unverified) -> None:
         self.slot, self.numel, self.dtype = slot, source.numel(), source.dtype
@@ -60,7 +60,7 @@ class Saved:
         return self.numel * self.dtype.itemsize
 
     def held(self) -> torch.Tensor | None:
-        """Return the array where it needs no transfer: it rests on the device, or is still being written from it."""
+        """Return the array if it needs no transfer: it is kept on the device, or is still being written from there."""
         if self.slot.near:
             return self.slot.view(self.nbytes).view(self.dtype)
         return self._source
@@ -72,7 +72,7 @@ class Saved:
         return self._sums.fetched(transfer, 0, target, self._what)
 
     def let_go(self) -> None:
-        """Keep the array on its tier alone, once it is there; raise if it could not be written."""
+        """Drop the device's copy after the write; raise if the write failed."""
         self._source = None
         if self._write is not None:
             write, self._write = self._write, None
@@ -82,11 +82,11 @@ class Saved:
         self._source = None
         self.slot.taken = False
         if self._write is not None and self._write.event is not None:
-            self._write.wait()  # a copy on a stream holds its source until somebody has waited for it
+            self._write.wait()  # a CUDA copy holds its source until a wait
 
 
 class Stack:
-    """Places arrays by `shares`, first come first placed; `expected` of one size are expected to be alive at once."""
+    """Places arrays by `shares`, in the order they arrive; `expected` of one size are expected to be alive at once."""
 
     def __init__(
         self,
@@ -102,14 +102,14 @@ class Stack:
         self._used: Counter[str] = Counter()
         self._in_flight: deque[weakref.ref[Saved]] = deque()
         self.notes: list[str] = []
-        """What was decided while placing, a line each."""
+        """Placement decisions, one line each."""
 
     def push(self, source: torch.Tensor, what: str) -> Saved:
-        """Take a contiguous array; it is written while the caller goes on, and must not be changed meanwhile.
+        """Add a contiguous array; it is written asynchronously and must not be changed meanwhile.
 
-        `what` it is, for people.
+        `what` describes it in messages.
         """
-        self._finish_writes(IN_FLIGHT - 1)  # backpressure: the caller waits for the tier, memory does not grow
+        self._finish_writes(IN_FLIGHT - 1)  # backpressure: the caller waits so that memory does not grow
         slot = self._take(source.nbytes)
         saved = Saved(slot, source, what, self._verifier)
         if not slot.near:
@@ -118,12 +118,12 @@ class Stack:
         return saved
 
     def fetch(self, saved: Saved, target: torch.Tensor) -> Transfer:
-        """Start bringing an array back."""
+        """Start reading an array back."""
         self._traffic["activations read"] += target.nbytes
         return saved.fetch(target)
 
     def finish_writes(self) -> None:
-        """Wait for what is still being written, and hold none of it on the device."""
+        """Wait for all writes in flight, and drop their arrays from the device."""
         self._finish_writes(0)
 
     def _finish_writes(self, left: int) -> None:
@@ -157,7 +157,7 @@ class Stack:
             if not slot.taken and slot.nbytes >= nbytes:
                 return slot
         if not any(slot.taken for slot in self._slots):
-            self._drop_arenas()  # a longer batch than any before
+            self._drop_arenas()  # an array larger than any before
         first = len(self._slots)
         self._grow(nbytes)
         return self._slots[first]
@@ -170,7 +170,7 @@ class Stack:
         self._used.clear()
 
     def _grow(self, nbytes: int) -> None:
-        """Add slots for `expected` arrays: on the first tier until its budget or room ends, then on the next."""
+        """Add slots for `expected` arrays: on the first tier until its budget or space is used up, then on the next."""
         left = self._expected
         for number, share in enumerate(self._shares):
             tier = self._open_tier(share.tier)
@@ -192,7 +192,7 @@ class Stack:
                 return
 
     def _add(self, name: str, tier: Tier, each: int, count: int, last: bool) -> int:
-        """Add up to `count` slots of one arena, as many as there is room for; all of them or an error if `last`."""
+        """Add up to `count` slots in one arena, as many as fit; with `last`, all of them or an error."""
         while count > 0:
             try:
                 block = tier.allocate(count * each)

@@ -1,4 +1,4 @@
-"""`Store`: one array of training state, wherever its tier keeps it."""
+"""`Store`: one array of training state on any tier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiers.transfer import Transfer
 
 
 class Store:
-    """`numel` elements of one dtype in a block of a tier; parts come and go by transfers, each counted."""
+    """`numel` elements of one dtype in a block of a tier; parts are moved by transfers, and the bytes are counted."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Store:
         self._sums = verifier.sums(self.block)
         self._open: list[Transfer] = []
         self.what = kind
-        """What it holds, for people."""
+        """What it holds, for messages."""
 
     @property
     def nbytes(self) -> int:
@@ -50,13 +50,13 @@ class Store:
         return self._sums.fetched(transfer, start * self.dtype.itemsize, target, self.what)
 
     def peek(self, start: int, target: torch.Tensor) -> Transfer:
-        """Start filling `target` as `fetch` does, from any thread; it is no part of training's traffic."""
+        """Start filling `target` as `fetch` does, from any thread; not counted as training traffic."""
         assert target.dtype == self.dtype
         return self._sums.peek(self.block, start * self.dtype.itemsize, target, self.what)
 
     def local(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements [start, stop) themselves where the host can address them, with no transfer of the array
-        under way; else None. Whoever changes them calls `changed`."""
+        """Return elements [start, stop) in place after the array's transfers have ended; None if the host cannot
+        address them. After changing them, call `changed`."""
         if not self.tier.addressable:
             return None
         self.finish_transfers()
@@ -65,17 +65,17 @@ class Store:
         return part
 
     def changed(self, start: int, stop: int) -> None:
-        """Take elements [start, stop), which `local` gave, as they are now."""
+        """Accept changes to elements [start, stop) that were made through `local`."""
         self._sums.wrote(start * self.dtype.itemsize, self._view(start, stop), self.what)
 
     def finish_transfers(self) -> None:
-        """Stop the host until no transfer touches the array; raise the first one's error."""
+        """Block the host until no transfer touches the array; raise the first one's error."""
         for transfer in self._open:
             transfer.synchronize()
         self._open.clear()
 
     def free(self) -> None:
-        """Give the array's memory back, once no transfer touches it."""
+        """Free the array's memory once no transfer touches it."""
         self.finish_transfers()
         self.tier.free(self.block)
 

@@ -19,7 +19,7 @@ from tiers.registry import open_tier
 
 
 class TierSet:
-    """Opens tiers by name; what ranks of one node share (host memory, disks) is divided among them."""
+    """Opens tiers by name; resources that a node's ranks share (host memory, disks) are divided among them."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class TierSet:
         self.traffic: Counter[str] = Counter()
         """Bytes moved by kind and direction, such as `optimizer read`."""
         self.verifier = Verifier() if verify else UNVERIFIED
-        """Compares what is read with what was written, if that was asked for."""
+        """Compares what is read with what was written, if requested."""
 
     def open(self, name: str, kind: str) -> Tier:
         """Return the tier for a kind of state, opening it the first time.
 
-        Parameters have a tier object, and so a queue, of their own: the next forward's must not stand behind all the
-        states that are on their way to be updated. So have activations.
+        Parameters have their own tier object, and so their own queue: the next forward's parameters must not queue
+        behind all the states of the update. The same holds for activations.
         """
         key = (name, kind if kind in ("parameters", ACTIVATIONS) else "states")
         if key not in self._open:
@@ -60,14 +60,14 @@ class TierSet:
         return self._open[key]
 
     def open_cache(self, nbytes: int) -> Tier:
-        """Return host memory of at most `nbytes` for copies of what lies on slower tiers."""
+        """Return a host memory tier of at most `nbytes` for copies of data on slower tiers."""
         options = dict(self._options.get("dram", {})) | {"capacity": nbytes}
         tier = self._open.setdefault(("dram", "cache"), open_tier("dram", **options))
         tier.events = self._events
         return tier
 
     def available(self, name: str) -> int | None:
-        """Return the bytes that this rank may put on a tier, None where nobody can say."""
+        """Return the bytes that this rank may put on a tier, None if unknown."""
         if name == "dram":
             return read_limits().available // self._ranks_per_node
         if name == "nvme":
@@ -83,11 +83,11 @@ class TierSet:
         return list(self._open.values())
 
     def addressable(self) -> frozenset[str]:
-        """Return the names of open tiers whose memory the CPU can work on."""
+        """Return the names of open tiers whose memory the CPU can access directly."""
         return frozenset(name for (name, _), tier in self._open.items() if tier.addressable)
 
     def used(self, name: str) -> int:
-        """Return the most bytes that were ever in use on a tier."""
+        """Return the peak bytes in use on a tier."""
         return sum(tier.peak for (opened, _), tier in self._open.items() if opened == name)
 
     def footprint(self) -> dict[str, int]:
@@ -99,7 +99,7 @@ class TierSet:
 
     @property
     def notes(self) -> list[str]:
-        """What the open tiers found and decided, a line each."""
+        """What the open tiers found and decided, one line each."""
         return [
             f"{name}: {line}" for name, line in {key[0]: tier.describe() for key, tier in self._open.items()}.items()
         ]
@@ -111,7 +111,7 @@ class TierSet:
 
 
 def shortage(placement: Placement, needed: Mapping[str, int], tiers: TierSet) -> list[tuple[str, int, int]]:
-    """Return (tier, bytes needed, bytes there) for each tier of the placement that has too little room."""
+    """Return (tier, bytes needed, bytes available) for each tier of the placement with too little space."""
     found = []
     for name in placement.tiers:
         there = tiers.available(name)

@@ -1,16 +1,16 @@
-"""Verification: what comes back from a tier is what went there, or an error names it.
+"""Verification: data read from a tier equals what was written there, or an error names it.
 
-With `verify` every array that leaves the device (`Store`, and the arrays of a `Stack`) has a `Sums`: checksums of what
-was written, taken from the source before it is written and kept in this process. What is read is compared where it is
-used, so one comparison covers the whole way: staging, the tier, a copy that was read ahead, the link. Bytes of an
-earlier write or of another piece are found as well, as nothing is kept beside the data. No tier knows of it.
+With `verify` every offloaded array (`Store`, and the arrays of a `Stack`) has a `Sums`: checksums of what was written,
+taken from the source before the write and kept in this process. Data is compared where it is used, so one comparison
+covers the whole path: staging, the tier, a prefetched copy, the link. Bytes of an earlier write or of another piece are
+detected too, as checksums are not stored with the data. Tiers are not involved.
 
-Checksums are of cells of `CELL_NBYTES`, cut where transfers begin and end. Such a cut is remembered: the first transfer
-that makes it reads a cell back, later ones find it. So after the first step any mix of granularities costs no more than
-the checksums themselves.
+Checksums cover cells of `CELL_NBYTES`, cut where transfers begin and end. Cuts are kept: only the first transfer that
+makes a cut has to read a cell back. So after the first step any mix of granularities costs no more than the checksums
+themselves.
 
-In host memory a difference raises at once. On a GPU the host does not wait for the comparison: each stream keeps the
-number of the first piece that differed, which `collect` gathers and the engine looks at before it reports the step.
+In host memory a mismatch raises at once. On a GPU the host does not wait for the comparison: each stream keeps the
+number of the first piece that differed, which `collect` gathers and the engine checks before it reports the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tiers.errors import TierError, format_nbytes
 from tiers.transfer import Transfer
 
 CELL_NBYTES = 2 << 20
-"""Large enough for checksums to be few, small enough to be read back for the odd read that begins in the middle."""
+"""Large enough to need few checksums, small enough to read back when a transfer begins inside a cell."""
 
 
 class Corrupted(TierError):
@@ -37,13 +37,13 @@ class Corrupted(TierError):
 
 
 class Unchecked:
-    """The checksums of an array that nobody verifies: none."""
+    """The checksums of an array that is not verified: none."""
 
     def wrote(self, offset: int, source: torch.Tensor, what: str) -> None:
-        """Take the checksums of what is about to be written at byte `offset`, or was changed in place there."""
+        """Take the checksums of `source`, which is about to be written, or was changed in place, at byte `offset`."""
 
     def fetched(self, transfer: Transfer, offset: int, target: torch.Tensor, what: str) -> Transfer:
-        """Return the transfer that fills `target`; waiting for it compares what has come."""
+        """Return the transfer that fills `target`; waiting for it compares the data."""
         return transfer
 
     def peek(self, block: Block, offset: int, target: torch.Tensor, what: str) -> Transfer:
@@ -51,7 +51,7 @@ class Unchecked:
         return block.tier.read(block, target, offset)
 
     def look(self, offset: int, memory: torch.Tensor, what: str) -> None:
-        """Compare memory of the tier's own that is about to be used where it is."""
+        """Compare the tier's own memory before it is used in place."""
 
 
 class Unverified:
@@ -66,9 +66,9 @@ class Unverified:
         return _UNCHECKED
 
     def collect(self) -> torch.Tensor | None:
-        """Return the number of a piece that differed on the GPU, 0 if none has, ordered on the current stream.
+        """Return the number of a piece that differed on the GPU, 0 if none did, in the order of the current stream.
 
-        None where nothing was compared on a GPU.
+        None if nothing was compared on a GPU.
         """
         return None
 
@@ -81,7 +81,7 @@ UNVERIFIED = Unverified()
 
 
 class Verifier(Unverified):
-    """Knows what has differed, for one rank; once something has, `refuse` raises for good."""
+    """Records mismatches for one rank; after the first one `refuse` always raises."""
 
     active = True
 
@@ -90,9 +90,9 @@ class Verifier(Unverified):
         self._pieces: dict[tuple[str, str], int] = {}
         """Numbers of pieces by (message, tier), from 1."""
         self._flags: dict[torch.cuda.Stream, torch.Tensor] = {}
-        """By stream: the number of the first piece that differed there. Each has its own: none waits for another."""
+        """By stream: the number of the first piece that differed there. Not shared, so no stream waits for another."""
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
-        """Streams to bring checksums to the host on."""
+        """Streams on which checksums are copied to the host."""
 
     def sums(self, block: Block, start: int = 0, nbytes: int | None = None) -> Unchecked:
         return Sums(self, block, start, block.nbytes if nbytes is None else nbytes) if block.tier.stores else _UNCHECKED
@@ -102,14 +102,14 @@ class Verifier(Unverified):
         return self._failure is not None
 
     def differs(self, message: str, tier: str) -> Corrupted:
-        """Take note that a piece differed in host memory; return the error to raise."""
+        """Record that a piece differed in host memory; return the error to raise."""
         self._failure = self._failure or (message, tier)
         return _error(message, tier)
 
     def bring(self, taken: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return checksums, whose memory was read back since, on the device that compares."""
+        """Return checksums on the device that compares; their data has been read back since they were taken."""
         if taken.is_cuda and device.type == "cpu":
-            # They are there: the write came after them, and the read after it. The current stream may be far behind.
+            # They are complete: the write, and so the read, came after them. The current stream may be far behind.
             if taken.device not in self._sides:
                 self._sides[taken.device] = torch.cuda.Stream(taken.device)
             with torch.cuda.stream(self._sides[taken.device]):
@@ -119,12 +119,12 @@ class Verifier(Unverified):
         return taken.to(device, non_blocking=True)
 
     def flag(self, found: torch.Tensor, written: torch.Tensor, message: str, tier: str) -> None:
-        """Take note, in the order of the current stream, whether a piece differed on the GPU."""
+        """Record, in the order of the current stream, whether a piece differed on the GPU."""
         number = self._pieces.setdefault((message, tier), len(self._pieces) + 1)
         stream = torch.cuda.current_stream(found.device)
         if stream not in self._flags:
             self._flags[stream] = torch.zeros((), dtype=torch.int64, device=found.device)
-        # In place: a flag is set once, and who reads it from another stream meanwhile has it now or the next time.
+        # In place: a flag is set once, and a concurrent read on another stream sees it now or the next time.
         flag = self._flags[stream]
         if (triton := kernels()) is not None:
             triton.note_difference(found, written, flag, number)
@@ -153,9 +153,9 @@ class Sums(Unchecked):
     def __init__(self, verifier: Verifier, block: Block, start: int, nbytes: int) -> None:
         self._verifier, self._block, self._start = verifier, block, start
         self._cuts = [*range(0, nbytes, CELL_NBYTES), nbytes]
-        """Where cells begin, and the array's end."""
+        """The starts of all cells, and the array's end."""
         self._known: dict[int, tuple[torch.Tensor, int]] = {}
-        """By the byte that a cell begins at: its checksum, as a place in those that were taken together."""
+        """By a cell's first byte: its checksum, as (tensor of checksums, index)."""
         self._lock = threading.RLock()
 
     def wrote(self, offset: int, source: torch.Tensor, what: str) -> None:
@@ -180,7 +180,7 @@ class Sums(Unchecked):
 
     def peek(self, block: Block, offset: int, target: torch.Tensor, what: str) -> Transfer:
         data = as_bytes(target)
-        with self._lock:  # makes no cuts: others may use the array meanwhile, and these would only be a checkpoint's
+        with self._lock:  # no new cuts: they would serve only a checkpoint
             cuts = self._around(offset, offset + data.numel())
             whole = cuts[0] == offset and cuts[-1] == offset + data.numel()
             memory = data if whole else data.new_empty(cuts[-1] - cuts[0])
@@ -206,7 +206,7 @@ class Sums(Unchecked):
         return self._cuts[bisect.bisect_right(self._cuts, first) - 1 : bisect.bisect_left(self._cuts, last) + 1]
 
     def _cut(self, first: int, last: int, what: str) -> list[int]:
-        """Return the cuts from `first` to `last`, which are cuts themselves from now on."""
+        """Return the cuts from `first` to `last`, adding these two if they are new."""
         for at in (first, last):
             place = bisect.bisect_left(self._cuts, at)
             if self._cuts[place] != at:
@@ -224,9 +224,9 @@ class Sums(Unchecked):
             self._known[first], self._known[at] = (taken, 0), (taken, 1)
 
     def _comparison(self, cuts: list[int], memory: torch.Tensor, what: str) -> Callable[[bool], None]:
-        """Return what compares memory with the cells between `cuts` as they are now; with True it stops the host.
+        """Return a function that compares memory with the cells between `cuts` as of now; with True it blocks the host.
 
-        Cells that were never written are left out.
+        Cells that were never written are skipped.
         """
         runs: list[_Run] = []
         for i, cut in enumerate(cuts[:-1]):
@@ -258,13 +258,13 @@ class Sums(Unchecked):
 
 @dataclasses.dataclass
 class _Run:
-    """Cells side by side whose checksums are known."""
+    """Adjacent cells whose checksums are known."""
 
     first: int
     last: int
     """The cell after the last one."""
     taken: list[tuple[torch.Tensor, int, int]]
-    """Their checksums: places [start, stop) in those that were taken together."""
+    """Their checksums: (tensor, start, stop) of each slice."""
 
     def append(self, taken: torch.Tensor, place: int) -> None:
         """Add the next cell, whose checksum is at `place` of `taken`."""
@@ -276,7 +276,7 @@ class _Run:
 
 
 class CheckedTransfer(Transfer):
-    """A read that is compared, once, when it is first waited for; whoever waits for it hears how that ended."""
+    """A read that is compared once, at the first wait; every wait raises if the comparison failed."""
 
     def __init__(self, inner: Transfer, memory: torch.Tensor, compare: Callable[[bool], None]) -> None:
         super().__init__(inner.nbytes)
@@ -288,7 +288,7 @@ class CheckedTransfer(Transfer):
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        # The host compares host memory, and is on no stream.
+        # The host compares host memory, and is not ordered by any stream.
         self._inner.synchronize() if self._on_host else self._inner.wait()
         self._finish(False)
 

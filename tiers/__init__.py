@@ -29,7 +29,7 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    # Fetched on first use, so that looking at the registry does not import torch.
+    # Imported on first use, so that reading the registry does not import torch.
     if name not in _HOMES:
         raise AttributeError(f"module 'tiers' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,12 +1,12 @@
-"""`Tier`: a place where bytes live. Five verbs (allocate, write, read, free, close) and what it can do, as properties.
+"""`Tier`: a place to store bytes. Five methods (allocate, write, read, free, close), and capabilities as properties.
 
-A new tier writes the underscored methods and inherits the rest: bounds, lifetimes, accounting, and the order of
-transfers. The rules every tier keeps, and `tiers.conformance` checks:
+A new tier implements the underscored methods and inherits the rest: bounds, lifetimes, accounting, and the order of
+transfers. The rules that every tier follows, and `tiers.conformance` checks:
 
-- Transfers of one block happen in the order they were asked for wherever their bytes overlap.
+- Transfers of one block whose bytes overlap happen in the order they were requested.
 - A transfer starts after the work already queued on the caller's current CUDA stream that could touch its memory.
-- `free` is immediate for the caller; the space returns once nothing in flight touches it.
-- `close` refuses new work, ends what is in flight (each transfer finishes or raises) and gives everything back.
+- `free` returns at once; the space is reused once no transfer in flight touches it.
+- `close` refuses new work, ends what is in flight (each transfer finishes or raises) and releases everything.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Use:
 
 @dataclass(eq=False)
 class Block:
-    """`nbytes` bytes of a tier; `generation` is new for every allocation, so a stale block is never mistaken."""
+    """`nbytes` bytes of a tier; `generation` is unique per allocation, so a stale block is always recognised."""
 
     tier: Tier
     nbytes: int
@@ -65,11 +65,11 @@ class Block:
 
 
 class Tier(ABC):
-    """A place where bytes live; safe to use from several threads."""
+    """A place to store bytes; thread-safe."""
 
     name: str = "tier"
     addressable = False
-    """Whether `view` gives the bytes as a tensor."""
+    """Whether `view` returns the bytes as a tensor."""
     pinned = False
     """Whether its memory is registered for direct GPU copies."""
     durable = False
@@ -77,22 +77,22 @@ class Tier(ABC):
     stores = True
     """Whether what was written can be read back (false for dry runs)."""
     alignment = 1
-    """Addresses and offsets that are multiples of this move without an extra copy; sizes round up to it."""
+    """Transfers at multiples of this address and offset need no extra copy; sizes round up to it."""
 
     events: TierEvents = SILENT
-    """Told of every transfer."""
+    """Subscriber that is notified of every transfer."""
 
     _hazard_nbytes = 1
-    """Transfers that touch the same span of this many bytes are put in order."""
+    """Transfers that touch the same aligned span of this many bytes are ordered."""
     _full_hint = "place less there, give it a larger budget, or use a tier with more room"
     _frees_in_stream_order = False
-    """Whether freed memory is reused only after the work of the stream that freed it."""
+    """Whether freed memory is reused only in the order of the stream that freed it."""
 
     def __init__(self, capacity: int | None = None) -> None:
         if capacity is not None and capacity < 0:
             raise ValueError(f"capacity of {self.name} is {capacity} bytes; it cannot be negative")
         self.notes: list[str] = []
-        """What the tier decided by itself, one line each, for people."""
+        """Automatic decisions of the tier, one line each, for the user."""
         self._capacity = capacity
         self._used = 0
         self._peak = 0
@@ -102,8 +102,8 @@ class Tier(ABC):
         self._live: set[Block] = set()
         self._retired: list[Block] = []
 
-    # What a tier implements: a handle is its own business, `source` and `target` are flat uint8 tensors that fit, and
-    # `after` are earlier transfers of the block that must be over first.
+    # What a tier implements: a handle is opaque to others, `source` and `target` are flat uint8 tensors that fit, and
+    # `after` are earlier transfers of the block that must end first.
 
     @abstractmethod
     def _allocate(self, nbytes: int) -> Any: ...
@@ -121,37 +121,37 @@ class Tier(ABC):
         raise TierError(f"{self.name} has no memory to look at; read the block instead", tier=self.name)
 
     def _where(self) -> str | None:
-        """Return the path or device to name in errors, None where the tier's name says it all."""
+        """Return the path or device to name in errors, None if the tier's name is enough."""
         return None
 
     def _abort(self) -> None:  # noqa: B027 (optional)
-        """Make transfers in flight end soon, well or badly; called once, before `_close`."""
+        """Make transfers in flight end soon, with or without an error; called once, before `_close`."""
 
     def _close(self) -> None:  # noqa: B027 (optional)
-        """Give back everything that is left; called once, with nothing in flight."""
+        """Release everything that is left; called once, with nothing in flight."""
 
     # What callers use.
 
     @property
     def capacity(self) -> int | None:
-        """Return the bytes the tier may hold in all, None where there is no bound."""
+        """Return the total bytes that the tier may hold, None if there is no bound."""
         return self._capacity
 
     @property
     def used(self) -> int:
-        """Return the bytes that blocks occupy now, rounding included."""
+        """Return the bytes that blocks occupy now, including rounding."""
         with self._lock:
             self._reclaim()
             return self._used
 
     @property
     def peak(self) -> int:
-        """Return the most bytes that were ever occupied at once."""
+        """Return the peak of the occupied bytes."""
         return self._peak
 
     @property
     def footprint(self) -> int:
-        """Return the bytes the tier has taken from the machine, free space inside it included."""
+        """Return the bytes that the tier has taken from the machine, including free space inside it."""
         return self.used
 
     @property
@@ -165,11 +165,11 @@ class Tier(ABC):
         return 0
 
     def host_memory(self) -> Sequence[Tensor]:
-        """Return all host memory that the tier has mapped, free space inside it and staging included."""
+        """Return all host memory that the tier has mapped, including free space inside it and staging."""
         return ()
 
     def describe(self) -> str:
-        """Return one line for people: what there is, and what was found."""
+        """Return one line for the user about the tier and its limits."""
         bound = "no bound" if self.capacity is None else f"{self.capacity} bytes"
         return "; ".join([f"{self.name}: {bound}", *self.notes])
 
@@ -209,15 +209,15 @@ class Tier(ABC):
         return transfer
 
     def view(self, block: Block) -> Tensor:
-        """Return the block's own memory as a uint8 tensor, good until the block is freed (addressable tiers only).
+        """Return the block's own memory as a uint8 tensor, valid until the block is freed (addressable tiers only).
 
-        The tier cannot see what others do with it: end another tier's transfers to or from a view before `free`.
+        The tier cannot track uses of the view: end another tier's transfers to or from it before `free`.
         """
         self._check(block)
         return self._view(block._handle)[: block.nbytes]
 
     def free(self, block: Block) -> None:
-        """Give the block up; its space returns as soon as no transfer touches it."""
+        """Free the block; its space is reused once no transfer touches it."""
         with self._lock, block._lock:
             self._check(block)
             block._freed = True
@@ -226,7 +226,7 @@ class Tier(ABC):
             self._reclaim()
 
     def close(self) -> None:
-        """Refuse new work, end what is in flight and give everything back; closing twice is fine."""
+        """Refuse new work, end what is in flight and release everything; a second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -275,7 +275,7 @@ class Tier(ABC):
         return self._allocate(nbytes)
 
     def _reclaim(self, wait: bool = False) -> None:
-        """Return the space of freed blocks that nothing touches any more; with `wait`, of all of them."""
+        """Reclaim the space of freed blocks that no transfer touches; with `wait`, of all freed blocks."""
         waiting = []
         for block in self._retired:
             if wait:
@@ -305,7 +305,7 @@ class Tier(ABC):
 
 
 def _drain(block: Block) -> None:
-    """Stop the host until no transfer touches the block; how each of them ended is its own caller's matter."""
+    """Block the host until no transfer touches the block; errors are left to the callers of the transfers."""
     for use in block._uses:
         try:
             use.transfer.synchronize()

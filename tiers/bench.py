@@ -1,4 +1,4 @@
-"""How fast the tiers are here, each beside the plainest loop that could do the same: same place, same run, in turns.
+"""Measure the tiers on this machine, each against the simplest loop that does the same, in alternation.
 
 `python -m tiers.bench nvme DIR...` and `python -m tiers.bench dram` print the numbers (GB/s, GB is 1e9 bytes).
 """
@@ -34,7 +34,7 @@ Move = Callable[[int, list[memoryview], int], int]
 
 
 def bench_nvme(paths: Sequence[str | os.PathLike[str]], nbytes: int = 1 << 30, seconds: float = 20.0) -> dict[str, Any]:
-    """Measure writing, reading, and half of each at once, by the tier and by raw threads: GB/s in all, and ratios."""
+    """Measure writing, reading, and both at once (half each), by the tier and by raw threads: total GB/s and ratios."""
     pages = Pages(nbytes)
     pages.bytes.random_(0, 256)
     with (
@@ -64,7 +64,7 @@ def bench_nvme(paths: Sequence[str | os.PathLike[str]], nbytes: int = 1 << 30, s
 
 
 def bench_dram_hbm(nbytes: int = 1 << 30, seconds: float = 10.0) -> dict[str, Any]:
-    """Measure dram ↔ hbm through the tier beside plain pinned copies, each direction and both; without a GPU, dram."""
+    """Measure dram ↔ hbm by the tier and by plain pinned copies, each direction and both; without a GPU, dram."""
     return _bench_cuda(nbytes, seconds) if torch.cuda.is_available() else _bench_host(nbytes, seconds)
 
 
@@ -131,7 +131,7 @@ def _bench_host(nbytes: int, seconds: float) -> dict[str, Any]:
 
 
 def _alternate(jobs: dict[str, Job], nbytes: int, seconds: float) -> dict[str, float]:
-    """Run the jobs in turns, after one round to warm up, and return each one's median GB/s."""
+    """Run the jobs in alternation, after one warm-up round, and return each one's median GB/s."""
     for job in jobs.values():
         job()
     times: dict[str, list[float]] = {name: [] for name in jobs}
@@ -151,7 +151,7 @@ def _ratios(rates: dict[str, float], names: Sequence[str]) -> dict[str, float]:
 
 
 class _RawLoop:
-    """Threads that each move every n-th unit with pwritev/preadv: the disk's own speed, nothing kept in order."""
+    """Threads that each move every n-th unit with pwritev/preadv, without ordering: the raw speed of the disk."""
 
     def __init__(self, directories: Sequence[Path], pages: Pages, direct: bool) -> None:
         self._pages = pages

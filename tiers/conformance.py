@@ -1,4 +1,4 @@
-"""The laws every tier keeps, as a test class: subclass it, say how to make your tier, and run pytest.
+"""The rules of every tier as a test class: subclass it, define how to make your tier, and run pytest.
 
     class TestMyTier(TierConformance):
         def make_tier(self, tmp_path, capacity):
@@ -7,7 +7,7 @@
         def peek(self, block):                  # optional: the stored bytes, read around the tier
             return ...
 
-A tier with `stores = False` is held to accounting, lifetimes and sizes, and must leave a read's target untouched.
+A tier with `stores = False` is tested for accounting, lifetimes and sizes, and must leave a read's target untouched.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ DEVICES = ("cpu", pytest.param("cuda", marks=(pytest.mark.gpu, _NO_GPU)))
 
 
 def pattern(nbytes: int, seed: int = 0, device: str = "cpu") -> Tensor:
-    """Return `nbytes` bytes that another seed, or another position, does not give."""
+    """Return `nbytes` bytes that differ by seed and by position."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(device)
 
 
 class TierConformance:
-    """Laws of a tier; `capacity_nbytes` is what the small tiers under test are given."""
+    """Rules of a tier; `capacity_nbytes` is the capacity of the small tiers under test."""
 
     capacity_nbytes = 16 * MIB
 
@@ -46,15 +46,15 @@ class TierConformance:
         raise NotImplementedError
 
     def peek(self, block: Block) -> bytes | None:
-        """Return what is stored, read around the tier; None where that cannot be done."""
+        """Return the stored bytes, read without using the tier; None if that is impossible."""
         return None
 
     def poke(self, block: Block, data: bytes) -> bool:
-        """Change what is stored, written around the tier; False where that cannot be done."""
+        """Change the stored bytes without using the tier; return False if that is impossible."""
         return False
 
     def leftovers(self, tmp_path: Path) -> list[Path]:
-        """Return the files that are still there after `close`; there must be none."""
+        """Return the files that remain after `close`; there must be none."""
         return [path for path in tmp_path.rglob("*") if not path.is_dir()]
 
     @pytest.fixture
@@ -64,7 +64,7 @@ class TierConformance:
         assert not self.leftovers(tmp_path)
 
     def expect(self, tier: Tier, got: Tensor, stored: Tensor, before: Tensor) -> None:
-        """Check a read: the stored bytes, or for a tier that stores nothing the target as it was."""
+        """Check a read: it gives the stored bytes, or for a tier that stores nothing the unchanged target."""
         assert torch.equal(got.cpu(), (stored if tier.stores else before).cpu())
 
     # Bytes
@@ -182,7 +182,7 @@ class TierConformance:
         block = tier.allocate(2 * MIB)
         for seed in range(5):
             transfer = tier.write(block, pattern(2 * MIB, seed, device))
-            # Whoever takes the dropped memory now must not be seen by the write.
+            # New owners of the dropped memory must not affect the write.
             usurpers = [torch.full((2 * MIB,), 255, dtype=torch.uint8, device=device) for _ in range(3)]
             transfer.wait()
             target = torch.zeros(2 * MIB, dtype=torch.uint8, device=device)
@@ -195,7 +195,7 @@ class TierConformance:
         block = tier.allocate(2 * MIB)
         source, target = pattern(2 * MIB, 1, device), torch.zeros(2 * MIB, dtype=torch.uint8, device=device)
         transfer = tier.write(block, source)
-        # On a stream the overwriting kernel is ordered by wait(); the host is on no stream.
+        # wait() orders an overwriting kernel on a stream, but not the host.
         transfer.wait() if device == "cuda" else transfer.synchronize()
         source.fill_(255)
         tier.read(block, target).synchronize()

@@ -1,4 +1,4 @@
-"""`Copier`: bytes from one tensor to another, asynchronously; on CUDA streams of its own, or by a few host threads."""
+"""`Copier`: asynchronous copies between tensors, on its own CUDA streams or by a few host threads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NUM_THREADS = 2
 
 
 def stream_position(tensor: Tensor) -> torch.cuda.Event | None:
-    """Return an event for the caller's queued work that may touch `tensor`'s memory, None where none can.
+    """Return an event after the caller's queued work that may touch `tensor`'s memory, None if none can.
 
-    Pinned host memory counts: a copy that the caller has only ordered on its stream may still be filling it.
+    This includes pinned host memory: a copy queued on the caller's stream may still be filling it.
     """
     if tensor.is_cuda:
         stream = torch.cuda.current_stream(tensor.device)
@@ -43,7 +43,7 @@ class Copier:
     def copy(
         self, source: Tensor, target: Tensor, after: Sequence[Transfer] = (), events: TierEvents = SILENT
     ) -> Transfer:
-        """Start copying `source` over `target` once `after` and the caller's current stream have got there."""
+        """Start copying `source` to `target`, after the transfers in `after` and the caller's current stream."""
         if source.is_cuda or target.is_cuda:
             return self._copy_on_stream(source, target, after, events)
         position = stream_position(source) or stream_position(target)
@@ -61,7 +61,7 @@ class Copier:
             return self._streams[device, direction]
 
     def close(self) -> None:
-        """Finish what runs and let the threads go."""
+        """Finish running copies and end the threads."""
         if self._threads is not None:
             self._threads.shutdown(wait=True)
 
@@ -91,7 +91,7 @@ class Copier:
 
 
 def _copy_on_host(source: Tensor, target: Tensor, position: torch.cuda.Event | None, after: Sequence[Transfer]) -> None:
-    # First in, first out: what this waits for was handed over earlier, so the threads cannot wait for each other.
+    # The queue is FIFO: everything this waits for was submitted earlier, so the threads cannot deadlock.
     for earlier in after:
         _settle(earlier)
         if earlier.event is not None:
@@ -105,4 +105,4 @@ def _settle(earlier: Transfer) -> None:
     try:
         earlier.wait_for_host()
     except TierError:
-        pass  # its own caller hears of it
+        pass  # its own caller gets the error

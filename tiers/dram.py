@@ -1,6 +1,6 @@
 """`dram`: host memory in exact-size, page-aligned arenas, pinned where there is a GPU.
 
-Arenas are mapped when a block first needs one, and pinned then: pinning takes time, and what is pinned stays.
+Arenas are mapped and pinned when a block first needs one: pinning is slow, so arenas stay pinned.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Place:
 
 
 class DramTier(Tier):
-    """Host memory; `pin` is True (pinned or an error), False, or "auto" (pinned where the machine lets us)."""
+    """Host memory; `pin` is True (pinned or an error), False, or "auto" (pinned if the machine allows it)."""
 
     name = "dram"
     addressable = True
@@ -76,7 +76,7 @@ class DramTier(Tier):
 
     @property
     def pinned(self) -> bool:  # type: ignore[override]
-        """Whether its memory is (or, before the first block, is going to be) registered with CUDA."""
+        """Whether its memory is (or, before the first block, will be) registered with CUDA."""
         return self._pin and all(arena.pages.pinned for arena in self._arenas)
 
     @property
@@ -161,16 +161,16 @@ class DramTier(Tier):
         return arena
 
     def _arena_size(self, nbytes: int) -> int:
-        """Return how large an arena for a block of `nbytes` is: its own size if it is large, else room for many.
+        """Return the size of an arena for a block of `nbytes`: exactly its size if it is large, else room for many.
 
-        A large block would leave a large rest; and the shared arenas of a small job stay small.
+        A large block in a shared arena would waste a large remainder. The shared arenas of a small job stay small.
         """
         if 8 * nbytes >= self._arena_nbytes:
             return nbytes
         return max(nbytes, min(self._arena_nbytes, max(FIRST_ARENA_NBYTES, self.footprint)))
 
     def _pin_arena(self, arena: _Arena) -> None:
-        """Pin, and let the driver's answer decide: it need not count against the memlock limit, or may."""
+        """Pin the arena if the driver accepts it; the memlock limit is not checked, as it may not apply."""
         refusal = arena.pages.pin(self._registrar)
         if refusal is None:
             return

@@ -1,4 +1,4 @@
-"""What a tier says when it cannot: the fact and the numbers in one line, and a hint at the way on."""
+"""Errors of tiers: the fact and the numbers in one line, and a hint at what to try."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def format_nbytes(nbytes: int) -> str:
-    """Return `nbytes` as people read it: `94.2 GiB`, `8 MiB`, `512 B`."""
+    """Return `nbytes` as readable text: `94.2 GiB`, `8 MiB`, `512 B`."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.1f} {unit}".replace(".0 ", " ")
@@ -15,7 +15,7 @@ def format_nbytes(nbytes: int) -> str:
 
 
 class TierError(Exception):
-    """A tier could not do what was asked; `str()` is one line for a person, `hint` says what to try."""
+    """An operation of a tier failed; `str()` is one line for the user, `hint` says what to try."""
 
     def __init__(self, message: str, *, tier: str, path: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)
@@ -24,12 +24,12 @@ class TierError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Where torch sends an error to another rank, the copy is made without calling us: we take keywords.
+        # torch pickles errors to send them to other ranks; `__init__` has required keywords, so bypass it.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class TierFull(TierError):
-    """There is no room for `needed` bytes: `available` are there."""
+    """There is no room for `needed` bytes; only `available` are free."""
 
     def __init__(
         self,

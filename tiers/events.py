@@ -1,4 +1,4 @@
-"""`TierEvents`: what tiers report of the bytes they move, to whoever subscribes. Importing this imports no torch."""
+"""`TierEvents`: events about the bytes that tiers move, for subscribers. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from tiers.transfer import Transfer
 
 Scope = AbstractContextManager[Any]
-"""Surrounds something that happens: entered before it, left after it."""
+"""A context manager around an event: entered before it, left after it."""
 
 
 class _Nothing:
-    """A scope that does nothing; one instance serves everybody, so that an event nobody hears costs next to nothing."""
+    """A scope that does nothing; a single shared instance, so that events without subscribers cost almost nothing."""
 
     __slots__ = ()
 
@@ -29,15 +29,15 @@ NOTHING = _Nothing()
 
 
 class TierEvents:
-    """Does nothing; a subscriber overrides what it wants to hear of. Events come from several threads."""
+    """Does nothing; a subscriber overrides the events it needs. Events come from several threads."""
 
     def transfer(self, block: Block, transfer: Transfer, writes: bool, began: float) -> None:
-        """Report a transfer that a tier was asked for at `began` (time.perf_counter); it may be under way or over."""
+        """Report a transfer that was requested at `began` (time.perf_counter); it may be in flight or done."""
 
     def copy(self, direction: str, nbytes: int) -> Scope:
-        """Surround the issue of a copy between host and device (up or down) on the CUDA stream that it runs on."""
+        """Return a scope around issuing a copy between host and device (up or down), with its CUDA stream current."""
         return NOTHING
 
 
 SILENT = TierEvents()
-"""Nobody has subscribed."""
+"""The default: no subscriber."""

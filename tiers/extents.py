@@ -1,4 +1,4 @@
-"""Which bytes of a file or an arena are free: pure integers, no memory."""
+"""Which bytes of a file or an arena are free: integers only, no memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from bisect import bisect_left, insort
 
 
 class Extents:
-    """Free spans of [0, size), best fit: a span of exactly the asked size first, and freed neighbours merge.
+    """Free spans of [0, size), allocated by best fit; freed neighbours are merged.
 
-    The size classes are the sizes in use themselves (whole pages), so nothing is rounded to a power of two, and taking
-    and giving back the same sizes for ever never needs a byte more.
+    Sizes are whole pages and not rounded to a power of two, and allocating and freeing the same sizes repeatedly never
+    needs more space.
     """
 
     def __init__(self, size: int = 0) -> None:
@@ -26,7 +26,7 @@ class Extents:
         self.give(self.size - nbytes, nbytes)
 
     def take(self, nbytes: int) -> int | None:
-        """Return the start of `nbytes` that are now taken, None where no free span is large enough."""
+        """Return the start of `nbytes` that are now taken, None if no free span is large enough."""
         if nbytes == 0:
             return 0
         index = bisect_left(self._by_size, (nbytes, -1))
@@ -39,7 +39,7 @@ class Extents:
         return start
 
     def give(self, start: int, nbytes: int) -> None:
-        """Make [start, start + nbytes) free again, joined with its free neighbours."""
+        """Make [start, start + nbytes) free again, merged with its free neighbours."""
         if nbytes == 0:
             return
         before = self._start_before.get(start)

@@ -15,7 +15,7 @@ from tiers.transfer import Transfer
 
 
 class HbmTier(Tier):
-    """Blocks are tensors of `device`; copies in and out run on streams of the tier's own.
+    """Blocks are tensors on `device`; copies in and out run on the tier's own streams.
 
     Allocate and free on the stream that computes with the block: its memory is reused in that stream's order.
     """
@@ -28,7 +28,7 @@ class HbmTier(Tier):
         total = _total(self.device)
         super().__init__(total if capacity is None else capacity)
         self._frees_in_stream_order = self.device.type == "cuda"
-        # What the CUDA allocator rounds to; elsewhere a cache line.
+        # The granularity of the CUDA allocator; elsewhere a cache line.
         self.alignment = 512 if self.device.type == "cuda" else 64
         self._copier = Copier(self.name)
 
@@ -50,7 +50,7 @@ class HbmTier(Tier):
             ) from None
 
     def _free(self, handle: Tensor) -> None:
-        pass  # the last reference goes with the block
+        pass  # the block held the last reference
 
     def _write(self, handle: Tensor, source: Tensor, offset: int, after: Sequence[Transfer]) -> Transfer:
         return self._copier.copy(source, handle[offset : offset + source.numel()], after)

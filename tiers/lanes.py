@@ -1,6 +1,6 @@
-"""Disk I/O in flight: one event loop in a thread, and lanes, each an aiofiles handle with a thread of its own.
+"""Disk I/O in flight: one event loop in a thread, and lanes, each an aiofiles handle with its own thread.
 
-aiofiles has no positioned read, so an operation in flight needs a handle that nobody else moves: that is a lane.
+aiofiles has no positioned read, so each operation in flight needs a handle of its own: a lane.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `work` on the loop; its future can be waited for from any thread."""
+        """Start `work` on the loop; any thread can wait for its future."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class LoopThread:
 
 
 class Lane:
-    """One handle on a file, for one operation at a time; `_write` and `_read` are what a fault test replaces."""
+    """One handle on a file, for one operation at a time; fault tests replace `_write` and `_read`."""
 
     def __init__(self, name: str, direct: bool) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -82,7 +82,7 @@ class Lane:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
     async def close(self) -> None:
-        """Close the handle and let the thread go."""
+        """Close the handle and end the thread."""
         if self._file is not None:
             await self._file.close()
         self._executor.shutdown(wait=False)
@@ -96,10 +96,10 @@ class Lane:
         return done
 
     def _seek(self, offset: int) -> None:
-        # The handle is unbuffered, so its position is the kernel's: no need to go through the thread for it.
+        # The handle is unbuffered, so its position is the kernel's and need not be set in the thread.
         os.lseek(self._file.fileno(), offset, os.SEEK_SET)
 
     def _whole(self, progress: int | None, wanted: int) -> int:
-        """Return the progress to go on from: with O_DIRECT a rest must start on a page again."""
+        """Return the progress to continue from: with O_DIRECT the remainder must start on a page."""
         progress = progress or 0
         return progress if progress == wanted or not self._direct else progress // PAGE_NBYTES * PAGE_NBYTES

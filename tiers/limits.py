@@ -1,4 +1,4 @@
-"""How much host memory this process may still take, and how much of it may be locked; read, never guessed."""
+"""How much host memory this process may still take, and how much of it may be locked, as the system reports."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ try:
 except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
-# A v1 cgroup without a limit says 2^63 - 1 rounded down to a page: anything of that size is no limit.
+# A v1 cgroup without a limit reports 2^63 - 1 rounded down to a page, so values of that size mean no limit.
 _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
 class HostLimits:
-    """What the machine says; None means it sets no limit (or does not say)."""
+    """The limits of this machine; None means no limit, or unknown."""
 
     available: int
-    """Bytes this process may still take: the least of the system's and every cgroup's."""
+    """Bytes that this process may still take: the minimum over the system and every cgroup."""
     cgroup_limit: int | None
-    """The limit of the cgroup that leaves least, in bytes."""
+    """The limit of the cgroup with the least room, in bytes."""
     memlock: int | None
     """RLIMIT_MEMLOCK in bytes (soft)."""
 
@@ -70,7 +70,7 @@ def _memlock(limits: str) -> int | None:
 def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
     """Yield this process's cgroup folders for a controller, v2 and v1, innermost first.
 
-    A limit of any parent binds too. Inside a container the path may exist on the host only; its top always does.
+    Limits of parents apply too. Inside a container the path may exist only on the host; the top folder always exists.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
@@ -98,7 +98,7 @@ def _room(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> tu
     limit_text, usage_text = _text(folder / limit_name).strip(), _text(folder / usage_name).strip()
     if not limit_text.isdigit() or int(limit_text) >= _NO_LIMIT:  # absent, or `max`
         return None
-    # Page cache that nobody has touched lately is given up before anybody is killed: it is not usage.
+    # The kernel drops inactive page cache before it kills a process, so it does not count as usage.
     stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
     usage = int(usage_text or 0) - int(stat.get(cache_name, 0))
     return int(limit_text), int(limit_text) - max(usage, 0)

@@ -12,7 +12,7 @@ from tiers.transfer import Transfer
 
 
 class NullTier(Tier):
-    """Every byte written is gone, a read leaves its target as it was; sizes, lifetimes and counts are kept as usual."""
+    """Discards writes and leaves the targets of reads unchanged; sizes, lifetimes and counts work as usual."""
 
     name = "null"
     stores = False

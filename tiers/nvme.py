@@ -1,11 +1,11 @@
-"""`nvme`: blocks striped over swap files in one or more directories, moved by lanes around the page cache.
+"""`nvme`: blocks striped over swap files in one or more directories, moved by lanes that bypass the page cache.
 
-A block is cut into stripe units of 8 MiB, dealt round robin to the directories. A unit goes to the disk straight from
-the caller's memory where that is page-aligned; the rest passes through staging buffers: GPU memory, odd addresses, the
-last partial page, and (with `verify`) parts of a unit, because a checksum is of a whole one.
+A block is cut into stripe units of 8 MiB, assigned round robin to the directories. A unit moves directly between disk
+and the caller's memory if that is page-aligned. All else passes through staging buffers: GPU memory, odd addresses, the
+last partial page, and (with `verify`) parts of a unit, because a checksum covers a whole one.
 
-A block's true length, generation and checksums live in memory only. Swap needs no header on disk: nobody can read the
-file once its process is gone.
+A block's true length, generation and checksums are in memory only. The file needs no header, as it cannot be read after
+its process has ended.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NUM_TAIL_PAGES = 32
 
 
 class NvmeTier(Tier):
-    """Swap on disk: `paths` are the directories, `verify` checks every read against a checksum of what was written.
+    """Swap on disk: `paths` are the directories, `verify` checks every read against a checksum from the write.
 
-    Each directory has `lanes` lanes that read and as many that write, so a read never queues behind writes. There are
-    twice as many as a disk needs to be busy: a lane rests while the event loop hears of one unit and hands it the next.
+    Each directory has `lanes` lanes that read and as many that write, so a read never queues behind writes. That is
+    twice as many as keep a disk busy: a lane is idle while the event loop finishes one unit and assigns the next.
     """
 
     name = "nvme"
@@ -103,7 +103,7 @@ class NvmeTier(Tier):
 
     @property
     def file_nbytes(self) -> int:
-        """Return the size of the swap files as the system sees them."""
+        """Return the size of the swap files as the system reports it."""
         return sum(os.fstat(file.fd).st_size for file in self._files)
 
     def host_memory(self) -> list[Tensor]:
@@ -112,7 +112,7 @@ class NvmeTier(Tier):
 
     @property
     def direct(self) -> bool:
-        """Whether every directory takes O_DIRECT."""
+        """Whether every directory supports O_DIRECT."""
         return all(file.direct for file in self._files)
 
     def describe(self) -> str:
@@ -192,17 +192,17 @@ class NvmeTier(Tier):
                 try:
                     file.grow(missing, at_least=PAGE_NBYTES)
                 except TierFull:
-                    pass  # another file may have room: the units will tell
+                    pass  # another file may have room; reserving the units will show
 
     def _room(self) -> int:
-        """Return the bytes that could still be reserved; directories of one file system share its space."""
+        """Return the bytes that can still be reserved; directories on one file system share its space."""
         disks = {os.stat(file.directory).st_dev: free_nbytes(file.directory) for file in self._files}
         return sum(file.free for file in self._files) + sum(disks.values())
 
     def _where(self) -> str:
         return ", ".join(str(file.directory) for file in self._files)
 
-    # Moving bytes (on the event loop's thread, the lanes' threads doing the work)
+    # Moving bytes (runs on the event loop's thread; the lanes' threads do the work)
 
     async def _move_all(
         self,
@@ -219,7 +219,7 @@ class NvmeTier(Tier):
             await _reached(position)
         move = self._write_piece if writes else self._read_piece
         pieces = cut(record, data, offset, self._unit_nbytes)
-        # All of them end before this does, failed ones too: the caller's memory is then surely no longer touched.
+        # Wait for all of them, even after a failure: the caller's memory must not be touched after this returns.
         results = await asyncio.gather(*(move(record, piece, position) for piece in pieces), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -303,7 +303,7 @@ class NvmeTier(Tier):
             await lane.call(self._copy, part, piece.data, position)
 
     def _window(self, piece: Piece) -> tuple[int, int]:
-        """Return the whole pages around a piece; around all of its unit where a checksum needs it."""
+        """Return the whole pages around a piece, or around its whole unit if a checksum needs it."""
         if self._verify:
             return 0, round_up(piece.unit.nbytes, PAGE_NBYTES)
         return piece.start // PAGE_NBYTES * PAGE_NBYTES, round_up(piece.end, PAGE_NBYTES)
@@ -319,7 +319,7 @@ class NvmeTier(Tier):
             )
 
     def _copy(self, source: Tensor, target: Tensor, position: torch.cuda.Event | None) -> None:
-        """Copy to or from staging and return when it is done, on the calling lane's thread."""
+        """Copy to or from staging, synchronously, on the calling lane's thread."""
         if not (source.is_cuda or target.is_cuda):
             target.copy_(source)
             return
@@ -342,13 +342,13 @@ def _close_at_exit() -> None:
             pass
 
 
-# A tier left open is closed before the interpreter goes: its loop's thread must not be caught inside torch by that.
-# This early hook runs while executors still work; `atexit` itself, the public one, comes after they are gone.
+# Open tiers are closed before the interpreter exits, so that their loop threads are not inside torch at that time.
+# This private hook runs while executors still work; the public `atexit` runs after they have shut down.
 getattr(threading, "_register_atexit", atexit.register)(_close_at_exit)
 
 
 class _Turn:
-    """A lane for the length of a `with` block; buffers are taken before a lane, so that nobody waits in a circle."""
+    """Holds a lane during a `with` block; buffers are always taken before a lane, so that there is no deadlock."""
 
     def __init__(self, tier: NvmeTier, queue: asyncio.Queue[Lane]) -> None:
         self._tier = tier
@@ -372,7 +372,7 @@ async def _over(transfer: Transfer) -> None:
 
 
 async def _reached(position: torch.cuda.Event) -> None:
-    """Wait until the caller's stream has got to `position`, without a thread standing still for it."""
+    """Wait until the caller's stream has reached `position`, without blocking a thread."""
     pause = 1e-4
     while not position.query():
         await asyncio.sleep(pause)

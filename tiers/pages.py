@@ -1,11 +1,11 @@
-"""Page-aligned host memory of exactly the size asked for, registered with CUDA where that is wanted.
+"""Page-aligned host memory of exactly the requested size, optionally registered with CUDA.
 
-PyTorch's own pinned allocator rounds up to a power of two; an anonymous mapping does not, and suits O_DIRECT as well.
+PyTorch's pinned allocator rounds up to a power of two; an anonymous mapping does not, and works with O_DIRECT too.
 
-[Note: unpinned before unmapped] CUDA goes by addresses. A span that is unmapped while it is registered leaves its
-registration behind, and whatever the kernel maps there next is taken for pinned memory that it is not: copies into it
-fail or go astray. So the mapping itself unpins, before its memory goes, whoever held the last tensor in it: an owner
-that was dropped instead of closed costs a wait for the device, nothing else.
+[Note: unpinned before unmapped] CUDA identifies pinned memory by address. A span that is unmapped while registered
+leaves its registration behind, and CUDA takes whatever the kernel maps there next for pinned memory: copies into it
+fail or corrupt data. So the mapping unpins itself before its memory is unmapped, whoever held its last tensor. An owner
+that was dropped instead of closed only costs a wait for the device.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 
 from tiers.base import PAGE_NBYTES, round_up
 
-_SMALL_NBYTES = 64 << 20  # not worth a pool of threads
+_SMALL_NBYTES = 64 << 20  # too small for a thread pool to pay off
 
 
 class Registrar:
-    """Makes host memory known to CUDA, so that copies are direct and asynchronous.
+    """Registers host memory with CUDA, so that copies are direct and asynchronous.
 
-    Calls come from any thread, and a thread's device is the first unless it chose another: calls are made for the
-    device of the thread that made the registrar, or else they would open a context on a GPU that is not this rank's.
+    Calls may come from any thread, and a new thread's current device is 0. So calls use the device of the thread that
+    made the registrar; otherwise they would open a context on another rank's GPU.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Registrar:
         return torch.cuda.is_available()
 
     def register(self, address: int, nbytes: int) -> str | None:
-        """Pin the memory; return why not, or None when it is pinned."""
+        """Pin the memory; return None, or the reason for a failure."""
         torch.cuda.init()
         with torch.cuda.device(self._device):
             code = _code(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
@@ -53,7 +53,7 @@ class Registrar:
         return f"cudaHostRegister gave error {code}"
 
     def unregister(self, address: int) -> None:
-        """Unpin memory that `register` pinned, once no copy uses it; a forked child has nothing pinned."""
+        """Unpin memory that `register` pinned, once no copy uses it; do nothing in a forked child."""
         if os.getpid() != self._process:
             return
         with torch.cuda.device(self._device):
@@ -68,17 +68,17 @@ class _Mapping(mmap.mmap):
     unpin: Callable[[], None] | None = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self.unpin is not None and not is_finalizing():  # a process that ends takes its pins along
+        if self.unpin is not None and not is_finalizing():  # at process exit the driver unpins everything
             self.unpin()
 
 
 class Pages:
-    """A span of zeroed, page-aligned memory of its own; `bytes` is all of it as a uint8 tensor."""
+    """A span of zeroed, page-aligned memory; `bytes` is all of it as a uint8 tensor."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = round_up(nbytes, PAGE_NBYTES)
         mapping = _Mapping(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Huge pages: fewer faults, faster pinning. Not inherited: a child's copy-on-write would move pinned pages.
+        # Huge pages: fewer faults, faster pinning. No fork: a child's copy-on-write would move pinned pages.
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             try:
                 mapping.madvise(getattr(mmap, advice))
@@ -95,11 +95,11 @@ class Pages:
 
     @property
     def memory(self) -> memoryview:
-        """Return all of it as Python's own kind of buffer, for system calls."""
+        """Return all of it as a memoryview, for system calls."""
         return memory_of(self.bytes)
 
     def prefault(self) -> None:
-        """Have the kernel supply all pages now, by several threads: it zeroes them, which takes one core long."""
+        """Fault in all pages now, with several threads: the kernel zeroes them, which is slow on one core."""
         num_threads = 1 if self.nbytes <= _SMALL_NBYTES else min(8, os.cpu_count() or 1)
         span = round_up(-(-self.nbytes // num_threads), PAGE_NBYTES)
         parts = [self.bytes[start : start + span : PAGE_NBYTES] for start in range(0, self.nbytes, span)]
@@ -110,7 +110,7 @@ class Pages:
             list(threads.map(Tensor.zero_, parts))
 
     def pin(self, registrar: Registrar) -> str | None:
-        """Register the memory with CUDA; return why not, or None when it is pinned."""
+        """Register the memory with CUDA; return None, or the reason for a failure."""
         assert self._mapping is not None, "released"
         if self.pinned:
             return None
@@ -121,12 +121,12 @@ class Pages:
         return refusal
 
     def release(self) -> None:
-        """Unpin and let go; the memory is unmapped with the last tensor that views it."""
+        """Unpin and drop the memory; it is unmapped with the last tensor that views it."""
         mapping, self._mapping = self._mapping, None
         if mapping is not None and mapping.unpin is not None:
             unpin, mapping.unpin = mapping.unpin, None
             unpin()
-        # Never unmapped by hand: tensors refer to the mapping without locking it, and would dangle.
+        # Never unmapped explicitly: tensors refer to the mapping without locking it, and would dangle.
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
@@ -141,7 +141,7 @@ def _code(result: Any) -> int:
 
 
 def _clear_cuda_error() -> None:
-    """Take the refused call's error off the thread, or the next unrelated kernel launch would report it."""
+    """Clear the failed call's error on this thread, or the next unrelated kernel launch would report it."""
     try:
         torch.ones(1, device="cuda").add_(1)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Tiers by name: `name → dotted path`, imported only when one is opened, open to other packages.
+"""Tiers by name: `name → dotted path`, imported only when opened, extensible by other packages.
 
 A package offers its own tier with an entry point in the group `zerocli.tiers`, or with `register`.
 """
@@ -28,7 +28,7 @@ _paths = {
 }
 
 TIERS: Mapping[str, str] = MappingProxyType(_paths)
-"""The tiers registered in this process, to look at; `available()` adds those that other packages offer."""
+"""Read-only view of the tiers registered in this process; `available()` adds those that other packages offer."""
 
 
 def register(name: str, dotted: str) -> None:
@@ -40,7 +40,7 @@ def register(name: str, dotted: str) -> None:
 
 
 def available() -> dict[str, str]:
-    """Return every tier that can be asked for, as name → dotted path; nothing is imported."""
+    """Return every available tier, as name → dotted path; nothing is imported."""
     offered = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
     return {**offered, **_paths}
 

@@ -1,4 +1,4 @@
-"""A fixed number of page-aligned buffers for bytes that cannot go to the disk from where they are."""
+"""A fixed number of page-aligned buffers for bytes that cannot move directly to or from the disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiers.pages import Pages, Registrar
 
 
 class Staging:
-    """At most `count` buffers of `nbytes`, made when first needed and then reused; who finds none free waits."""
+    """At most `count` buffers of `nbytes`, made when first needed and then reused; callers wait if none is free."""
 
     def __init__(self, count: int, nbytes: int, registrar: Registrar) -> None:
         self.refusal: str | None = None
@@ -18,7 +18,7 @@ class Staging:
         self._registrar = registrar
         self.made: list[Pages] = []
         """The buffers made so far, lent or not."""
-        # The last buffer used is the next one: buffers that are never needed are never made.
+        # LIFO: the buffer used last is reused first, so buffers that are never needed are never made.
         self._free: asyncio.LifoQueue[Pages | None] = asyncio.LifoQueue()
         for _ in range(count):
             self._free.put_nowait(None)
@@ -43,7 +43,7 @@ class Staging:
             self._free.put_nowait(pages)
 
     def release(self) -> None:
-        """Give the buffers' memory back; none may be lent."""
+        """Release the buffers' memory; none may be lent."""
         for pages in self.made:
             pages.release()
         self.made = []

@@ -1,4 +1,4 @@
-"""How a block lies on its files: a record of stripe units, and the pieces a transfer is cut into."""
+"""The layout of a block in its files: a record of stripe units, and the pieces a transfer is cut into."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiers.swapfile import SwapFile
 
 @dataclass
 class Unit:
-    """`nbytes` true bytes at `start` of a file; `checksum` is of all of them, None before the first write."""
+    """`nbytes` true bytes at `start` of a file; `checksum` covers all of them, None before the first write."""
 
     file: SwapFile
     start: int
@@ -26,7 +26,7 @@ class Record:
 
     units: list[Unit]
     broken: dict[int, str] = field(default_factory=dict)
-    """Units whose last write failed, and why: what is on disk is neither old nor new."""
+    """Units whose last write failed, and why: their contents on disk are undefined."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Piece:
 
     @property
     def in_place(self) -> bool:
-        """Whether the disk can take the bytes from the caller's memory, a last partial page apart."""
+        """Whether the bytes can move directly between disk and the caller's memory, except a last partial page."""
         if self.data.is_cuda:
             return False
         aligned = self.start % PAGE_NBYTES == 0 and self.data.data_ptr() % PAGE_NBYTES == 0
@@ -60,7 +60,7 @@ class Piece:
 
     @property
     def body_nbytes(self) -> int:
-        """Return how much of a piece in place goes straight to the disk: whole pages with O_DIRECT."""
+        """Return how many bytes of an in-place piece move directly to or from the disk: whole pages with O_DIRECT."""
         return self.nbytes // PAGE_NBYTES * PAGE_NBYTES if self.unit.file.direct else self.nbytes
 
 

@@ -1,7 +1,7 @@
-"""`SwapFile`: one private, nameless file in one directory, its free space and its lanes.
+"""`SwapFile`: one private, unlinked file in one directory, its free space and its lanes.
 
-The file is unlinked as soon as every handle is open: it is gone with the process, however that ends. Where a file
-system refuses that, the file stays locked while its owner lives, and whoever starts next removes it when it is not.
+The file is unlinked as soon as every handle is open, so it disappears with the process, however that ends. If the file
+system refuses that, the file is locked while its owner lives, and the next run removes it if it is not locked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PREWRITE_NBYTES = 8 << 20
 
 
 def disk_error(error: OSError, path: Path, action: str, nbytes: int = 0) -> TierError:
-    """Return what a person should read about a failed disk operation on `nbytes` bytes."""
+    """Return the error to show for a failed disk operation on `nbytes` bytes."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return TierFull(
             tier=TIER,
@@ -54,7 +54,7 @@ def disk_error(error: OSError, path: Path, action: str, nbytes: int = 0) -> Tier
 
 
 def free_nbytes(path: Path) -> int:
-    """Return the bytes an ordinary user may still take on `path`'s file system (0 where it does not say)."""
+    """Return the free bytes for an unprivileged user on `path`'s file system (0 if unknown)."""
     try:
         info = os.statvfs(path)
     except OSError:
@@ -63,7 +63,7 @@ def free_nbytes(path: Path) -> int:
 
 
 class SwapFile:
-    """A file of swap in `directory`: extents of it are taken and given back, lanes move bytes."""
+    """A swap file in `directory`: extents of it are taken and given back, lanes move bytes."""
 
     def __init__(self, directory: Path, direct: bool | Literal["auto"], grow_nbytes: int, prewrite: bool) -> None:
         self.directory = directory
@@ -92,11 +92,11 @@ class SwapFile:
 
     @property
     def free(self) -> int:
-        """Return the bytes inside the file that no block uses."""
+        """Return the unused bytes inside the file."""
         return self._extents.free
 
     async def open_lanes(self, lane_class: type[Lane], num_readers: int, num_writers: int) -> None:
-        """Open every handle, then take the file's name away."""
+        """Open every handle, then unlink the file."""
         for queue, count in ((self.readers, num_readers), (self.writers, num_writers)):
             for _ in range(count):
                 lane = lane_class(f"{TIER}-lane", self.direct)
@@ -107,7 +107,7 @@ class SwapFile:
             self.notes.append(f"{self.directory} does not let an open file be unlinked: {self.path.name} goes at exit")
 
     def take(self, nbytes: int, growth_limit: int) -> int:
-        """Return where `nbytes` (whole pages) are now reserved, growing the file where needed."""
+        """Reserve `nbytes` (whole pages), growing the file if needed, and return their start."""
         start = self._extents.take(nbytes)
         if start is None:
             self.grow(max(nbytes, min(self._grow_nbytes, growth_limit)), at_least=nbytes)
@@ -120,7 +120,7 @@ class SwapFile:
         self._extents.give(start, nbytes)
 
     def grow(self, nbytes: int, at_least: int) -> None:
-        """Reserve `nbytes` more on disk, or as much of it as there is room for, but never less than `at_least`."""
+        """Reserve `nbytes` more on disk, or as much as fits, but at least `at_least`."""
         room = free_nbytes(self.directory) // PAGE_NBYTES * PAGE_NBYTES
         nbytes = round_up(min(nbytes, max(room, at_least)), PAGE_NBYTES)
         if room < nbytes:
@@ -153,14 +153,14 @@ class SwapFile:
                 if os.fstat(fd).st_nlink:
                     return path, fd
             except BlockingIOError:
-                pass  # somebody's sweep got between our two calls and is removing it: start again
+                pass  # another process's sweep removed it between our two calls: retry
             except OSError:
                 self.notes.append(f"{self.directory} has no file locks: a swap file left by a crash stays there")
                 return path, fd
             os.close(fd)
 
     def _choose_direct(self, wanted: bool | Literal["auto"]) -> bool:
-        """Return whether to use O_DIRECT: asked for, and a real page goes out and comes back."""
+        """Return whether to use O_DIRECT: it is requested, and a test page can be written and read back."""
         if not wanted:
             return False
         refusal = self._probe_direct()
@@ -206,10 +206,10 @@ class SwapFile:
             os.ftruncate(self.fd, self.size + nbytes)
 
     def _write_once(self, start: int, nbytes: int) -> None:
-        """Write zeros over a new region: a first write finds no block there yet, and is much slower than the next."""
+        """Write zeros to a new region: the first write has to allocate blocks, and is much slower than later ones."""
         zeros = Pages(min(nbytes, _PREWRITE_NBYTES))
         memory = zeros.memory
-        # The lanes' mode: what is written around the page cache must not be left in it.
+        # Use the lanes' mode: data written with O_DIRECT must not have stale copies in the page cache.
         if self.direct:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)
         done = 0
@@ -226,7 +226,7 @@ class SwapFile:
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Remove swap files whose owner is gone, and return them; a file that somebody holds locked is left alone."""
+    """Remove swap files whose owner is gone, and return them; locked files are left alone."""
     removed = []
     for path in sorted(directory.glob(f"{PREFIX}*")):
         try:

@@ -1,8 +1,8 @@
-"""`Transfer`: bytes on their way between a tier and a tensor, the one asynchronous type of this package.
+"""`Transfer`: bytes in flight between a tier and a tensor, the only asynchronous type of this package.
 
-Two clocks are involved. A host transfer (a disk, a memory copy by a thread) ends when its future does. A CUDA copy
-ends when its event does, long after the host has gone on. `wait()` orders the caller's work after the transfer on
-whichever clock that is; `synchronize()` always stops the host.
+A transfer ends in one of two ways. A host transfer (a disk, a memory copy by a thread) ends with its future. A CUDA
+copy ends with its event, long after the host has continued. `wait()` orders the caller's work after the transfer, on
+the stream or on the host; `synchronize()` always blocks the host.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from tiers.errors import TierError
 
 WAITED_FOR: dict[int, tuple[Transfer, float]] = {}
-"""By thread: the transfer that it stands still for, and since when (time.monotonic); a watchdog looks here."""
+"""By thread: the transfer that it is blocked on, and since when (time.monotonic); read by a watchdog."""
 
 
 class Transfer:
     """Bytes in flight; holds its source and target until they are no longer touched.
 
     After `wait()` the caller may use the target and reuse the source in the order of its current CUDA stream. Host
-    code that touches host memory of a CUDA copy (a pinned buffer just filled) needs `synchronize()` instead: the host
-    is not on that stream.
+    code that touches host memory of a CUDA copy (a pinned buffer just filled) needs `synchronize()` instead: the
+    stream does not order the host.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Transfer:
     ) -> None:
         self.nbytes = nbytes
         self.what = ""
-        """What the bytes are, for people, where their owner has said it."""
+        """A description of the bytes for messages, if their owner has set it."""
         self.event = event
-        """The end of a CUDA copy; None for any other transfer."""
+        """The event at the end of a CUDA copy; None for any other transfer."""
         self._tier = tier
         self.future = future
-        """The host's part of it; None where there is none, or it was over at once."""
+        """The future of the host's part; None if there is none, or it ended immediately."""
         self._hold = tuple(hold)
-        # A transfer counts as a use of its tensors on the streams that were current when it was asked for.
+        # A transfer counts as a use of its tensors on the streams that were current when it was requested.
         self._streams = _current_streams(self._hold) if event is not None else {}
         if future is not None:
             future.add_done_callback(self._let_go)
@@ -75,14 +75,14 @@ class Transfer:
             self._hold = tuple(tensor for tensor in self._hold if not tensor.is_cuda)
 
     def synchronize(self) -> None:
-        """Stop the host until the bytes are there; raise the transfer's error if it failed."""
+        """Block the host until the transfer is complete; raise its error if it failed."""
         self.wait_for_host()
         if self.event is not None:
             self.event.synchronize()
         self._hold = ()
 
     def wait_for_host(self) -> None:
-        """Stop the host until its own part is over (a CUDA copy may still run); raise the error if it failed."""
+        """Block the host until its own part has ended (a CUDA copy may still run); raise the error if it failed."""
         if self.future is not None:
             if not self.future.done():
                 WAITED_FOR[threading.get_ident()] = (self, time.monotonic())
@@ -95,24 +95,24 @@ class Transfer:
 
     @property
     def tier(self) -> str:
-        """The name of the tier at its other end."""
+        """The name of the tier that it reads or writes."""
         return self._tier
 
     @property
     def done(self) -> bool:
-        """Whether the transfer is over, well or badly; never waits."""
+        """Whether the transfer has ended, with or without an error; never waits."""
         if self.future is not None and not self.future.done():
             return False
         return self.event is None or self.event.query()
 
     @property
     def released(self) -> bool:
-        """Whether no device memory is held any more: done, or ordered before the caller's next work."""
+        """Whether device memory is no longer held: done, or ordered before the caller's next work."""
         return not any(tensor.is_cuda for tensor in self._hold)
 
     @property
     def error(self) -> BaseException | None:
-        """Return what went wrong, None while nothing has; never waits."""
+        """Return the error, None if there is none so far; never waits."""
         if self.future is None or not self.future.done():
             return None
         return self._cancelled() if self.future.cancelled() else self.future.exception()
@@ -130,7 +130,7 @@ class Transfer:
 
 
 class JointTransfer(Transfer):
-    """Several transfers of the same bytes, over when all of them are."""
+    """Several transfers of the same bytes; it ends when all of them have."""
 
     def __init__(self, parts: Sequence[Transfer]) -> None:
         super().__init__(parts[0].nbytes)

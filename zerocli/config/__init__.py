@@ -1,4 +1,4 @@
-"""The config: what can be set, how it is read and checked. `load` is the way in; every problem is reported at once."""
+"""The config: its keys, how it is read and checked. `load` is the entry point; all problems are reported at once."""
 
 from zerocli.config.draft import assemble, from_dict, load, to_dict
 from zerocli.config.file import bundled

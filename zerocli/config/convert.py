@@ -1,4 +1,4 @@
-"""From what a file or a command line says to a value of a field's type; ValueError says what it is not."""
+"""Convert values from a file or a command line to a field's type; ValueError says what is wrong with a value."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from zerocli.layout.sizes import parse_bytes
 
 
 def convert(field: dataclasses.Field[Any], value: object, raw: str | None) -> object:
-    """Return `value` as the field's type; raise ValueError that says what it is not."""
+    """Return `value` converted to the field's type; raise ValueError that says what is wrong with it."""
     kind = field.type
     if kind is str:
         return _text(value if isinstance(value, str) or raw is None else raw)
@@ -30,7 +30,7 @@ def convert(field: dataclasses.Field[Any], value: object, raw: str | None) -> ob
     if field.name == "options":
         return _options(value)
     if raw is not None and isinstance(value, str):
-        # On a command line a list needs no brackets: 0.9,0.95
+        # A list on the command line needs no brackets: 0.9,0.95
         value = configfile.parse_set(f"value=[{raw}]")[1] if kind == tuple[float, float] else raw.split(",")
     if kind == tuple[str, ...]:
         return tuple(map(_text, [value] if isinstance(value, str) else _listed(value)))
@@ -58,7 +58,7 @@ def _placement(value: object) -> Placement:
     try:
         return read_placement(value if isinstance(value, Placement) else _text(value))
     except PlacementError as error:
-        raise ValueError(f"{error.text!r}: {error.fact}") from error  # the key's name comes before it
+        raise ValueError(f"{error.text!r}: {error.fact}") from error  # the caller prefixes the key's name
 
 
 def _whole(value: object) -> int:

@@ -1,4 +1,4 @@
-"""Putting a config together from a document, `--set` and flags; every problem is reported at once, where it stands."""
+"""Assemble a config from a document, `--set` and flags; all problems are reported at once, each with its place."""
 
 import dataclasses
 import re
@@ -17,10 +17,10 @@ _FLAGS = {"data.path": "--data", "offload.placement": "--offload"}
 
 
 def load(source: str, sets: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
-    """Return the config that `source` names, with `sets` (`section.key=value`) and then `flags` laid over it.
+    """Return the config that `source` names, overridden by `sets` (`section.key=value`) and then by `flags`.
 
     `flags` maps dotted keys to typed values; None is a flag that was not given. Raises ConfigError with every
-    problem found. Nothing is imported or executed, a factory neither.
+    problem found. Nothing is imported or executed, not even a factory.
     """
     return assemble(configfile.read(source), sets, flags, is_file=source.endswith((".toml", ".json")))
 
@@ -31,7 +31,7 @@ def assemble(
     flags: Mapping[str, object] | None = None,
     is_file: bool = False,
 ) -> Config:
-    """Return the config that a document says, with `sets` and `flags` laid over it; see `load`."""
+    """Return the config that a document describes, overridden by `sets` and `flags`; see `load`."""
     draft = _Draft(list(document.problems))
     draft.add_document(document)
     if draft.values.get("model.factory") and is_file:
@@ -55,13 +55,13 @@ def assemble(
 
 
 class _Draft:
-    """A config being put together: typed values, where each came from, and what is wrong so far."""
+    """A config under construction: typed values, the place each came from, and the problems so far."""
 
     def __init__(self, problems: list[Problem]):
         self.problems = problems
         self.values: dict[str, Any] = {}
         self.places: dict[str, str] = {}
-        self.bad: set[str] = set()  # keys already complained about: nothing is concluded from their values
+        self.bad: set[str] = set()  # keys with a reported problem: cross checks skip them
 
     def add_document(self, document: configfile.Document) -> None:
         self.values["name"] = re.sub(r"[^\w.-]+", "-", document.name).lstrip("-.") or "unnamed"
@@ -74,7 +74,7 @@ class _Draft:
                 self.add(f"{section}.{key}", value, document.places.get(f"{section}.{key}", f"{section}.{key}"))
 
     def add(self, key: str, value: object, place: str, raw: str | None = None) -> None:
-        """Take `key` as `value`; `raw` is its own text where it came from a command line."""
+        """Set `key` to `value`; `raw` is the value's text if it came from a command line."""
         if raw is not None and key.startswith("optimizer.options.") and key.count(".") == 2:
             options = self.values.get("optimizer.options", {})
             key, value = "optimizer.options", {**options, key.rpartition(".")[2]: value}
@@ -84,7 +84,7 @@ class _Draft:
         field = FIELDS[key]
         try:
             self.values[key] = convert(field, value, raw)
-            self.places.pop(key, None)  # the newest stands last
+            self.places.pop(key, None)  # keep the most recently set key last
             self.places[key] = place
             if key == "preset":
                 for preset_key, preset_value in PRESETS.get(str(value), {}).items():
@@ -105,7 +105,7 @@ class _Draft:
         config = build(self.values)
         for keys, problem in violations(config):
             if not self.bad.intersection(keys):
-                # Of the keys involved, the one given last is the likeliest to be wrong.
+                # The key that was set last is the most likely to be wrong.
                 place = next((self.places[key] for key in reversed(self.places) if key in keys), problem.place)
                 self.problems.append(dataclasses.replace(problem, place=place))
         if self.problems:
@@ -114,7 +114,7 @@ class _Draft:
 
 
 def build(values: Mapping[str, Any]) -> Config:
-    """Return the config of values by dotted key, each of its field's type; the others have their defaults."""
+    """Return a config from typed values by dotted key; other keys have their defaults."""
     sections: dict[str, Any] = {}
     for section, kind in SECTIONS.items():
         given = {k: v for k, v in values.items() if k.startswith(section + ".")}
@@ -146,7 +146,7 @@ def unknown(key: str, value: object, place: str) -> Problem:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return the config as JSON-able values, keys as in files; `from_dict` gives the same config back."""
+    """Return the config as JSON-compatible values, with keys as in files; `from_dict` is the inverse."""
     made: dict[str, Any] = {"name": config.name, "preset": config.preset} | {section: {} for section in SECTIONS}
     for key in FIELDS:
         if "." in key:
@@ -156,7 +156,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a key's value as JSON has it."""
+    """Return a key's value in its JSON form."""
     if isinstance(value, Placement):
         return str(value)
     return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value

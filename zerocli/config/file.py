@@ -1,6 +1,6 @@
-"""Reading config sources (bundled names, TOML, Hugging Face JSON, factories) and where in them each key stands.
+"""Read config sources (bundled names, TOML, Hugging Face JSON, factories) and locate each key in them.
 
-Nothing here knows which keys exist: a `Document` is nested values and places; `zerocli.config` judges them.
+This module does not know which keys exist: a `Document` is nested values and places, checked by `zerocli.config`.
 """
 
 import json
@@ -27,17 +27,17 @@ _TOKEN = re.compile(
 
 @dataclass
 class Document:
-    """What a source says: `values` by section and key, `places` by dotted key (`model.layers` -> `my.toml:3`)."""
+    """The contents of a source: `values` by section and key, `places` by dotted key (`model.layers` -> `my.toml:3`)."""
 
     name: str
     values: Mapping[str, object]
     places: dict[str, str] = field(default_factory=dict)
-    positions: int = 0  # the longest sequence the model was made for; 0 = not said
+    positions: int = 0  # the longest sequence the model supports; 0 = unknown
     problems: list[Problem] = field(default_factory=list)
 
 
 def read(source: str) -> Document:
-    """Return what `source` says; raise ConfigError, with the place, where it cannot be read."""
+    """Return the document of `source`; raise ConfigError, with the place, if it cannot be read."""
     if source.endswith(".toml"):
         return read_toml(source)
     if source.endswith(".json"):
@@ -66,7 +66,7 @@ def _unknown(source: str, names: list[str]) -> ConfigError:
 def bundled() -> list[tuple[str, str, str]]:
     """Return (name, first sentence, path) of each bundled config, by name."""
     try:
-        # By its place, not by its name: a working directory may have a package of that name.
+        # Located by path, not imported: the working directory may contain a package of the same name.
         folder = Path(__file__).parents[2] / "configs"
         files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
     except OSError:
@@ -75,7 +75,7 @@ def bundled() -> list[tuple[str, str, str]]:
 
 
 def _first_sentence(text: str) -> str:
-    # The opening comment: its first line is the command to run, what follows says what the config is.
+    # In the opening comment the first line is the command to run; the rest describes the config.
     comment = []
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -86,7 +86,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _read_text(path: str) -> str:
-    """Return the text of a regular UTF-8 file; raise ConfigError that says why not."""
+    """Return the text of a regular UTF-8 file; raise ConfigError with the reason if it cannot be read."""
 
     def refuse(fact: str, meant: str = "") -> ConfigError:
         return ConfigError([Problem(path, fact, meant)], hint="zerocli configs ls")
@@ -138,7 +138,7 @@ def read_json(path: str) -> Document:
 
 
 def read_values(path: str) -> tuple[dict[str, Any], dict[str, str], str]:
-    """Return the object that a JSON file holds, the places of its keys, and the name of its folder."""
+    """Return the object in a JSON file, the places of its keys, and the name of its folder."""
     text = _read_text(path)
     try:
         values = json.loads(text)
@@ -207,9 +207,9 @@ def _unquote(token: str) -> str:
 
 
 def parse_set(text: str) -> tuple[str, object, str]:
-    """Return (dotted key, value, the value's own text) of `section.key=value`; raise ValueError without a `=`.
+    """Return (dotted key, value, the value's text) of `section.key=value`; raise ValueError without a `=`.
 
-    The value is read as TOML (`3`, `true`, `[0.9, 0.95]`); what is not TOML is taken as bare text.
+    The value is parsed as TOML (`3`, `true`, `[0.9, 0.95]`); anything else is taken as plain text.
     """
     key, equals, raw = text.partition("=")
     if not equals:
@@ -219,11 +219,11 @@ def parse_set(text: str) -> tuple[str, object, str]:
         parsed = tomllib.loads(f"value = {raw}")
     except (ValueError, RecursionError):
         return key, raw, raw
-    # A text with a line end in it could smuggle further keys in.
+    # A line end in the text could add further keys.
     return key, parsed["value"] if len(parsed) == 1 else raw, raw
 
 
-# Hugging Face key, ours, and the default of its own config class: a file leaves defaults out.
+# Hugging Face key, our key, and the default in Hugging Face's config class: files omit defaults.
 _HUGGING_FACE: dict[str, list[tuple[str, str, object]]] = {
     "gpt2": [
         ("vocab_size", "vocab", 50257),
@@ -251,7 +251,7 @@ _POSITIONS = {"gpt2": ("n_positions", 1024), "llama": ("max_position_embeddings"
 
 
 def _from_hugging_face(stem: str, values: dict[str, Any], places: dict[str, str], path: str) -> Document:
-    """Return the model's shape; dropout and rope scaling are left out: they change no size."""
+    """Return the model's shape without dropout and rope scaling, which change no size."""
     family = values.get("model_type")
     if not isinstance(family, str) or family not in _HUGGING_FACE:
         if family is None:
@@ -294,6 +294,6 @@ def _computes(values: dict[str, Any], model: dict[str, Any], family: str) -> dic
     return {
         "hidden_act": lambda name: name in ("silu", "swish"),
         "mlp_bias": lambda bias: bias == values.get("attention_bias", False),
-        # A head size of its own: only hidden / heads is built in.
+        # The built-in models support only a head size of hidden / heads.
         "head_dim": lambda size: not all(isinstance(n, int) for n in (size, heads, hidden)) or size * heads == hidden,
     }

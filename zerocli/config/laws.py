@@ -1,4 +1,4 @@
-"""The laws of a config of the right types: ranges, and what holds between keys."""
+"""Checks of a config whose types are right: ranges, and relations between keys."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from zerocli.layout.shards import nearest_divisor
 
 
 def validate(config: Config) -> list[Problem]:
-    """Return what is wrong with a config of the right types: ranges and cross checks, each at its dotted key."""
+    """Return the problems of a config whose types are right: ranges and cross checks, each with its dotted key."""
     return [problem for _, problem in violations(config)]
 
 
@@ -30,7 +30,7 @@ def violations(config: Config) -> Iterator[tuple[tuple[str, ...], Problem]]:
 
 
 def _law_broken(field: dataclasses.Field[Any], value: Any) -> tuple[str, str]:
-    """Return (the fact, what was probably meant); empty where the value keeps the field's law."""
+    """Return (the fact, what was probably meant); both are empty if the value obeys the field's law."""
     law = field.metadata
     choices = law.get("choices")
     if choices and value not in choices:
@@ -53,7 +53,7 @@ def _law_broken(field: dataclasses.Field[Any], value: Any) -> tuple[str, str]:
 
 
 def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield (keys, fact) of each law between keys that is broken; a key already bad takes part in none."""
+    """Yield (keys, fact) of each broken relation between keys; keys that are already bad are skipped."""
     model = config.model
     kv_heads = model.kv_heads or model.heads
 
@@ -61,7 +61,7 @@ def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ..
         return not bad.intersection(names)
 
     if model.factory:
-        return  # the factory decides the shape
+        return  # the factory determines the shape
     if sound("model.heads", "model.hidden"):
         if model.hidden % model.heads:
             yield ("model.heads", "model.hidden"), f"heads {model.heads} does not divide hidden {model.hidden}"
@@ -73,9 +73,9 @@ def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ..
 
 
 def _tp_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Yield (keys, fact, the nearest degree that works) of each number that the tensor-parallel degree must divide.
+    """Yield (keys, fact, nearest valid degree) for each number that the tensor-parallel degree fails to divide.
 
-    The model itself checks the widths that it derives from others, when it is split.
+    The model checks its derived widths itself, when it is split.
     """
     model, tp = config.model, config.parallel.tp
     numbers = {"parallel.ranks": config.parallel.ranks}

@@ -1,4 +1,4 @@
-"""What a run is asked to do beside its config."""
+"""The options of a run that are not part of its config."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run is asked to do beside its config."""
+    """The options of a run that are not part of its config."""
 
     run_dir: str
     """Folder of metrics, config, checkpoints and logs; the same on all ranks."""
     resume: bool = False
-    """Go on from the newest checkpoint in `run_dir`."""
+    """Continue from the newest checkpoint in `run_dir`."""
     check: int = 0
     """Train this many steps unsharded too and report the largest difference in loss; 0 is no check."""
     dry_run: bool = False
@@ -24,4 +24,4 @@ class RunOptions:
     source: str = "tiny"
     """CONFIG as it was given, for the command to try next."""
     events: Sequence[Any] = ()
-    """Who hears of what the run does, from its start on: objects of `zerocli.engine.events.Events`."""
+    """Subscribers to the run's events, from its start: objects of `zerocli.engine.events.Events`."""

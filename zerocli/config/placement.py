@@ -1,4 +1,4 @@
-"""The placement of training state: its text is read here, once, and checked against the stage here. (No torch.)"""
+"""The placement of training state: parse its text and check it against the stage. (No torch.)"""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from zerocli.layout.stage import stage as stage_of
 
 
 def read_placement(value: str | Placement) -> Placement:
-    """Return the placement that a text of `--offload` asks for; PlacementError, a ValueError, says what is wrong."""
+    """Return the placement that the text of `--offload` describes; raise PlacementError, a ValueError, if invalid."""
     return value if isinstance(value, Placement) else parse_placement(value, parse_bytes)
 
 
 def placement_at(placement: Placement, stage: int) -> Placement:
-    """Return the tiers of each kind of state at a stage; PlacementError where the stage does not partition one."""
+    """Return the tiers of each kind of state at a stage; PlacementError if the stage does not partition a kind."""
     partitions = stage_of(stage)
     return placement.resolve([kind for kind in KINDS if getattr(partitions, kind)])
 
 
 def refuse_placement(placement: str | Placement, stage: int | None = None) -> None:
-    """Raise ConfigError, in the words of a config's reader, for a placement that cannot be, or not at this stage."""
+    """Raise ConfigError, worded as for a config file, if a placement is invalid or not allowed at this stage."""
     try:
         read = read_placement(placement)
         if stage is not None:

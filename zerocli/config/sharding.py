@@ -1,7 +1,7 @@
-"""`Sharding`: the one description of how a model is sharded, placed and stepped. (No torch.)
+"""`Sharding`: the description of how a model is sharded, placed and stepped. (No torch.)
 
-A config gives it (`sharding_of`). The engine's `Settings` and the plan's `Setup` are this description, each with what
-only it needs: what both read is mapped once, and has one default.
+`sharding_of` makes it from a config. The engine's `Settings` and the plan's `Setup` both extend it, so what they share
+is mapped from the config once and has one default.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from zerocli.layout.stage import stage as stage_of
 class Sharding:
     """How a model is sharded, placed and stepped; the defaults are the config's.
 
-    `options` alone differ: by default they are none, where a config has those of its `optimizer` section.
+    Only `options` differ: they default to none, while a config takes them from its `optimizer` section.
     """
 
     stage: int = ZeroConfig.stage
     offload: Placement = OffloadConfig.placement
-    """Placement of what the stage partitions; a text is read: `cpu`, `nvme`, `params=cpu,optimizer=hbm:20GiB+nvme`."""
+    """Placement of what the stage partitions; a str is parsed: `cpu`, `nvme`, `params=cpu,optimizer=hbm:20GiB+nvme`."""
     precision: str = TrainConfig.precision
     """`fp32`, `bf16`, `fp16`, or `auto`: bf16 where the device supports it."""
     optimizer: str = OptimizerConfig.name
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer: betas, eps, momentum, ..."""
     accumulate: int = TrainConfig.accumulate
-    """Backward passes a step; their gradients are averaged, in fp32 when there is more than one."""
+    """Backward passes per step; their gradients are averaged, in fp32 if there is more than one."""
     clip: float | None = TrainConfig.clip
     """Largest global gradient norm; None: gradients are not clipped."""
     recompute: bool = ActivationsConfig.policy == "recompute"
-    """Keep only the input of each repeated block for backward, and run its forward again there. So does a placement of
-    `activations`, which says where inputs rest."""
+    """Keep only the input of each repeated block and rerun its forward in backward. A placement of `activations`, which
+    says where the inputs are kept, implies this."""
     partition_activations: bool = ActivationsConfig.partition
-    """Whether tensor-parallel ranks, which have equal inputs, each keep a part of them."""
+    """Whether tensor-parallel ranks, whose inputs are equal, each keep only a part of them."""
     bucket_nbytes: int = ZeroConfig.bucket
     """Size of one reduction bucket; there are two."""
     gather_buffers: int = ZeroConfig.buffers
@@ -57,24 +57,24 @@ class Sharding:
     reduce: str = ZeroConfig.reduce
     """dtype of gradients on the wire: `compute` or `fp32`."""
     update: str = OffloadConfig.update
-    """Where states that are off the device are updated: `cpu`, `stream` (through the device), or by measurement."""
+    """Where offloaded states are updated: `cpu`, `stream` (through the device), or by measurement."""
     nvme_path: tuple[str, ...] = OffloadConfig.nvme_path
     """Folders of the nvme tier."""
     staging_nbytes: int = OffloadConfig.staging
-    """Device (or host) memory through which states are streamed for their update."""
+    """Device (or host) memory through which offloaded states are streamed for their update."""
     read_ahead_nbytes: int = OffloadConfig.read_ahead
-    """Host memory for copies of parameters on disks, read ahead of their use; 0: none."""
+    """Host memory for prefetched copies of parameters on disk; 0: none."""
     verify: bool = OffloadConfig.verify
-    """Whether what comes back from other tiers is compared with checksums of what went there; a difference raises
+    """Whether reads from other tiers are compared with checksums of what was written; a mismatch raises
     `zerocli.Corrupted`."""
     tp: int = ParallelConfig.tp
-    """Neighbouring ranks that split each layer between them."""
+    """Number of neighbouring ranks that split each layer between them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offload", read_placement(self.offload))
 
     def sizing_at(self, world: int, num_states: int, device: str, update_on_cpu: bool = False) -> Sizing:
-        """Return what decides the sizes of an engine's buffers on `world` data-parallel ranks with such devices."""
+        """Return what determines the buffer sizes of an engine on `world` data-parallel ranks of this device type."""
         return Sizing(
             stage_of(self.stage),
             world,
@@ -89,12 +89,12 @@ class Sharding:
         )
 
     def shared(self) -> dict[str, Any]:
-        """Return the fields of the description itself, to make an engine's settings or a plan's setup of them."""
+        """Return the fields of `Sharding` itself, as arguments for an engine's settings or a plan's setup."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(Sharding)}
 
 
 def sharding_of(config: Config) -> Sharding:
-    """Return what a config says of how its model is sharded, placed and stepped."""
+    """Return how a config's model is sharded, placed and stepped."""
     return Sharding(
         stage=config.zero.stage,
         offload=config.offload.placement,
@@ -118,7 +118,7 @@ def sharding_of(config: Config) -> Sharding:
 
 
 def arguments_of(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the arguments that a config gives its optimizer beside learning rate and weight decay."""
+    """Return the optimizer's arguments from a config, other than learning rate and weight decay."""
     own: dict[str, dict[str, Any]] = {
         "adamw": {"betas": config.betas, "eps": config.eps},
         "adam": {"betas": config.betas, "eps": config.eps},

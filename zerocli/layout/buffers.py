@@ -1,7 +1,7 @@
 """Buffers: a specification of everything that an engine keeps from step to step.
 
-The engine allocates these, a plan adds them up, a profile names them: no other place knows a size. Activations are not
-here but for the arena of their checkpoints; a plan replays them.
+The engine allocates these, a plan adds them up and a profile names them; sizes are computed nowhere else. Of the
+activations only the checkpoint arena is here; a plan replays the others.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from zerocli.layout.shards import SHARD_ALIGN
 
 @dataclass(frozen=True)
 class Spec:
-    """One buffer: what it is counted under, what it is called, and its size."""
+    """One buffer: its category, name and size."""
 
     category: str
     name: str
     numel: int
     width: int
-    """Bytes of an element."""
+    """Bytes per element."""
     tier: str = HBM
 
     @property
@@ -33,7 +33,7 @@ class Spec:
 
 
 def persistent(flats: Sequence[FlatSpec], sizing: Sizing) -> list[Spec]:
-    """Return all that a rank keeps on its device and on other tiers once it has trained a step."""
+    """Return all buffers that a rank keeps, on its device and on other tiers, after its first training step."""
     trainable = [flat for flat in flats if flat.trainable]
     return [
         *(spec for flat in flats for spec in states(flat, sizing)),
@@ -49,7 +49,7 @@ def persistent(flats: Sequence[FlatSpec], sizing: Sizing) -> list[Spec]:
 
 
 def states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:
-    """Yield a flat's model states, but for gradients that lie in an arena with those of other flats."""
+    """Yield a flat's model states, except gradients that share an arena with other flats."""
     yield parameters(flat, sizing)
     if flat.trainable:
         yield from optimizer_states(flat, sizing)
@@ -58,13 +58,13 @@ def states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:
 
 
 def parameters(flat: FlatSpec, sizing: Sizing) -> Spec:
-    """Return a flat's parameters: whole where they are resident, else the slice that this rank owns."""
+    """Return a flat's parameters: the whole flat if it is resident, else the slice that this rank owns."""
     numel = flat.total if flat.resident(sizing) else flat.own.numel
     return Spec("parameters", f"{flat.unit} parameters", numel, flat.width, flat.tiers["parameters"])
 
 
 def optimizer_states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:
-    """Yield a flat's fp32 arrays: one each on the device, all in one block on another tier."""
+    """Yield a flat's fp32 arrays: separate buffers on the device, a single block on any other tier."""
     arrays, tier = sizing.num_arrays(flat.width), flat.tiers["optimizer"]
     name = f"{flat.unit} optimizer_states"
     if tier == HBM:
@@ -75,13 +75,13 @@ def optimizer_states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:
 
 
 def gradients(flat: FlatSpec, sizing: Sizing) -> Spec:
-    """Return a flat's gradient where gradients are partitioned: of what this rank holds."""
+    """Return a flat's gradient when gradients are partitioned; it covers the span that this rank holds."""
     width = sizing.grad_width(flat.width)
     return Spec("gradients", f"{flat.unit} gradients", flat.held.numel, width, flat.tiers["gradients"])
 
 
 def gradient_arenas(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
-    """Yield the memory of gradients that are kept whole, all of one dtype together: neighbours are reduced as one."""
+    """Yield the arenas of unpartitioned gradients, one per dtype, so that adjacent gradients are reduced together."""
     if not sizing.stage.gradients:
         for width in dict.fromkeys(sizing.grad_width(flat.width) for flat in flats):
             total = sum(flat.total for flat in flats if sizing.grad_width(flat.width) == width)
@@ -92,28 +92,28 @@ def gradient_arenas(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]
 
 
 def gather_limits(flats: Sequence[FlatSpec], sizing: Sizing) -> dict[tuple[int, int], int]:
-    """Return how many gather buffers there are at most, by (elements, bytes of an element)."""
+    """Return the maximum number of gather buffers, by (elements, bytes per element)."""
     sharers = Counter((flat.total, flat.width) for flat in flats if not flat.resident(sizing))
     return {size: min(sizing.gather_buffers, count) for size, count in sharers.items()}
 
 
 def gather_buffers(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
-    """Yield the gather buffers: of each size of flat as many as the limit, or as there are flats."""
+    """Yield the gather buffers: for each flat size, the smaller of the limit and the number of such flats."""
     for (numel, width), count in gather_limits(flats, sizing).items():
         for _ in range(count):
             yield Spec("gathered", f"gather buffers of {numel} elements", numel, width)
 
 
 def bucket_numel(flats: Sequence[FlatSpec], sizing: Sizing, wire: int) -> int:
-    """Return the elements of a reduction bucket for gradients that travel in `wire` bytes each."""
+    """Return the elements of a reduction bucket for gradients that are reduced at `wire` bytes per element."""
     largest = max(flat.total for flat in flats if sizing.wire_width(flat.width) == wire)
     return min(largest, max(sizing.bucket_nbytes // wire, sizing.world * SHARD_ALIGN))
 
 
 def bucket_limit(flats: Sequence[FlatSpec], sizing: Sizing) -> int:
-    """Return how many buckets of one kind there are at most.
+    """Return the maximum number of buckets of one kind.
 
-    Two in turn; where gradients leave the device, enough for one whole unit to be on its way beside the next.
+    Two, used alternately; with offloaded gradients, enough for one unit to be in flight while the next one fills.
     """
     if not _leaves(flats):
         return 2
@@ -127,9 +127,9 @@ def bucket_width(total: int, world: int, numel: int) -> int:
 
 
 def buckets(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
-    """Yield the reduction buckets, and those in which gradients off the device are added up.
+    """Yield the reduction buckets, and the buckets in which offloaded gradients are accumulated.
 
-    There are none where gradients are kept whole, nor for a lone owner's: its bucket is the gradient itself.
+    There are none if gradients are not partitioned. A single rank needs none for gradients that stay on its device.
     """
     if not sizing.stage.gradients:
         return
@@ -148,7 +148,7 @@ def buckets(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
 
 
 def _num_buckets(flats: Sequence[FlatSpec], sizing: Sizing, numel: int) -> int:
-    """Return into how many buckets of `numel` elements the flats are cut."""
+    """Return the number of buckets of `numel` elements that the flats are cut into."""
     return sum(-(-flat.total // sizing.world // bucket_width(flat.total, sizing.world, numel)) for flat in flats)
 
 
@@ -164,15 +164,15 @@ def _leaves(flats: Sequence[FlatSpec]) -> bool:
 
 
 def update_device(flat: FlatSpec, sizing: Sizing) -> str:
-    """Return the type of device that updates a flat: the CPU for states off the device where that was chosen."""
+    """Return the type of device that updates a flat: the CPU for offloaded states if that was chosen."""
     return "cpu" if sizing.update_on_cpu and flat.tiers["optimizer"] != HBM else sizing.device
 
 
 def slot_widths(flat: FlatSpec, sizing: Sizing) -> dict[str, int]:
-    """Return the bytes that an element takes in each buffer of a slot, by name: what is not updated where it lies.
+    """Return the bytes per element in each buffer of a slot, by name; what is updated in place needs no buffer.
 
     `record` is the master and the states together, `grad` the gradient, `master` fp32 parameters that are fetched and
-    sent back, `out` new parameters in the compute dtype.
+    written back, `out` new parameters in the compute dtype.
     """
 
     def passes(kind: str) -> bool:
@@ -193,7 +193,7 @@ def slot_widths(flat: FlatSpec, sizing: Sizing) -> dict[str, int]:
 
 
 def update_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
-    """Yield the buffers of the update's slots, flats given in the order of their updates: the largest chunk of each."""
+    """Yield the buffers of the update's slots, each as large as its largest chunk; `flats` are in update order."""
     most: dict[tuple[str, int, str], int] = {}
     at = 0
     for flat in (flat for flat in flats if flat.offloaded):
@@ -209,7 +209,7 @@ def update_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
 
 
 def _chunk_runs(flat: FlatSpec, numel: int) -> Iterator[tuple[int, int]]:
-    """Yield (how many in a row, size) of a flat's chunks, by optimizer group."""
+    """Yield (count, size) of each run of equal chunks of a flat, by optimizer group."""
     for _, segment in flat.layout.segments(flat.held):
         if segment.numel >= numel:
             yield segment.numel // numel, numel
@@ -218,16 +218,16 @@ def _chunk_runs(flat: FlatSpec, numel: int) -> Iterator[tuple[int, int]]:
 
 
 def update_scratch(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
-    """Yield the memory in which narrower gradients are made fp32, a piece at a time, where flats are updated."""
+    """Yield the scratch memory in which the update converts narrower gradients to fp32, one piece at a time."""
     narrow = [flat for flat in flats if sizing.grad_width(flat.width) < FP32]
     for device in dict.fromkeys(update_device(flat, sizing) for flat in narrow):
         numel = UPDATE_CHUNK[device]
-        if device != "cpu":  # a GPU takes a chunk that it has fetched in one piece
+        if device != "cpu":  # a GPU converts a fetched chunk in one piece
             fetched = [flat for flat in narrow if flat.offloaded and update_device(flat, sizing) == device]
             numel = max([numel, *(size for flat in fetched for _, size in _chunk_runs(flat, sizing.chunk))])
         yield Spec("buffers", "update scratch", numel, FP32, _tier(device, sizing))
 
 
 def _tier(device: str, sizing: Sizing) -> str:
-    """Return where memory of a type of device is counted: as the device's own, or as host memory beside a GPU."""
+    """Return the tier in which memory of a device type is counted: hbm for the computing device, else dram."""
     return HBM if device == sizing.device else "dram"

@@ -1,4 +1,4 @@
-"""What memory is counted under, and model states per rank as the ZeRO paper counts them."""
+"""The categories of memory, and model states per rank as the ZeRO paper counts them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CATEGORIES = (
     "buffers",
     "runtime",
 )
-"""What memory is counted under, in plans and profiles."""
+"""The categories of memory in plans and profiles."""
 HELD = ("parameters", "gradients", "optimizer_states", "gathered", "activations", "buffers")
-"""Those of them that an engine holds from step to step."""
+"""The categories that an engine holds from step to step."""
 
 
 def model_states(
@@ -24,7 +24,7 @@ def model_states(
 ) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer states that each rank holds.
 
-    `num_states` fp32 arrays beside the parameters (2 for Adam); below fp32 there is an fp32 master as well.
+    `num_states` is the number of fp32 optimizer arrays (2 for Adam); parameters narrower than fp32 add an fp32 master.
     """
     split = stage_of(stage)
     state_bytes = 4 * (num_states + (compute_bytes < 4))

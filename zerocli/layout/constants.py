@@ -1,41 +1,41 @@
-"""Constant sizes: those that parts of the engine choose for themselves, and those of the tiers.
+"""Constant sizes of the engine's parts and of the tiers.
 
-What belongs to `tiers/`, which cannot import this, is a copy; `tests/plan/test_plan.py` holds each to its part.
+`tiers/` cannot import this module, so its constants are copied here; `tests/plan/test_plan.py` compares the copies.
 """
 
 from __future__ import annotations
 
 MAX_CHUNK_NUMEL = {"cuda": 128 * 2**20, "cpu": 16 * 2**20}
 """Bound on the logits that the loss holds at a time, in elements. On a GPU a chunk is long enough that reading and
-writing the fp32 weight gradient once a chunk hides behind its matmul; on a CPU a shorter one stays in cache."""
+writing the fp32 weight gradient once per chunk hides behind its matmul; on a CPU a shorter one stays in cache."""
 ROW_ALIGNMENT = 64
 """Elements to which a row of logits is padded: matmuls on rows that are not aligned (GPT-2's 50257) run much slower."""
 UPDATE_CHUNK = {"cpu": 1 << 20, "cuda": 16 << 20}
-"""Elements updated at a time, through an fp32 copy of their gradients. On a CPU all that they meet stays in cache; on a
+"""Elements updated at a time, through an fp32 copy of their gradients. On a CPU the working set stays in cache; on a
 GPU torch's fused kernel gives a block of threads 64 K elements, so fewer would leave multiprocessors idle."""
 NUM_SLOTS = 6
-"""Chunks of an update that are on their way at once."""
+"""Chunks of an update that are in flight at once."""
 MAX_BUCKETS = 8
 """Reduction buckets of one kind, at most."""
 PAGE_NBYTES = 4096
-"""`tiers.base`: what blocks off the device round up to."""
+"""`tiers.base`: sizes of offloaded blocks round up to a multiple of this."""
 ARENA_NBYTES = 256 << 20
-"""`tiers.dram`: an arena that blocks share."""
+"""`tiers.dram`: size of an arena that blocks share."""
 FIRST_ARENA_NBYTES = 16 << 20
-"""`tiers.dram`: the smallest such arena."""
+"""`tiers.dram`: size of the smallest such arena."""
 UNIT_NBYTES = 8 << 20
-"""`tiers.nvme`: a stripe unit, and one staging buffer."""
+"""`tiers.nvme`: size of a stripe unit and of a staging buffer."""
 GROW_NBYTES = 64 << 20
-"""`tiers.nvme`: by how much a swap file grows."""
+"""`tiers.nvme`: step in which a swap file grows."""
 STAGING_NBYTES = 64 << 20
 """`tiers.nvme`: staging of one tier object."""
 NUM_TAIL_PAGES = 32
 """`tiers.nvme`: pages for ends of blocks."""
 PIECE_NUMEL = 4 << 20
-"""Largest piece of a saved tensor, in elements: what one checksum is of, and read whole where any of it is wanted."""
+"""Largest piece of a saved tensor, in elements. A piece has one checksum, so reading any of it reads all of it."""
 SAVE_SLOT_NBYTES, MAX_SAVE_SLOT_NBYTES = 32 << 20, 128 << 20
-"""Host memory that pieces of a save are read into and written from together. The least: a piece of any dtype fits. The
-most: fewer, longer copies, for a stream takes only so many before its host has to wait."""
+"""Bounds on the host memory through which pieces of a save pass together. At the minimum a piece of any dtype fits. Up
+to the maximum copies get fewer and longer: a stream queues only so many copies before the host has to wait."""
 
 
 def padded_vocab(vocab: int) -> int:
@@ -44,14 +44,14 @@ def padded_vocab(vocab: int) -> int:
 
 
 def chunk_tokens(vocab: int, device: str) -> int:
-    """Return how many tokens a chunk of logits holds, a multiple of 128 where it can be, within the bound."""
+    """Return the tokens per chunk of logits, within the bound and a multiple of 128 where possible."""
     tokens = MAX_CHUNK_NUMEL.get(device, MAX_CHUNK_NUMEL["cuda"]) // padded_vocab(vocab)
     return tokens // 128 * 128 or max(tokens, 1)
 
 
 def stream_chunk(staging_nbytes: int, num_states: int) -> int:
     """Return the elements of a chunk such that all slots together stay within the staging budget."""
-    element = 4 * (num_states + 1) + 4 + 4  # master and states, a gradient, a parameter on its way out
+    element = 4 * (num_states + 1) + 4 + 4  # master and states, a gradient, a new parameter
     return max(64, staging_nbytes // NUM_SLOTS // element // 64 * 64)
 
 

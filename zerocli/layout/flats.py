@@ -1,4 +1,4 @@
-"""Flats: the flat buffers of one rank, the slices it owns of them, and the tier of every piece. Pure integers."""
+"""Flats: the flat buffers of one rank, the slices it owns of them, and the tier of every piece. Integers only."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from zerocli.layout.shards import Layout, Span, owned
 from zerocli.layout.stage import Stage
 
 FP32 = 4
-"""Bytes of an element in fp32."""
+"""Bytes per fp32 element."""
 
 
 def grad_width(width: int, accumulate: int, reduce: str) -> int:
-    """Return the bytes of a gradient's element: of the compute dtype, or of fp32 if several are added up."""
+    """Return the bytes per gradient element: the compute dtype's, or fp32's if several gradients are accumulated."""
     return width if accumulate == 1 and reduce == "compute" else FP32
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """What decides the sizes of an engine's buffers, beside the model."""
+    """What determines the sizes of an engine's buffers, apart from the model."""
 
     stage: Stage
     world: int = 1
     """Data-parallel ranks."""
     num_states: int = 2
-    """fp32 arrays of the optimizer, as long as the parameters; the master is not among them."""
+    """Number of the optimizer's fp32 arrays, each as long as the parameters; the master is not counted."""
     accumulate: int = 1
     reduce: str = "compute"
     bucket_nbytes: int = 32 << 20
@@ -36,25 +36,25 @@ class Sizing:
     staging_nbytes: int = 512 << 20
     device: str = "cuda"
     update_on_cpu: bool = False
-    """Whether states off the device are updated by the CPU."""
+    """Whether the CPU updates offloaded states."""
     addressable: frozenset[str] = frozenset({"dram"})
     """Tiers whose memory the CPU can update in place."""
 
     def grad_width(self, width: int) -> int:
-        """Return the bytes of a gradient's element."""
+        """Return the bytes per gradient element."""
         return grad_width(width, self.accumulate, self.reduce)
 
     def wire_width(self, width: int) -> int:
-        """Return the bytes of a gradient's element while it is reduced."""
+        """Return the bytes per gradient element during reduction."""
         return FP32 if self.reduce == "fp32" else width
 
     def num_arrays(self, width: int) -> int:
-        """Return the fp32 arrays beside the parameters, the master among them where parameters are narrower."""
+        """Return the number of fp32 arrays besides the parameters, including the master if parameters are narrower."""
         return self.num_states + (width < FP32)
 
     @property
     def chunk(self) -> int:
-        """Elements of a chunk of states that pass through the update's slots."""
+        """Elements per chunk of states that pass through the update's slots."""
         return stream_chunk(self.staging_nbytes, self.num_states)
 
 
@@ -65,14 +65,14 @@ class FlatSpec:
     unit: str
     layout: Layout
     width: int
-    """Bytes of an element in the compute dtype."""
+    """Bytes per element in the compute dtype."""
     own: Span
     """The slice that this rank owns."""
     held: Span
     """The span that this rank keeps optimizer states for: `own`, or all of it when the stage replicates them."""
     trainable: bool = True
     tiers: Mapping[str, str] = field(default_factory=dict)
-    """Where each piece lies, by kind; filled by `place`."""
+    """The tier of each piece, by kind; filled by `place`."""
 
     @property
     def total(self) -> int:
@@ -80,18 +80,18 @@ class FlatSpec:
 
     @property
     def offloaded(self) -> bool:
-        """Whether any of its states is kept off the device."""
+        """Whether any of its states is offloaded."""
         return any(tier != HBM for tier in self.tiers.values())
 
     def resident(self, sizing: Sizing) -> bool:
         """Whether its parameters are whole on the device at all times.
 
-        A slice that is the whole buffer needs no gathering: one rank is the general case with a trivial slice.
+        A slice that covers the whole buffer needs no gathering, so a single rank needs no special case.
         """
         return self.tiers["parameters"] == HBM and (not sizing.stage.parameters or sizing.world == 1)
 
     def pieces(self, sizing: Sizing) -> dict[str, int]:
-        """Return the bytes of its pieces by kind: what placement moves."""
+        """Return the bytes of its pieces by kind; placement assigns a tier to each."""
         sizes = {"parameters": self.own.numel * self.width}
         if self.trainable:
             sizes["gradients"] = self.own.numel * sizing.grad_width(self.width)
@@ -99,7 +99,7 @@ class FlatSpec:
         return sizes
 
     def chunks(self, numel: int) -> list[tuple[int, Span]]:
-        """Return (group, span) of pieces of at most `numel` elements that tile `held`, counted from its start."""
+        """Return (group, span) of pieces of at most `numel` elements that tile `held`; spans count from its start."""
         return [
             (group, span)
             for group, segment in self.layout.segments(self.held)
@@ -110,16 +110,16 @@ class FlatSpec:
 def flat_spec(
     unit: str, layout: Layout, width: int, stage: Stage, world: int, rank: int = 0, trainable: bool = True
 ) -> FlatSpec:
-    """Return the flat of a layout as `rank` of `world` has it; its pieces have no place yet."""
+    """Return the flat of a layout for `rank` of `world`; its pieces have no tier yet."""
     own = owned(layout.total, world, rank)
     held = own if stage.optimizer else Span(0, layout.total)
     return FlatSpec(unit, layout, width, own, held, trainable)
 
 
 def place(flats: Iterable[FlatSpec], placement: Placement, sizing: Sizing) -> list[FlatSpec]:
-    """Return the flats with the tier of every piece, kind by kind, in order; ValueError when the budgets are spent.
+    """Return the flats with the tier of every piece, kind by kind, in order; ValueError when the budgets are used up.
 
-    An empty piece (the states of a rule that has none) needs no place: it stays with the device.
+    An empty piece (an optimizer without states) stays on the device.
     """
     spills = {kind: Spill(kind, placement.of(kind)) for kind in KINDS}
     placed = []

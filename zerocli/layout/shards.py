@@ -1,4 +1,4 @@
-"""Shard arithmetic: where each parameter lies in its flat buffer, and which slice of it a rank owns.
+"""Shard arithmetic: each parameter's position in its flat buffer, and the slice of the buffer that a rank owns.
 
 Pure integers, no tensors. Everything is counted in elements.
 """
@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 SHARD_ALIGN = 64
-"""Slices and optimizer groups start at multiples of this, so vector kernels split the same at every stage."""
+"""Slices and optimizer groups start at multiples of this, so vector kernels split work the same at every stage."""
 PARAM_ALIGN = SHARD_ALIGN
-"""Each parameter starts at a multiple of this many elements: matrix kernels get aligned addresses, and an update that
-leaves some parameters out splits vector kernels the same at every stage."""
+"""Each parameter starts at a multiple of this many elements: matrix kernels get aligned addresses, and vector kernels
+split work the same at every stage even in an update that skips some parameters."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Span:
         return max(0, self.stop - self.start)
 
     def intersect(self, other: Span) -> Span:
-        """Return what both spans cover; its numel is 0 where they do not meet."""
+        """Return the intersection of both spans; its numel is 0 if they are disjoint."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
@@ -59,7 +59,7 @@ def owned(padded: int, world: int, rank: int) -> Span:
 
 
 def nearest_divisor(wanted: int, number: int) -> int:
-    """Return the divisor of `number` that is nearest to `wanted`, the smaller of two as near; looks at most 2^16 up."""
+    """Return the divisor of `number` nearest to `wanted`, the smaller one of a tie; looks at most 2^16 upwards."""
     start = min(wanted, number, 1 << 16)
     near = (d for distance in range(start) for d in (start - distance, start + distance))
     return next(d for d in near if number % d == 0)
@@ -67,13 +67,13 @@ def nearest_divisor(wanted: int, number: int) -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter's place in a flat buffer."""
+    """One parameter's position in a flat buffer."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
     group: int
-    """Index of the parameter's optimizer group (such as: with weight decay, without)."""
+    """Index of the parameter's optimizer group (for example with or without weight decay)."""
 
     @property
     def numel(self) -> int:
@@ -86,7 +86,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of all parameters of one flat buffer, and its padded length."""
+    """The positions of all parameters of one flat buffer, and its padded length."""
 
     entries: tuple[Entry, ...]
     regions: tuple[tuple[int, Span], ...]
@@ -96,11 +96,11 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of real parameters, padding left out."""
+        """Elements of parameters, without padding."""
         return sum(entry.numel for entry in self.entries)
 
     def start_of(self, group: int) -> int:
-        """Return where the groups from this one on begin; the buffer's end where there are none."""
+        """Return the start of the first group whose index is at least `group`; the buffer's end if there is none."""
         return min((span.start for its_group, span in self.regions if its_group >= group), default=self.total)
 
     def gaps(self) -> list[Span]:

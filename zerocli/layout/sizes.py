@@ -20,7 +20,7 @@ def _split(text: str) -> tuple[Fraction, str] | None:
 
 
 def parse_bytes(value: str | int) -> int:
-    """Return the bytes that `20GiB`, `80GB`, `1.5TB` or a bare integer stand for, rounded down."""
+    """Return the bytes that `20GiB`, `80GB`, `1.5TB` or a bare integer mean, rounded down."""
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
             raise ValueError(f"{quote(value)} is not a size: it is below 0")
@@ -39,7 +39,7 @@ def parse_bytes(value: str | int) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Return `nbytes` in GiB with three digits or more; in MiB, KiB or B where it would print below 1."""
+    """Return `nbytes` in GiB with three digits or more; in MiB, KiB or B if that would print below 1."""
     sign, size = ("-", -nbytes) if nbytes < 0 else ("", nbytes)
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         scaled = size / scale
@@ -50,7 +50,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def parse_count(value: str | int) -> int:
-    """Return the parameters that `7.5B`, `124M`, `1T`, `300K` or a bare integer stand for."""
+    """Return the number of parameters that `7.5B`, `124M`, `1T`, `300K` or a bare integer means."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     parts = _split(value) if isinstance(value, str) else None

@@ -1,8 +1,8 @@
-"""The clock: the time of whoever computes, tiled without a gap into segments, and what ran beside it, in lanes.
+"""The clock: divides compute time into segments without gaps, and records what ran concurrently, by lane.
 
-On a GPU points in time are events on the stream that computes, read once it has passed them; on a CPU they are the
-host's clock. A segment belongs to the innermost thing that is under way: a unit's forward or backward, the optimizer,
-or a wait, by its cause.
+On a GPU points in time are events on the compute stream, read after it has passed them; on a CPU they are the host's
+clock. A segment is labelled with the innermost activity: a unit's forward or backward, the optimizer, or a wait with
+its cause.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ COMPUTE, GATHER, REDUCE, UP, DOWN, DISK_READ, DISK_WRITE, UPDATE = (
 )
 LANES = (COMPUTE, GATHER, REDUCE, UP, DOWN, DISK_READ, DISK_WRITE, UPDATE)
 MOVES = LANES[1:7]
-"""Lanes of transfers and collectives: what overlap is about."""
+"""Lanes of transfers and collectives, whose overlap with compute is measured."""
 WAIT = "wait"
 BETWEEN = ("between steps", "")
 
 Stamp = float | TimedEvent
-"""Seconds of the host's clock, or an event of the device."""
+"""Seconds of the host's clock, or a CUDA event."""
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the computing stream's time: what it was spent on, (phase, unit) or (wait, cause)."""
+    """An interval of the compute stream's time, labelled (phase, unit) or (wait, cause)."""
 
     label: tuple[str, str]
     begin: float
@@ -53,7 +53,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that ran beside the compute: on which lane, of what, and how many bytes it moved."""
+    """Work that ran concurrently with compute: its lane, its name, and the bytes that it moved."""
 
     lane: str
     name: str
@@ -61,11 +61,11 @@ class Span:
     end: float
     nbytes: int = 0
     bounded: bool = False
-    """Whether it may have ended earlier: its end is when somebody had waited for it."""
+    """Whether `end` is an upper bound: the time at which a wait for it returned."""
 
 
 class Clock:
-    """Takes points in time as they pass; `segments` and `spans` are read when all of them are over."""
+    """Records points in time during a run; segments and spans are computed afterwards."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -75,12 +75,12 @@ class Clock:
         """When each segment began, and its label."""
         self._spans: list[tuple[str, str, Stamp, Stamp, int, bool]] = []
         self._read: dict[int, list[Span]] = defaultdict(list)
-        """Spans by the number of the step."""
+        """Spans by step number."""
         self._num_read = 0
         self.cuts: list[int] = []
-        """Marks at which a step ended."""
+        """Indices of the marks at which a step ended."""
         self._first: int | None = None
-        """The mark at which the first step began."""
+        """Index of the mark at which the first step began."""
         self._base = self._base_event()
         self._mark()
 
@@ -90,7 +90,7 @@ class Clock:
         return event, time.perf_counter()
 
     def stamp(self, stream: torch.cuda.Stream | None = None) -> Stamp:
-        """Return this point of a stream, the current one if none is given; or of the host where it computes."""
+        """Return an event at this point of a stream (default: the current one); on a CPU, the host's time."""
         if not self._cuda:
             return time.perf_counter()
         return TimedEvent(self._device, stream or torch.cuda.current_stream(self._device))
@@ -101,26 +101,26 @@ class Clock:
 
     @property
     def label(self) -> tuple[str, str]:
-        """What is under way."""
+        """The label of the current activity."""
         return self._labels[-1]
 
     def push(self, label: tuple[str, str]) -> None:
-        """Begin something inside what is under way."""
+        """Begin an activity nested in the current one."""
         self._labels.append(label)
         self._mark()
 
     def pop(self) -> None:
-        """End it."""
+        """End the current activity and return to the enclosing one."""
         self._labels.pop()
         self._mark()
 
     def turn(self, label: tuple[str, str]) -> None:
-        """Go on with something else in the place of what is under way."""
+        """Replace the current activity with another."""
         self._labels[-1] = label
         self._mark()
 
     def begin(self) -> None:
-        """Begin the first step here: what went before, such as reading a checkpoint, is no step's. Once is enough."""
+        """Begin the first step here: earlier work (reading a checkpoint) belongs to no step. Later calls do nothing."""
         if self._first is None:
             self._first = len(self._marks)
             self._mark()
@@ -131,7 +131,7 @@ class Clock:
         self._mark()
 
     def add(self, lane: str, name: str, begin: Stamp, end: Stamp, nbytes: int = 0, bounded: bool = False) -> None:
-        """Note what ran on a lane; safe from any thread."""
+        """Record work that ran on a lane; safe from any thread."""
         self._spans.append((lane, name, begin, end, nbytes, bounded))
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Clock:
         return segments, [span for span in self._read.get(number, ()) if span.end > begin and span.begin < end]
 
     def _read_spans(self) -> None:
-        """Sort the spans that have come since the last call under the steps that they touch."""
+        """Assign the spans added since the last call to the steps that they touch."""
         new = self._spans[self._num_read :]
         self._num_read += len(new)
         ends = [self.seconds(self._marks[cut][0]) for cut in self.cuts] if new else []
@@ -180,7 +180,7 @@ def split(segments: Iterable[Segment]) -> tuple[float, dict[str, float]]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the intervals with those that touch joined, in order."""
+    """Return the intervals in order, merging those that touch."""
     joined: list[Interval] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
@@ -207,7 +207,7 @@ def common(one: Sequence[Interval], other: Sequence[Interval]) -> float:
 
 
 def overlap(segments: Sequence[Segment], spans: Sequence[Span]) -> float | None:
-    """Return the share of transfers' and collectives' time during which compute went on; None if nothing moved."""
+    """Return the share of transfer and collective time that overlapped with compute; None if nothing moved."""
     moves = union((span.begin, span.end) for span in spans if span.lane in MOVES)
     total = length(moves)
     if not total:

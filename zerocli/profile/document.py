@@ -1,7 +1,7 @@
-"""The document of a profile: all ranks' record joined, the plan's prediction beside them, the step's seconds by cause.
+"""The document of a profile: all ranks' records combined, the plan's prediction, and the step's seconds by cause.
 
-Rows of the device are those of the rank with the highest peak; rows of host memory and disks are of the node with the
-most of them, all its ranks together, as a plan counts them.
+Device rows are those of the rank with the highest peak; rows of host memory and disks are the sum over all ranks of the
+node that uses the most, as in a plan.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 
 SCHEMA = 1
 STATES = ("parameters", "gradients", "optimizer_states")
-"""Categories that are predicted of a model of which only the parameters are known."""
+"""Categories that are predicted for a model of which only the parameters are known."""
 CAUSES = ("collectives", "transfers", "optimizer", "data")
 
 
 def assemble(
     config: Config, everyone: Sequence[dict[str, Any]], lines: Sequence[Mapping[str, Any]], facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the document; `lines` are a run's metrics, `facts` what its observer knows beside the record."""
+    """Return the document; `lines` are a run's metrics, `facts` what its observer knows besides the records."""
     notes = list(facts.pop("notes", []))
     record = join(everyone)
     plan, problem = predict(config, facts)
@@ -69,7 +69,7 @@ def assemble(
 
 
 def join(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one book for the tiers out of all ranks'."""
+    """Return one record of the tiers, combined from all ranks' records."""
     record: dict[str, Any] = {"hbm": max(everyone, key=lambda rank: rank["hbm"]["measured"])["hbm"]}
     nodes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for rank in everyone:
@@ -100,7 +100,7 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
         "ranks_per_node": facts["ranks_per_node"],
         "precision": facts["precision"],
         "device": facts["device"],
-        "checkpoints": 0,  # a profile's record are of the tiers, not of the run folder
+        "checkpoints": 0,  # a profile records the tiers, not the run folder
     }
     if facts["device"] == "cuda":
         changes["update"] = "cpu" if facts["update_on_cpu"] else "stream"
@@ -113,12 +113,12 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
 
 
 def config_shape(config: Config) -> Shape | None:
-    """Return the shape of a config's model; None of a factory's."""
+    """Return the shape of a config's model; None if a factory builds it."""
     return None if config.model.factory else shape_of(config.model, config.train.seq)
 
 
 def rows(record: Mapping[str, Any], plan: Plan | None) -> list[dict[str, Any]]:
-    """Return the rows, predicted beside measured; of each tier in use they and `unattributed` add up to its peak."""
+    """Return the rows, predicted and measured; for each tier in use they and `unattributed` add up to its peak."""
     found = []
     for tier in TIERS:
         measured = record[tier]["rows"]
@@ -135,14 +135,14 @@ def rows(record: Mapping[str, Any], plan: Plan | None) -> list[dict[str, Any]]:
 
 
 def seconds(config: Config, lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mean step's seconds by cause, over the steps that were timed undisturbed (else all but the first)."""
-    timed = set(facts.get("timed") or [line["step"] for line in lines[1:] or lines])  # of a month's run, millions
+    """Return the mean seconds per step by cause, over the undisturbed timed steps (else all but the first)."""
+    timed = set(facts.get("timed") or [line["step"] for line in lines[1:] or lines])  # a set: there may be millions
     chosen = [line for line in lines if line["step"] in timed]
     if not chosen:
         return {"seconds": None, "compute": None, "wait": None}
     total = _mean(line["seconds"] for line in chosen)
     waits = {cause: _mean(line["wait"].get(cause, 0.0) for line in chosen) for cause in CAUSES}
-    if "waits" in facts:  # of the clock that took `compute`: the two are all of its time
+    if "waits" in facts:  # from the same clock as `compute`: together they are all of its time
         waits = {cause: facts["waits"].get(cause, 0.0) for cause in CAUSES}
     wait = sum(waits.values())
     compute = facts.get("compute", max(0.0, total - wait))
@@ -162,7 +162,7 @@ def seconds(config: Config, lines: Sequence[Mapping[str, Any]], facts: Mapping[s
 
 
 def utilisation(config: Config, facts: Mapping[str, Any], tokens: float, total: float) -> dict[str, Any]:
-    """Return the model's operations a second and rank, and their share of what the GPU could do, None if unknown."""
+    """Return the model's operations per second and rank, and their share of the GPU's peak, None if unknown."""
     shape = config_shape(config)
     if shape is None:
         return {"tflops": None, "utilisation": None, "best_tflops": None}

@@ -1,4 +1,4 @@
-"""Following memory: every storage that an operation makes is in the ledger until its last reference goes."""
+"""Following memory: every storage that an operation makes is in the ledger until its last reference is dropped."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from zerocli.plan.measure import tensors_in
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger
 
 _LOSS_OPS = {"aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::nll_loss_forward"}
-"""What makes or reads logits in models that do not use our own loss."""
+"""Operations that make or read logits in models that do not use our own loss."""
 _FRESH = "aten::lift_fresh"
-"""Hands in memory that was made just now by no operation: torch.tensor, torch.from_numpy."""
+"""Operation that introduces new memory not made by any operation: torch.tensor, torch.from_numpy."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Follower(TorchDispatchMode):
-    """While it is entered, logs the storages on `device` that operations make; ends are logged then and later.
+    """While entered, logs the storages on `device` that operations make; frees are logged even after it is left.
 
-    `category` says what is made at the moment, `unseen` what memory is that was not seen made: unattributed, as a
-    rule, under the operation that showed it, until somebody names it. What a kernel allocates and frees within itself
-    nobody here can see.
+    `category` returns the category of memory made now, `unseen` that of memory whose creation was not seen: usually
+    unattributed, under the operation that used it, until it is named. Memory that a kernel allocates and frees
+    internally is invisible here.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Follower(TorchDispatchMode):
         self._entered = False
 
     def follow(self, on: bool) -> None:
-        """Enter or leave; asking twice is fine."""
+        """Enter or leave the mode; repeated calls do nothing."""
         if on and not self._entered:
             self.__enter__()  # type: ignore[no-untyped-call]
         elif not on and self._entered:
@@ -86,7 +86,7 @@ class Follower(TorchDispatchMode):
         return self._ledger.get(tensor.untyped_storage()._cdata)
 
     def name(self, tensor: torch.Tensor, category: str, name: str) -> None:
-        """Say what a tensor's memory is, from its birth on; logs it if it was not known."""
+        """Set the category and name of a tensor's memory, back to its allocation; logs it if it was not known."""
         if tensor.device.type != self._device or not tensor.untyped_storage().nbytes():
             return
         found = self.find(tensor)
@@ -97,7 +97,7 @@ class Follower(TorchDispatchMode):
             found.category, found.name = category, name
 
     def disown(self, tensor: torch.Tensor) -> None:
-        """Say that a tensor's memory is another tier's."""
+        """Remove a tensor's memory from the ledger: it belongs to another tier."""
         if tensor.device.type == self._device and tensor.numel():
             key = tensor.untyped_storage()._cdata
             if key not in self._references:

@@ -1,8 +1,8 @@
-"""The form of the files in a run folder: anybody may have changed them, so they are checked before they are used.
+"""The form of the files in a run folder: users may have changed them, so they are checked before use.
 
-A form looks like the JSON that it describes. A text names a kind of value; a list of one form describes every item, a
-list of several the first items, by position; a tuple lists alternatives. In a table `name?` may be absent, and `*` is
-every key. Needs no torch.
+A form looks like the JSON that it describes. A str names a kind of value; a list of one form describes every item, a
+list of several the first items, by position; a tuple lists alternatives. In a table `name?` may be absent, and `*`
+matches every key. Needs no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MISSING = object()
 def _is_finite(value: Any) -> bool:
     try:
         return type(value) in (int, float) and math.isfinite(value)
-    except OverflowError:  # an int beyond all floats
+    except OverflowError:  # an int too large for a float
         return False
 
 
@@ -88,17 +88,17 @@ DOCUMENT: Form = {
 }
 LINE: Form = {
     "step": WHOLE,
-    "loss": ANY_NUMBER,  # of a run that diverged it is not finite
+    "loss": ANY_NUMBER,  # not finite if the run diverged
     "tokens": POSITIVE,
     "seconds": POSITIVE,
     "peak": {"*": NUMBER},
     "wait": {"*": NUMBER},
 }
-"""What a line of metrics has at least."""
+"""The required keys of a line of metrics."""
 
 
 def read_table(path: Path, max_nbytes: int, hint: str = ANOTHER) -> dict[str, Any]:
-    """Return the table in a JSON file; UserError, with `hint`, if it cannot be read or holds none."""
+    """Return the object in a JSON file; UserError, with `hint`, if it cannot be read or is not an object."""
     try:
         value = json.loads(read_regular(path, max_nbytes), parse_constant=_refuse)
     except OSError as error:
@@ -149,7 +149,7 @@ def _parts(table: dict[str, Any], form: Mapping[str, Form], place: str) -> Itera
 
 
 def timeline_fault(timeline: Mapping[str, Any]) -> str:
-    """Return what does not go together in a timeline that has the form; an empty text if all does."""
+    """Return the inconsistency in a timeline that has the form; an empty text if there is none."""
     lanes = set(timeline["lanes"])
     used = {"compute", *(span[0] for span in timeline["spans"])}
     if not used <= lanes:

@@ -1,7 +1,7 @@
-"""The ledger of what is really alive: a log of allocations, by category, with what stood at the peak.
+"""The ledger of live memory: a log of allocations, by category, from which the peak is computed.
 
-Nothing is summed up while training runs: memory comes and goes as lines of a log, and a line may still get its name
-later (a buffer is known for one when the engine is asked at the end of a phase). All figures are read off the log.
+Nothing is summed up during training: allocations and frees are log entries, and an entry may be named later (a buffer
+is identified when the engine is queried at the end of a phase). All figures are computed from the log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_HOLDERS = 10
 
 @dataclass(eq=False)
 class Allocation:
-    """Memory of the device from its birth to its end; what nobody knows the use of is `unattributed`."""
+    """Device memory from allocation to free; memory of unknown use is `unattributed`."""
 
     nbytes: int
     category: str
@@ -36,7 +36,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Event:
-    """One allocation's birth (+1) or end (-1), and the moment it fell into."""
+    """One allocation (+1) or free (-1), and the moment at which it happened."""
 
     at: float
     allocation: Allocation
@@ -53,18 +53,18 @@ class Held:
     at: float
     rows: dict[str, int]
     holders: list[tuple[str, str, int]] = field(default_factory=list)
-    """(name, category, bytes) of the largest, equal names together."""
+    """(name, category, bytes) of the largest allocations, summed by name."""
 
 
 class Ledger:
-    """Allocations by key (a storage's identity while it lives); sizes round up as the device's allocator rounds."""
+    """Allocations by key (a live storage's identity); sizes are rounded up as the device's allocator does."""
 
     def __init__(self, granularity: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
         self._granularity, self._clock = granularity, clock
         self._live: dict[int, Allocation] = {}
         self.events: list[Event] = []
         self.moment = ("initialisation", "")
-        """(phase, unit) of what happens now."""
+        """The current (phase, unit)."""
 
     def take(self, key: int, nbytes: int, category: str, name: str, made: str = "") -> Allocation:
         """Log an allocation under a key that is not in use."""
@@ -76,7 +76,7 @@ class Ledger:
         return taken
 
     def give(self, key: int) -> None:
-        """Log the end of what is alive under the key; nothing if there is none."""
+        """Log the free of the allocation under the key; do nothing if there is none."""
         gone = self._live.pop(key, None)
         if gone is not None:
             gone.died = self._clock()
@@ -86,7 +86,7 @@ class Ledger:
         return self._live.get(key)
 
     def disown(self, key: int) -> None:
-        """Take what was logged under the key for no memory of the device after all."""
+        """Remove the allocation under the key from the log: it is not device memory after all."""
         found = self._live.get(key)
         if found is not None:
             found.nbytes = 0
@@ -99,7 +99,7 @@ class Ledger:
     # -- reading it off --------------------------------------------------------------------------------------------
 
     def peak(self, start: int = 0, stop: int | None = None) -> Held:
-        """Return what was alive at the highest point of events [start, stop); all before `start` counts as there."""
+        """Return what was alive at the peak of events [start, stop), including what was allocated before `start`."""
         stop = len(self.events) if stop is None else stop
         total = sum(event.sign * event.allocation.nbytes for event in self.events[:start])
         best, at = total, start - 1
@@ -133,7 +133,7 @@ class Ledger:
         )
 
     def series(self, start: int, stop: int, num_points: int = 2000) -> list[tuple[float, dict[str, int]]]:
-        """Return (time, bytes by category) over events [start, stop), at most `num_points`; no peak is left out."""
+        """Return (time, bytes by category) over events [start, stop), at most `num_points`; peaks are kept."""
         held = Counter({name: n for name, n in self.held(start - 1).rows.items() if n})
         each = max(1, -(-(stop - start) // max(1, num_points)))
         points: list[tuple[float, dict[str, int]]] = []

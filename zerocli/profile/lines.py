@@ -1,4 +1,4 @@
-"""What one step of training showed: a line of metrics, which profiles and reports are made of."""
+"""The metrics of one training step, from which profiles and reports are made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerocli.engine.engine import Engine
 
 @dataclass(frozen=True)
 class Line:
-    """What one step of training showed, over all ranks."""
+    """The metrics of one training step, over all ranks."""
 
     step: int
     loss: float
@@ -23,7 +23,7 @@ class Line:
     tokens_per_second: float
     peak: dict[str, int]
     fragmentation: int
-    """Bytes the allocator has taken from the device beyond the most that were ever used, on the worst rank."""
+    """Bytes that the allocator reserved beyond the allocated peak, on the worst rank."""
     comm: dict[str, int]
     comm_tp: dict[str, int]
     wait: dict[str, float]
@@ -34,7 +34,7 @@ class Line:
 
 
 class History(list[Line]):
-    """A run's lines as it goes, the first and the newest `KEPT` or more: a month has millions, its file has all."""
+    """The lines of a run so far: the first and at least the newest `KEPT`; the metrics file has all of them."""
 
     KEPT = 10_000
 

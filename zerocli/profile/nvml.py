@@ -1,4 +1,4 @@
-"""What the driver says that one process holds of a GPU: a GPU may have other users, who are not this run's memory."""
+"""GPU memory of one process, as the driver reports it: other processes may use the same GPU."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class _Process(ctypes.Structure):
 
 
 def process_nbytes(device: torch.device) -> int | None:
-    """Return the device memory of this process, context and all; None where the driver does not tell.
+    """Return the device memory of this process, including its context; None if the driver does not report it.
 
-    It tells nothing without its management library, of a GPU cut into instances, or under another process number than
-    the one we know ourselves by (a container's).
+    It does not without NVML, for a GPU split into instances (MIG), or if it knows this process by a pid other than its
+    own (in a container).
     """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -34,7 +34,7 @@ def process_nbytes(device: torch.device) -> int | None:
             return _of(library, f"GPU-{torch.cuda.get_device_properties(device).uuid}", os.getpid())
         finally:
             library.nvmlShutdown()
-    except (OSError, AttributeError):  # no such library, or one from before these functions
+    except (OSError, AttributeError):  # no such library, or one too old for these functions
         return None
 
 

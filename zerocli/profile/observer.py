@@ -1,4 +1,4 @@
-"""Observers: what watches a training run. The plain one records at its end what costs nothing to know."""
+"""Observers of a training run. The base class records, at the end, only what costs nothing to measure."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _WHERE = {
 
 
 class Observer:
-    """Watches one rank of a run; all ranks call all of it."""
+    """Watches one rank of a run; all ranks call all of its methods."""
 
     reports = False
-    """Whether it tells the user about the run itself, in the place of the closing summary."""
+    """Whether it prints its own report instead of the closing summary."""
 
     def build(self, make: Callable[[], Engine]) -> Engine:
-        """Return the engine that `make` makes."""
+        """Return the engine that `make` builds."""
         return make()
 
     def report(self, config: Config, options: RunOptions, engine: Engine, lines: list[Line]) -> None:
         """Write RUN/profile.json on rank 0, from what every rank has recorded. Collective."""
         try:
             mine = self.local(engine)
-        except Exception as error:  # the others are on their way to the gather
+        except Exception as error:  # the other ranks are about to enter the gather
             mine = {"failed": f"{type(error).__name__}: {error}"}
         everyone = gather_json(mine, engine.gather_control, engine.device)
         if engine.collectives.rank == 0 and engine.tensor_parallel.rank == 0:
@@ -64,7 +64,7 @@ class Observer:
         return assemble(config, everyone, [line.as_dict() for line in lines], self.facts(config, engine))
 
     def local(self, engine: Engine) -> dict[str, Any]:
-        """Return what this rank knows of its memory: what the engine holds, beside the device's own peak."""
+        """Return this rank's memory: what the engine holds, and the device's peak."""
         held = {name: nbytes for name, nbytes in engine.memory().items() if name in CATEGORIES}
         measured = max(device_peak(engine)["hbm"], sum(held.values()))
         hbm = {"rows": held, "measured": measured, "moment": "", "holders": [], "allocated": measured}
@@ -82,10 +82,10 @@ class Observer:
 
 
 def away(engine: Engine, process: int | None) -> dict[str, dict[str, Any]]:
-    """Return rows and measured bytes of the tiers off the device.
+    """Return rows and measured bytes of the tiers other than the device.
 
-    Beside a GPU host memory is measured as the kernel counts it, `process` bytes of it being the program's own
-    (None: unknown); without one, where the host's memory plays the device's as well, it is what the tiers mapped.
+    With a GPU, host memory is the process's peak RSS, of which `process` bytes are the program's own (None: unknown).
+    Without a GPU host memory is also reported as hbm, so dram is only what the tiers mapped.
     """
     rows, taken = places.tier_rows(engine), places.footprint(engine)
     found: dict[str, dict[str, Any]] = {}
@@ -101,7 +101,7 @@ def away(engine: Engine, process: int | None) -> dict[str, dict[str, Any]]:
 
 
 def system(engine: Engine) -> dict[str, int]:
-    """Return what the operating system says of this process."""
+    """Return the operating system's figures for this process."""
     now, peak = places.rss()
     return {
         "rss": now,
@@ -112,7 +112,7 @@ def system(engine: Engine) -> dict[str, int]:
 
 
 def facts(engine: Engine) -> dict[str, Any]:
-    """Return what a profile needs to know of the engine and its machine."""
+    """Return the facts about the engine and its machine that a profile needs."""
     cuda = engine.device.type == "cuda"
     return {
         "device": engine.device.type,

@@ -1,4 +1,4 @@
-"""One page of a profile, or of two: everything in one file, so that it opens from disk on any machine."""
+"""An HTML page of one or two profiles, in a single file that opens from disk on any machine."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def write(path: str, runs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
 def render(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Return the page's text."""
     data = json.dumps([{"name": name, **document} for name, document in runs])
-    # A name of the user's must not end the script it stands in.
+    # A user's name in the data must not close the script element.
     return TEMPLATE.read_text(encoding="utf-8").replace(HOLE, data.replace("<", "\\u003c"))

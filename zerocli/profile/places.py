@@ -1,4 +1,4 @@
-"""What the engine has placed where: names for the memory of its parts, on every tier."""
+"""Names for the memory of the engine's parts, on every tier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerocli.engine.engine import Engine
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of a tier: what it is, and whose."""
+    """A block of a tier: its category, and the part of the engine that it belongs to."""
 
     category: str
     name: str
@@ -54,7 +54,7 @@ def host_memory(engine: Engine) -> Iterator[torch.Tensor]:
 
 
 def tier_rows(engine: Engine) -> dict[str, dict[str, int]]:
-    """Return bytes by tier and category of what lies off the device; `buffers` is what tiers took beyond the pieces."""
+    """Return offloaded bytes by tier and category; `buffers` is what tiers took beyond the pieces."""
     rows: dict[str, Counter[str]] = {"dram": Counter(), "nvme": Counter()}
     for piece in pieces(engine):
         if piece.block.tier.name in rows:
@@ -82,7 +82,7 @@ def pinned_nbytes(engine: Engine) -> int:
 
 
 def holders(engine: Engine, tier: str) -> list[tuple[str, str, int]]:
-    """Return (name, category, bytes) of the largest pieces on a tier, equal names together."""
+    """Return (name, category, bytes) of the largest pieces on a tier, summed by name."""
     names: Counter[tuple[str, str]] = Counter()
     for piece in pieces(engine):
         if piece.block.tier.name == tier:
@@ -91,7 +91,7 @@ def holders(engine: Engine, tier: str) -> list[tuple[str, str, int]]:
 
 
 def rss() -> tuple[int, int]:
-    """Return (bytes of host memory this process holds, the most it ever held), of the kernel's own count."""
+    """Return (resident bytes of this process, their peak), as the kernel counts them."""
     found = {"VmRSS": 0, "VmHWM": 0}
     try:
         with open("/proc/self/status") as status:
@@ -107,6 +107,6 @@ def rss() -> tuple[int, int]:
 
 
 def forget_rss_peak() -> None:
-    """Have the kernel count the most that this process holds from now on, where it lets us."""
+    """Reset the kernel's count of this process's peak RSS, where permitted."""
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
         file.write("5")

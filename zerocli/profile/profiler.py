@@ -1,9 +1,8 @@
 """The profiler: an observer that follows memory in some steps of a run and times the others.
 
-Following every operation takes longer than many of them do, so steps are divided: in the first two memory is followed
-(and the engine's building before them; a second step is like all later ones), and in the others only the clock runs,
-which costs next to nothing.
-Neither changes a number: operations are the same, in the same order.
+Following an operation often takes longer than the operation itself, so steps are divided. Memory is followed while the
+engine is built and in the first two steps (the second is like all later ones). In the others only the clock runs, at
+negligible cost. Neither changes any result: operations are the same, in the same order.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from zerocli.regular_files import write_text
 NUM_FOLLOWED = 2
 """Steps in which memory is followed."""
 GRANULARITY = {"cuda": 512, "cpu": 1}
-"""Bytes to which the device's allocator rounds."""
+"""Granularity of the device's allocator, in bytes."""
 
 
 class Profiler(Observer):
-    """Profiles a run; `told` gets rank 0's document when it is over, `follow` says whether memory can be followed."""
+    """Profiles a run; `told` gets rank 0's document at the end, `follow` says whether memory can be followed."""
 
     reports = True
 
@@ -59,21 +58,21 @@ class Profiler(Observer):
         self._ends: list[int] = []
         """Length of the ledger's log at the end of each step."""
         self._boundaries: list[tuple[str, int, int | None]] = []
-        """(moment, place in the ledger's log, bytes of the device's allocator) at the ends of followed phases."""
+        """(moment, index in the ledger's log, bytes of the device's allocator) at the ends of followed phases."""
         self._clock: Clock
         self._recorder: EventRecorder | None = None
         self._engine: Engine
         self._hooks: list[Any] = []
         self._process_nbytes: int | None = None
-        """Host memory of the process beside the tiers', once the first step has loaded what it computes with."""
+        """Host memory of the process outside the tiers, after the first step has loaded its libraries."""
         self._lines: list[Line] = []
 
     # -- watching --------------------------------------------------------------------------------------------------
 
     def build(self, make: Callable[[], Engine]) -> Engine:
-        """Make the engine with its memory followed from the first byte, and profile it from then on."""
+        """Build the engine with its memory followed from the first allocation, and profile it from then on."""
         if self._device.type == "cuda":
-            torch.zeros(1, device=self._device)  # the context, so that the baseline has it
+            torch.zeros(1, device=self._device)  # creates the context, so that the baseline includes it
             torch.cuda.reset_peak_memory_stats()
         places.forget_rss_peak()
         self._follower.follow(self._follow)
@@ -109,26 +108,26 @@ class Profiler(Observer):
 
     @property
     def timed(self) -> list[int]:
-        """The steps that nothing disturbed; all of them where there are no such.
+        """The steps not affected by following memory; all steps if there are none.
 
-        Metrics are read back a step late, so that one right after a followed step may show some of its time.
+        Metrics are read back one step late, so the step right after a followed one may include some of its time.
         """
         free = [step for step in range(2, self._done + 1) if not self._follows(step)]
         return free[1:] or free or list(range(1, self._done + 1))
 
     def _category(self) -> str:
-        """Return the category of what an operation makes now."""
+        """Return the category of memory that an operation makes now."""
         if self._recorder is not None and self._recorder.in_loss:
             return "logits"
         return "activations" if self.ledger.moment[0] in ("forward", "backward") else "buffers"
 
     def _unseen(self) -> str:
-        """Return the category of memory that turns up without having been made: gloo's own copies show in its calls."""
+        """Return the category of memory whose creation was not seen: inside a collective it is gloo's own copy."""
         return "buffers" if self._recorder is not None and self._recorder.in_collective else UNATTRIBUTED
 
     def _entered(self, label: tuple[str, str]) -> None:
         before, self.ledger.moment = self.ledger.moment, label
-        if label[0] == "forward":  # from the step's first operation on; nothing between steps is the step's
+        if label[0] == "forward":  # a step starts here; memory between steps belongs to none
             self._follower.follow(self._follows(self._done + 1))
         if label[0] != before[0] and self._follows(self._done + 1):
             self._name_places()
@@ -141,7 +140,7 @@ class Profiler(Observer):
                     self._follower.name(value, "activations", "batch")
 
     def _gradient(self, name: str) -> Callable[[torch.Tensor], None]:
-        """Return a hook that names a parameter's gradient on its way to the bucket: temporary, so a buffer."""
+        """Return a hook that names a parameter's gradient before it is copied to the bucket: temporary, so a buffer."""
 
         def hook(gradient: torch.Tensor) -> None:
             found = self._follower.find(gradient) if self._follows(self._done + 1) else None
@@ -154,7 +153,7 @@ class Profiler(Observer):
         if self._process_nbytes is None:
             self._process_nbytes = max(0, places.rss()[0] - places.footprint(self._engine)["dram"])
         if self._done < NUM_FOLLOWED:
-            self._name_places()  # also where operations cannot be followed: what the engine keeps is known
+            self._name_places()  # also without following: what the engine keeps is known
         self._done += 1
         self._ends.append(len(self.ledger.events))
         self._follower.follow(False)
@@ -177,7 +176,7 @@ class Profiler(Observer):
             self._boundaries.append((f"end of {moment}", len(self.ledger.events) - 1, there))
 
     def boundaries(self) -> list[dict[str, Any]]:
-        """Return what stood at the end of each followed phase, and what the allocator said (None: there is none)."""
+        """Return what was alive at the end of each followed phase, and the allocator's count (None: no allocator)."""
         found = []
         for moment, index, there in self._boundaries:
             held = self.ledger.held(index)
@@ -192,7 +191,7 @@ class Profiler(Observer):
         super().report(config, options, engine, lines)
 
     def local(self, engine: Engine) -> dict[str, Any]:
-        """Return what this rank has recorded at the peaks; on a GPU beside the allocator's own counters."""
+        """Return what this rank recorded at the peaks; on a GPU also the allocator's counters."""
         peak = self.ledger.peak()
         held = {name: nbytes for name, nbytes in peak.rows.items() if nbytes and name != UNATTRIBUTED}
         hbm: dict[str, Any] = {
@@ -214,8 +213,8 @@ class Profiler(Observer):
     def _device_total(self, held: dict[str, int]) -> dict[str, Any]:
         """Return the device's peak as the allocator and the driver count it, with `runtime` in the rows.
 
-        Beyond what operations made there are cuBLAS's workspaces, what the allocator keeps in and between blocks, and
-        what never passes through it: the context, kernels and NCCL.
+        `runtime` is what operations did not make: cuBLAS workspaces, the allocator's slack in and between blocks, and
+        memory outside the allocator (the context, kernels, NCCL).
         """
         allocated = torch.cuda.max_memory_allocated(self._device)
         reserved = torch.cuda.max_memory_reserved(self._device)
@@ -226,7 +225,7 @@ class Profiler(Observer):
         return {"rows": rows, "measured": reserved + outside, "allocated": allocated}
 
     def _taken(self) -> int:
-        """Return what this process has of the device; of all that is in use an equal part where nobody tells."""
+        """Return the device memory of this process; if unknown to the driver, an equal share of all memory in use."""
         mine = process_nbytes(self._device)
         if mine is not None:
             return mine
@@ -240,12 +239,12 @@ class Profiler(Observer):
         computes, overlaps = [], []
         phases: dict[str, float] = defaultdict(float)
         waits: dict[str, float] = defaultdict(float)
-        before = self._lines[0].step - 1 if self._lines else 0  # steps of the run that was resumed
+        before = self._lines[0].step - 1 if self._lines else 0  # steps before the resume
         lines = {line.step - before: line for line in self._lines}
         for number, segments, spans in steps:
             compute, stood = clocks.split(segments)
             between = sum(s.seconds for s in segments if s.label == clocks.BETWEEN)
-            # Waiting for data is the loader's to tell: to the engine it is time between steps.
+            # Only the loader measures the wait for data: the engine sees it as time between steps.
             stood["data"] = min(lines[number].wait.get("data", 0.0) if number in lines else 0.0, between)
             computes.append(compute - stood["data"])
             for cause, seconds in stood.items():
@@ -279,9 +278,9 @@ class Profiler(Observer):
         return notes
 
     def _timeline(self, typical: tuple[int, list[Segment], list[Span]], before: int) -> dict[str, Any]:
-        """Return rank 0's typical step, with the memory of the last step that was followed laid over it.
+        """Return rank 0's typical step, combined with the memory of the last followed step.
 
-        Steps are numbered as the run's metrics number them: after the `before` ones of the run that was resumed.
+        Steps are numbered as in the run's metrics: after the `before` steps that precede a resume.
         """
         number, segments, spans = typical
         followed = min(self._done, NUM_FOLLOWED)
@@ -294,7 +293,7 @@ class Profiler(Observer):
     def close(
         self, config: Config, options: RunOptions, engine: Engine, lines: list[Line], everyone: list[Any]
     ) -> None:
-        """Tell; a profile is what this run was for, so that a failure is one."""
+        """Publish the profile; the profile is the purpose of this run, so a failure is raised."""
         self.publish(config, options, self.document(config, engine, lines, everyone))
 
     def publish(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
@@ -303,9 +302,9 @@ class Profiler(Observer):
 
 
 def _requested(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that operations have asked of the device's allocator, and cuBLAS for its workspaces.
+    """Return the bytes requested from the device's allocator by operations, and by cuBLAS for its workspaces.
 
-    Workspaces are made by no operation, and cuBLAS makes them again when it needs them: giving them back tells.
+    No operation makes the workspaces. They are measured by freeing them; cuBLAS allocates them again when needed.
     """
     before = _counter(device, "current")
     torch._C._cuda_clearCublasWorkspaces()
@@ -314,7 +313,7 @@ def _requested(device: torch.device) -> tuple[int, int]:
 
 
 def _counter(device: torch.device, which: str) -> int:
-    """Return the allocator's own count of what it was asked for: now (`current`), or at most (`peak`)."""
+    """Return the bytes requested from the allocator: now (`current`) or at most (`peak`)."""
     nbytes: int = torch.cuda.memory_stats(device)[f"requested_bytes.all.{which}"]
     return nbytes
 
@@ -324,7 +323,7 @@ def _phase(segment: Segment) -> str:
 
 
 def links(steps: list[list[Span]], config: Config) -> list[dict[str, Any]]:
-    """Return for each lane that moved bytes what it achieved, in GB/s while it was busy, and the best it could."""
+    """Return, for each lane that moved bytes, the rate achieved while busy and the link's peak, in GB/s."""
     known = rates.best_links(bench.remembered(bench.gather(()), tuple(config.offload.nvme_path)))
     found = []
     for lane in clocks.MOVES:

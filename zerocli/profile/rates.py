@@ -1,6 +1,6 @@
-"""What hardware could do at best: matrix rates by the GPU's name, links as `zerocli env --bench` measured them.
+"""Peak rates of the hardware: matrix rates by the GPU's name, links as `zerocli env --bench` measured them.
 
-A rate that is not known for certain is None, and whoever prints it says unknown: no percentage of a guess.
+A rate that is not known for certain is None and printed as unknown, so no percentage is based on a guess.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from zerocli.plan.shape import Shape
 
 _TFLOPS: tuple[tuple[str, float, float], ...] = (
-    # (pattern of the driver's name, dense bf16, dense fp16), of the data sheets, in TFLOPS; 0 where there is none
+    # (pattern of the driver's name, dense bf16, dense fp16), from the data sheets, in TFLOPS; 0: not supported
     (r"\bGH200\b", 989, 989),
     (r"\bB200\b", 2250, 2250),
     (r"\bH200 NVL\b", 835, 835),
@@ -30,7 +30,7 @@ _TFLOPS: tuple[tuple[str, float, float], ...] = (
 
 
 def peak_tflops(gpu: str, precision: str) -> float | None:
-    """Return the dense matrix rate of a GPU by its name; None for one that is not known, and for fp32."""
+    """Return the dense matrix rate of a GPU by its name; None for an unknown GPU, and for fp32."""
     if "MIG" in gpu or precision not in ("bf16", "fp16"):
         return None
     for pattern, bf16, fp16 in _TFLOPS:
@@ -40,9 +40,9 @@ def peak_tflops(gpu: str, precision: str) -> float | None:
 
 
 def model_flops(shape: Shape, seq: int, tokens: int) -> float:
-    """Return the operations that forward and backward of `tokens` tokens need; what is recomputed counts once.
+    """Return the operations in forward and backward of `tokens` tokens; recomputation is not counted.
 
-    A table that is only looked up takes none: positions, and the tokens' where the head has a matrix of its own.
+    Lookup tables take none: the position embedding, and the token embedding if the head has its own matrix.
     """
     looked_up = {"positions"} if shape.tie else {"positions", "tokens"}
     numel = shape.active_numel - sum(each.numel for each in shape.embed_parameters() if each.name in looked_up)
@@ -51,14 +51,14 @@ def model_flops(shape: Shape, seq: int, tokens: int) -> float:
 
 
 def best_links(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Return the best rate of each link in GB/s, by lane, of what `zerocli env --bench` remembers of this machine."""
+    """Return the best rate of each link in GB/s, by lane, as saved by `zerocli env --bench` on this machine."""
     best: dict[str, float] = {}
     for name, entry in measured.items():
         result = entry.get("result", {}) if isinstance(entry, dict) else {}
         if not isinstance(result, dict):
             continue
         keys = {"disk read": "read", "disk write": "write"}
-        if name == "dram_hbm":  # without a GPU the device's memory is the host's too
+        if name == "dram_hbm":  # without a GPU, device memory is host memory
             keys = {"host to device": "up", "device to host": "down"}
             keys = keys if "up" in result else {"host to device": "read", "device to host": "write"}
         for lane, key in keys.items():

@@ -1,4 +1,4 @@
-"""`EventRecorder`: the profile's subscriber. It feeds a clock from an engine's events while it is subscribed."""
+"""`EventRecorder`: the profiler's subscriber. It feeds a clock from an engine's events while subscribed."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _TRANSFERS = {
     ("nvme", False): clocks.DISK_READ,
     ("nvme", True): clocks.DISK_WRITE,
 }
-"""The lane of a transfer, by tier and whether it writes there."""
+"""The lane of a transfer, by (tier, whether it writes to the tier)."""
 
 
 class EventRecorder(Events):
-    """Feeds a clock from an engine, and tells `entered` which (phase, unit) is under way; `close` unsubscribes."""
+    """Feeds a clock from an engine, and calls `entered` with the current (phase, unit); `close` unsubscribes."""
 
     def __init__(
         self,
@@ -47,20 +47,20 @@ class EventRecorder(Events):
         self._engine, self._clock = engine, clock
         self._entered, self._inputs, self._stepped = entered, inputs, stepped
         self._subject = ""
-        """The unit that whatever is issued now is about."""
+        """The unit for which work is issued now."""
         self._names: dict[int, str] = {}
         self._last: list[weakref.ref[torch.Tensor]] = []
-        """Outputs of the unit that ended last: whose gradient is the next unit's to announce."""
+        """Outputs of the unit that ended last; as inputs of the next unit they need no second hook."""
         self._unended: dict[Pending, Callable[[], None]] = {}
-        """Collectives whose end shows only when somebody has waited for it, and what notes it."""
+        """Collectives whose end is known only after a wait, each with the function that records it."""
         self._copied = threading.local()
-        """`stamps` of the copy that this thread has issued last, on its stream; its transfer is reported next."""
+        """`stamps` of the last copy that this thread issued, on its stream; its transfer is reported next."""
         self.in_loss = False
-        """Whether our loss is at work, so that what is made is logits."""
+        """Whether our loss is running: memory made now is logits."""
         self.in_collective = False
-        """Whether a collective is being issued: what turns up then is its own memory."""
+        """Whether a collective is being issued: unseen memory then belongs to it."""
         self._uncut = False
-        """Whether a step has ended that the clock has not been told of."""
+        """Whether a step has ended that is not yet cut in the clock."""
         self._name_blocks()
         engine.events.add(self)
 
@@ -75,7 +75,7 @@ class EventRecorder(Events):
             self._clock.cut()
 
     def _name_blocks(self) -> None:
-        """Look at the tiers anew: some blocks are taken when they are first needed."""
+        """Read the blocks of the tiers again: some are allocated on first use."""
         self._names = {id(piece.block): piece.name for piece in pieces(self._engine)}
 
     # -- phases and units ------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class EventRecorder(Events):
     def _exchange(self) -> Iterator[None]:
         with self.wait("collectives"):
             yield
-        self._cut()  # a step's metrics end where the ranks have told each other of it, and so does the step
+        self._cut()  # a step, like its metrics, ends after the ranks' exchange
 
     @contextlib.contextmanager
     def unit(self, unit: Unit, phase: str, values: Any) -> Iterator[None]:
@@ -117,9 +117,9 @@ class EventRecorder(Events):
             self._announce(value, ("backward", unit_name(unit.name)), inputs=False)
 
     def _announce(self, values: Any, label: tuple[str, str], inputs: bool) -> None:
-        """Ask autograd to say when backward comes to the gradients of these values.
+        """Register autograd hooks that mark when backward reaches the gradients of these values.
 
-        A unit's input that is the output of the unit before it is left to that unit.
+        An input that is the output of the previous unit already has that unit's hook.
         """
         tensors = [v for v in tree_leaves(values) if isinstance(v, torch.Tensor) and v.requires_grad and v.grad_fn]
         if inputs:
@@ -162,7 +162,7 @@ class EventRecorder(Events):
 
     @contextlib.contextmanager
     def _about(self, unit: Unit) -> Iterator[None]:
-        """What is issued while the body runs is about this unit."""
+        """Attribute the work that is issued while the body runs to this unit."""
         outer, self._subject = self._subject, unit_name(unit.name)
         try:
             yield
@@ -202,14 +202,14 @@ class EventRecorder(Events):
             self.in_collective = False
 
     def _end_with(self, pending: Pending, lane: str, name: str, begin: Any, nbytes: int) -> None:
-        """Note a collective's span: on a GPU up to this point of its stream, on a CPU when its future is there."""
+        """Record a collective's span: on a GPU up to this point of its stream, on a CPU when its future completes."""
         work, clock = pending.work, self._clock
         if work is None:
             clock.add(lane, name, begin, clock.stamp(), nbytes)
             return
         try:
             work.get_future().add_done_callback(lambda _: clock.add(lane, name, begin, time.perf_counter(), nbytes))
-        except RuntimeError:  # gloo has no future of a reduce-scatter: it is over when somebody has waited for it
+        except RuntimeError:  # gloo gives no future for a reduce-scatter: its end is known only after a wait
             self._unended[pending] = lambda: clock.add(lane, name, begin, time.perf_counter(), nbytes, bounded=True)
 
     def completion(self, pending: Pending) -> Scope:
@@ -217,7 +217,7 @@ class EventRecorder(Events):
 
     @contextlib.contextmanager
     def _completion(self, pending: Pending) -> Iterator[None]:
-        with self._in_collective():  # its own copy of all that is reduced shows when it is cut into parts
+        with self._in_collective():  # gloo's own copy of the input appears when it is split
             yield
         if (note := self._unended.pop(pending, None)) is not None:
             note()

@@ -1,4 +1,4 @@
-"""Telling: rank 0 hands a finished profile to the terminal, to a page, to a trace."""
+"""Reporting: rank 0 writes a finished profile to the terminal, an HTML page and a trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerocli.profile import page, table, trace
 
 
 class Reporter:
-    """Tells the user about a profile in the ways that were asked for."""
+    """Reports a profile in the requested forms."""
 
     def __init__(self, html: str, trace_file: str, source: str) -> None:
         self._html, self._trace_file, self._source = html, trace_file, source
@@ -27,7 +27,7 @@ class Reporter:
             show(json.dumps({key: value for key, value in document.items() if key != "timeline"}))
         else:
             show(table.render(document))
-        if self._html:  # after the report: a disk may be full
+        if self._html:  # after the report, as the disk may be full
             page.write(self._html, [(config.name, document)])
             say(f"page: {self._html}")
         if self._trace_file:
@@ -39,7 +39,7 @@ class Reporter:
 
 @contextlib.contextmanager
 def recording(path: str) -> Iterator[None]:
-    """Record CUDA's allocations while the body runs and write its snapshot, one file a rank; nothing without a path."""
+    """Record CUDA allocations while the body runs and write a snapshot, one file per rank; nothing without a path."""
     if not path:
         yield
         return

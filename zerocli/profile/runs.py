@@ -1,4 +1,4 @@
-"""Finished runs: what they recorded, read back as a profile. Needs no torch."""
+"""Read a finished run's files back as a profile. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from zerocli.regular_files import MAX_CONFIG_NBYTES, MAX_LINE_NBYTES, MAX_PROFIL
 
 FILE = "profile.json"
 KEPT_LINES = 10_000
-"""Lines of metrics that are kept at least, where there are more."""
+"""Minimum number of metrics lines to keep when there are more."""
 
 
 def read(folder: str) -> dict[str, Any]:
-    """Return a run's profile; `warnings` in it say what was found torn. UserError says why there is none."""
+    """Return a run's profile, with `warnings` about partial lines; UserError if there is none."""
     run = Path(folder)
     try:
         names = set(os.listdir(run))
@@ -49,7 +49,7 @@ def read(folder: str) -> dict[str, Any]:
         _check(run / FILE, document, hint)
         document["notes"] += _stale(document, written[-1]["step"])
     else:
-        by_step = {line["step"]: line for line in written}  # of a step that was done again the later line counts
+        by_step = {line["step"]: line for line in written}  # for a repeated step the later line counts
         document = _from_metrics(run, settings, [by_step[step] for step in sorted(by_step)])
     return document | {"warnings": warnings}
 
@@ -69,7 +69,7 @@ def _check(path: Path, document: dict[str, Any], hint: str) -> None:
 
 
 def _stale(document: dict[str, Any], newest: int) -> list[str]:
-    """Return a note if the run went on after this profile was written: resumed, and ended without writing another."""
+    """Return a note if the run was resumed after this profile was written, and ended without writing another."""
     last = document["steps"][1] if "steps" in document else newest
     if last >= newest:
         return []
@@ -77,10 +77,10 @@ def _stale(document: dict[str, Any], newest: int) -> list[str]:
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a run's lines in the order they were written, and what was found torn.
+    """Return a run's lines in the order they were written, and warnings about partial lines.
 
-    Of more than 20,000 lines the first and the newest are kept: a file of any size takes as much memory. A line is
-    whole or absent; only the last can be torn, by a run that was killed while it wrote.
+    Of more than 20,000 lines only the first and the newest are kept, so memory is bounded for files of any size. Only
+    the last line can be partial, if the run was killed while writing it.
     """
     found: list[dict[str, Any]] = []
     for number, text in enumerate(_lines(path), start=1):
@@ -110,7 +110,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _from_metrics(run: Path, settings: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a run's metrics alone say, its peaks and seconds: it ended before it wrote a profile."""
+    """Return a profile from a run's metrics alone (peaks and seconds), for a run that ended before it wrote one."""
     peak = {tier: int(max(line["peak"].get(tier, 0) for line in lines)) for tier in TIERS}
     from zerocli.config import from_dict, to_dict
 

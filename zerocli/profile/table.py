@@ -1,4 +1,4 @@
-"""A profile as a person reads it on a terminal."""
+"""A profile as a text report for the terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ORDER = [(tier, category) for tier in TIERS for category in (*CATEGORIES, UNATTR
 MEASURED_BY = dict.fromkeys(("host to device", "device to host"), ": zerocli env --bench") | dict.fromkeys(
     ("disk read", "disk write"), ": zerocli env --bench --nvme-path DIR"
 )
-"""What would tell the best of a link; links between ranks nobody measures."""
+"""The command that measures a link's peak rate; nothing measures links between ranks."""
 WIDTH = 28
-"""Letters of a run's name at the head of its column: a default run folder's fit."""
+"""Characters of a run's name in a column head; the name of a default run folder fits."""
 NAMES = {"hbm": "hbm (device, per rank)", "dram": "dram (host, per node)", "nvme": "nvme (disk, per node)"}
 
 
@@ -61,17 +61,17 @@ def _memory(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 UNSEEN = ("activations", "logits")
-"""What only following memory tells apart."""
+"""Categories that are measured only if memory is followed."""
 
 
 def seen(document: Mapping[str, Any], row: Mapping[str, Any]) -> int | None:
-    """Return what was measured of a row; None where nobody looked, which is not the same as 0 bytes."""
+    """Return a row's measured bytes; None if it was not measured, which is not the same as 0 bytes."""
     looked = document.get("followed", True) or row["tier"] != "hbm" or row["category"] not in UNSEEN
     return row["measured"] if looked or row["measured"] else None
 
 
 def whole(document: Mapping[str, Any], tier: str) -> bool:
-    """Say whether a tier's measured peak has everything in it: only an allocator counts what nobody follows."""
+    """Return whether a tier's measured peak is complete: without following, only a GPU's allocator counts it all."""
     return tier != "hbm" or document.get("followed", True) or document["gpu"] is not None
 
 
@@ -82,7 +82,7 @@ def _row(name: str, predicted: int | None, measured: int | None, comparable: boo
 
 
 def error(predicted: int | None, measured: int | None) -> str:
-    """Return by how much the prediction is off, as a share of what was measured; a dash where that says nothing."""
+    """Return the prediction's error relative to the measurement; a dash if that is undefined."""
     if predicted is None or not measured:
         return "-"
     share = (predicted - measured) / measured
@@ -174,12 +174,12 @@ def _change(
 
 
 def planned(plan: Any) -> list[dict[str, Any]]:
-    """Return a plan's rows as a profile has them, with nothing measured."""
+    """Return a plan's rows in a profile's form, with nothing measured."""
     keys = dict.fromkeys((row.category, row.tier) for row in plan.rows)
     found = [{"category": c, "tier": t, "predicted": plan.of(c, t), "measured": None} for c, t in keys]
     return [row for row in found if row["predicted"]]
 
 
 def dry(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is predicted, as the report has it."""
+    """Yield the predicted part of the report."""
     yield from _memory(document)

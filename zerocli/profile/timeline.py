@@ -1,4 +1,4 @@
-"""The timeline of one step: memory by category and tier, phases and units, and the lanes, on one axis of seconds."""
+"""The timeline of one step: memory by category and tier, phases and units, and lanes, on one time axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerocli.profile.clock import BETWEEN, COMPUTE, LANES, WAIT, Segment, Span
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger
 
 MAX_LIVES = 20_000
-"""Allocations that a timeline names; the smallest of more are left out, and counted."""
+"""Maximum number of allocations in a timeline; the smallest beyond it are only counted."""
 
 
 def make_timeline(
@@ -23,10 +23,10 @@ def make_timeline(
     followed: Sequence[Segment],
     away: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
-    """Return the timeline of a step that was timed, with the memory of one that was followed.
+    """Return the timeline of a timed step, with the memory of a followed step.
 
-    Both go through the same phases and units in the same order, so that each point of the one has its place in the
-    other; `window` is the followed step's events in the ledger.
+    Both go through the same phases and units in the same order, so points in one can be mapped to the other; `window`
+    is the followed step's events in the ledger.
     """
     begin, end = segments[0].begin, segments[-1].end
     place = _aligned(followed, segments)
@@ -76,7 +76,7 @@ def _us(seconds: float) -> float:
 
 
 def _merge(segments: Sequence[Segment]) -> list[Segment]:
-    """Return the segments without empty ones, neighbours of one label joined."""
+    """Return the segments without empty ones, adjacent segments of one label merged."""
     merged: list[Segment] = []
     for segment in segments:
         if merged and merged[-1].label == segment.label:
@@ -87,7 +87,7 @@ def _merge(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def _turns(segments: Sequence[Segment]) -> list[tuple[tuple[str, str], float]]:
-    """Return when each phase or unit began that was not under way already; waits, which chance decides, left out."""
+    """Return when each change to another phase or unit happened; waits are left out, as they vary between steps."""
     turns: list[tuple[tuple[str, str], float]] = []
     for segment in segments:
         if segment.label[0] != WAIT and segment.label != BETWEEN and (not turns or turns[-1][0] != segment.label):
@@ -96,7 +96,7 @@ def _turns(segments: Sequence[Segment]) -> list[tuple[tuple[str, str], float]]:
 
 
 def _aligned(source: Sequence[Segment], target: Sequence[Segment]) -> Callable[[float], float]:
-    """Return the function that takes a time of one step to the like time of another."""
+    """Return the function that maps a time in one step to the corresponding time in another."""
     one, other = _turns(source), _turns(target)
     ends = ((source[0].begin, source[-1].end), (target[0].begin, target[-1].end))
     xs, ys = [ends[0][0]], [ends[1][0]]

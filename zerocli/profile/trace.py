@@ -26,10 +26,11 @@ def write(path: str, document: Mapping[str, Any]) -> None:
 
 
 def events(timeline: Mapping[str, Any], name: str = "zerocli") -> Iterator[dict[str, Any]]:
-    """Yield the trace's events: one or more threads a lane, a counter a tier; times in microseconds, in order.
+    """Yield the trace's events: one or more threads per lane, one counter per tier; times in microseconds, in order.
 
-    Viewers take what overlaps on one thread for calls inside of calls, and drop what is not: so where transfers of a
-    lane overlap, the later one goes to its next thread. Number 0 is the idle process, so all count from 1.
+    Viewers treat overlapping events on one thread as nested calls, and drop those that are not nested. So where
+    transfers of a lane overlap, the later one goes to the lane's next thread. Pid 0 is the idle process, so numbers
+    start at 1.
     """
     spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
     spans += [("compute", f"{phase} {unit}".strip(), begin, end, {}) for phase, unit, begin, end in timeline["compute"]]

@@ -1,9 +1,9 @@
 """Batches as a pure function of (seed, step), and a thread that prepares the next ones.
 
 [Note: sample order] Samples have a global index, counted over the whole run. An epoch is W = (tokens - 1) // seq
-windows that do not overlap, in an order and from a first token that (seed, epoch) decide. Index g is therefore
-window permutation(g mod W) of epoch g div W, whoever asks: the order does not depend on how a global batch is split
-into ranks, micro-steps and sequences, and a resumed run needs to store nothing.
+windows that do not overlap; (seed, epoch) determine their order and the first token. Index g is therefore window
+permutation(g mod W) of epoch g div W on every rank: the order does not depend on how a global batch is split into
+ranks, micro-steps and sequences, and resuming needs no stored data state.
 """
 
 import threading
@@ -23,7 +23,7 @@ __all__ = ["Batches", "Prefetcher", "TokenSource", "open_source", "permute"]
 
 _MASK = 2**64 - 1
 _ROUNDS = 6
-_PHASE = _ROUNDS  # the draw of an epoch's first token, beside one key a round
+_PHASE = _ROUNDS  # the draw of an epoch's first token; lower numbers are round keys
 
 
 def _mix(value: int) -> int:
@@ -44,8 +44,8 @@ def _draw(seed: int, epoch: int, stream: int) -> int:
 def permute(index: int, size: int, seed: int, epoch: int) -> int:
     """Return where the epoch's permutation of 0..size-1 sends `index`; nothing of length `size` is built.
 
-    A Feistel network permutes the next power of four; what falls beyond `size` is sent on until it falls within
-    (on average fewer than four times), which is a permutation again.
+    A Feistel network permutes the next power of four; an index beyond `size` is permuted again until it falls within
+    (on average fewer than four times), which still is a permutation.
     """
     assert 0 <= index < size
     half = ((size - 1).bit_length() + 1) // 2 or 1
@@ -61,7 +61,7 @@ def permute(index: int, size: int, seed: int, epoch: int) -> int:
 
 
 class Batches:
-    """The micro-batches of a run, each a pure function of its seed, step and place; see [Note: sample order]."""
+    """The micro-batches of a run, each a pure function of seed, step and position; see [Note: sample order]."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Batches:
         self.accumulate = accumulate
         self.seed = seed
         self.begun = begun
-        """(step, samples seen until its end): a resumed run goes on there, with a global batch of any size."""
+        """(step, samples seen by its end): a resumed run continues there, with a global batch of any size."""
         self.num_windows = (len(source) - 1) // seq
         assert self.num_windows > 0, f"{len(source)} tokens hold no window of {seq} + 1"
 
@@ -135,7 +135,7 @@ class Prefetcher:
         self._ready: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._ended = False  # the thread puts in nothing more
+        self._ended = False  # the thread adds nothing more
         self._closed = False
         self._waited = 0.0
         self._thread = threading.Thread(target=self._run, args=(start_step, steps), name="zerocli-data", daemon=True)
@@ -163,7 +163,7 @@ class Prefetcher:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds callers stood still for data since this was last read; reading sets it to zero."""
+        """Seconds that callers waited for data since this was last read; reading resets it to zero."""
         with self._changed:
             waited, self._waited = self._waited, 0.0
         return waited
@@ -196,7 +196,7 @@ class Prefetcher:
         if self._device.type == "cuda":
             import torch
 
-            torch.cuda.set_device(self._device)  # a thread begins on device 0 and would pin for that one
+            torch.cuda.set_device(self._device)  # a new thread's current device is 0, and it would pin for that one
         while last is None or step <= last:
             for micro in range(self._batches.accumulate):
                 tokens, targets = self._batches.batch(step, micro, self._rank, self._world)

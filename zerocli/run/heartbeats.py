@@ -1,7 +1,7 @@
-"""Heartbeats: what the ranks of a run keep telling each other of themselves, through the store that opened their group.
+"""Heartbeats: the status that ranks of a run publish to each other through the process group's store.
 
-A rank that is stuck, or has lost another, asks what the others last said: who still speaks is alive, who has begun
-fewer collectives has not arrived, and who ended in good order has said why.
+A rank that is stuck, or has lost another, reads the others' heartbeats: a rank whose heartbeats continue is alive, one
+that has begun fewer collectives has not arrived, and one that exited cleanly has published the reason.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank last said of itself."""
+    """The last status that a rank published."""
 
     time: float
-    """By its own clock: only whether it moves on means something."""
+    """The rank's own clock; others only check whether it advances."""
     idle: float
     """Seconds since it last began or finished anything that others could wait for."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Collectives that it has begun, by axis."""
+    """Number of collectives that it has begun, by axis."""
     doing: str = ""
     alone: str = ""
-    """What it is busy with that no other rank takes part in, and that it watches itself."""
+    """Work that it does without other ranks, and that its own watchdog monitors."""
     ended: str = ""
-    """Why it ended, said as its last words."""
+    """Why it ended; set in its last heartbeat."""
     by_loss: bool = False
-    """Whether it ended because it had lost another rank itself."""
+    """Whether it ended because it had lost another rank."""
 
 
 class Heartbeats:
-    """The beats of all ranks that hold a part of one model; `ranks` are global."""
+    """The heartbeats of all ranks that hold a part of one model; `ranks` are global."""
 
     def __init__(self, rank: int, ranks: Sequence[int], store: Any | None = None) -> None:
         self.rank, self.ranks = rank, tuple(ranks)
         self._store = dist.PrefixStore("zerocli-beats", _job_store() if store is None else store)
         self.gone = False
-        """Whether the store is no more; it is not asked again, as torch complains at length each time."""
+        """Whether the store is gone; it is not queried again, as torch logs long warnings each time."""
 
     @property
     def keeper(self) -> str:
-        """Who keeps the store."""
+        """The process that hosts the store, in words."""
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return "torchrun on the host of rank 0" if agents else "rank 0"
 
     def say(self, beat: Heartbeat) -> None:
-        """Tell the others, however long the store takes; nothing happens if it is gone."""
+        """Publish a heartbeat, however long the store takes; do nothing if the store is gone."""
         with contextlib.suppress(Exception):
             self._reach(lambda: self._store.set(str(self.rank), json.dumps(asdict(beat))))
 
     def ask(self) -> dict[int, Heartbeat] | None:
-        """Return what each rank last said, None if the store does not answer."""
+        """Return each rank's last heartbeat, None if the store does not answer."""
 
         def ask() -> dict[int, Heartbeat]:
             found = {}
@@ -72,7 +72,7 @@ class Heartbeats:
         return within(PATIENCE_SECONDS, lambda: self._reach(ask))
 
     def _reach(self, act: Callable[[], T]) -> T:
-        """Return what `act` gets from the store; slow is not gone, a connection that failed is."""
+        """Return the result of `act` on the store; a failed connection, but not a slow one, marks the store as gone."""
         if self.gone:
             raise ConnectionError("the store is gone")
         try:
@@ -82,7 +82,7 @@ class Heartbeats:
             raise
 
     def ask_twice(self, pause: Callable[[], object]) -> tuple[dict[int, Heartbeat], set[int]] | None:
-        """Return what the others say now, and which of them have said nothing new during the pause."""
+        """Return the others' current heartbeats, and the ranks that published nothing new during the pause."""
         before = self.ask()
         if before is not None:
             pause()
@@ -95,7 +95,7 @@ class Heartbeats:
 
 
 def lost_ranks(beats: Heartbeats, pause: Callable[[], object]) -> str:
-    """Say which ranks are gone, for one that has lost contact; those that ended for the same reason are not named."""
+    """Return which ranks are gone, in words; ranks that ended because they too lost a rank are not named."""
     heard = beats.ask_twice(pause)
     if heard is None:
         return no_store(beats)
@@ -112,23 +112,23 @@ def lost_ranks(beats: Heartbeats, pause: Callable[[], object]) -> str:
 
 
 def silent_words(rank: int, beat: Heartbeat | None) -> str:
-    """Say that a rank does not answer, and what it was doing when it last did."""
+    """Return the words that a rank does not answer, and what its last heartbeat said it was doing."""
     return f"rank {rank} does not answer" + (f" (it was {beat.doing})" if beat is not None and beat.doing else "")
 
 
 def no_store(beats: Heartbeats) -> str:
-    """Say why the others cannot be asked."""
+    """Return why the others' heartbeats cannot be read, in words."""
     return f"{beats.keeper}, which keeps the store that ranks speak through, does not answer"
 
 
 def _job_store() -> Any:
     """Return the process group's store."""
-    # torch has no public way to the store that it was given.
+    # torch has no public accessor for the default store.
     return cloned(dist.distributed_c10d._get_default_store())
 
 
 def cloned(store: Any) -> Any:
-    """Return another way to a store, where it has one."""
+    """Return a new connection to a store, or the store itself if it cannot be cloned."""
     with contextlib.suppress(Exception):
-        return store.clone()  # a connection of its own: a blocked one elsewhere must not block us
+        return store.clone()  # a separate connection: a blocked call on another must not block this one
     return store

@@ -1,8 +1,8 @@
-"""The processes of a run: started, watched, signalled, and told apart when one of them fails.
+"""The processes of a run: start them, watch them, signal them, and find the cause when one fails.
 
-Rank 0's stdout and stderr reach the terminal; everything a rank says on stderr is in RUN/logs/rank<k>.log too. A rank
-that fails writes its message into an error file instead of the terminal, with the time: the earliest one is the cause
-and is shown, the others are consequences and stay in the logs.
+Rank 0's stdout and stderr reach the terminal; every rank's stderr is also in RUN/logs/rank<k>.log. A rank that fails
+writes its message and the time into an error file instead of the terminal. The earliest error is taken as the cause and
+shown; the others are consequences and stay in the logs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from zerocli.worker import STORE_FD, listen_on_loopback
 
 POLL_SECONDS = 0.2
 TAIL_LINES, TAIL_NBYTES = 60, 256 << 10
-"""What of a rank's log is shown at most when it failed without a message."""
+"""The most of a rank's log that is shown when it failed without a message."""
 MAX_ERROR_NBYTES = 16 << 20
 SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""A run that has checkpoints saves one when it gets one of these."""
+"""Signals on which a run with checkpoints saves one."""
 
 
 class Rank:
@@ -60,7 +60,7 @@ class Rank:
             stdout=log if index else None,
             stderr=self.tee.writer if self.tee else log,
             pass_fds=fds,
-            start_new_session=True,  # Ctrl-C reaches the parent alone, and the rank's own children can be ended with it
+            start_new_session=True,  # Ctrl-C reaches only the parent; one signal ends a rank's children too
         )
         if self.tee:
             self.tee.start()
@@ -68,7 +68,7 @@ class Rank:
             log.close()
 
     def poll(self) -> bool:
-        """Say whether the process has ended; note its code and the most host memory it ever held."""
+        """Return whether the process has ended; record its exit code and peak host memory."""
         if self.code is None:
             pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
             if pid:
@@ -81,7 +81,7 @@ class Rank:
             os.killpg(self.process.pid, number)
 
     def record(self) -> dict[str, Any] | None:
-        """Return the failure that this rank wrote down itself, if it did."""
+        """Return the failure from this rank's error file, None if there is none."""
         if self.kept:
             return self.kept
         try:
@@ -91,7 +91,7 @@ class Rank:
         return record
 
     def keep_record(self) -> None:
-        """Move the error file's message into the log, where it is looked for later."""
+        """Move the error file's message into the log, where users look for it later."""
         if record := self.record():
             self.kept = record
             with contextlib.suppress(OSError, UserError):  # the run folder may be gone by now
@@ -112,27 +112,27 @@ class Rank:
 
 
 class Tee(threading.Thread):
-    """Copies what rank 0 writes on stderr to ours and to its log; to the rank it looks like our own terminal."""
+    """Copies rank 0's stderr to ours and to its log; the rank sees a terminal if ours is one."""
 
     def __init__(self, log: IO[bytes]):
         super().__init__(daemon=True)
         self.log = log
         if os.isatty(2):
             self.reader, self.writer = pty.openpty()
-            tty.setraw(self.writer)  # bytes pass as they are; our terminal does the rest
+            tty.setraw(self.writer)  # pass bytes unchanged; our own terminal processes them
             with contextlib.suppress(termios.error):
                 termios.tcsetwinsize(self.writer, termios.tcgetwinsize(2))
         else:
             self.reader, self.writer = os.pipe()
 
     def start(self) -> None:
-        os.close(self.writer)  # the rank has it now, and its end must be the last one
+        os.close(self.writer)  # the rank's copy must be the last writer, or the reader sees no end
         super().start()
 
     def run(self) -> None:
-        with contextlib.suppress(OSError):  # a pty ends with EIO, a pipe with no bytes
+        with contextlib.suppress(OSError):  # at the end a pty raises EIO, a pipe returns no bytes
             while chunk := os.read(self.reader, 65536):
-                with contextlib.suppress(OSError):  # a full disk: the terminal still hears
+                with contextlib.suppress(OSError):  # on a full disk, still write to the terminal
                     self.log.write(chunk)
                 with contextlib.suppress(OSError):
                     os.write(2, chunk)
@@ -141,7 +141,7 @@ class Tee(threading.Thread):
 
 
 class Job:
-    """The ranks of one run on this machine, from start to the last one's end."""
+    """The ranks of one run on this machine, until the last one ends."""
 
     def __init__(self, command: list[str], num_ranks: int, run_dir: Path, saves: bool = False):
         self.command = command
@@ -154,7 +154,7 @@ class Job:
         self.signals: list[int] = []
 
     def run(self) -> int:
-        """Start all ranks, wait for their end, and return the run's exit code; no process outlives this call."""
+        """Start all ranks, wait until they end, and return the run's exit code; no process outlives this call."""
         with self._catching_signals():
             try:
                 self._start()
@@ -164,7 +164,7 @@ class Job:
         return self._exit_code()
 
     def report(self) -> None:
-        """Tell the user how the run failed, if it did: the cause's own words first."""
+        """Print how the run failed, if it did, starting with the message of the rank that caused it."""
         cause = self._cause()
         if self._was_interrupted():
             say("interrupted: all ranks have ended")
@@ -177,7 +177,7 @@ class Job:
                 say(f"logs of all ranks: {quoted(self.run_dir / 'logs')}")
 
     def failure(self) -> str:
-        """Return what to tell of the failure that came first; an empty text where none did."""
+        """Return the message for the first failure, an empty text if there is none."""
         cause = self._cause()
         return describe_failure(cause) if cause else ""
 
@@ -192,7 +192,7 @@ class Job:
         }
         environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // self.num_ranks)))
         environ.setdefault("PYTHONFAULTHANDLER", "1")
-        with listen_on_loopback() as store:  # rank 0 inherits it: nobody can take the port in between
+        with listen_on_loopback() as store:  # rank 0 inherits the socket, so no other process can take the port
             environ |= {"MASTER_PORT": str(store.getsockname()[1]), STORE_FD: str(store.fileno())}
             for index in range(self.num_ranks):
                 fds = (store.fileno(),) if index == 0 else ()
@@ -200,7 +200,7 @@ class Job:
                 environ.pop(STORE_FD, None)
 
     def _watch(self) -> None:
-        """Return when all ranks have ended, one has failed, or a signal wants us to stop."""
+        """Return when all ranks have ended, one has failed, or a signal asks to stop."""
         deadline = math.inf
         while not self.signals:
             running = [rank for rank in self.ranks if not rank.poll()]
@@ -214,7 +214,7 @@ class Job:
             time.sleep(POLL_SECONDS)
 
     def _end(self) -> None:
-        """End every rank that still runs: SIGTERM, the grace, SIGKILL; a second Ctrl-C cuts the grace short."""
+        """End every running rank: SIGTERM, a grace period, SIGKILL; a second Ctrl-C ends the grace period."""
         running = [rank for rank in self.ranks if not rank.poll()]
         stop = self.signals[0] if self.saves and self.signals else signal.SIGTERM
         for rank in running:
@@ -228,7 +228,7 @@ class Job:
             if time.monotonic() > deadline or len(self.signals) > num_signals:
                 break
             time.sleep(POLL_SECONDS / 10)
-        if self.saves and self.signals:  # whoever failed while it was saving
+        if self.saves and self.signals:  # ranks that failed while saving
             self.failed = [rank for rank in self.ranks if (rank.code or 0) > 0 and rank.code != PREEMPTED]
         for rank in self.ranks:
             rank.signal(signal.SIGKILL)  # the rank's own children too
@@ -244,7 +244,7 @@ class Job:
         previous = {}
         caught = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *([signal.SIGUSR1] if self.saves else [])]
         for number in caught:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: SIGHUP stays ignored
                 previous[number] = signal.signal(number, lambda number, frame: self.signals.append(number))
         try:
             yield
@@ -253,7 +253,7 @@ class Job:
                 signal.signal(number, handler)
 
     def _cause(self) -> Rank | None:
-        """Return the rank whose failure came first: one killed without a word, else the earliest error file."""
+        """Return the rank that failed first: one killed without a message, else that of the earliest error file."""
         if self._was_interrupted():
             return None
         suspects = [rank for rank in self.ranks if rank in self.failed or rank.record()]
@@ -266,7 +266,7 @@ class Job:
         return min(suspects, key=order, default=None)
 
     def _was_interrupted(self) -> bool:
-        """Say whether we were told to stop, rather than a rank having failed by itself before."""
+        """Return whether a signal stopped the run, and no rank had failed by itself before."""
         ended_alike = all(rank.code in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP) for rank in self.failed)
         return bool(self.signals) and ended_alike and not any(rank.code == PREEMPTED for rank in self.ranks)
 
@@ -280,14 +280,14 @@ class Job:
 
 
 def describe_failure(rank: Rank) -> str:
-    """Return what to tell of a rank's failure: its own words where it left some, and what the kernel says."""
+    """Return the message for a rank's failure: its own message if there is one, and what the kernel reports."""
     record = rank.record()
     if record:
         code = record.get("exit_code", rank.code)
         text: str = record["message"]
         blame = "" if code in (USAGE, DOES_NOT_FIT) else f"rank {rank.index} failed, exit code {code}:\n"
         return blame + text
-    # Rank 0's own words are on the terminal already.
+    # Rank 0's output is on the terminal already.
     text = rank.tail() if rank.index else ""
     if rank.code in (USAGE, DOES_NOT_FIT):
         return text or f"rank {rank.index} ended with exit code {rank.code}"

@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine, as many as suit it, and wait for them; never one is left behind."""
+"""Choose the number of ranks for this machine, start them and wait for them; no process is left behind."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def launch(
     fresh: bool = False,
     worker: Sequence[str] | None = None,
 ) -> int:
-    """Run one process a rank on this machine until all have ended; return the exit code of the run.
+    """Run one process per rank on this machine until all have ended; return the exit code of the run.
 
-    `arguments` are zerocli's own (the command first); `fresh` wants a run folder that nobody else has; `worker` is the
-    command of a rank, for tests.
+    `arguments` are zerocli's own (the command first); `fresh` asks for a run folder that no other run has taken;
+    `worker` is the command of a rank, for tests.
     """
     num_ranks, reason = choose_ranks(config.parallel.ranks or 0, config.parallel.tp or 1, len(machine.gpus()))
     machine.allow_open_files(open_files(num_ranks))
@@ -51,12 +51,12 @@ def launch(
 
 
 def open_files(num_ranks: int) -> int:
-    """Return how many files a process of a run may have open: twice what was seen, and connections to each rank."""
+    """Return how many files a process of a run may open: twice the observed number, plus connections to each rank."""
     return 128 + 8 * num_ranks
 
 
 def saves(config: Any) -> bool:
-    """Say whether a run is saved at all; then it also saves when it is told to stop, and needs time for it."""
+    """Return whether a run saves checkpoints; if so, it also saves when told to stop, and needs time for that."""
     checkpoint = getattr(config, "checkpoint", None)
     return checkpoint is not None and (checkpoint.every > 0 or checkpoint.time_limit > 0)
 
@@ -102,7 +102,7 @@ def create_run_dir(path: str, fresh: bool = False) -> Path:
                     raise
                 run_dir = Path(f"{Path(path).absolute()}-{number}")
         own_folder(run_dir / "logs")
-        with tempfile.TemporaryFile(dir=run_dir):  # may we write there?
+        with tempfile.TemporaryFile(dir=run_dir):  # check that the folder is writable
             pass
     except OSError as error:
         raise UserError(

@@ -1,4 +1,4 @@
-"""A run's metrics: one JSON line a step, whole or absent; read back from the device one step late."""
+"""A run's metrics: one JSON line per step, never a partial one; values are read back from the device one step late."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from zerocli.profile.lines import Line, device_peak, fragmentation
 from zerocli.regular_files import open_regular
 
 _Issued = tuple[StepResult, Readback, tuple[dict[str, int], dict[str, int]], WaitReading]
-"""A step on its way: its result, every rank's values, bytes moved by the two axes of ranks, waits."""
+"""A step that was issued: its result, every rank's values, bytes moved by the two axes of ranks, waits."""
 
 
 class Recorder:
-    """Collects each step's values without holding up the device; a step's line comes once the next is issued."""
+    """Collects each step's values without stalling the device; a step's line is returned once the next is issued."""
 
     def __init__(
         self,
@@ -33,15 +33,15 @@ class Recorder:
         self._engine, self._tokens = engine, tokens_per_step
         self._asks_to_stop = asks_to_stop
         self.stopping = False
-        """Whether any rank has asked to stop; it turns true at the same step on all of them."""
+        """Whether any rank has asked to stop; becomes true at the same step on all ranks."""
         self._waited_for_data = waited_for_data
         self._pending: _Issued | None = None
-        engine.waits.take()  # what was waited for before the first step is no step's
+        engine.waits.take()  # waits before the first step belong to no step
         engine.events.begin()
         self._since = TimedEvent(engine.device)
 
     def record(self, result: StepResult, loss: torch.Tensor) -> Line | None:
-        """Take a step that was just issued; return the line of the one before."""
+        """Record the step that was just issued; return the line of the previous one."""
         engine = self._engine
         facts = [*device_peak(engine).values(), fragmentation(engine)]
         peak = torch.tensor([float(value) for value in facts], dtype=torch.float64)
@@ -59,7 +59,7 @@ class Recorder:
     def flush(self) -> Line | None:
         """Return the line of the last step. Collective where reads are verified."""
         if self._pending is not None:
-            self._engine.verify()  # its update may not have been issued to its end
+            self._engine.verify()  # parts of its update may not have been issued yet
         before, self._pending = self._pending, None
         return self._line(before) if before else None
 
@@ -87,9 +87,9 @@ class Recorder:
 
 
 class MetricsFile:
-    """Appends lines to RUN/metrics.jsonl, each whole or absent; mends a torn last line left by a killed run.
+    """Appends whole lines to RUN/metrics.jsonl; removes a partial last line left by a killed run.
 
-    A disk that is full ends no training: lines wait, and are written once there is room.
+    A full disk does not end training: lines are buffered and written once there is room.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] = lambda text: None) -> None:
@@ -110,12 +110,12 @@ class MetricsFile:
         self._failed = self._failed and bool(self._waiting)
 
     def sync(self) -> None:
-        """Have what was written on the disk: no checkpoint is ahead of its run's lines."""
+        """Flush the written lines to disk, so that no checkpoint is ahead of its run's lines."""
         self._try(lambda: os.fsync(self._fd))
         self._refuse_if_gone()
 
     def close(self) -> None:
-        """Write what still waits; raise OSError where that cannot be, UserError where the file is gone."""
+        """Write the buffered lines; raise OSError if that fails, UserError if the file is gone."""
         try:
             self._append()
             self._refuse_if_gone()
@@ -123,12 +123,12 @@ class MetricsFile:
             os.close(self._fd)
 
     def _refuse_if_gone(self) -> None:
-        """Raise UserError where the file's name is another file's by now, or nobody's: the run folder was removed."""
+        """Raise UserError if the path no longer names our open file: the run folder was removed."""
         try:
             there = os.lstat(self._path)
         except FileNotFoundError:
             there = None
-        except OSError:  # a disk that does not answer now may do so later
+        except OSError:  # a disk that fails now may recover later
             return
         if there is None or not os.path.samestat(there, os.fstat(self._fd)):
             raise UserError(
@@ -142,7 +142,7 @@ class MetricsFile:
         try:
             pwrite_all(self._fd, memoryview(self._waiting), self._end)
         except OSError:
-            os.ftruncate(self._fd, self._end)  # half a line would be taken for a whole one by the next that is added
+            os.ftruncate(self._fd, self._end)  # the next line would be appended to the partial one
             raise
         self._end += len(self._waiting)
         self._waiting = b""
@@ -157,7 +157,7 @@ class MetricsFile:
 
 
 def _whole_nbytes(fd: int, nbytes: int) -> int:
-    """Return where the last whole line of a file ends, read from its end backwards: it may be of any size."""
+    """Return where the last whole line of a file ends, read backwards from its end as the file may be of any size."""
     end = nbytes
     while end:
         start = max(0, end - _TAIL_NBYTES)

@@ -1,8 +1,8 @@
-"""The owner file of a run folder, for file systems without locks: it says which process has the folder.
+"""The owner file of a run folder, for file systems without locks: it names the process that holds the folder.
 
-It is made whole and at once, so of several processes one makes it. It is stale, and taken over, only where its process
-certainly is gone: it was on this machine, and has ended or the machine has been started anew since. Nobody here can say
-so of another machine's process: the user is told to remove the file.
+It is created atomically, so only one of several processes succeeds. It is stale, and taken over, only if its process is
+certainly gone: it ran on this machine, and has ended or the machine has rebooted since. A process on another machine
+cannot be checked: the user is told to remove the file.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zerocli.regular_files import read_regular
 
 OWNER = "lock.owner"
 MOST_NBYTES = 4096
-"""More than an owner file of ours has."""
+"""More bytes than any owner file has."""
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
-"""How a file system says that it cannot make hard links."""
+"""Errors with which a file system refuses to make hard links."""
 
 
 @contextlib.contextmanager
 def owned(run_dir: str | os.PathLike[str], patience: float = 0.0) -> Iterator[str]:
-    """Have the owner file to oneself, waiting `patience` seconds for it; yields who has it instead, or nothing."""
+    """Hold the owner file, waiting up to `patience` seconds for it; yields who else holds it, or an empty text."""
     path, mine = Path(run_dir, OWNER), json.dumps(this_process()).encode()
     deadline = time.monotonic() + patience
     while not (taken := _take(path, mine)) and time.monotonic() < deadline:
@@ -39,13 +39,13 @@ def owned(run_dir: str | os.PathLike[str], patience: float = 0.0) -> Iterator[st
     try:
         yield "" if taken else describe(_read(path))
     finally:
-        if taken and _read(path) == json.loads(mine):  # unless a user has removed it, and another run is there
+        if taken and _read(path) == json.loads(mine):  # a user may have removed it, and another run made its own
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
 def this_process() -> dict[str, Any]:
-    """Return what tells this process from every other, of this machine and of others, now and later."""
+    """Return what identifies this process uniquely across machines and reboots."""
     return {
         "host": socket.gethostname(),
         "boot": _boot(),
@@ -56,7 +56,7 @@ def this_process() -> dict[str, Any]:
 
 
 def is_gone(owner: Any) -> bool:
-    """Say whether the process that an owner file names certainly is no more."""
+    """Return whether the process that an owner file names is certainly gone."""
     if not isinstance(owner, dict) or owner.get("host") != socket.gethostname():
         return False
     if owner.get("boot") != _boot():
@@ -68,24 +68,24 @@ def is_gone(owner: Any) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return True
-    except OSError:  # another user's; it is there
+    except OSError:  # another user's process: it exists
         return False
     started = _started(pid)
     return started != owner.get("started") and started != ""
 
 
 def describe(owner: Any) -> str:
-    """Return who has the folder, in words."""
+    """Return who holds the folder, in words."""
     if isinstance(owner, dict) and isinstance(owner.get("pid"), int) and isinstance(owner.get("host"), str):
         return f"process {owner['pid']} on {owner['host'][:200]!r}".replace("'", "")
     return "another process"
 
 
 def _take(path: Path, mine: bytes) -> bool:
-    """Say whether the owner file is ours now; one whose process is gone is removed before."""
+    """Return whether the owner file is ours now; a stale file is removed first."""
     if _make(path, mine):
         return True
-    with _guard(path) as guarded:  # or two that find the same stale file would remove each other's
+    with _guard(path) as guarded:  # two processes that find the same stale file must not remove each other's
         if guarded and is_gone(_read(path)):
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
@@ -94,7 +94,7 @@ def _take(path: Path, mine: bytes) -> bool:
 
 
 def _make(path: Path, mine: bytes) -> bool:
-    """Make the owner file unless there is one; it is never there without its bytes, where links can be made."""
+    """Make the owner file unless there is one; where hard links work, it never exists without its contents."""
     aside = path.with_name(f"{OWNER}.{os.getpid()}.{secrets.token_hex(4)}")
     _write_new(aside, mine)
     try:
@@ -124,7 +124,7 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def _read(path: Path) -> Any:
-    """Return what the owner file says, None where it says nothing that can be read."""
+    """Return the contents of the owner file, None if they cannot be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError, UserError):
         return json.loads(read_regular(path, MOST_NBYTES))
     return None
@@ -132,9 +132,9 @@ def _read(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _guard(path: Path) -> Iterator[bool]:
-    """Say whether this process alone, on this machine, may remove the owner file; the kernel lets go at its end.
+    """Yield whether this process holds the right to remove the owner file; the kernel releases it if the process ends.
 
-    Only processes of this machine ever remove it, so a name in the kernel's own space of sockets will do.
+    Only processes of this machine ever remove the file, so an abstract socket name is a sufficient lock.
     """
     about = os.stat(path.parent)
     name = hashlib.sha256(f"{about.st_dev}:{about.st_ino}:{_namespace()}".encode()).hexdigest()
@@ -160,7 +160,7 @@ def _namespace() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return when a process began, in the kernel's ticks; "ended" for one that only its parent still knows."""
+    """Return when a process began, in the kernel's ticks; "ended" for a zombie."""
     with contextlib.suppress(OSError, IndexError):
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "ended" if words[0] in "ZX" else words[19]

@@ -1,4 +1,4 @@
-"""Preemption: a run that is told to stop, or whose time is nearly up, is saved first."""
+"""Preemption: a run that is told to stop, or is close to its time limit, saves a checkpoint first."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from types import FrameType
 from zerocli.run.job import SAVING_SIGNALS
 
 MARGIN_SECONDS = 10.0
-"""Left between the end of the last save, as it is expected, and the time limit."""
+"""Margin between the expected end of the last save and the time limit."""
 
 
 class Preemption:
-    """Knows whether this rank wants to stop; the ranks agree on the step by asking each other every step."""
+    """Decides whether this rank wants to stop; ranks exchange this every step, so they agree on the step."""
 
     def __init__(self, time_limit: float, save_seconds: Callable[[], float]) -> None:
         self._began = time.monotonic() - process_seconds()
@@ -37,7 +37,7 @@ class Preemption:
         self._signal = number
 
     def wants_stop(self) -> bool:
-        """Say whether to stop; asked once a step."""
+        """Return whether to stop; called once per step."""
         now = time.monotonic()
         if self._last_asked is not None:
             self._longest_step = max(self._longest_step, now - self._last_asked)
@@ -45,7 +45,7 @@ class Preemption:
         return self._signal is not None or self._is_near(now)
 
     def _is_near(self, now: float) -> bool:
-        """Say whether two more steps and a save, each as slow as the slowest so far, could pass the limit."""
+        """Return whether two more steps and a save, each as slow as the slowest so far, could exceed the limit."""
         if not self._limit:
             return False
         needed = 2 * self._longest_step + 2 * self._save_seconds() + min(MARGIN_SECONDS, self._limit / 10)
@@ -53,14 +53,14 @@ class Preemption:
 
     @property
     def reason(self) -> str:
-        """Why this rank wants to stop, or that another did."""
+        """Why this rank wants to stop, or that another rank does."""
         if self._signal is not None:
             return signal.Signals(self._signal).name
         return f"the time limit of {self._limit:g} s is near" if self._limit else "another rank was told to stop"
 
 
 def process_seconds() -> float:
-    """Return how long this process has been running: a job's limit counts its imports and its loading too."""
+    """Return how long this process has been running; a job's time limit includes imports and loading."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

@@ -1,4 +1,4 @@
-"""What a user is told when ranks are lost or stuck: what stands saved, and the command that goes on. No torch."""
+"""Messages for lost or stuck ranks: what is saved, and the command that resumes the run. No torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zerocli.console import quoted
 from zerocli.errors import FAILURE, UserError
 
 PATIENCE_SECONDS = 2.0
-"""How long what may be gone itself, a disk or the ranks' store, may take to answer."""
+"""How long to wait for an answer from a disk or the ranks' store, which may be gone too."""
 
 T = TypeVar("T")
 
 
 def within(seconds: float, act: Callable[[], T]) -> T | None:
-    """Return what `act` gives, None if it fails or takes longer; it is left to itself then."""
+    """Return the result of `act`, None if it fails or takes longer; a slow `act` is abandoned in its thread."""
     result: list[T] = []
 
     def run() -> None:
@@ -34,9 +34,9 @@ def within(seconds: float, act: Callable[[], T]) -> T | None:
 
 
 def standing(run_dir: str | os.PathLike[str], environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Return what a run has saved, in words, and the command that goes on from it; a dead disk holds nobody up."""
+    """Return what a run has saved, in words, and the command that resumes it; does not hang on a dead disk."""
     saved = within(PATIENCE_SECONDS, Folder(Path(run_dir, "checkpoints")).committed)
-    # Of torchrun's or SLURM's ranks nobody here knows the command that started them.
+    # The command that started ranks under torchrun or SLURM is not known here.
     ours = "RANK" not in environ or "ZEROCLI_PARENT" in environ
     command = "zerocli train --resume" if ours else "the same launch, with train --resume"
     if saved is None:
@@ -47,7 +47,7 @@ def standing(run_dir: str | os.PathLike[str], environ: Mapping[str, str] = os.en
 
 
 def explain(what: str, reason: str, missing: str, run_dir: str) -> UserError:
-    """Return the loss of a rank as an error for people: what was under way, who is gone, what is saved."""
+    """Return the error to show for a lost rank: what was running, which ranks are gone, what is saved."""
     fact, hint = standing(run_dir)
     who = missing or "which one is not known"
     return UserError(f"another rank was lost during {what}: {who} ({reason}); {fact}", hint=hint, exit_code=FAILURE)

@@ -1,4 +1,4 @@
-"""What a run says to a person: the opening lines, progress, the closing summary, the dry run's table."""
+"""A run's output to the user: the opening lines, progress, the closing summary, the dry run's table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def opening(config: Config, engine: Engine) -> str:
 
 
 def _vocabulary(config: Config, engine: Engine) -> list[str]:
-    """Return what became of the vocabulary under tensor parallelism, and why; nothing without."""
+    """Return how tensor parallelism split the vocabulary, and why; nothing without tensor parallelism."""
     tp, vocab = engine.tensor_parallel, config.model.vocab
     if tp.world == 1 or config.model.factory:
         return []
@@ -122,7 +122,7 @@ def summary(
 
 
 def next_command(config: Config, source: str) -> str:
-    """Return the command a person would try after this one."""
+    """Return the command to suggest after this one."""
     tp = f" --tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
     if config.zero.stage < 3:
         return f"zerocli train {shlex.quote(source)} --stage 3{tp}"
@@ -132,7 +132,7 @@ def next_command(config: Config, source: str) -> str:
 
 
 def _title(what: str, stage: int, tp: int) -> str:
-    """Return the head of a table of memory: this run beside training that splits nothing."""
+    """Return the head of a memory table that compares this run with unsharded training."""
     return f"{what:<20}{f'stage {stage}' + (f' tp {tp}' if tp > 1 else ''):>14}{'stage 0':>14}"
 
 
@@ -141,7 +141,7 @@ def _row(category: str, held: int, stage_0: int) -> str:
 
 
 def closing(summary: dict[str, Any]) -> str:
-    """Return the summary as a person reads it."""
+    """Return the summary as readable text."""
     rows = [_title("held by each rank", summary["stage"], summary["tp"])]
     totals = [0, 0]
     for category, row in summary["memory"].items():
@@ -161,7 +161,7 @@ def closing(summary: dict[str, Any]) -> str:
 
 
 def check_line(check: dict[str, Any]) -> str:
-    """Return how a comparison with unsharded training went."""
+    """Return the result of the comparison with unsharded training."""
     verdict = "equal to unsharded training" if check["equal"] else "NOT equal to unsharded training"
     return (
         f"check: {verdict} over {check['steps']} steps: largest difference in loss "
@@ -171,7 +171,7 @@ def check_line(check: dict[str, Any]) -> str:
 
 
 def planned_memory(config: Config, numel: int, local: int) -> dict[str, dict[str, int]]:
-    """Return the model states each rank would hold, beside stage 0, from arithmetic alone.
+    """Return the model states that each rank would hold, and those of stage 0, by arithmetic alone.
 
     `local` of the `numel` parameters are a rank's own share under tensor parallelism.
     """

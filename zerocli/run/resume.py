@@ -1,4 +1,4 @@
-"""What a run starts from where that is not nothing: its newest whole checkpoint, or weights from elsewhere."""
+"""The starting point of a run that does not begin fresh: its newest whole checkpoint, or given weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerocli.errors import FAILURE, UserError
 from zerocli.run.data import Batches
 
 NO_NUMBERS = {("train", "accumulate"), ("train", "batch"), ("train", "log_every"), ("train", "watchdog")}
-"""Keys that decide how a step is made, not what comes of it."""
+"""Keys that change how a step is computed, but not its result."""
 
 
 def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches, tell: Callable[[str], None]) -> int:
@@ -57,7 +57,7 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
 
 
 def samples_of(found: Resumed) -> int:
-    """Return how far in its data the run was; raise UserError where the checkpoint does not say."""
+    """Return how many samples the run had seen; raise UserError if the checkpoint does not say."""
     samples = found.values.get("samples")
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
         raise UserError(
@@ -69,7 +69,7 @@ def samples_of(found: Resumed) -> int:
 
 
 def changes(config: Config, saved: Any) -> list[str]:
-    """Return a line for each key that decides the numbers and is not what it was when the checkpoint was saved."""
+    """Return a line for each key that affects results and has changed since the checkpoint was saved."""
     if not isinstance(saved, dict):
         return []
     now = to_dict(config)
@@ -86,7 +86,7 @@ def changes(config: Config, saved: Any) -> list[str]:
 
 
 def global_batch(config: dict[str, Any]) -> int:
-    """Return the sequences of a step of a run's config, 0 where it does not say."""
+    """Return the sequences per step of a run's config, 0 if it does not say."""
     try:
         train, parallel = config["train"], config["parallel"]
         return int(train["batch"] * train["accumulate"] * (parallel["ranks"] // parallel["tp"]))

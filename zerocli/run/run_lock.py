@@ -1,4 +1,4 @@
-"""A run folder has one run at a time: a second would take the first one's half-written checkpoint for a dead run's."""
+"""Lock a run folder for one run at a time: a second would remove the first one's unfinished checkpoint as stale."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from zerocli.regular_files import open_regular
 from zerocli.run.owner import OWNER, owned
 
 LOCK = "lock"
-"""In the run folder; the kernel lets go of it with the process that holds it, however that ends."""
+"""In the run folder; the kernel releases the lock when its process ends, however it ends."""
 PATIENCE_SECONDS = 3.0
-"""How long a run that is just ending may take to let go."""
+"""How long to wait for a run that is just ending to release the lock."""
 
 
 @contextlib.contextmanager
 def lock_run_folder(run_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Have the run folder to oneself; raise UserError, with who has it, where another run does."""
+    """Hold the run folder exclusively; raise UserError that names the holder if another run has it."""
     fd = open_regular(Path(run_dir, LOCK), os.O_RDWR | os.O_CREAT)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
@@ -32,7 +32,7 @@ def lock_run_folder(run_dir: str | os.PathLike[str]) -> Iterator[None]:
         if locked is None:
             other, lock = stack.enter_context(owned(run_dir, PATIENCE_SECONDS)), Path(run_dir, OWNER)
         if locked or (locked is None and not other):
-            with contextlib.suppress(OSError):  # who we are is worth a word, and no run
+            with contextlib.suppress(OSError):  # failing to record who we are must not fail the run
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         else:
@@ -46,7 +46,7 @@ def lock_run_folder(run_dir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _locked(fd: int) -> bool | None:
-    """Say whether the lock is ours; None where the file system knows no locks (ENOLCK, ENOSYS, EOPNOTSUPP)."""
+    """Return whether the lock is ours; None if the file system has no locks (ENOLCK, ENOSYS, EOPNOTSUPP)."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:

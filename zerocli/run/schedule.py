@@ -9,7 +9,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 
 
 def make_schedule(kind: str, lr: float, steps: int, warmup: int = 0, min_lr: float = 0.0) -> Callable[[int], float]:
-    """Return step -> learning rate; steps count from 1, `min_lr` is the fraction of `lr` that is left at the end."""
+    """Return step -> learning rate; steps count from 1, `min_lr` is the final rate as a fraction of `lr`."""
     if kind not in SCHEDULES:
         raise ValueError(f"schedule {kind!r} is not one of {', '.join(SCHEDULES)}")
 

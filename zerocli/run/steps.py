@@ -1,4 +1,4 @@
-"""The steps of a run: batches through the engine, a line of metrics a step, saves when they are due."""
+"""The steps of a run: batches through the engine, one line of metrics per step, saves when they are due."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def long_lived() -> Iterator[None]:
-    """While the body runs, have the collector pass over what is there already, a model and all of torch.
+    """Exclude all existing objects (the model, all of torch) from garbage collection while the body runs.
 
-    A full collection takes a tenth of a second and more of a step, on each of many ranks at another time, and all wait.
+    A full collection takes a tenth of a second or more. Each rank runs it at a different time, and all others wait.
     """
     gc.collect()
     gc.freeze()
@@ -43,7 +43,7 @@ def long_lived() -> Iterator[None]:
 
 
 def micro_step(engine: Engine, tokens: torch.Tensor, targets: torch.Tensor, seeds: tuple[int, ...]) -> torch.Tensor:
-    """Run one forward and backward, with the random state that this micro-step always has; return its loss."""
+    """Run one forward and backward with this micro-step's own random state; return its loss."""
     torch.manual_seed(hash(seeds) & (2**63 - 1))
     loss: torch.Tensor = engine(tokens, targets)
     engine.backward(loss)
@@ -60,7 +60,7 @@ def run_steps(
     lines: list[Line],
     watchdog: Watchdog,
 ) -> str:
-    """Train from step `first` on, adding a line a step; return why the run was stopped before its end, if it was.
+    """Train from step `first` on, adding one line per step; return why the run stopped early, if it did.
 
     Ranks that split a layer between them see the same data and random numbers.
     """
@@ -125,7 +125,7 @@ def run_steps(
 
 def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int) -> Saver:
     """Return what saves the run. Collective."""
-    from zerocli.checkpoint.saver import Saver  # with torch's checkpoints, a second to import: only for runs that save
+    from zerocli.checkpoint.saver import Saver  # imports torch's checkpoints, which takes a second
 
     checkpoint = config.checkpoint
     return Saver(
@@ -140,7 +140,7 @@ def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int) -
 
 
 def finish_saving(saver: Saver, engine: Engine, options: RunOptions) -> None:
-    """Wait for the last save; raise UserError if it failed, for nobody may think that it is there."""
+    """Wait for the last save; raise UserError if it failed, so that nobody relies on it."""
     saver.close()
     engine.verify()
     if saver.lost is not None:
@@ -151,11 +151,11 @@ def finish_saving(saver: Saver, engine: Engine, options: RunOptions) -> None:
 
 
 class Diverged(UserError):
-    """A loss that is not a number; every rank raises it after the same step, as they agree on its metrics."""
+    """A loss that is not finite; all ranks have the same metrics, so all raise it after the same step."""
 
 
 def stop_if_broken(config: Config, line: Line, saver: Saver | None = None) -> None:
-    """End the run at a loss that is not a number; fp16 merely skips such a step and lowers its scale."""
+    """End the run at a loss that is not finite, or at such gradients except in fp16, which lowers its scale."""
     broken = not math.isfinite(line.loss) or (line.skipped and config.train.precision != "fp16")
     if broken and config.train.on_nan == "stop":
         what = f"loss is {line.loss}" if not math.isfinite(line.loss) else "the gradients are not finite"

@@ -11,7 +11,7 @@ import numpy as np
 from zerocli.engine.startup import STARTUP
 from zerocli.errors import UserError, quote
 
-MAPPED_NBYTES = 16 * 2**20  # text files from this size on are mapped: each mapping holds a file open
+MAPPED_NBYTES = 16 * 2**20  # only files of this size or more are mapped: each mapping holds a file open
 LIBRARY_NBYTES = 8 * 2**20
 LIBRARY_PACKAGES = ("asyncio", "collections", "concurrent", "email", "http", "json", "logging", "unittest", "xml")
 CHECKED_NUMEL = 2_000_000_000
@@ -19,7 +19,7 @@ CHUNK_NUMEL = 4 * 2**20
 
 
 class Part(NamedTuple):
-    """One file of a source: its name for errors, and its ids (any integer type, perhaps mapped)."""
+    """One file of a source: its name for errors, and its ids (any integer type, possibly memory-mapped)."""
 
     name: str
     ids: np.ndarray
@@ -34,7 +34,7 @@ class TokenSource:
     def __init__(self, parts: Sequence[Part], vocab: int = 0):
         self.parts = [part for part in parts if len(part.ids)]
         self.vocab = vocab
-        # ends[k] is the number of tokens up to and with part k.
+        # ends[k] is the number of tokens up to and including part k.
         self._ends = np.cumsum([len(part.ids) for part in self.parts], dtype=np.int64)
         self._max_id: int | None = None
 
@@ -43,7 +43,7 @@ class TokenSource:
 
     @property
     def max_id(self) -> int:
-        """The largest id; the first reading goes through all tokens."""
+        """The largest id; the first access reads all tokens."""
         if self._max_id is None:
             self._max_id = max((int(chunk.max()) for part in self.parts for _, chunk in _chunks(part)), default=-1)
         return self._max_id
@@ -64,7 +64,7 @@ class TokenSource:
         return np.concatenate(taken) if taken else np.zeros(0, np.int64)
 
     def check(self) -> None:
-        """Raise UserError at the first id outside the vocabulary, of the first `CHECKED_NUMEL` tokens."""
+        """Raise UserError if any of the first `CHECKED_NUMEL` tokens is outside the vocabulary."""
         left = CHECKED_NUMEL
         for part in self.parts:
             for first, ids in _chunks(part, left):
@@ -75,7 +75,7 @@ class TokenSource:
     def _check(self, name: str, first: int, ids: np.ndarray) -> None:
         if not self.vocab or (int(ids.max()) < self.vocab and int(ids.min()) >= 0):
             return
-        # Compared as Python would: a vocabulary beyond the ids' own type bounds nothing.
+        # A vocabulary larger than the ids' dtype can hold bounds nothing: only negative ids are outside.
         outside = ids < 0 if self.vocab > np.iinfo(ids.dtype).max else (ids < 0) | (ids >= self.vocab)
         offset = int(np.argmax(outside))
         enough = 256 if ids.dtype == np.uint8 else int(ids.max()) + 1
@@ -95,10 +95,10 @@ def _chunks(part: Part, limit: int | None = None) -> Iterator[tuple[int, np.ndar
 def open_source(
     path: str, tokenizer: str = "bytes", dtype: str = "", vocab: int = 0, seq: int = 1, check: bool = True
 ) -> TokenSource:
-    """Return the tokens at `path` (empty: Python's standard library); raise UserError where it cannot train.
+    """Return the tokens at `path` (empty: Python's standard library); raise UserError if they cannot be used.
 
-    There must be seq + 1 tokens at least. With `check`, all ids are compared with `vocab` at once; one rank of a
-    node is enough for that, as `slice` compares what it returns anyway.
+    There must be at least seq + 1 tokens. With `check`, ids are compared with `vocab` now; one rank per node is enough
+    for that, as `slice` checks what it returns anyway.
     """
     shown = path or "Python's standard library"
     try:
@@ -133,7 +133,7 @@ def _parts(path: str, tokenizer: str, dtype: str) -> list[Part]:
 
 
 def _folder(folder: Path) -> list[Path]:
-    """Return the files under `folder`, hidden ones apart, in the order of their paths."""
+    """Return the files under `folder` except hidden ones, sorted by path."""
 
     def refuse(error: OSError) -> None:
         raise error

@@ -51,17 +51,17 @@ from zerocli.worker import job_name
 
 
 def work(config: Config, options: RunOptions, observer: Observer | None = None) -> int:
-    """Be one rank of a run, watched by `observer`; return the exit code."""
+    """Run one rank of a training run, watched by `observer`; return the exit code."""
     refuse_check_of_masks(config, options)
     if "RANK" in os.environ and threading.current_thread() is threading.main_thread():
-        # An exception at any line, torch's callbacks among them, could leave a rank half way; it ends at once instead.
+        # KeyboardInterrupt could be raised anywhere, even in torch's callbacks; end the process at once instead.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     machine.allow_open_files(open_files(int(os.environ.get("WORLD_SIZE", "1"))))
     watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir))
     try:
         with watchdog, STARTUP.events.including(options.events):
             join_ranks(config, watchdog)
-            # A launcher of ours has the folder already; of torchrun's or SLURM's ranks the first takes it.
+            # Our own launcher has locked the folder already; under torchrun or SLURM, rank 0 locks it.
             first = "ZEROCLI_PARENT" not in os.environ and (not dist.is_initialized() or dist.get_rank() == 0)
             with lock_run_folder(options.run_dir) if first else contextlib.nullcontext():
                 return _train(config, options, observer or Observer(), watchdog)
@@ -87,7 +87,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
 
 
 def join_ranks(config: Config, watchdog: Watchdog) -> None:
-    """Open the process group, watched from the moment that its store is there."""
+    """Open the process group; the watchdog runs from the moment that its store is reached."""
 
     def met(store: dist.Store) -> None:
         watchdog.connect(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store)
@@ -96,7 +96,7 @@ def join_ranks(config: Config, watchdog: Watchdog) -> None:
     limit = config.train.watchdog
     with STARTUP.waiting("opening the process group"):
         open_process_group(connect_seconds=max(limit, START_SECONDS) if limit else CONNECT_SECONDS, met=met)
-    if dist.is_initialized():  # by somebody else, before
+    if dist.is_initialized():  # opened by the caller before
         watchdog.connect(dist.get_rank(), dist.get_world_size())
 
 
@@ -114,7 +114,7 @@ def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Wa
     with STARTUP.by_itself("preparing the run folder"):
         if rank == 0:
             own_folder(run_dir / "checkpoints")
-            for folder in (run_dir, run_dir.absolute().parent):  # or the power could take the run with all it has saved
+            for folder in (run_dir, run_dir.absolute().parent):  # or a power failure could lose the run folder itself
                 sync_folder(folder)
             say(report.opening(config, engine))
     with STARTUP.by_itself("loading"):
@@ -124,7 +124,7 @@ def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Wa
             Folder(run_dir / "checkpoints").sweep()
             write_text(run_dir / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
             write_text(run_dir / JOB_FILE, job_name())
-    # The reference starts from the very same values: take them before the first update.
+    # The reference starts from the same values: copy them before the first update.
     start = engine.state_dict() if options.check else None
     lines = History()
     try:
@@ -135,10 +135,10 @@ def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Wa
         raise
     watchdog.close()
     if lines:
-        observer.report(config, options, engine, lines)  # before the reference's memory is there as well
+        observer.report(config, options, engine, lines)  # before the reference allocates memory
     if stopped or not lines:
         if not lines and dist.is_initialized():
-            dist.barrier()  # no step was made: another rank may still be opening a group, which needs us until then
+            dist.barrier()  # no steps: another rank may still be opening a group, which needs this rank
         engine.close()
         if rank == 0:
             say(stopped or f"nothing is left to train: step {first - 1} of {config.train.steps} was saved")
@@ -160,14 +160,14 @@ def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Wa
 
 
 def cap_device(config: Config) -> None:
-    """Let the allocator take no more of the GPU than the config allows."""
+    """Limit the allocator to the GPU memory that the config allows."""
     if config.train.gpu_memory and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, config.train.gpu_memory / total))
 
 
 def resolve(config: Config, world: int) -> Config:
-    """Return the config with what depends on the number of ranks, of both axes, worked out."""
+    """Return the config with all values that depend on the number of ranks filled in, for both axes."""
     train, tp = config.train, config.parallel.tp
     if train.global_batch:
         replicas = world // tp
@@ -184,7 +184,7 @@ def resolve(config: Config, world: int) -> Config:
 
 
 def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
-    """Refuse to compare what is not meant to be equal: heads on several ranks each draw their own dropout."""
+    """Raise if the check cannot hold: with tensor parallelism, heads on different ranks draw different dropout."""
     if options.check and config.parallel.tp > 1 and config.model.dropout > 0:
         raise UserError(
             f"--check with tp {config.parallel.tp} and dropout {config.model.dropout:g}: heads on other ranks draw "
@@ -194,14 +194,14 @@ def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
 
 
 def make_model(config: Config, device: str = "meta") -> nn.Module:
-    """Return the model, without memory on the meta device, where a factory's always is."""
+    """Return the model on `device`; a factory's model is always on meta, without memory."""
     if config.model.factory:
         return build_factory(config.model.factory)
     return build(config.model, config.train.seq, device)
 
 
 def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) -> Engine:
-    """Return the engine of a config, around its model or the one given; `changes` are fields of its settings."""
+    """Return the engine of a config, for its model or the one given; `changes` override fields of its settings."""
     model = make_model(config) if model is None else model
     optimizer = config.optimizer
     units = model.unit_modules() if isinstance(model, Decoder) else None
@@ -229,7 +229,7 @@ def open_batches(config: Config, check: bool = True) -> Batches:
 
 
 def refuse_overwriting(options: RunOptions) -> None:
-    """Keep a new run out of a folder that holds another's checkpoints."""
+    """Raise if a new run would use a folder that holds another run's checkpoints."""
     saved = Folder(Path(options.run_dir) / "checkpoints").committed()
     if saved and not options.resume:
         raise UserError(
@@ -239,7 +239,7 @@ def refuse_overwriting(options: RunOptions) -> None:
 
 
 def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches, rank: int) -> int:
-    """Fill the engine with what the run starts from; return its first step. Collective."""
+    """Load the run's starting state into the engine; return its first step. Collective."""
     if not options.resume and not config.train.init_from:
         return 1
     from zerocli.run import resume  # imports torch's checkpoints, which takes a second
@@ -306,7 +306,7 @@ def count_parameters(config: Config) -> tuple[int, int]:
 
 
 def dry_run(config: Config, options: RunOptions) -> int:
-    """Print the resolved config and what each rank would hold; train nothing."""
+    """Print the resolved config and the memory that each rank would hold, without training."""
     began = time.perf_counter()
     config = resolve(config, max(1, config.parallel.ranks))
     open_batches(config)

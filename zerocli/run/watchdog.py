@@ -1,12 +1,12 @@
-"""The watchdog: ends a run whose start, collective, transfer or save is stuck, and says which, and who is missing.
+"""The watchdog: ends a run whose start, collective, transfer or save is stuck, and reports which ranks are missing.
 
-All ranks begin the same collectives of an axis in one order and tell each other how many they have begun. So when one
-has been open for too long, the ranks whose count is below its number have not arrived, and those that have stopped
-telling altogether do not run, or cannot be reached. A rank that has not arrived but moves (its update waits for a
-slow disk, which a save is writing to) is waited for: it has a watchdog of its own.
+All ranks begin the same collectives of an axis in one order and publish how many they have begun. So when a collective
+has been open for too long, the ranks whose count is below its number have not arrived, and ranks whose heartbeats have
+stopped are dead or unreachable. A rank that has not arrived but makes progress (its update waits for a slow disk that
+a save is writing to) is waited for: its own watchdog monitors it.
 
-It looks from the moment the ranks' store is reached: a run's start is a chain of stages, as a save is, in each of which
-a rank is busy by itself or waits for the others.
+It runs from the moment the ranks' store is reached: a run's start, like a save, is a sequence of stages, in each of
+which a rank works by itself or waits for the others.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from zerocli.run.rank_loss import PATIENCE_SECONDS, standing, within
 from zerocli.worker import record_failure
 
 START_SECONDS = 30.0
-"""How long, at least, a rank that has never spoken is waited for: processes do not all start at once."""
+"""Minimum wait for a rank that has sent no heartbeat yet: processes do not all start at once."""
 
 
 class Shared(Protocol):
-    """What ranks go through together, in one order: an axis' collectives, or the stages of saves."""
+    """A sequence that ranks go through together, in one order: an axis' collectives, or the stages of saves."""
 
     issued: int
     open: deque[Issued]
@@ -48,22 +48,22 @@ class Shared(Protocol):
 
 @dataclass(frozen=True)
 class Axis:
-    """Ranks that go through something together, by their global numbers."""
+    """Ranks that go through a shared sequence, by their global numbers."""
 
     name: str
     shared: Shared
     ranks: tuple[int, ...]
 
     def absent(self, said: dict[int, Heartbeat], silent: set[int], number: int, waited: float) -> str:
-        """Say which ranks have not come to the `number`-th; nothing if whoever holds it up is on its way.
+        """Return, in words, which ranks have not reached entry `number`; nothing if the late ranks still make progress.
 
-        `waited` is for how long this rank has: who moved in the second half of that is only slow.
+        This rank has waited for `waited` seconds; a rank that made progress in the second half of that is only slow.
         """
         speaking = {rank: beat for rank, beat in said.items() if rank not in silent}
         gone = [silent_words(rank, said.get(rank)) for rank in sorted(silent)]
         if not gone and any(beat.alone and beat.idle < waited / 2 for beat in speaking.values()):
-            return ""  # a save goes on, which updates wait for, and other ranks for these
-        staged = isinstance(self.shared, Progress)  # who came, and does its part alone (the commit), holds it up too
+            return ""  # a save makes progress; updates may wait for it, and ranks for those
+        staged = isinstance(self.shared, Progress)  # a rank that arrived may still work alone (the commit)
         late = {
             rank: beat
             for rank, beat in speaking.items()
@@ -79,7 +79,7 @@ class Axis:
 
 
 class Watchdog(threading.Thread):
-    """Looks at a run's start, collectives, transfers and saves until it is closed; `limit` in seconds, 0 is never.
+    """Monitors a run's start, collectives, transfers and saves until it is closed; `limit` in seconds, 0 is never.
 
     Without an engine it begins with the start: `meet` gives it the ranks' store, and `attach` the engine.
     """
@@ -88,7 +88,7 @@ class Watchdog(threading.Thread):
         super().__init__(name="zerocli-watchdog", daemon=True)
         self._limit, self._end = limit, end or end_process
         self._interval = min(1.0, limit / 20)
-        # Asking around takes this long at most; it begins before the limit so that the answer is there in time.
+        # Querying the other ranks takes at most this long; it begins this long before the limit.
         self._lead = 2 * PATIENCE_SECONDS + 3 * self._interval
         self._closed = threading.Event()
         self._axes: list[Axis] = []
@@ -97,21 +97,21 @@ class Watchdog(threading.Thread):
         self._last_words: tuple[str, bool] = ("", False)
         self._heartbeats: Heartbeats | None = None
         self.missing = ""
-        """Which ranks were gone when this one failed for the loss of another."""
+        """The ranks that were gone when this rank failed because it had lost another."""
         if engine is not None:
             self.attach(engine)
             self._heartbeats = Heartbeats(dist.get_rank(), engine.ranks) if self._axes and limit else None
 
     def connect(self, rank: int, world: int, store: dist.Store | None = None) -> None:
-        """Look at this run's start as well, and speak with its ranks: through `store`, or the process group's."""
+        """Also monitor the run's start, and exchange heartbeats through `store` or the process group's store."""
         if world > 1 and self._limit and self._heartbeats is None:
             self._axes = [*self._axes, Axis("start", STARTUP, tuple(range(world)))]
             self._heartbeats = Heartbeats(rank, range(world), None if store is None else cloned(store))
-            STARTUP.restart_wait()  # until now there was nobody to wait for but the store
+            STARTUP.restart_wait()  # so far this rank waited only for the store
             self._heartbeats.say(self._heartbeat())
 
     def attach(self, engine: Engine) -> None:
-        """Look at an engine's collectives as well; its axes are open, more is not needed."""
+        """Also monitor an engine's collectives; only its axes need to be open."""
         self._engine_axes = [
             Axis(name, axis, tuple(dist.get_process_group_ranks(axis.group or dist.group.WORLD)))
             for name, axis in (("data", engine.collectives), ("tensor", engine.tensor_parallel))
@@ -120,7 +120,7 @@ class Watchdog(threading.Thread):
         self._axes = [*self._axes, *self._engine_axes]
 
     def watch(self, saves: Progress) -> None:
-        """Look at a run's saves as well."""
+        """Also monitor a run's saves."""
         self._saves = saves
         if self._heartbeats is not None:
             self._axes = [*self._axes, Axis("saves", saves, self._heartbeats.ranks)]
@@ -134,7 +134,7 @@ class Watchdog(threading.Thread):
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Look no more; tell the others of the error that this rank ends with. Further calls change nothing."""
+        """Stop monitoring; publish the error that this rank ends with. Further calls do nothing."""
         if self._closed.is_set():
             return
         if error is not None and self._heartbeats is not None:
@@ -171,7 +171,7 @@ class Watchdog(threading.Thread):
         return ""
 
     def _stuck_alone(self) -> str:
-        """Say what this rank is stuck in by itself: nothing came through, however little, for the limit."""
+        """Return what this rank is stuck in by itself, without any progress for the limit."""
         where = f" on rank {self._heartbeats.rank}" if self._heartbeats is not None else ""
         for what, moved in self._alone():
             seconds = time.monotonic() - moved
@@ -180,9 +180,9 @@ class Watchdog(threading.Thread):
         return ""
 
     def _alone(self) -> list[tuple[str, float]]:
-        """Return what this rank is busy with by itself, and when something of it last came through."""
+        """Return the work that this rank does by itself, and when it last made progress."""
         found = [(self._saves.alone, self._saves.moved)] if self._saves is not None and self._saves.alone else []
-        # In its start a rank may be within an engine's collective, where it is not alone, or wait for a transfer.
+        # During its start a rank may be in an engine's collective, where it is not alone, or wait for a transfer.
         inside = any(oldest_open(axis.shared) is not None for axis in self._engine_axes)
         if STARTUP.alone and not inside:
             others = [axis.shared.moved for axis in self._engine_axes]
@@ -207,14 +207,14 @@ class Watchdog(threading.Thread):
         assert self._heartbeats is not None
         heard = self._heartbeats.ask_twice(self._pause)
         if heard is not None and waited < START_SECONDS and len(heard[0]) + 1 < len(self._heartbeats.ranks):
-            return ""  # one has never spoken: its process may only just begin
+            return ""  # a rank has sent no heartbeat: it may still be starting
         absent = axis.absent(*heard, entry.number, waited) if heard is not None else no_store(self._heartbeats)
-        if not absent:  # on its way: it is asked again, but not at once, by every rank of a large job
+        if not absent:  # late ranks make progress: ask again later, to spare the store in a large job
             self._closed.wait(self._limit / 20)
             return ""
         self._closed.wait(max(0.0, since + self._limit - time.monotonic()))
         if entry.over or entry.since > since or self._closed.is_set():
-            return ""  # it came, or its host left it, while we asked around
+            return ""  # it completed, or its host stopped waiting, during the query
         seconds = time.monotonic() - since
         if not entry.kind:  # a stage of a save, or of the start
             return f"{staged(str(entry))} has been stuck for {seconds:.0f} s: {absent}"
@@ -253,7 +253,7 @@ class Watchdog(threading.Thread):
             within(PATIENCE_SECONDS, lambda: beats.say(self._heartbeat()))
 
     def _who_is_gone(self, beats: Heartbeats) -> str:
-        """Return who is gone; nothing if a launcher, who knows, wants this rank to end before it has found out."""
+        """Return which ranks are gone; nothing if the launcher, which knows, ends this rank first."""
         hurry = threading.Event()
         here = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGTERM, lambda *_: hurry.set()) if here else None
@@ -269,22 +269,22 @@ class Watchdog(threading.Thread):
 
 
 def oldest_open(shared: Shared) -> Issued | None:
-    """Return the collective that has held this rank up the longest; its own thread goes on adding to them meanwhile."""
+    """Return the open entry that this rank has waited for the longest; the main thread may add entries meanwhile."""
     while True:
         try:
             waited_for = [entry for entry in shared.open if not entry.over and entry.since < math.inf]
             return min(waited_for, key=lambda entry: entry.since, default=None)
-        except RuntimeError:  # changed while we looked
+        except RuntimeError:  # the deque changed during iteration
             continue
 
 
 def staged(stage: str) -> str:
-    """Return a stage's words as a subject: those that name a checkpoint first end with a comma."""
+    """Return a stage's words as the subject of a sentence; those that contain a comma get a closing one."""
     return f"{stage}," if "," in stage else stage
 
 
 def end_process(text: str, run_dir: str = "") -> None:
-    """Tell the launcher and the log why, and what is saved, and end this rank: its main thread will not come back."""
+    """Report the reason and what is saved to the launcher or the log, and end this rank: its main thread is stuck."""
     fact, hint = standing(run_dir) if run_dir else ("", "")
     lines = [f"error: {'; '.join(filter(None, (text, fact)))}", *([f"try: {hint}"] if hint else [])]
     lines.append("try: --set train.watchdog=SECONDS for a longer limit, if it was only slow")
@@ -293,5 +293,5 @@ def end_process(text: str, run_dir: str = "") -> None:
         if not record_failure("\n".join(lines), FAILURE):
             say("\n".join(lines))
 
-    within(PATIENCE_SECONDS, tell)  # the run folder's own disk may be what is stuck
+    within(PATIENCE_SECONDS, tell)  # the disk of the run folder may be what is stuck
     os._exit(FAILURE)
