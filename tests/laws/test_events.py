@@ -136,7 +136,7 @@ def _profiled(stage: int, profiles: bool) -> tuple[set[str], list[float]]:
     return seen, losses
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_a_profile_replaces_no_method_and_changes_no_loss(stage):
     plain = run_ranks(2, _profiled, stage, False)
     assert run_ranks(2, _profiled, stage, True) == plain
@@ -225,7 +225,7 @@ def _logged(stage: int, recompute: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long), 2, 3])
 def test_a_subscriber_sees_balanced_events_and_changes_no_loss(stage, recompute):
     for plain, watched, seen, names, transfers, moments in run_ranks(2, _logged, stage, recompute):
         assert plain == watched and len(plain) == STEPS

@@ -218,7 +218,7 @@ def test_a_tied_weights_two_gradients_and_their_sum_are_counted(stage, batch, se
     assert peak <= planned_peak(model, batch, seq, setup, 1) <= peak * 1.01
 
 
-@pytest.mark.parametrize("vocab", [3001, 3000])
+@pytest.mark.parametrize("vocab", [3001, pytest.param(3000, marks=pytest.mark.long)])
 def test_a_vocabulary_that_tensor_parallelism_does_not_divide_is_counted_once(vocab):
     changes, setup = {"vocab": vocab, "heads": 8}, {"stage": 3, "tp": 8}
     [peak] = most(run_ranks(8, _measure_all, [(changes, setup)], 1, 8, "fp32"))
