@@ -21,7 +21,7 @@ from zerocli.check.compare import Outcome, Tolerance, differences
 from zerocli.check.rows import FACTOR, Checklist, Row, choose_rows
 from zerocli.cli import check
 from zerocli.cli import main as cli
-from zerocli.engine.reduce import _norm
+from zerocli.engine.norms import _norm
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SMALL = ["train.batch=2", "train.seq=16", "model.layers=2", "model.hidden=32", "model.heads=2", "optimizer.lr=1e-2"]

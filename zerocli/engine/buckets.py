@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from zerocli.engine.streams import Waits
-from zerocli.layout.buffers import bucket_width
+from zerocli.engine.unit import Flat
+from zerocli.layout.buffers import bucket_numel, bucket_width
+from zerocli.layout.flats import Sizing
 from zerocli.layout.shards import Layout, Span
 
 Strided = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -34,10 +36,10 @@ class BucketPlan:
     copies: tuple[Copy, ...]
 
 
-def plan_buckets(layout: Layout, world: int, bucket_numel: int) -> list[BucketPlan]:
-    """Cut a flat into buckets of at most `bucket_numel` elements, each holding equal columns of all ranks' slices."""
+def plan_buckets(layout: Layout, world: int, numel: int) -> list[BucketPlan]:
+    """Cut a flat into buckets of at most `numel` elements, each holding equal columns of all ranks' slices."""
     each = layout.total // world
-    width = bucket_width(layout.total, world, bucket_numel)
+    width = bucket_width(layout.total, world, numel)
     spans = [(i, entry.span) for i, entry in enumerate(layout.entries)] + [(-1, gap) for gap in layout.gaps()]
     plans = []
     for columns in Span(0, each).pieces(width):
@@ -67,6 +69,32 @@ def _copies(index: int, span: Span, columns: Span, each: int, world: int) -> lis
         source = (size, (each, 1), whole[0] * each + columns.start - span.start)
         found.append(Copy(index, source, (size, (columns.numel, 1), whole[0] * columns.numel)))
     return found
+
+
+class BucketPlans:
+    """The buckets of each flat: their dtype, their size and their plans, which are made on first use."""
+
+    def __init__(self, flats: list[Flat], sizing: Sizing, world: int) -> None:
+        self._reduce_fp32, self._world = sizing.reduce == "fp32", world
+        specs = [flat.spec for flat in flats]
+        dtypes = {self.dtype(flat) for flat in flats}
+        self._numels = {dtype: bucket_numel(specs, sizing, dtype.itemsize) for dtype in dtypes}
+        self._plans: dict[int, list[BucketPlan]] = {}
+
+    def dtype(self, flat: Flat) -> torch.dtype:
+        """Return the dtype in which a flat's gradients are reduced."""
+        return torch.float32 if self._reduce_fp32 else flat.dtype
+
+    def numel(self, flat: Flat) -> int:
+        """Return the number of elements of a bucket for the flat's gradients."""
+        return self._numels[self.dtype(flat)]
+
+    def of(self, flat: Flat) -> list[BucketPlan]:
+        """Return the plans of the flat's buckets, in the order of their columns."""
+        plans = self._plans.get(id(flat))
+        if plans is None:
+            plans = self._plans[id(flat)] = plan_buckets(flat.layout, self._world, self.numel(flat))
+        return plans
 
 
 def fill(memory: torch.Tensor, plan: BucketPlan, sources: list[torch.Tensor | None], add: bool = False) -> None:

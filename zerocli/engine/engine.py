@@ -354,7 +354,7 @@ class Engine:
             rows = zip(flats, received, strict=True)
             mine = [float(i in got) for flat, got in rows for i in range(len(flat.parameters))]
             sums = torch.tensor([0.0, *mine], dtype=torch.float64, device=self.device)
-        sums[0] = self.reducer.squared_norm()
+        sums[0] = self.reducer.norms.sum_of_squares()
         sums = self.tensor_parallel.total(self.collectives.sum_control(sums))
         if complete:
             return sums[0], frozenset()
