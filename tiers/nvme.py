@@ -1,4 +1,4 @@
-"""`nvme`: blocks striped over swap files in one or more directories, moved by lanes that bypass the page cache.
+"""`nvme`: blocks striped over swap files in one or more directories, moved by workers that bypass the page cache.
 
 A block is cut into stripe units of 8 MiB, assigned round robin to the directories. A unit moves directly between disk
 and the caller's memory if that is page-aligned. All else passes through staging buffers: GPU memory, odd addresses, the
@@ -25,7 +25,7 @@ from torch import Tensor
 from tiers.base import PAGE_NBYTES, Tier, round_up
 from tiers.copies import Copier, stream_position
 from tiers.errors import TierError, TierFull, format_nbytes
-from tiers.lanes import Lane, LoopThread
+from tiers.file_workers import FileWorker, LoopThread
 from tiers.pages import Registrar, memory_of
 from tiers.staging import Staging
 from tiers.stripes import Piece, Record, Unit, cut
@@ -40,21 +40,21 @@ _NUM_TAIL_PAGES = 32
 class NvmeTier(Tier):
     """Swap on disk: `paths` are the directories, `verify` checks every read against a checksum from the write.
 
-    Each directory has `lanes` lanes that read and as many that write, so a read never queues behind writes. That is
-    twice as many as keep a disk busy: a lane is idle while the event loop finishes one unit and assigns the next.
+    Each directory has `workers` workers that read and as many that write, so a read never queues behind writes. That is
+    twice as many as keep a disk busy: a worker is idle while the event loop finishes one unit and assigns the next.
     """
 
     name = "nvme"
     alignment = PAGE_NBYTES
     _full_hint = "free space there, add a directory on another disk, or place less on nvme"
-    lane_class: type[Lane] = Lane
+    worker_class: type[FileWorker] = FileWorker
 
     def __init__(
         self,
         capacity: int | None = None,
         *,
         paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        lanes: int = 16,
+        workers: int = 16,
         unit_nbytes: int = UNIT_NBYTES,
         direct: bool | Literal["auto"] = "auto",
         verify: bool = False,
@@ -66,8 +66,8 @@ class NvmeTier(Tier):
         directories = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
         if not directories:
             raise ValueError("nvme needs at least one directory")
-        if lanes < 1:
-            raise ValueError(f"nvme needs at least one lane, not {lanes}")
+        if workers < 1:
+            raise ValueError(f"nvme needs at least one worker, not {workers}")
         if unit_nbytes <= 0 or unit_nbytes % PAGE_NBYTES:
             raise ValueError(f"a stripe unit is a multiple of {PAGE_NBYTES} bytes, not {unit_nbytes}")
         super().__init__(capacity)
@@ -86,7 +86,7 @@ class NvmeTier(Tier):
             for directory in directories:
                 file = SwapFile(directory, direct, grow_nbytes, prewrite)
                 self._files.append(file)
-                self._open_lanes(file, lanes)
+                self._open_workers(file, workers)
         except BaseException:
             self._closed = True
             self._close()
@@ -162,9 +162,9 @@ class NvmeTier(Tier):
 
     # Space
 
-    def _open_lanes(self, file: SwapFile, count: int) -> None:
+    def _open_workers(self, file: SwapFile, count: int) -> None:
         try:
-            self._loop.run(file.open_lanes(self.lane_class, count, count)).result()
+            self._loop.run(file.open_workers(self.worker_class, count, count)).result()
         except OSError as error:
             raise disk_error(error, file.directory, "open a swap file") from error
 
@@ -202,7 +202,7 @@ class NvmeTier(Tier):
     def _where(self) -> str:
         return ", ".join(str(file.directory) for file in self._files)
 
-    # Moving bytes (runs on the event loop's thread; the lanes' threads do the work)
+    # Moving bytes (runs on the event loop's thread; the workers' threads do the work)
 
     async def _move_all(
         self,
@@ -255,52 +255,52 @@ class NvmeTier(Tier):
     async def _write_in_place(self, piece: Piece) -> None:
         unit, memory = piece.unit, memory_of(piece.data)
         body = piece.body_nbytes
-        async with _Turn(self, unit.file.writers) as lane:
+        async with _Turn(self, unit.file.writers) as worker:
             if self._verify:
-                unit.checksum = await lane.call(zlib.crc32, memory)
+                unit.checksum = await worker.call(zlib.crc32, memory)
             if body:
-                await lane.write(unit.start + piece.start, memory[:body])
+                await worker.write(unit.start + piece.start, memory[:body])
         if body < len(memory):
-            async with self._tails.buffer() as page, _Turn(self, unit.file.writers) as lane:
+            async with self._tails.buffer() as page, _Turn(self, unit.file.writers) as worker:
                 page.bytes[: len(memory) - body].copy_(piece.data[body:])
-                await lane.write(unit.start + piece.start + body, page.memory)
+                await worker.write(unit.start + piece.start + body, page.memory)
 
     async def _read_in_place(self, piece: Piece) -> None:
         unit, memory = piece.unit, memory_of(piece.data)
         body = piece.body_nbytes
         if body < len(memory):
-            async with self._tails.buffer() as page, _Turn(self, unit.file.readers) as lane:
-                await lane.read(unit.start + piece.start + body, page.memory)
+            async with self._tails.buffer() as page, _Turn(self, unit.file.readers) as worker:
+                await worker.read(unit.start + piece.start + body, page.memory)
                 piece.data[body:].copy_(page.bytes[: len(memory) - body])
-        async with _Turn(self, unit.file.readers) as lane:
+        async with _Turn(self, unit.file.readers) as worker:
             if body:
-                await lane.read(unit.start + piece.start, memory[:body])
+                await worker.read(unit.start + piece.start, memory[:body])
             if self._verify:
-                await self._compare(lane, unit, memory)
+                await self._compare(worker, unit, memory)
 
     async def _write_staged(self, piece: Piece, position: torch.cuda.Event | None) -> None:
         unit = piece.unit
         first, last = self._window(piece)
-        async with self._staging.buffer(piece.data.is_cuda) as pages, _Turn(self, unit.file.writers) as lane:
+        async with self._staging.buffer(piece.data.is_cuda) as pages, _Turn(self, unit.file.writers) as worker:
             window = pages.bytes[: last - first]
             if piece.start > first or piece.end < min(last, unit.nbytes):
-                await lane.read(unit.start + first, memory_of(window))
+                await worker.read(unit.start + first, memory_of(window))
             part = window[piece.start - first : piece.end - first]
-            await lane.call(self._copy, piece.data, part, position)
+            await worker.call(self._copy, piece.data, part, position)
             if self._verify:
-                unit.checksum = await lane.call(zlib.crc32, memory_of(window[: unit.nbytes]))
-            await lane.write(unit.start + first, memory_of(window))
+                unit.checksum = await worker.call(zlib.crc32, memory_of(window[: unit.nbytes]))
+            await worker.write(unit.start + first, memory_of(window))
 
     async def _read_staged(self, piece: Piece, position: torch.cuda.Event | None) -> None:
         unit = piece.unit
         first, last = self._window(piece)
-        async with self._staging.buffer(piece.data.is_cuda) as pages, _Turn(self, unit.file.readers) as lane:
+        async with self._staging.buffer(piece.data.is_cuda) as pages, _Turn(self, unit.file.readers) as worker:
             window = pages.bytes[: last - first]
-            await lane.read(unit.start + first, memory_of(window))
+            await worker.read(unit.start + first, memory_of(window))
             if self._verify:
-                await self._compare(lane, unit, memory_of(window[: unit.nbytes]))
+                await self._compare(worker, unit, memory_of(window[: unit.nbytes]))
             part = window[piece.start - first : piece.end - first]
-            await lane.call(self._copy, part, piece.data, position)
+            await worker.call(self._copy, part, piece.data, position)
 
     def _window(self, piece: Piece) -> tuple[int, int]:
         """Return the whole pages around a piece, or around its whole unit if a checksum needs it."""
@@ -308,8 +308,8 @@ class NvmeTier(Tier):
             return 0, round_up(piece.unit.nbytes, PAGE_NBYTES)
         return piece.start // PAGE_NBYTES * PAGE_NBYTES, round_up(piece.end, PAGE_NBYTES)
 
-    async def _compare(self, lane: Lane, unit: Unit, memory: memoryview) -> None:
-        if unit.checksum is not None and await lane.call(zlib.crc32, memory) != unit.checksum:
+    async def _compare(self, worker: FileWorker, unit: Unit, memory: memoryview) -> None:
+        if unit.checksum is not None and await worker.call(zlib.crc32, memory) != unit.checksum:
             raise TierError(
                 f"nvme read other bytes than it wrote: {format_nbytes(len(memory))} in {unit.file.directory} "
                 f"at {unit.start} fail their checksum",
@@ -319,7 +319,7 @@ class NvmeTier(Tier):
             )
 
     def _copy(self, source: Tensor, target: Tensor, position: torch.cuda.Event | None) -> None:
-        """Copy to or from staging, synchronously, on the calling lane's thread."""
+        """Copy to or from staging, synchronously, on the calling worker's thread."""
         if not (source.is_cuda or target.is_cuda):
             target.copy_(source)
             return
@@ -348,21 +348,21 @@ getattr(threading, "_register_atexit", atexit.register)(_close_at_exit)
 
 
 class _Turn:
-    """Holds a lane during a `with` block; buffers are always taken before a lane, so that there is no deadlock."""
+    """Holds a worker during a `with` block; buffers are always taken before a worker, so that there is no deadlock."""
 
-    def __init__(self, tier: NvmeTier, queue: asyncio.Queue[Lane]) -> None:
+    def __init__(self, tier: NvmeTier, queue: asyncio.Queue[FileWorker]) -> None:
         self._tier = tier
         self._queue = queue
 
-    async def __aenter__(self) -> Lane:
-        self._lane = await self._queue.get()
+    async def __aenter__(self) -> FileWorker:
+        self._worker = await self._queue.get()
         if self._tier._aborted:
-            self._queue.put_nowait(self._lane)
+            self._queue.put_nowait(self._worker)
             raise TierError("nvme was closed with this transfer in flight", tier=self._tier.name)
-        return self._lane
+        return self._worker
 
     async def __aexit__(self, *_: object) -> None:
-        self._queue.put_nowait(self._lane)
+        self._queue.put_nowait(self._worker)
 
 
 async def _over(transfer: Transfer) -> None:

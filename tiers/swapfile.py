@@ -1,4 +1,4 @@
-"""`SwapFile`: one private, unlinked file in one directory, its free space and its lanes.
+"""`SwapFile`: one private, unlinked file in one directory, its free space and its workers.
 
 The file is unlinked as soon as every handle is open, so it disappears with the process, however that ends. If the file
 system refuses that, the file is locked while its owner lives, and the next run removes it if it is not locked.
@@ -19,7 +19,7 @@ from typing import Literal
 from tiers.base import PAGE_NBYTES, round_up
 from tiers.errors import TierError, TierFull, format_nbytes
 from tiers.extents import Extents
-from tiers.lanes import Lane
+from tiers.file_workers import FileWorker
 from tiers.pages import Pages
 
 PREFIX = ".zerocli-swap-"
@@ -63,14 +63,14 @@ def free_nbytes(path: Path) -> int:
 
 
 class SwapFile:
-    """A swap file in `directory`: extents of it are taken and given back, lanes move bytes."""
+    """A swap file in `directory`: extents of it are taken and given back, workers move bytes."""
 
     def __init__(self, directory: Path, direct: bool | Literal["auto"], grow_nbytes: int, prewrite: bool) -> None:
         self.directory = directory
         self.notes: list[str] = []
-        self.readers: asyncio.Queue[Lane] = asyncio.Queue()
-        self.writers: asyncio.Queue[Lane] = asyncio.Queue()
-        self._lanes: list[Lane] = []
+        self.readers: asyncio.Queue[FileWorker] = asyncio.Queue()
+        self.writers: asyncio.Queue[FileWorker] = asyncio.Queue()
+        self._workers: list[FileWorker] = []
         self._extents = Extents()
         self._grow_nbytes = grow_nbytes
         self._prewrite = prewrite
@@ -95,14 +95,14 @@ class SwapFile:
         """Return the unused bytes inside the file."""
         return self._extents.free
 
-    async def open_lanes(self, lane_class: type[Lane], num_readers: int, num_writers: int) -> None:
+    async def open_workers(self, worker_class: type[FileWorker], num_readers: int, num_writers: int) -> None:
         """Open every handle, then unlink the file."""
         for queue, count in ((self.readers, num_readers), (self.writers, num_writers)):
             for _ in range(count):
-                lane = lane_class(f"{TIER}-lane", self.direct)
-                self._lanes.append(lane)
-                await lane.open(str(self.path))
-                queue.put_nowait(lane)
+                worker = worker_class(f"{TIER}-worker", self.direct)
+                self._workers.append(worker)
+                await worker.open(str(self.path))
+                queue.put_nowait(worker)
         if not self._remove_name():
             self.notes.append(f"{self.directory} does not let an open file be unlinked: {self.path.name} goes at exit")
 
@@ -135,8 +135,8 @@ class SwapFile:
 
     async def close(self) -> None:
         """Close every handle; the file is gone after this."""
-        for lane in self._lanes:
-            await lane.close()
+        for worker in self._workers:
+            await worker.close()
         self._remove()
         os.close(self.fd)
 
@@ -209,7 +209,7 @@ class SwapFile:
         """Write zeros to a new region: the first write has to allocate blocks, and is much slower than later ones."""
         zeros = Pages(min(nbytes, _PREWRITE_NBYTES))
         memory = zeros.memory
-        # Use the lanes' mode: data written with O_DIRECT must not have stale copies in the page cache.
+        # Use the workers' mode: data written with O_DIRECT must not have stale copies in the page cache.
         if self.direct:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)
         done = 0

@@ -47,7 +47,7 @@ def install(fault: Fault, place: Place, note: Callable[[], None]) -> None:
     if fault.where == "nvme":
         from tiers.nvme import NvmeTier
 
-        NvmeTier.lane_class = lane_class(calls)
+        NvmeTier.worker_class = worker_class(calls)
     elif fault.where == "dram":
         from tiers.copies import Copier
 
@@ -97,13 +97,13 @@ def _part(nbytes: int) -> int:
     return nbytes if nbytes <= PAGE_NBYTES else max(PAGE_NBYTES, nbytes // 2 // PAGE_NBYTES * PAGE_NBYTES)
 
 
-def lane_class(calls: Calls) -> type:
-    """Return lanes of the nvme tier that fail; `only` is read, write, or nothing for both."""
-    from tiers.lanes import Lane
+def worker_class(calls: Calls) -> type:
+    """Return workers of the nvme tier that fail; `only` is read, write, or nothing for both."""
+    from tiers.file_workers import FileWorker
 
     fault = calls.fault
 
-    class Faulty(Lane):
+    class Faulty(FileWorker):
         async def _write(self, memory: memoryview) -> int | None:
             return await self._spoil("write", super()._write, memory)
 

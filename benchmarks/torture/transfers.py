@@ -13,12 +13,12 @@ from test_tiers_dram import PretendRegistrar
 
 from tiers.errors import TierError
 from tiers.nvme import NvmeTier
-from torture.disks import Calls, lane_class
+from torture.disks import Calls, worker_class
 from torture.faults import Fault
 from torture.tally import Result
 
 NUM_STEPS = 3
-SMALL = {"lanes": 2, "grow_nbytes": 1 << 20, "staging_nbytes": 1 << 20, "unit_nbytes": 1 << 16}
+SMALL = {"workers": 2, "grow_nbytes": 1 << 20, "staging_nbytes": 1 << 20, "unit_nbytes": 1 << 16}
 FAULTS = {
     "tier: read error": ("error", "read", errno.EIO),
     "tier: write error": ("error", "write", errno.EIO),
@@ -66,14 +66,14 @@ def _train(settings: dict[str, Any], scratch: Path, calls: Calls | None, result:
     scratch.mkdir(parents=True)
     registrar = PretendRegistrar()
     options = {"nvme": {**SMALL, "registrar": registrar}, "dram": {"registrar": registrar}}
-    usual = NvmeTier.lane_class
-    NvmeTier.lane_class = lane_class(calls) if calls is not None else usual
+    usual = NvmeTier.worker_class
+    NvmeTier.worker_class = worker_class(calls) if calls is not None else usual
     engine = None
     try:
         model, engine = engine_of({**settings, "nvme_path": (str(scratch),), "tier_options": options})
         return train(engine, model, range(1, NUM_STEPS + 1))
     finally:
-        NvmeTier.lane_class = usual
+        NvmeTier.worker_class = usual
         if engine is not None:
             engine.tiers.close()
         if registrar.held:

@@ -11,7 +11,7 @@ from deep import WIDTH, Deep
 from toy_tiers import SMALL_DISK
 
 import zerocli
-from tiers.lanes import Lane
+from tiers.file_workers import FileWorker
 from tiers.nvme import NvmeTier
 
 PLACEMENTS = {
@@ -23,7 +23,7 @@ PLACEMENTS = {
 """What each waits for."""
 
 
-class SlowLane(Lane):
+class SlowWorker(FileWorker):
     """A disk on which every operation takes 20 ms."""
 
     async def _read(self, memory: memoryview) -> int | None:
@@ -85,12 +85,12 @@ CASES = [
 
 @pytest.mark.parametrize(("placement", "update"), CASES)
 def test_waiting_for_a_slow_disk_is_not_called_compute(tmp_path, monkeypatch, placement, update):
-    monkeypatch.setattr(NvmeTier, "lane_class", SlowLane)
+    monkeypatch.setattr(NvmeTier, "worker_class", SlowWorker)
     check_waits(tmp_path, "cpu", placement, update)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("placement", "update"), CASES)
 def test_nor_is_it_beside_a_gpu(tmp_path, monkeypatch, placement, update):
-    monkeypatch.setattr(NvmeTier, "lane_class", SlowLane)
+    monkeypatch.setattr(NvmeTier, "worker_class", SlowWorker)
     check_waits(tmp_path, "cuda", placement, update)

@@ -40,7 +40,7 @@ def train(folder, steps: int = 4, **settings) -> None:
     ids=["disk full", "read error"],
 )
 def test_a_disk_that_fails_in_the_middle_of_a_step(tmp_path, monkeypatch, update, faults, fact):
-    monkeypatch.setattr(NvmeTier, "lane_class", faulty(**faults))
+    monkeypatch.setattr(NvmeTier, "worker_class", faulty(**faults))
     with pytest.raises(TierError, match=fact) as caught:
         train(tmp_path, steps=50, update=update)
     assert str(tmp_path) in str(caught.value) and caught.value.tier == "nvme"
@@ -49,7 +49,7 @@ def test_a_disk_that_fails_in_the_middle_of_a_step(tmp_path, monkeypatch, update
 
 def test_a_disk_that_fails_while_the_engine_is_built_leaves_no_handle_and_no_thread(tmp_path, monkeypatch):
     """There is no engine to close then."""
-    monkeypatch.setattr(NvmeTier, "lane_class", faulty(write_fault=OSError(errno.ENOSPC, "No space left"), at=1))
+    monkeypatch.setattr(NvmeTier, "worker_class", faulty(write_fault=OSError(errno.ENOSPC, "No space left"), at=1))
     before = len(os.listdir("/proc/self/fd")), {thread.name for thread in threading.enumerate()}
     with pytest.raises(TierError, match="No space left"):
         train(tmp_path)
@@ -59,7 +59,7 @@ def test_a_disk_that_fails_while_the_engine_is_built_leaves_no_handle_and_no_thr
 
 def test_short_writes_and_reads_change_nothing(tmp_path, monkeypatch):
     train(tmp_path)
-    monkeypatch.setattr(NvmeTier, "lane_class", faulty(write_fault=4096))
+    monkeypatch.setattr(NvmeTier, "worker_class", faulty(write_fault=4096))
     train(tmp_path)
     assert not list(tmp_path.iterdir())
 

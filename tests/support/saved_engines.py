@@ -15,7 +15,7 @@ from zerocli.checkpoint import manifest as manifests
 
 TIERS = {
     "tier_options": {
-        "nvme": {"lanes": 2, "grow_nbytes": 1 << 20, "staging_nbytes": 1 << 20, "unit_nbytes": 1 << 18},
+        "nvme": {"workers": 2, "grow_nbytes": 1 << 20, "staging_nbytes": 1 << 20, "unit_nbytes": 1 << 18},
     },
     "staging_nbytes": 48000,  # several chunks a unit
     "read_ahead_nbytes": 48000,

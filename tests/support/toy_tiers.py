@@ -1,4 +1,4 @@
-"""Tiers for tests: a disk of small files, host memory that is late, and lanes that fail."""
+"""Tiers for tests: a disk of small files, host memory that is late, and workers that fail."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 import time
 
 from tiers.dram import DramTier
-from tiers.lanes import Lane
+from tiers.file_workers import FileWorker
 
-SMALL_DISK = {"verify": True, "lanes": 2, "grow_nbytes": 1 << 20, "staging_nbytes": 1 << 20, "unit_nbytes": 1 << 18}
+SMALL_DISK = {"verify": True, "workers": 2, "grow_nbytes": 1 << 20, "staging_nbytes": 1 << 20, "unit_nbytes": 1 << 18}
 NVME = {"tier_options": {"nvme": SMALL_DISK}}
 
 
@@ -42,7 +42,7 @@ class Tardy(DramTier):
         return Transfer(source.numel(), future=self._many.submit(work), hold=(source, target), tier=self.name)
 
 
-class FaultyLane(Lane):
+class FaultyWorker(FileWorker):
     """Fails operation `at` of a kind with the given error, or moves at most the given number of bytes at a time."""
 
     count = 0
@@ -65,5 +65,5 @@ class FaultyLane(Lane):
         return await operation(memory)
 
 
-def faulty(**faults) -> type[Lane]:
-    return type("Faulty", (FaultyLane,), {"count": 0, **faults})
+def faulty(**faults) -> type[FileWorker]:
+    return type("Faulty", (FaultyWorker,), {"count": 0, **faults})

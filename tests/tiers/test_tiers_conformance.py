@@ -62,7 +62,7 @@ class TestNvme(TierConformance):
         paths = [tmp_path / f"disk{index}" for index in range(self.num_directories)]
         for path in paths:
             path.mkdir(exist_ok=True)
-        options = {"lanes": 2, "unit_nbytes": 256 << 10, "grow_nbytes": MIB, "verify": True} | self.options
+        options = {"workers": 2, "unit_nbytes": 256 << 10, "grow_nbytes": MIB, "verify": True} | self.options
         return NvmeTier(capacity, paths=paths, **options)
 
     def peek(self, block: Block) -> bytes:

@@ -18,7 +18,7 @@ from toy_tiers import faulty
 from tiers import swapfile
 from tiers.conformance import MIB, pattern
 from tiers.errors import TierError, TierFull
-from tiers.lanes import Lane
+from tiers.file_workers import FileWorker
 from tiers.nvme import NvmeTier
 from tiers.pages import Pages
 from tiers.swapfile import PREFIX, SwapFile, sweep
@@ -27,9 +27,11 @@ UNIT = 64 << 10
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def small(tmp_path: Path, lane: type[Lane] = Lane, capacity: int | None = 32 * MIB, **options) -> NvmeTier:
-    kind = type("SmallTier", (NvmeTier,), {"lane_class": lane})
-    return kind(capacity, **{"paths": tmp_path, "lanes": 2, "unit_nbytes": UNIT, "grow_nbytes": MIB, **options})
+def small(
+    tmp_path: Path, worker: type[FileWorker] = FileWorker, capacity: int | None = 32 * MIB, **options
+) -> NvmeTier:
+    kind = type("SmallTier", (NvmeTier,), {"worker_class": worker})
+    return kind(capacity, **{"paths": tmp_path, "workers": 2, "unit_nbytes": UNIT, "grow_nbytes": MIB, **options})
 
 
 def round_trip(tier: NvmeTier, nbytes: int, seed: int = 0) -> bool:
@@ -258,8 +260,8 @@ def test_without_direct_io_it_goes_on_buffered_and_says_so(tmp_path, monkeypatch
 
 
 def test_a_disk_full_in_the_middle_is_reported_and_spoils_nothing_else(tmp_path):
-    lane = faulty(write_fault=OSError(errno.ENOSPC, "No space left on device"), at=9)
-    with small(tmp_path, lane) as tier:
+    worker = faulty(write_fault=OSError(errno.ENOSPC, "No space left on device"), at=9)
+    with small(tmp_path, worker) as tier:
         safe, block = tier.allocate(4 * UNIT), tier.allocate(16 * UNIT)
         source, target = pattern(16 * UNIT), torch.zeros(16 * UNIT, dtype=torch.uint8)
         tier.write(safe, source[: 4 * UNIT]).wait()
@@ -295,8 +297,8 @@ def test_no_progress_is_an_error_and_not_a_loop(tmp_path, kind):
 
 
 def test_a_read_error_is_reported_once_and_clearly(tmp_path):
-    lane = faulty(read_fault=OSError(errno.EIO, "Input/output error"))
-    with small(tmp_path, lane) as tier:
+    worker = faulty(read_fault=OSError(errno.EIO, "Input/output error"))
+    with small(tmp_path, worker) as tier:
         block, source, target = tier.allocate(8 * UNIT), pattern(8 * UNIT), torch.zeros(8 * UNIT, dtype=torch.uint8)
         tier.write(block, source).wait()
         with pytest.raises(TierError, match="could not read 64 KiB in .*Input/output error") as error:
@@ -324,6 +326,6 @@ def test_a_changed_byte_on_disk_is_noticed(tmp_path, nbytes):
 
 
 def test_bad_options_are_refused(tmp_path):
-    for options in ({"lanes": 0}, {"unit_nbytes": 1000}, {"paths": []}, {"capacity": -1}):
+    for options in ({"workers": 0}, {"unit_nbytes": 1000}, {"paths": []}, {"capacity": -1}):
         with pytest.raises(ValueError):
             small(tmp_path, **options)

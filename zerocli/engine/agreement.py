@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from zerocli.engine.comm import Collectives
+from zerocli.engine.exchange import gather_padded
 from zerocli.engine.streams import Waits
 from zerocli.errors import Refused
 
@@ -104,10 +105,8 @@ class Agreement:
         suspect, self._suspect = self._suspect, None
         if suspect is None or not suspect[0].item():
             return
-        trace, device = suspect[1], self._collectives.device
-        lengths = self._collectives.gather_control(torch.tensor([len(trace)], device=device)).flatten().tolist()
-        padded = torch.tensor(trace + [-1] * (max(lengths) - len(trace)), device=device)
-        everyone = self._collectives.gather_control(padded)
+        mine = torch.tensor(suspect[1], device=self._collectives.device)
+        everyone, _ = gather_padded(mine, self._collectives.gather_control, padding=-1)
         at = int((everyone != everyone[0]).any(0).nonzero()[0])
         ran = ", ".join(f"rank {r} {name_of(i) if i >= 0 else 'none'}" for r, i in enumerate(everyone[:, at].tolist()))
         raise Refused(

@@ -61,9 +61,9 @@ class Pending:
     """A collective in flight; after `wait` its result may be used on the current stream."""
 
     def __init__(
-        self, work: dist.Work | None, mark: StreamEvent | None, what: str = "a collective", events: Events = SILENT
+        self, work: dist.Work | None, reached: StreamEvent | None, what: str = "a collective", events: Events = SILENT
     ) -> None:
-        self._work, self._mark = work, mark
+        self._work, self._reached = work, reached
         self._what, self._events = what, events
         self.since: float | None = None
         """When the host began to wait for it (time.monotonic); None if it has not."""
@@ -75,7 +75,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        return (self._work is None or self._work.is_completed()) and (self._mark is None or self._mark.done)
+        return (self._work is None or self._work.is_completed()) and (self._reached is None or self._reached.done)
 
     def wait(self) -> None:
         if self._work is not None:
@@ -89,8 +89,8 @@ class Pending:
                 raise
             finally:
                 self._work = None
-        if self._mark is not None:
-            self._mark.wait()
+        if self._reached is not None:
+            self._reached.wait()
 
 
 @dataclass(eq=False)
@@ -185,9 +185,9 @@ class Collectives:
 
     def _pending(self, work: dist.Work | None, entry: Issued | None = None) -> Pending:
         what = str(entry) if entry is not None else ""
-        return Pending(work if self._async else None, None if self._async else self.mark(), what, self._events)
+        return Pending(work if self._async else None, None if self._async else self.record_event(), what, self._events)
 
-    def mark(self) -> StreamEvent:
+    def record_event(self) -> StreamEvent:
         """Record an event after the work issued on the current stream so far."""
         return StreamEvent(self.device)
 

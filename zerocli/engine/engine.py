@@ -127,8 +127,8 @@ class Engine:
         ]
         """(dict of the owning module, key, parameter, name) of each parameter in the model."""
         self.connect()
-        away = any(flat.offloaded for flat in self.flats())
-        on_cpu, self.update_reason = choose_update(settings.update, self.device, away)
+        offloaded = any(flat.offloaded for flat in self.flats())
+        on_cpu, self.update_reason = choose_update(settings.update, self.device, offloaded)
         self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
         self.updater = Updater(
             *(self.rule, self.counts, self.collectives, self.device),

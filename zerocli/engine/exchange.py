@@ -36,13 +36,21 @@ def gather_json(
     Without a device the tensors are on the CPU.
     """
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device or "cpu")
+    texts, sizes = gather_padded(mine, gather)
+    return [json.loads(bytes(memory_of(text[:size]))) for text, size in zip(texts.cpu(), sizes, strict=True)]
+
+
+def gather_padded(
+    mine: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor], padding: int = 0
+) -> tuple[torch.Tensor, list[int]]:
+    """Return every rank's one-dimensional tensor, stacked and padded to the longest, and their lengths. Collective."""
     sizes = gather(torch.tensor([mine.numel()], device=mine.device)).flatten().tolist()
-    if not all(0 < size <= MOST_NBYTES for size in sizes):  # all ranks see the same sizes, so all raise and none waits
+    # All ranks see the same sizes, so all raise and none waits.
+    if not all(0 < size * mine.itemsize <= MOST_NBYTES for size in sizes):
         raise ValueError(f"ranks exchange up to {MOST_NBYTES} bytes at once, and these say {sizes}")
-    padded = mine.new_zeros(max(sizes))
+    padded = mine.new_full((max(sizes),), padding)
     padded[: mine.numel()] = mine
-    texts = gather(padded).cpu()
-    return [json.loads(bytes(memory_of(text[:size]))) for text, size in zip(texts, sizes, strict=True)]
+    return gather(padded), sizes
 
 
 def first_problem(

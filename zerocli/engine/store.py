@@ -64,7 +64,7 @@ def _connect(host: str, port: int, world: int, patience: datetime.timedelta) -> 
     while not _answers(host, port):
         if time.monotonic() > deadline:
             raise UserError(
-                f"the store that ranks meet at ({host}, port {port}) did not come up within "
+                f"the rendezvous store ({host}, port {port}) did not come up within "
                 f"{patience.total_seconds():.0f} s: rank 0 has not started, has ended, or cannot be reached",
                 hint="the log of rank 0, and whether this machine reaches MASTER_ADDR and MASTER_PORT",
                 exit_code=FAILURE,

@@ -358,11 +358,11 @@ class Updater:
         return (grad if values.grad_scale == 1 else grad.mul_(1 / values.grad_scale)), None
 
 
-def choose_update(asked: str, device: torch.device, away: bool) -> tuple[bool, str]:
+def choose_update(asked: str, device: torch.device, offloaded: bool) -> tuple[bool, str]:
     """Return whether offloaded states are updated on the CPU, and why."""
     if asked not in ("auto", "cpu", "stream"):
         raise ValueError(f"update {asked!r} is not one of auto, cpu, stream")
-    if asked != "auto" or not away:
+    if asked != "auto" or not offloaded:
         return asked == "cpu", "as asked"
     if device.type == "cpu":
         return True, "the device is the CPU"

@@ -1,6 +1,6 @@
-"""Disk I/O in flight: one event loop in a thread, and lanes, each an aiofiles handle with its own thread.
+"""Disk I/O in flight: one event loop in a thread, and workers, each an aiofiles handle with its own thread.
 
-aiofiles has no positioned read, so each operation in flight needs a handle of its own: a lane.
+aiofiles has no positioned read, so each operation in flight needs a handle of its own: a worker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LoopThread:
         self._loop.close()
 
 
-class Lane:
+class FileWorker:
     """One handle on a file, for one operation at a time; fault tests replace `_write` and `_read`."""
 
     def __init__(self, name: str, direct: bool) -> None:
@@ -47,7 +47,7 @@ class Lane:
         self._file: Any = None
 
     async def open(self, path: str) -> None:
-        """Open the lane's own handle."""
+        """Open the worker's own handle."""
         extra = os.O_DIRECT if self._direct else 0
         self._file = await aiofiles.open(
             path,
@@ -78,7 +78,7 @@ class Lane:
             done += progress
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run host work (a copy, a checksum) on the lane's thread, off the event loop."""
+        """Run host work (a copy, a checksum) on the worker's thread, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
     async def close(self) -> None:
