@@ -89,7 +89,7 @@ def replicated_digest(engine) -> str:
     engine.synchronize()
     digest = hashlib.sha256()
     for flat in engine.flats():
-        whole = states.join_parts(engine, flat, states.read_held(flat, MASTER, engine.device))
+        whole = states.join_parts(engine.collectives, flat, states.read_held(flat, MASTER, engine.device))
         digest.update(whole[flat.replicated :].numpy().tobytes())
     return digest.hexdigest()
 

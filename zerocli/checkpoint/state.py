@@ -93,7 +93,7 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
     if rank == 0 or differs:
         parts += [tensor_part(f"buffers/{rank}/{name}", b.clone()) for name, b in buffers.items() if b.numel()]
     parts += [tensor_part(f"random/{rank}/{where}", state) for where, state in _random_states(engine).items()]
-    kept = histories(engine)
+    kept = histories(engine.trainable(), engine.counts, engine.rule)
     if rank == 0:
         parts += [
             tensor_part(f"kept/{key}/{name}", value.clone())
@@ -279,7 +279,8 @@ def restore_histories(engine: Engine, values: dict[str, Any], tensors: dict[str,
                 raise ValueError(f"a parameter with {count} updates of {updates}")
         names = [entry.name for flat in engine.trainable() for entry in flat.layout.entries]
         found = {name: listed.get(name, rest) for name in names}
-        load_histories(engine, {n: History(int(c), s, tensors.get(n, {})) for n, (c, s) in found.items()})
+        loaded = {n: History(int(c), s, tensors.get(n, {})) for n, (c, s) in found.items()}
+        load_histories(engine.trainable(), engine.counts, engine.rule, engine.device, loaded)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise Damaged(f"its values are malformed ({type(error).__name__}: {str(error)[:200]})") from None
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from offload import HBM
+from offload import ACTIVATIONS, HBM, Placement
 from offload.stack import Saved, Stack
+from offload.tierset import TierSet
 from tiers.transfer import Transfer
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.streams import SideStream, Waits
@@ -46,6 +47,20 @@ class Checkpoint:
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.as_strided(self.size, self.stride)
+
+
+def open_activations(
+    num_checkpoints: int, placement: Placement, tiers: TierSet, group: Collectives, device: torch.device, waits: Waits
+) -> Activations:
+    """Return the keeper of at most `num_checkpoints` checkpoints at a time, on the tiers of the placement."""
+    stack = Stack(
+        lambda name: tiers.open(name, ACTIVATIONS),
+        placement.of(ACTIVATIONS),
+        num_checkpoints,
+        tiers.traffic,
+        tiers.verifier,
+    )
+    return Activations(stack, group, device, waits)
 
 
 class Activations:

@@ -43,9 +43,11 @@ class Agreement:
         launch: Callable[[int], None],
         join: Callable[[int], None],
         about: Callable[[int], tuple[str, str]],
+        name_of: Callable[[int], str],
     ) -> None:
         self._collectives, self.active, self._waits = collectives, active, waits
-        self._ready, self._launch, self._join, self._about = ready, launch, join, about
+        self._ready, self._launch, self._join = ready, launch, join
+        self._about, self._name_of = about, name_of
         self._mine = torch.zeros(2, dtype=torch.int64)
         # Written through numpy: torch.func forbids writes to such a tensor. Fake tensors do not support numpy.
         self._said: Any = self._mine.numpy() if active else None
@@ -100,7 +102,7 @@ class Agreement:
         self._suspect = differs, trace
         return differs
 
-    def refuse(self, name_of: Callable[[int], str]) -> None:
+    def refuse(self) -> None:
         """Raise Refused if ranks differed in the step compared last; the host waits for that result."""
         suspect, self._suspect = self._suspect, None
         if suspect is None or not suspect[0].item():
@@ -108,7 +110,8 @@ class Agreement:
         mine = torch.tensor(suspect[1], device=self._collectives.device)
         everyone, _ = gather_padded(mine, self._collectives.gather_control, padding=-1)
         at = int((everyone != everyone[0]).any(0).nonzero()[0])
-        ran = ", ".join(f"rank {r} {name_of(i) if i >= 0 else 'none'}" for r, i in enumerate(everyone[:, at].tolist()))
+        units = [self._name_of(place) if place >= 0 else "none" for place in everyone[:, at].tolist()]
+        ran = ", ".join(f"rank {rank} {unit}" for rank, unit in enumerate(units))
         raise Refused(
             f"the ranks gathered different units in one step: {ran}. Nothing was updated. Pass shard(..., "
             "uneven=True) if that is meant: ranks then agree on each unit before they gather it"

@@ -23,8 +23,8 @@ _UNDER_WAY: list[Backward] = []
 class Backward:
     """Runs the backward passes of one engine and counts them."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, accumulate: int) -> None:
+        self._engine, self._accumulate = engine, accumulate
         self.gradients = Gradients()
         """Gradient status, shared with the engine's parameters."""
         self.count = 0
@@ -96,7 +96,7 @@ class Backward:
         return scale.value / self._engine.collectives.world if scale.active else None
 
     def _begin(self, joining: bool = False) -> None:
-        engine, accumulate = self._engine, self._engine.settings.accumulate
+        engine, accumulate = self._engine, self._accumulate
         if self.count >= accumulate:
             raise RuntimeError(
                 f"backward was called {self.count + 1} times before step(); shard(..., accumulate={self.count + 1}) "

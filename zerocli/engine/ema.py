@@ -9,17 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from zerocli.engine import states
+from zerocli.engine.engine import Engine
 from zerocli.engine.unit import MASTER, Flat
 from zerocli.errors import Refused
 from zerocli.layout.shards import Layout
-
-if TYPE_CHECKING:
-    from zerocli.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,10 @@ class EMA:
         It uses the model's own names, so a plain model can load it. Collective: every rank gets all of it.
         """
         self._refuse_applied("state_dict()")
-        flats = {id(flat): self._parts[_key(flat)].average for flat in self._flats()}
-        return states.model_state(self._engine, flats)
+        engine = self._engine
+        averages = {id(flat): self._parts[_key(flat)].average for flat in self._flats()}
+        engine.synchronize()
+        return states.model_state(engine.model, engine.flats(), engine.collectives, engine.tensor_parallel, averages)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -132,11 +131,11 @@ class EMA:
         averages: dict[str, torch.Tensor] = {}
         for key in gone:
             part = self._parts.pop(key)
-            whole = states.whole_of(engine, part.layout.total, part.average.to(engine.device))
+            whole = states.whole_of(engine.collectives, part.layout.total, part.average.to(engine.device))
             averages |= {e.name: whole[e.offset : e.offset + e.numel].view(e.shape) for e in part.layout.entries}
         for flat in new:
             part = self._parts[_key(flat)] = self._part(flat)
-            whole = states.whole_of(engine, flat.layout.total, part.average.to(engine.device))
+            whole = states.whole_of(engine.collectives, flat.layout.total, part.average.to(engine.device))
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
                 if entry.name in averages:
                     view.copy_(averages[entry.name])
@@ -155,7 +154,8 @@ class EMA:
     def _put(self, flat: Flat, held: torch.Tensor) -> None:
         """Set the flat's parameters from every rank's held part. Collective."""
         engine = self._engine
-        states.load_whole(flat, states.whole_of(engine, flat.layout.total, held.to(engine.device)).to(engine.device))
+        whole = states.whole_of(engine.collectives, flat.layout.total, held.to(engine.device))
+        states.load_whole(flat, whole.to(engine.device))
         engine.collectives.take_nbytes()
 
     def _refuse_applied(self, call: str) -> None:

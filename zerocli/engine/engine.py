@@ -2,8 +2,8 @@
 
 In a step, the forward of each unit gathers its parameters (gather.py) and releases them afterwards. `backward` gathers
 them again in reverse order while gradients are reduce-scattered to their owners (reduce.py). `step` computes the exact
-global norm, updates the slices this rank holds (optim.py) and all-gathers them. The stage's three booleans say what is
-partitioned; a world of one and resident parameters run the same code.
+global norm (step.py), updates the slices this rank holds (update.py) and all-gathers them. The stage's three booleans
+say what is partitioned; a world of one and resident parameters run the same code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,30 +22,28 @@ from torch import nn
 
 from offload import ACTIVATIONS, per_rank
 from offload.mover import Mover, StagedStore
-from offload.stack import Stack
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.engine import relayout, states, whole
-from zerocli.engine.activations import Activations
-from zerocli.engine.agreement import Agreement
+from zerocli.engine.activations import open_activations
 from zerocli.engine.backward import Backward
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
+from zerocli.engine.connect import connect
 from zerocli.engine.counts import Counts
+from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
 from zerocli.engine.facade import ShardedOptimizer
-from zerocli.engine.gather import Gatherer
 from zerocli.engine.groups import arrange
 from zerocli.engine.hooks import Hooks
 from zerocli.engine.modules import register_method
 from zerocli.engine.named import IncompatibleKeys
-from zerocli.engine.optim import FlatOptimizer, Group, StepValues
-from zerocli.engine.parameters import guard, unguard
+from zerocli.engine.optim import FlatOptimizer, StepValues
+from zerocli.engine.parameters import Owners, guard, unguard
 from zerocli.engine.precision import LossScale, precision
-from zerocli.engine.reduce import Reducer
 from zerocli.engine.rules import make_optimizer, unsuitable
 from zerocli.engine.settings import Settings
-from zerocli.engine.startup import STARTUP
+from zerocli.engine.step import StepResult, exchange_norms, scaling
 from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes
 from zerocli.engine.unit import Flat, Unit, recomputed_units
@@ -60,27 +57,13 @@ from zerocli.layout.flats import Sizing
 from zerocli.layout.stage import stage as stage_of
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The result of a step; its tensors are still on the device, so reading one makes the host wait."""
-
-    step: int
-    lr: float
-    grad_norm: torch.Tensor
-    """Norm of the whole averaged gradient, before clipping."""
-    skipped: torch.Tensor
-    """1.0 if the gradients were not finite and nothing was updated."""
-
-
 class Engine:
     """A sharded model with its optimizer: call it, then `backward(loss)`, then `step()`."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = getattr(model, "_orig_mod", model), settings  # torch.compile wraps the model
         self._call = model
-        self.device = _indexed(settings.device) if settings.device is not None else _default_device(model)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self.device = choose_device(settings.device, model)
         self.stage = stage_of(settings.stage)
         self.precision, _ = precision(settings.precision, self.device)
         if settings.accumulate < 1:
@@ -105,28 +88,24 @@ class Engine:
         self.loss_scale = LossScale(self.precision.scales, self.device)
         self.steps = 0
         self.updates = torch.zeros((), device=self.device)
-        self.passes = Backward(self)
+        self.passes = Backward(self, settings.accumulate)
         self.sizing: Sizing
-        self.agreement: Agreement
         self._held_whole = 0
 
         self.units = self._build_units()
         self.counts = Counts(self.device, self.rule.split)
         self.counts.add(entry.name for flat in self.trainable() for entry in flat.layout.entries)
-        self.optimizer = ShardedOptimizer(self, self.arranged, dict(self.model.named_parameters()))
+        self.optimizer = ShardedOptimizer(
+            *(self, self.rule, settings.optimizer, settings.lr, self.arranged),
+            dict(self.model.named_parameters()),
+        )
         for flat in self.flats():
             for parameter, entry in zip(flat.parameters, flat.layout.entries, strict=True):
                 guard(parameter, entry.name, self.passes.gradients)
             flat.note_values() if flat.buffer is not None else flat.detach()
         names = {id(p): e.name for f in self.flats() for e, p in zip(f.layout.entries, f.parameters, strict=True)}
-        self._owners = [
-            (module._parameters, key, parameter, names[id(parameter)])
-            for module in self.model.modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        """(dict of the owning module, key, parameter, name) of each parameter in the model."""
-        self.connect()
+        self._owners = Owners(self.model, names)
+        self._connect()
         offloaded = any(flat.offloaded for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, offloaded)
         self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
@@ -135,73 +114,22 @@ class Engine:
             *(self.sizing, self.events, settings.chunk_device),
         )
         recomputed = recomputed_units(self.units, settings.recompute or ACTIVATIONS in self.placement.shares)
-        stack = Stack(
-            lambda name: self.tiers.open(name, ACTIVATIONS),
-            self.placement.of(ACTIVATIONS),
-            len(recomputed),
-            self.tiers.traffic,
-            self.tiers.verifier,
-        )
         # Tensor-parallel ranks have equal checkpoints, so each keeps only a part of them by default.
         equal = self.tensor_parallel if settings.partition_activations else Collectives.alone(self.device)
-        self.activations = Activations(stack, equal, self.device, self.waits)
-        self.hooks = Hooks(self, recomputed)
+        self.activations = open_activations(len(recomputed), self.placement, self.tiers, equal, self.device, self.waits)
+        self.hooks = Hooks(self, recomputed, settings.compile)
         self.collectives.take_nbytes()
         self.tensor_parallel.take_nbytes()
 
-    def connect(self) -> None:
-        """Create the gatherer, the reducer and the agreement for the current flats of the units."""
-        settings = self.settings
-        self._places = {id(flat): place for place, flat in enumerate(self.flats())}
-        self.gatherer = Gatherer(
-            self.units,
-            self.collectives,
-            self.device,
-            self.waits,
-            self.events,
-            self.sizing,
+    def _connect(self) -> None:
+        """Make what issues the collectives of the current flats."""
+        self.gatherer, self.reducer, self.agreement = connect(
+            *(self.units, self.sizing, self.collectives, self.tensor_parallel, self.device, self.waits, self.events),
+            uneven=self.settings.uneven,
             before_gather=self._apply_pending_updates,
             look_ahead=self._look_ahead,
-            agree=lambda flat: self.agreement.agree(self._places[id(flat)]),
-        )
-        together = self.gatherer.moves and self.collectives.world > 1
-        together = together and (self.collectives.backend == "gloo" if settings.uneven is None else settings.uneven)
-        self.reducer = Reducer(
-            self.units,
-            self.sizing,
-            self.collectives,
-            self.device,
-            self.waits,
-            self.events,
-            # If parameters are gathered, hooks report when a unit's backward is done; otherwise its last gradient does.
-            eager=not self.gatherer.moves,
-            together=together,
-            tensor_parallel=self.tensor_parallel,
             unexpected=self.passes.join,
         )
-        # Control values go over gloo, so the host does not wait for the GPU.
-        talk = self.collectives
-        if together and talk.backend != "gloo":
-            ranks = dist.get_process_group_ranks(talk.group or dist.group.WORLD)
-            with STARTUP.waiting("making a process group for control values"):
-                group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            talk = Collectives(group, torch.device("cpu"))
-        self.agreement = Agreement(
-            talk,
-            together,
-            self.waits,
-            ready=lambda: self.reducer.ready,
-            launch=self.reducer.launch,
-            join=lambda place: self.gatherer.join(list(self.flats())[place]),
-            about=self._about,
-        )
-
-    def _about(self, place: int) -> tuple[str, str]:
-        """Return (kind, what) of the collective being prepared: the gather of the flat at `place`, or a reduction."""
-        if place >= 0:
-            return "all_gather", f"parameters of {list(self.flats())[place].unit.title}"
-        flat = self.reducer.newest
-        return ("reduce_scatter", f"gradients of {flat.unit.title}") if flat is not None else ("all_gather", "")
 
     # -- building --------------------------------------------------------------------------------------------------
 
@@ -239,8 +167,20 @@ class Engine:
 
     def before_forward(self) -> None:
         """Lay out newly unfrozen parameters as trainable; called before each outermost forward."""
-        if torch.is_grad_enabled() and relayout.unfrozen(self):
-            relayout.refit(self, self._builder)
+        if torch.is_grad_enabled() and (changed := relayout.unfrozen(self.units)):
+            self._lay_out_again(changed)
+
+    @torch.no_grad()
+    def _lay_out_again(self, changed: list[Unit]) -> None:
+        if self.has_gradients:
+            raise Refused(
+                "a parameter was unfrozen between two backward passes of one step: switch requires_grad after step()"
+            )
+        self.synchronize()
+        self.reducer.close()
+        relayout.refit(self.model, self.units, changed, self._builder, self.rule.state_names, self.collectives)
+        self.counts.add(entry.name for unit in changed for flat in unit.trainable for entry in flat.layout.entries)
+        self._connect()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Accumulate the gradient of the mean of `loss` over the ranks and the step's backward passes."""
@@ -251,12 +191,6 @@ class Engine:
     def has_gradients(self) -> bool:
         """Whether backward has been called since the last step."""
         return self.passes.count > 0
-
-    def got_gradient(self, flat: Flat, parameter: nn.Parameter) -> bool:
-        """Whether a parameter has got a gradient in this step, on any rank. Collective."""
-        index = next(i for i, p in enumerate(flat.parameters) if p is parameter)
-        mine = torch.tensor(float(index in self.reducer.received(flat)), device=self.device)
-        return bool(self.collectives.sum_control(mine).item())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that this step has accumulated so far."""
@@ -298,89 +232,39 @@ class Engine:
         if self._held_whole:
             raise Refused("step() inside `with engine.gathered(...)` would change what it gives: leave it first")
         self.verified.look()
-        self._refuse_replaced()
-        self._refuse_uneven()  # checks the previous step on a GPU, where step() itself does not wait for the result
+        self._owners.refuse_replaced()
+        self.agreement.refuse()  # checks the previous step on a GPU, where step() itself does not wait for the result
         self.adopt_edits()
         groups = self.optimizer.hyperparameters(self.steps + 1)
         self.steps += 1
         lr = self.optimizer.base_lr
         with self.waits.waiting("optimizer"):
             self.gatherer.agree_on_order()
-            squares, inactive = self._exchange()
-            values, norm = self._step_values(groups, squares, inactive, self.agreement.compare())
+            trainable = list(self.trainable())
+            squares, inactive = exchange_norms(trainable, self.reducer, self.collectives, self.tensor_parallel)
+            scaled = scaling(squares, self.passes.divisor, self.settings.clip, self.agreement.compare())
+            # New tensors each step: the previous step's update may still be reading the old ones.
+            self.updates = self.updates + (1 - scaled.skip)
+            self.counts.advance(inactive, 1 - scaled.skip)
+            values = StepValues(groups, self.counts.values, scaled.grad_scale, scaled.skip)
             if self.device.type == "cpu":
-                self._refuse_uneven()
+                self.agreement.refuse()
             order = [flat for unit in self.gatherer.forward_order() for flat in unit.trainable]
             self.updater.start(order, values, self.gatherer.refresh, inactive)
             # Each all-gather overlapped with the next update; after this the user can read resident parameters.
             self.gatherer.release_all()
             self._wait_for_resident()
-        self.loss_scale.update(values.skip)
+        self.loss_scale.update(scaled.skip)
         self.gatherer.end_step()
         self.hooks.end_step()
         self.passes.forget()
-        return StepResult(self.steps, lr, norm, values.skip)
-
-    def _refuse_uneven(self) -> None:
-        self.agreement.refuse(lambda place: list(self.flats())[place].unit.title)
-
-    def _refuse_replaced(self) -> None:
-        """Raise Refused if a module's parameter was removed or replaced since `shard`."""
-        for owner, key, parameter, name in self._owners:
-            if owner.get(key) is not parameter:
-                raise Refused(
-                    f"{name} is not the parameter that was sharded, and would not be trained: copy values into the old "
-                    f"one inside `with engine.gathered({name!r}, write=True)`, or shard the changed model anew"
-                )
+        return StepResult(self.steps, lr, scaled.norm, scaled.skip)
 
     def _wait_for_resident(self) -> None:
         """Order the compute stream after the updates of parameters that it reads without a gather."""
         for flat in self.trainable():
             if flat.resident is not None and flat.written is not None:
                 flat.written.wait()
-
-    def _exchange(self) -> tuple[torch.Tensor, frozenset[str]]:
-        """Return the squared norm of all gradients, and the parameters that got none on any rank.
-
-        Both come from one small all-reduce. A rank on which every gradient arrived knows that the set is empty, so its
-        host waits for the device only if some gradient did not arrive.
-        """
-        flats = list(self.trainable())
-        received = [self.reducer.received(flat) for flat in flats]
-        complete = all(len(got) == len(flat.parameters) for flat, got in zip(flats, received, strict=True))
-        if complete:
-            sums = torch.ones(1 + sum(map(len, received)), dtype=torch.float64, device=self.device)
-        else:
-            rows = zip(flats, received, strict=True)
-            mine = [float(i in got) for flat, got in rows for i in range(len(flat.parameters))]
-            sums = torch.tensor([0.0, *mine], dtype=torch.float64, device=self.device)
-        sums[0] = self.reducer.norms.sum_of_squares()
-        sums = self.tensor_parallel.total(self.collectives.sum_control(sums))
-        if complete:
-            return sums[0], frozenset()
-        names = [entry.name for flat in flats for entry in flat.layout.entries]
-        return sums[0], frozenset(n for n, active in zip(names, sums[1:].tolist(), strict=True) if not active)
-
-    def _step_values(
-        self,
-        groups: tuple[Group, ...],
-        squares: torch.Tensor,
-        inactive: frozenset[str],
-        uneven: torch.Tensor | None,
-    ) -> tuple[StepValues, torch.Tensor]:
-        divisor = self.passes.divisor
-        norm = squares.sqrt().float() / divisor
-        finite = torch.isfinite(norm)
-        skip = (~finite).float() if uneven is None else torch.maximum((~finite).float(), uneven)
-        factor = torch.ones_like(norm)
-        if self.settings.clip is not None:
-            factor = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
-        # A skipped step must not divide by NaN, even though its result is ignored.
-        grad_scale = torch.where(finite, divisor / factor, torch.ones_like(norm))
-        # New tensors each step: the previous step's update may still be reading the old ones.
-        self.updates = self.updates + (1 - skip)
-        self.counts.advance(inactive, 1 - skip)
-        return StepValues(groups, self.counts.values, grad_scale, skip), norm
 
     # -- inspection ------------------------------------------------------------------------------------------------
 
@@ -495,8 +379,11 @@ class Engine:
         self.synchronize()
         self._held_whole += 1
         try:
-            with whole.gathered(self, what, write):
+            flats = whole.choose(self.model, list(self.flats()), what)
+            with whole.gathered(flats, self.gatherer, self.collectives, self.hooks.cannot_follow, write):
                 yield
+            if write:
+                self.hooks.generation += 1
         finally:
             self._held_whole -= 1
 
@@ -505,17 +392,24 @@ class Engine:
 
         None if no rank has one. Call it between backward and step. Collective.
         """
-        return whole.gradient(self, name)
+        divisor = self.passes.divisor if self.has_gradients else None
+        trainable = list(self.trainable())
+        return whole.gradient(
+            *(self.model, trainable, self.reducer, self.collectives, self.tensor_parallel, name, divisor)
+        )
 
     # -- whole states, under the model's own names: see states.py --------------------------------------------------
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the full, unsharded parameters (fp32) and buffers on the CPU, under the model's own names.
 
         Collective: every rank calls it, and every rank gets all of it.
         """
-        return states.model_state(self)
+        self.synchronize()
+        return states.model_state(self.model, self.flats(), self.collectives, self.tensor_parallel)
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
         """Load full, unsharded tensors under the model's own names; every rank passes the same. Collective.
 
@@ -523,36 +417,39 @@ class Engine:
         returned. A wrong shape is always refused. A tied weight needs one of its names; several must be equal.
         """
         self.hooks.generation += 1
-        return states.load_model_state(self, state, strict)
+        self.synchronize()
+        return states.load_model_state(
+            *(self.model, self.flats(), self.collectives, self.tensor_parallel, state, strict)
+        )
 
     def unsharded_model(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
         """Return an independent, unsharded copy of the model, which later steps do not change. Collective.
 
         Its parameters are fp32, as in `state_dict()`, or `dtype`; buffers, ties and requires_grad are the model's.
         """
-        return unsharded_model(self, device, dtype)
+        return unsharded_model(self.model, self.state_dict, self.tensor_parallel.world, device, dtype)
 
+    @torch.no_grad()
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's full states on the CPU, by parameter name, with its counters. Collective."""
-        return states.optimizer_state(self)
+        self.synchronize()
+        trainable = list(self.trainable())
+        kept = states.optimizer_state(trainable, self.counts, self.rule, self.collectives, self.tensor_parallel)
+        return kept | {
+            "steps": self.steps,
+            "updates": self.updates.item(),
+            "loss_scale": self.loss_scale.state(),
+            "param_groups": self.optimizer.saved_groups(),
+        }
 
+    @torch.no_grad()
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load the result of `optimizer_state_dict`, saved at any stage, placement and world size."""
-        states.load_optimizer_state(self, saved)
-
-
-def _indexed(device: torch.device | str) -> torch.device:
-    """Return the device; a bare `cuda` is this process's own GPU."""
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen
-
-
-def _default_device(model: nn.Module) -> torch.device:
-    for p in model.parameters():
-        if p.device.type not in ("meta", "cpu"):
-            return p.device
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
+        self.synchronize()
+        trainable = list(self.trainable())
+        states.load_optimizer_state(trainable, self.counts, self.rule, self.device, self.tensor_parallel, saved)
+        self.steps = saved["steps"]
+        # A new tensor: an update may still be reading the old one.
+        self.updates = torch.full_like(self.updates, float(saved["updates"]))
+        self.loss_scale.load(saved["loss_scale"])
+        self.optimizer.load_groups(saved.get("param_groups"), self.steps)

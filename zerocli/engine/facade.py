@@ -5,41 +5,55 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from zerocli.engine.groups import Arranged
-from zerocli.engine.optim import Group
+from zerocli.engine.optim import FlatOptimizer, Group
 
-if TYPE_CHECKING:
-    from zerocli.engine.engine import Engine
+
+class Steps(Protocol):
+    """The engine's methods behind those of its optimizer."""
+
+    def step(self) -> Any: ...
+    def zero_grad(self) -> None: ...
+    def optimizer_state_dict(self) -> dict[str, Any]: ...
+    def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None: ...
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Exposes the hyperparameters for reading and writing; `step` and `zero_grad` are the engine's.
 
     Changes to `param_groups` (lr, weight_decay, betas, ...), by hand or by a scheduler, take effect in the next step.
-    `state_dict()` returns the engine's optimizer states, whole and by parameter name.
+    `state_dict()` returns the engine's optimizer states, whole and by parameter name. If `optimizer` is an instance,
+    its groups become these ones, and its methods those of this object.
     """
 
-    def __init__(self, engine: Engine, arranged: Arranged, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._engine = engine
-        self._schedule: Callable[[int], float] | None = engine.settings.lr if callable(engine.settings.lr) else None
+    def __init__(
+        self,
+        engine: Steps,
+        rule: FlatOptimizer,
+        optimizer: Any,
+        lr: float | Callable[[int], float] | None,
+        arranged: Arranged,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        self._engine, self._rule = engine, rule
+        self._schedule: Callable[[int], float] | None = lr if callable(lr) else None
         self._factors = arranged.factors
         self._last: tuple[Group, ...] = ()
         members: list[list[nn.Parameter]] = [[] for _ in arranged.groups]
         for name, at in arranged.group_of.items():
             members[at].append(parameters[name])
-        instance = engine.settings.optimizer
-        if isinstance(instance, torch.optim.Optimizer):
+        if isinstance(optimizer, torch.optim.Optimizer):
             # The user's own groups, so that schedulers made for the instance keep working.
-            for group, params in zip(instance.param_groups, members, strict=True):
+            for group, params in zip(optimizer.param_groups, members, strict=True):
                 group["params"] = params
-            super().__init__([{"params": params} for params in members], instance.defaults)
-            self.param_groups = instance.param_groups
-            self._replace_methods(instance)
+            super().__init__([{"params": params} for params in members], optimizer.defaults)
+            self.param_groups = optimizer.param_groups
+            self._replace_methods(optimizer)
         else:
             groups = [{**group, "params": params} for group, params in zip(arranged.groups, members, strict=True)]
             defaults = {key: value for key, value in arranged.groups[0].items() if key != "name"}
@@ -67,14 +81,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "give shard a number as lr to use a scheduler"
                 )
             self.show(step)
-        rule = self._engine.rule
         now = tuple(
-            Group(float(group["lr"]), float(group.get("weight_decay", 0.0)), rule.options_in(group), at)
+            Group(float(group["lr"]), float(group.get("weight_decay", 0.0)), self._rule.options_in(group), at)
             for at, group in enumerate(self.param_groups)
         )
         if now != self._last:
             for group in now:
-                rule.check(group)
+                self._rule.check(group)
             self._last = now
         return self._last
 

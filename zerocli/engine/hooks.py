@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Hooks:
     """Runs the calls of a sharded model's modules, and follows backward through its units."""
 
-    def __init__(self, engine: Engine, recomputed: list[Unit]) -> None:
+    def __init__(self, engine: Engine, recomputed: list[Unit], compile: bool) -> None:
         self._engine = engine
         self._depth = 0
         self._recomputing = 0
@@ -49,7 +49,7 @@ class Hooks:
         self._modules = [unit.module for unit in engine.units]
         for unit in engine.units:
             entry = wrap(unit.module, unit, self)
-            if engine.settings.compile and unit.index > 0:
+            if compile and unit.index > 0:
                 entry.body = torch.compile(entry.body)
             if unit in recomputed:
                 entry.body = self._recomputed(unit, entry.body)

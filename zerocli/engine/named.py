@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from zerocli.engine.tensor_parallel import TensorParallel
+from zerocli.engine.tensor_parallel import TensorParallel
 
 State = Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
 

@@ -6,6 +6,7 @@ during compute: `__torch_function__` is disabled for one, and no operation uses 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -227,3 +228,25 @@ def note_values(parameter: nn.Parameter, kept: bool = False) -> None:
     if sharding is not None:
         sharding.version, sharding.address = parameter._version, parameter.data_ptr()
         sharding.handed_out = sharding.handed_out and kept
+
+
+class Owners:
+    """Which module holds each parameter of the model, as it was when the model was sharded."""
+
+    def __init__(self, model: nn.Module, names: Mapping[int, str]) -> None:
+        self._owners = [
+            (module._parameters, key, parameter, names[id(parameter)])
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        """(dict of the owning module, key, parameter, name) of each parameter."""
+
+    def refuse_replaced(self) -> None:
+        """Raise Refused if a module's parameter was removed or replaced since."""
+        for owner, key, parameter, name in self._owners:
+            if owner.get(key) is not parameter:
+                raise Refused(
+                    f"{name} is not the parameter that was sharded, and would not be trained: copy values into the old "
+                    f"one inside `with engine.gathered({name!r}, write=True)`, or shard the changed model anew"
+                )

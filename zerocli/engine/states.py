@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from zerocli.engine.comm import Collectives
+from zerocli.engine.counts import Counts
 from zerocli.engine.named import IncompatibleKeys, match
+from zerocli.engine.optim import FlatOptimizer
+from zerocli.engine.tensor_parallel import TensorParallel
 from zerocli.engine.unit import MASTER, REPLICATED, Flat
-
-if TYPE_CHECKING:
-    from zerocli.engine.engine import Engine
 
 
 def read_held(flat: Flat, name: str, device: torch.device) -> torch.Tensor:
@@ -40,82 +41,93 @@ def write_held(flat: Flat, name: str, values: torch.Tensor) -> None:
         flat.master.copy_(values)
 
 
-def whole_of(engine: Engine, total: int, held: torch.Tensor) -> torch.Tensor:
+def whole_of(collectives: Collectives, total: int, held: torch.Tensor) -> torch.Tensor:
     """Return the whole tensor of `total` elements, on the CPU, from every rank's held part. Collective."""
     if held.numel() == total:
         return held.detach().to("cpu", copy=True)
-    whole = torch.empty(total, dtype=held.dtype, device=engine.device)
-    engine.collectives.all_gather(whole, held).wait()
+    whole = torch.empty(total, dtype=held.dtype, device=collectives.device)
+    collectives.all_gather(whole, held).wait()
     return whole.cpu()
 
 
-def join_parts(engine: Engine, flat: Flat, held: torch.Tensor) -> torch.Tensor:
+def join_parts(collectives: Collectives, flat: Flat, held: torch.Tensor) -> torch.Tensor:
     """Return the whole flat, on the CPU, from every rank's held part. Collective."""
-    return whole_of(engine, flat.layout.total, held)
+    return whole_of(collectives, flat.layout.total, held)
 
 
-def whole_parameters(engine: Engine, flat: Flat) -> torch.Tensor:
-    """Return a flat's whole parameters, from the fp32 master if there is one."""
+def whole_parameters(collectives: Collectives, flat: Flat) -> torch.Tensor:
+    """Return a flat's whole parameters, from the fp32 master if there is one. Collective."""
     if flat.trainable:
-        return join_parts(engine, flat, read_held(flat, MASTER, engine.device))
+        return join_parts(collectives, flat, read_held(flat, MASTER, collectives.device))
     if flat.resident is not None:
         return flat.resident.cpu()
     held = flat.shard
     if held is None:
         assert flat.param_store is not None
-        held = torch.empty(flat.own.numel, dtype=flat.dtype, device=engine.device)
+        held = torch.empty(flat.own.numel, dtype=flat.dtype, device=collectives.device)
         flat.param_store.fetch(0, held).synchronize()
-    return join_parts(engine, flat, held)
+    return join_parts(collectives, flat, held)
 
 
-def _forget_traffic(engine: Engine) -> None:
+def _forget_traffic(collectives: Collectives, tensor_parallel: TensorParallel) -> None:
     """Exclude the bytes moved here from the training traffic counts."""
-    engine.collectives.take_nbytes()
-    engine.tensor_parallel.take_nbytes()
+    collectives.take_nbytes()
+    tensor_parallel.take_nbytes()
 
 
 @torch.no_grad()
-def model_state(engine: Engine, held: Mapping[int, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+def model_state(
+    model: nn.Module,
+    flats: Iterable[Flat],
+    collectives: Collectives,
+    tensor_parallel: TensorParallel,
+    held: Mapping[int, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
     """See `Engine.state_dict`; `held` maps a flat's id to this rank's part of other values for its parameters."""
-    engine.synchronize()
     values: dict[int, torch.Tensor] = {}
-    for flat in engine.flats():
+    for flat in flats:
         if held is not None and id(flat) in held:
-            whole = join_parts(engine, flat, held[id(flat)].to(engine.device))
+            whole = join_parts(collectives, flat, held[id(flat)].to(collectives.device))
         else:
-            whole = whole_parameters(engine, flat)
+            whole = whole_parameters(collectives, flat)
         for parameter, entry, view in zip(flat.parameters, flat.layout.entries, flat.views(whole), strict=True):
-            values[id(parameter)] = engine.tensor_parallel.join(entry.name, view.clone())
-    _forget_traffic(engine)
+            values[id(parameter)] = tensor_parallel.join(entry.name, view.clone())
+    _forget_traffic(collectives, tensor_parallel)
     return {
         name: values[id(value)] if id(value) in values else value.detach().cpu().clone()
-        for name, value in engine.model.state_dict(keep_vars=True).items()
+        for name, value in model.state_dict(keep_vars=True).items()
     }
 
 
 @torch.no_grad()
-def load_model_state(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
+def load_model_state(
+    model: nn.Module,
+    flats: Iterable[Flat],
+    collectives: Collectives,
+    tensor_parallel: TensorParallel,
+    state: Mapping[str, torch.Tensor],
+    strict: bool,
+) -> IncompatibleKeys:
     """See `Engine.load_state_dict`."""
-    engine.synchronize()
-    own, tp = engine.model.state_dict(keep_vars=True), engine.tensor_parallel
-    matched = match(engine.model, state, tp)
+    own = model.state_dict(keep_vars=True)
+    matched = match(model, state, tensor_parallel)
     matched.require(strict)
-    for flat in engine.flats():
+    for flat in flats:
         sources = [matched.names.get(id(parameter)) for parameter in flat.parameters]
         if not any(sources):
             continue
         dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
-        whole = torch.zeros(flat.layout.total, dtype=dtype, device=engine.device)
+        whole = torch.zeros(flat.layout.total, dtype=dtype, device=collectives.device)
         if not all(sources):
-            whole.copy_(whole_parameters(engine, flat))  # the others stay as they are
+            whole.copy_(whole_parameters(collectives, flat))  # the others stay as they are
         for source, entry, view in zip(sources, flat.layout.entries, flat.views(whole), strict=True):
             if source is not None:
-                view.copy_(tp.part(entry.name, state[source]))
+                view.copy_(tensor_parallel.part(entry.name, state[source]))
         load_whole(flat, whole)
     for value in own.values():
         if not isinstance(value, nn.Parameter) and id(value) in matched.names:
             value.copy_(state[matched.names[id(value)]])
-    _forget_traffic(engine)
+    _forget_traffic(collectives, tensor_parallel)
     return IncompatibleKeys(matched.missing, matched.unexpected)
 
 
@@ -142,31 +154,31 @@ class History:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def histories(engine: Engine) -> dict[str, History]:
-    """Return the history of every trainable parameter; waits for the device."""
-    counts, rule = engine.counts.by_name(), engine.rule
-    found = {}
-    for flat in engine.trainable():
+def histories(flats: Iterable[Flat], counts: Counts, rule: FlatOptimizer) -> dict[str, History]:
+    """Return the history of every parameter of these trainable flats; waits for the device."""
+    by_name, found = counts.by_name(), {}
+    for flat in flats:
         for entry in flat.layout.entries:
-            at, group = engine.counts.class_of(entry.name), entry.group % REPLICATED
+            at, group = counts.class_of(entry.name), entry.group % REPLICATED
             numbers, tensors = rule.numbers(entry.name, at, group), rule.tensors(entry.name)
-            found[entry.name] = History(counts[entry.name], numbers, tensors)
+            found[entry.name] = History(by_name[entry.name], numbers, tensors)
     return found
 
 
-def load_histories(engine: Engine, saved: Mapping[str, History]) -> None:
-    """Load the histories of all trainable parameters."""
-    counts, rule = engine.counts, engine.rule
+def load_histories(
+    flats: Iterable[Flat], counts: Counts, rule: FlatOptimizer, device: torch.device, saved: Mapping[str, History]
+) -> None:
+    """Load the histories of all parameters of these trainable flats."""
     rule.forget()
     # Parameters with equal histories share a class of counts, regardless of the previous classes.
     counts.adopt(
         {name: history.count for name, history in saved.items()},
         lambda name: tuple(sorted(saved[name].numbers.items())),
     )
-    for flat in engine.trainable():
+    for flat in flats:
         for entry in flat.layout.entries:
             at, group, one = counts.class_of(entry.name), entry.group % REPLICATED, saved[entry.name]
-            tensors = {key: value.to(engine.device, copy=True) for key, value in one.tensors.items()}
+            tensors = {key: value.to(device, copy=True) for key, value in one.tensors.items()}
             rule.load(entry.name, at, group, one.count, one.numbers, tensors)
 
 
@@ -188,51 +200,50 @@ def adopt(flat: Flat, values: torch.Tensor, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def optimizer_state(engine: Engine) -> dict[str, Any]:
-    """See `Engine.optimizer_state_dict`."""
-    engine.synchronize()
+def optimizer_state(
+    flats: list[Flat], counts: Counts, rule: FlatOptimizer, collectives: Collectives, tensor_parallel: TensorParallel
+) -> dict[str, Any]:
+    """Return what the optimizer keeps of each parameter, as in `Engine.optimizer_state_dict`. Collective."""
     states: dict[str, dict[str, torch.Tensor]] = {}
-    for flat in engine.trainable():
-        for key in engine.rule.state_names:
-            whole = join_parts(engine, flat, read_held(flat, key, engine.device))
+    for flat in flats:
+        for key in rule.state_names:
+            whole = join_parts(collectives, flat, read_held(flat, key, collectives.device))
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
-                states.setdefault(entry.name, {})[key] = engine.tensor_parallel.join(entry.name, view.clone())
-    _forget_traffic(engine)
-    kept = histories(engine)
+                states.setdefault(entry.name, {})[key] = tensor_parallel.join(entry.name, view.clone())
+    _forget_traffic(collectives, tensor_parallel)
+    kept = histories(flats, counts, rule)
     for name, history in kept.items():
         copies = {key: value.detach().cpu().clone() for key, value in history.tensors.items()}
         states.setdefault(name, {}).update(copies)
     return {
         "state": states,
-        "steps": engine.steps,
-        "updates": engine.updates.item(),
         "counts": {name: history.count for name, history in kept.items()},
         "numbers": {name: dict(history.numbers) for name, history in kept.items() if history.numbers},
-        "loss_scale": engine.loss_scale.state(),
-        "param_groups": engine.optimizer.saved_groups(),
     }
 
 
 @torch.no_grad()
-def load_optimizer_state(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """See `Engine.load_optimizer_state_dict`."""
-    engine.synchronize()
-    known, loaded = set(engine.rule.state_names), {}
-    counts, numbers = saved.get("counts", {}), saved.get("numbers", {})
-    for flat in engine.trainable():
-        for key in engine.rule.state_names:
-            whole = torch.zeros(flat.layout.total, device=engine.device)
+def load_optimizer_state(
+    flats: list[Flat],
+    counts: Counts,
+    rule: FlatOptimizer,
+    device: torch.device,
+    tensor_parallel: TensorParallel,
+    saved: Mapping[str, Any],
+) -> None:
+    """Load the result of `optimizer_state`; `saved` also has the number of all updates."""
+    known, loaded = set(rule.state_names), {}
+    saved_counts, numbers = saved.get("counts", {}), saved.get("numbers", {})
+    for flat in flats:
+        for key in rule.state_names:
+            whole = torch.zeros(flat.layout.total, device=device)
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
-                view.copy_(engine.tensor_parallel.part(entry.name, saved["state"][entry.name][key]))
+                view.copy_(tensor_parallel.part(entry.name, saved["state"][entry.name][key]))
             write_held(flat, key, whole[flat.held.start : flat.held.stop])
         for entry in flat.layout.entries:
             own = saved["state"].get(entry.name, {})
             tensors = {key: value for key, value in own.items() if key not in known}
-            count = int(counts.get(entry.name, saved["updates"]))  # older states have one count for all parameters
+            # Older states have one count for all parameters.
+            count = int(saved_counts.get(entry.name, saved["updates"]))
             loaded[entry.name] = History(count, numbers.get(entry.name, {}), tensors)
-    load_histories(engine, loaded)
-    engine.steps = saved["steps"]
-    # A new tensor: an update may still be reading the old one.
-    engine.updates = torch.full_like(engine.updates, float(saved["updates"]))
-    engine.loss_scale.load(saved["loss_scale"])
-    engine.optimizer.load_groups(saved.get("param_groups"), engine.steps)
+    load_histories(flats, counts, rule, device, loaded)

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from zerocli.errors import Refused
 
-if TYPE_CHECKING:
-    from zerocli.engine.engine import Engine
-
 
 @torch.no_grad()
-def unsharded_model(engine: Engine, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
-    """See `Engine.unsharded_model`."""
-    if engine.tensor_parallel.world > 1:
+def unsharded_model(
+    model: nn.Module,
+    state: Callable[[], Mapping[str, torch.Tensor]],
+    tp: int,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    """See `Engine.unsharded_model`; `state` gathers the model's state_dict, `tp` is the tensor-parallel world size."""
+    if tp > 1:
         raise Refused(
-            f"the layers of this model are split over {engine.tensor_parallel.world} tensor-parallel ranks: a whole "
-            "copy has other shapes; build the model again and load engine.state_dict() into it"
+            f"the layers of this model are split over {tp} tensor-parallel ranks: a whole copy has other shapes; build "
+            "the model again and load engine.state_dict() into it"
         )
-    return copy_module(engine.model, engine.state_dict(), torch.device(device), dtype)
+    return copy_module(model, state(), torch.device(device), dtype)
 
 
 def copy_module(

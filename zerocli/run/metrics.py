@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from zerocli.engine.engine import Engine, StepResult
+from zerocli.engine.engine import Engine
+from zerocli.engine.step import StepResult
 from zerocli.engine.streams import Readback, TimedEvent, WaitReading
 from zerocli.errors import FAILURE, UserError
 from zerocli.files import pwrite_all
