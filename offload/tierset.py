@@ -60,11 +60,12 @@ class TierSet:
         return self._open[key]
 
     def open_cache(self, nbytes: int) -> Tier:
-        """Return a host memory tier of at most `nbytes` for copies of data on slower tiers."""
-        options = dict(self._options.get("dram", {})) | {"capacity": nbytes}
-        tier = self._open.setdefault(("dram", "cache"), open_tier("dram", **options))
-        tier.events = self._events
-        return tier
+        """Return the host memory tier for copies of data on slower tiers, opened the first time with `nbytes`."""
+        key = ("dram", "cache")
+        if key not in self._open:
+            self._open[key] = open_tier("dram", **dict(self._options.get("dram", {})) | {"capacity": nbytes})
+            self._open[key].events = self._events
+        return self._open[key]
 
     def available(self, name: str) -> int | None:
         """Return the bytes that this rank may put on a tier, None if unknown."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from zerocli.checkpoint import state
 from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.manifest import Damaged, Manifest, Unfinished, Unreadable
 from zerocli.checkpoint.manifest import read as read_manifest
-from zerocli.checkpoint.members import control_group, members_of
+from zerocli.checkpoint.members import control_group, members_of, no_group_warning
 from zerocli.checkpoint.parts import LoadPlanner
 from zerocli.checkpoint.pickles import guarded
 from zerocli.checkpoint.reader import Reader
@@ -25,8 +24,6 @@ from zerocli.checkpoint.saver import describe
 from zerocli.engine.engine import Engine
 from zerocli.engine.exchange import exchange_json, first_problem
 from zerocli.engine.startup import STARTUP
-
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass
@@ -62,7 +59,7 @@ def _load(
     reader = Reader(path, manifest)
     try:
         _agreed(reader.open, group)
-        with STARTUP.waiting(f"loading the checkpoint of step {manifest.step}"), guarded():
+        with STARTUP.waiting(f"loading the checkpoint of step {manifest.step}"), guarded(), no_group_warning(group):
             dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), process_group=group)
     except CheckpointException as error:
         unreadable = any(isinstance(failure[0], Unreadable | OSError) for failure in error.failures.values())

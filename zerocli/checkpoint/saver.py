@@ -12,7 +12,6 @@ import errno
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tiers.limits import read_limits
 from zerocli.checkpoint import state
 from zerocli.checkpoint.folder import Folder
-from zerocli.checkpoint.members import control_group, members_of
+from zerocli.checkpoint.members import control_group, members_of, no_group_warning
 from zerocli.checkpoint.parts import SavePlanner
 from zerocli.checkpoint.pickles import guarded
 from zerocli.checkpoint.snapshot import Slots, Snapshot
@@ -33,8 +32,6 @@ from zerocli.engine.comm import Severed, severed
 from zerocli.engine.engine import Engine
 from zerocli.engine.progress import Progress
 from zerocli.layout.sizes import format_bytes
-
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 BUFFER_NBYTES = 1 << 30
 WORTH_SAYING_SECONDS = 0.5
@@ -121,7 +118,7 @@ class Saver:
         self.progress.begin(step)
         try:
             self._planner.parts = snapshot.parts
-            with guarded():
+            with guarded(), no_group_warning(self._group):
                 dcp.save({}, storage_writer=writer, planner=self._planner, process_group=self._group)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException alone
             self._fail(writer, step, error)

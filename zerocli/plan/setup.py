@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.placement import ACTIVATIONS, Placement, Share, per_rank
-from zerocli.config import CheckpointConfig, Config, Sharding, TrainConfig, placement_at, sharding_of
+from zerocli.config import CheckpointConfig, Config, Sharding, TrainConfig, num_micro_steps, placement_at, sharding_of
 from zerocli.errors import UserError
 from zerocli.layout.flats import Sizing
 from zerocli.layout.stage import Stage
@@ -155,7 +155,6 @@ def setup_of(config: Config, **changes: object) -> Setup:
         given["options"] = {}  # another optimizer's
     setup = Setup(**(given | changes))
     num_states(setup)  # an optimizer that cannot be is refused here
-    if train.global_batch and "accumulate" not in changes:
-        each = max(1, setup.batch * setup.ranks // max(1, setup.tp))
-        setup = replace(setup, accumulate=max(1, train.global_batch // each))
-    return setup
+    if "accumulate" in changes:
+        return setup
+    return replace(setup, accumulate=num_micro_steps(replace(train, batch=setup.batch), setup.ranks, setup.tp))
