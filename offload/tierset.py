@@ -83,6 +83,10 @@ class TierSet:
         """Return the open tiers, in the order they were opened."""
         return list(self._open.values())
 
+    def name_of(self, tier: Tier) -> str:
+        """Return the name under which an open tier was opened."""
+        return next((name for (name, _), opened in self._open.items() if opened is tier), tier.name)
+
     def addressable(self) -> frozenset[str]:
         """Return the names of open tiers whose memory the CPU can access directly."""
         return frozenset(name for (name, _), tier in self._open.items() if tier.addressable)

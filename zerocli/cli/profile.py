@@ -145,7 +145,6 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
     """Show what the plan says; needs no torch."""
     from zerocli.plan.inputs import plan_config
     from zerocli.profile import table
-    from zerocli.profile.ledger import TIERS
 
     if worker and os.environ.get("RANK", "0") != "0":
         return OK
@@ -158,7 +157,7 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
     document = {
         "schema": 1,
         "rows": table.planned(plan),
-        "peak": {tier: {"predicted": plan.needed(tier), "measured": None} for tier in TIERS},
+        "peak": {tier: {"predicted": plan.needed(tier), "measured": None} for tier in plan.tiers},
         "step": {"seconds": None, "compute": None, "wait": None},
     }
     show(json.dumps(document) if as_json else "\n".join(table.dry(document)))

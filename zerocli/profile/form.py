@@ -80,7 +80,7 @@ DOCUMENT: Form = {
     "followed": FLAG,
     "steps?": [WHOLE, WHOLE],
     "rows": [{"category": TEXT, "tier": TEXT, "predicted": NUMBER + OR_NULL, "measured": NUMBER + OR_NULL}],
-    "peak": dict.fromkeys(TIERS, _PEAK),
+    "peak": dict.fromkeys((*TIERS, "*"), _PEAK),
     "step": (_TIMED, _UNTIMED),
     "system": (dict.fromkeys(("rss_peak", "pinned", "nvme"), NUMBER), NULL),
     "notes": [TEXT],
