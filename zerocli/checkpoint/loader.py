@@ -1,4 +1,4 @@
-"""The loader: fills an engine from a checkpoint, or from the newest of a folder's that is whole."""
+"""The loader: fills an engine from a checkpoint, or from the newest whole one in a folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zerocli.engine.startup import STARTUP
 
 @dataclass
 class Resumed:
-    """What a run goes on from; step 0 is the beginning."""
+    """Where a run resumes; step 0 is the beginning."""
 
     step: int = 0
     path: Path | None = None
@@ -38,9 +38,9 @@ class Resumed:
 def load(engine: Engine, path: str | Path) -> dict[str, Any]:
     """Fill the engine from one checkpoint, saved at any stage, placement and world size; return its values. Collective.
 
-    Raises Damaged where a byte of it is not what was written, and Unreadable where the system would not let it be
-    read, on every rank, whichever met it; the engine is then of no use until a load succeeds. Raises state.Mismatch,
-    with the engine as it was, where it is of another model.
+    Raises Damaged if a byte differs from what was written, and Unreadable if the system could not read it, on every
+    rank, whichever rank found it; the engine is then unusable until a load succeeds. Raises state.Mismatch, and leaves
+    the engine unchanged, if it is a checkpoint of another model.
     """
     return _load(engine, Path(path), control_group(engine))
 
@@ -76,12 +76,12 @@ def _finish(acts: list[Callable[[], None]]) -> None:
     for act in acts:
         try:
             act()
-        except RuntimeError as error:  # bytes that no generator has ever had
+        except RuntimeError as error:  # not a valid generator state
             raise Damaged(f"its random state is none ({str(error)[:200]})") from None
 
 
 def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Return what `act` gives; raise the first rank's Damaged, Unreadable or Mismatch on all of them."""
+    """Return the result of `act`; raise the first rank's Damaged, Unreadable or Mismatch on all ranks."""
     result: Any = None
     problem: Exception | None = None
     try:
@@ -97,7 +97,7 @@ def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
 
 
 def of_its_step(manifest: Manifest) -> None:
-    """Raise Damaged where a checkpoint counts other steps than its name says, as none of `zerocli train` does."""
+    """Raise Damaged if a checkpoint's step count differs from its name; those of `zerocli train` never do."""
     steps = manifest.values.get("steps")
     if steps != manifest.step:
         raise Damaged(f"it is of step {manifest.step}, and its values of step {str(steps)[:40]}")
@@ -109,11 +109,11 @@ def resume(
     say: Callable[[str], None] = lambda text: None,
     judge: Callable[[Manifest], None] = lambda manifest: None,
 ) -> Resumed:
-    """Fill the engine from a folder's newest whole checkpoint, and say which were passed over, and why. Collective.
+    """Fill the engine from a folder's newest whole checkpoint, and report which were skipped, and why. Collective.
 
-    Returns step 0 where nothing was ever saved; raises Damaged where something was and none of it is whole, and
-    Unreadable where the system would not let one be read that may be: an older one is not taken instead. `judge` may
-    raise Damaged for reasons of its own; whoever saves chooses a checkpoint's number, `zerocli train` its step.
+    Returns step 0 if nothing was saved. Raises Damaged if there are checkpoints but none is whole, and Unreadable if
+    one that may be whole cannot be read: an older one is not used instead. `judge` may raise Damaged for further
+    reasons. The caller of `save` chooses a checkpoint's number; `zerocli train` uses the step.
     """
     group = control_group(engine)
     if members_of(engine).rank == 0:

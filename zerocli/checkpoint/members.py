@@ -1,4 +1,4 @@
-"""The ranks that save and load one model together, of both axes, and the group over which they plan."""
+"""The ranks of both axes that save and load one model together, and their process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Members:
-    """Global ranks, and this one's place among them."""
+    """Global ranks, and this rank's index among them."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -34,11 +34,11 @@ def members_of(engine: Engine) -> Members:
 
 
 def control_group(engine: Engine) -> dist.ProcessGroup | None:
-    """Return a gloo group of the members, for plans and results; None for a process without others. Collective."""
+    """Return a gloo group of the members, for plans and results; None for a single process. Collective."""
     if not dist.is_initialized():
         return None
     ranks = list(members_of(engine).ranks)
-    some = len(ranks) < dist.get_world_size()  # the others do not come here
+    some = len(ranks) < dist.get_world_size()  # the other ranks do not call this
     with STARTUP.waiting("making the process group of checkpoints"):
         group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=some)
     return group

@@ -27,7 +27,7 @@ WORDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "opt
 
 
 def check(setup: Setup, shape: Shape | None = None) -> None:
-    """Raise UserError for a setup that cannot be: numbers below 1, or that do not divide each other."""
+    """Raise UserError for an impossible setup: numbers below 1, or numbers that do not divide each other."""
     for name in ("ranks", "tp", "ranks_per_node", "batch", "seq", "accumulate"):
         if getattr(setup, name) < 1:
             raise UserError(f"{name.replace('_', ' ')} {getattr(setup, name)} is below 1")
@@ -55,7 +55,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def plan_model(shape: Shape, setup: Setup) -> Plan:
-    """Return what one step of this model needs, every byte of it, on every tier."""
+    """Return the bytes that one step of this model needs on every tier."""
     check(setup, shape)
     flats = plan_flats(shape, setup)
     peaks = Replay(shape, setup, flats).run()
@@ -74,7 +74,7 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
 
 
 def plan_traced(traced: Traced, setup: Setup) -> Plan:
-    """Return the plan of a model that was run without memory: its states by arithmetic, the rest as it was seen."""
+    """Return the plan of a traced model: its states by arithmetic, activations and temporaries as traced."""
     check(setup)
     flats = plan_flats(traced, setup)
     held: Counter[str] = Counter()
@@ -187,13 +187,13 @@ def _logits_formula(shape: Shape, setup: Setup) -> str:
 
 
 def _pieces(setup: Setup, flats: list[FlatSpec], tier: str) -> tuple[dict[str, list[int]], list[int], list[int]]:
-    """Return the blocks on a tier by category, and in order of allocation: parameters', and everything else's."""
+    """Return block sizes on a tier: by category, those of parameters and those of all else, in allocation order."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for flat in flats:
         for spec in states(flat, setup.sizing):
             if spec.tier == tier:
                 sizes[spec.category].append(spec.nbytes)
-    sizes["gradients"].reverse()  # they are allocated in the order of backward
+    sizes["gradients"].reverse()  # allocated in the order of backward
     return sizes, sizes["parameters"], sizes["optimizer_states"] + sizes["gradients"]
 
 
@@ -227,11 +227,11 @@ def _host_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
 
 
 def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str, int]:
-    """Return the host memory of a rank beside its arenas of pieces, by what it is for."""
-    near = (HBM, "dram", "null")  # a tier of another package is taken for one that is read ahead, too
+    """Return the host memory of a rank beyond its arenas of pieces, by purpose."""
+    near = (HBM, "dram", "null")  # a tier of another package is assumed to be prefetched from, too
     far = [flat.own.numel * flat.width for flat in flats if flat.tiers["parameters"] not in near]
     budget = -(-setup.read_ahead_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
-    disks = [  # tier objects, each with staging of its own
+    disks = [  # tier objects, each with its own staging
         any(flat.tiers["parameters"] == "nvme" for flat in flats),
         any("nvme" in (flat.tiers.get("optimizer"), flat.tiers.get("gradients")) for flat in flats),
         bool(peaks.offloaded.get("nvme")),
@@ -248,13 +248,13 @@ def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str
 
 
 def _update_pinned(setup: Setup, flats: list[FlatSpec]) -> int:
-    """Return what torch's own allocator, which rounds to powers of two, pins of a rank for the update."""
+    """Return the bytes that torch's pinned allocator, which rounds to powers of two, takes per rank for the update."""
     trainable = [flat for flat in flats if flat.trainable]
     slots = sum(spec.nbytes for spec in update_slots(trainable, setup.sizing) if spec.tier != HBM)
     total = constants.NUM_SLOTS * _power_of_two(slots // constants.NUM_SLOTS) if slots else 0
     total += sum(_power_of_two(s.nbytes) for s in update_scratch(trainable, setup.sizing) if s.tier != HBM)
     if setup.update == "auto" and any(flat.offloaded for flat in flats):
-        total += 2 * _power_of_two(96 << 20)  # the start-up measurement's, which torch keeps
+        total += 2 * _power_of_two(96 << 20)  # of the measurement at start-up; torch keeps them
     return total
 
 
@@ -263,7 +263,7 @@ def _power_of_two(nbytes: int) -> int:
 
 
 def _on_nvme(kept: Row | None) -> list[Row]:
-    """Return the run folder's row where the node's disks have it."""
+    """Return the run folder's row if it is on the node's disks."""
     return [kept] if kept is not None and kept.tier == "nvme" else []
 
 
@@ -283,7 +283,7 @@ def _disk_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks, kept_saves: Ro
 
 
 def _other_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
-    """Return what tiers of other packages hold; how much they take beside it only they know."""
+    """Return what tiers of other packages hold; their overhead is not known."""
     times = setup.local_ranks
     rows = []
     for tier in (each for each in setup.placement().tiers if each not in ("dram", "nvme")):
