@@ -230,7 +230,7 @@ def test_the_newest_whole_checkpoint_is_exported_though_damage_is_met_on_the_way
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["step"] == 1
-    assert all(f"step-0000000{n} passed over: rank-00000.bin is damaged" in said.err for n in (2, 3))
+    assert all(f"step-0000000{n} skipped: rank-00000.bin is damaged" in said.err for n in (2, 3))
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "asked"), "--step", "3"]) == 1
     assert cli.run(["export", str(saver.folder.of(1)), str(tmp_path / "asked"), "--step", "3"]) == 2
     damage(saver.folder.of(1) / "rank-00000.bin")

@@ -149,7 +149,7 @@ def test_a_torn_last_line_is_read_up_to_and_said(runs, tmp_path, capsys):
     (run / "metrics.jsonl").write_bytes(whole[:-20])
     assert cli.run(["profile", str(run), "--json"]) == 0
     shown = capsys.readouterr()
-    assert "line, 6, is torn; read up to it" in shown.err
+    assert "line, 6, is incomplete and was ignored" in shown.err
     document = json.loads(shown.out)
     seconds = [json.loads(line)["seconds"] for line in whole.splitlines()[1:5]]
     assert document["step"]["seconds"] == pytest.approx(sum(seconds) / 4)
@@ -193,7 +193,7 @@ def _emptied(run: Path) -> None:
         (_torn_inside, "line 2: not what zerocli writes"),
         (_unlike, "it holds no table"),
         (_half, "is not what zerocli writes: there is no config"),
-        (_no_metrics, "is no run folder: it has no metrics.jsonl"),
+        (_no_metrics, "is not a run folder: it has no metrics.jsonl"),
         (_no_steps, "has not finished a step"),
         (_emptied, "is empty: no run was ever here"),
     ],

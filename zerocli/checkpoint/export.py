@@ -77,7 +77,7 @@ def export(
             if len(found) == 1:
                 hint = "" if step is None else "without --step it is the newest whole one"
                 raise UserError(f"{path}: {error}", hint=hint, exit_code=FAILURE) from None
-            say(f"{path.name} passed over: {error}")
+            say(f"{path.name} skipped: {error}")
     raise UserError(f"{run}: none of its {len(found)} checkpoints is whole", exit_code=FAILURE)
 
 
@@ -118,7 +118,7 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
     if missing := sorted(told - set(names)):
         raise Damaged(f"it has no parameter {missing[0]}, which the model of its config has")
     if beside := sorted(set(names) - told):
-        raise Damaged(f"it has a parameter {beside[0]}, which the model of its config has not")
+        raise Damaged(f"it has a parameter {beside[0]}, which the model of its config does not have")
     with _aside(out) as aside:
         files = _write(path, manifest, mapped, zeros, aside, DTYPES[dtype], file_nbytes)
         about: dict[str, Any] = {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}

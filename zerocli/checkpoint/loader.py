@@ -77,7 +77,7 @@ def _finish(acts: list[Callable[[], None]]) -> None:
         try:
             act()
         except RuntimeError as error:  # not a valid generator state
-            raise Damaged(f"its random state is none ({str(error)[:200]})") from None
+            raise Damaged(f"its random state is invalid ({str(error)[:200]})") from None
 
 
 def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
@@ -118,7 +118,7 @@ def resume(
     group = control_group(engine)
     if members_of(engine).rank == 0:
         for step in Folder(folder).recover():
-            say(f"checkpoint of step {step} put back: another was to replace it, and was not finished")
+            say(f"checkpoint of step {step} restored: its replacement was not finished")
     found = [(each.step, str(each.path)) for each in Folder(folder).newest_first()]
     if group is not None:
         found = exchange_json(found, group)[0]  # rank 0's view counts: all must try the same ones
@@ -127,10 +127,10 @@ def resume(
         try:
             values = _load(engine, Path(path), group, judge)
         except Unfinished as error:
-            say(f"checkpoint of step {step} passed over: {error} ({path})")
+            say(f"checkpoint of step {step} skipped: {error} ({path})")
         except Damaged as error:
             damaged.append(step)
-            say(f"checkpoint of step {step} passed over: {error} ({path})")
+            say(f"checkpoint of step {step} skipped: {error} ({path})")
         else:
             return Resumed(step, Path(path), values)
     if damaged:

@@ -139,7 +139,7 @@ def decode(data: bytes) -> Manifest:
     if not data:
         raise Damaged("its manifest is empty")
     if not (data.startswith(_HEAD) and data[start:end] == _MIDDLE and data.endswith(_TAIL)):
-        raise Damaged("its manifest is not one (or was cut short)")
+        raise Damaged("its manifest is invalid or truncated")
     text = data[end : -len(_TAIL)]
     if hashlib.sha256(text).hexdigest().encode() != data[len(_HEAD) : start]:
         raise Damaged("its manifest does not match its own checksum")
@@ -159,7 +159,7 @@ def _judge(body: dict[str, Any]) -> Manifest:
     files = {str(name): _natural(nbytes) for name, nbytes in body["files"]}
     for name in files:
         if not FILE.fullmatch(name):
-            raise Damaged(f"its manifest names a file {name[:80]!r}, which is none of a checkpoint's")
+            raise Damaged(f"its manifest names a file {name[:80]!r}, which is not a file of a checkpoint")
     if len(files) != len(body["files"]):
         raise Damaged("its manifest names a file twice")
     names = list(files)
@@ -176,15 +176,15 @@ def _judge(body: dict[str, Any]) -> Manifest:
                 str(digest),
             )
             if not all(a + b <= c for a, b, c in zip(piece.offsets, piece.sizes, shape, strict=True)):
-                raise Damaged(f"a piece of {name} lies outside of it")
+                raise Damaged(f"a piece of {name} is outside its shape")
             nbytes = piece.numel * tensor.dtype.itemsize
             if piece.position + nbytes > files[piece.file]:
-                raise Damaged(f"a piece of {name} lies outside of {piece.file}")
+                raise Damaged(f"a piece of {name} is outside {piece.file}")
             if nbytes > MAX_PIECE_NBYTES:
                 raise Damaged(f"a piece of {name} has {nbytes} bytes, more than any has")
             tensor.pieces.append(piece)
         if not tile(shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces]):
-            raise Damaged(f"the pieces of {name} do not make it up")
+            raise Damaged(f"the pieces of {name} do not cover it exactly")
         tensors[name] = tensor
     if not isinstance(body["values"], dict):
         raise Damaged("its manifest has no values")
@@ -219,7 +219,7 @@ def read(folder: Path) -> Manifest:
     with os.fdopen(fd, "rb") as file:
         nbytes = os.fstat(fd).st_size
         if nbytes > MAX_NBYTES:
-            raise Damaged(f"its manifest of {nbytes} bytes is none")
+            raise Damaged(f"its manifest has {nbytes} bytes, more than any manifest")
         try:
             data = file.read(nbytes)
         except OSError as error:
@@ -227,7 +227,7 @@ def read(folder: Path) -> Manifest:
     manifest = decode(data)
     named = STEP.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
-        raise Damaged(f"its manifest is of step {manifest.step}, whatever its folder is called")
+        raise Damaged(f"its manifest is of step {manifest.step}, its folder of step {int(named[1])}")
     for name, expected in manifest.files.items():
         fd = open_file(folder, name)
         nbytes = os.fstat(fd).st_size

@@ -155,7 +155,7 @@ class Reader(StorageReader):
     def _assemble(self, part: Part, sizes: tuple[int, ...], items: list[ReadItem]) -> torch.Tensor:
         """Return a box's elements, in the part's dtype, from all pieces that overlap it."""
         if sum(torch.Size(item.lengths).numel() for item in items) != torch.Size(sizes).numel():
-            raise Damaged(f"the pieces of {part.name} do not make it up")
+            raise Damaged(f"the pieces of {part.name} do not cover it exactly")
         box = torch.empty(sizes, dtype=part.dtype)
         for item in items:
             assert item.storage_index.index is not None

@@ -183,7 +183,7 @@ def read_header(path: Path) -> list[Entry]:
     """Return the tensors of a file; raise UserError unless every byte belongs to exactly one tensor."""
 
     def refuse(fact: str) -> UserError:
-        return UserError(f"{path}: is not a safetensors file: {fact}", hint="the file once more from where it came")
+        return UserError(f"{path}: is not a safetensors file: {fact}", hint="download or export the file again")
 
     try:
         with path.open("rb") as file:
@@ -202,7 +202,7 @@ def read_header(path: Path) -> list[Entry]:
                 continue
             start, stop = about["data_offsets"]
             if about["dtype"] not in DTYPES:
-                raise refuse(f"{name[:80]} is of a type that is not known here: {str(about['dtype'])[:40]}")
+                raise refuse(f"{name[:80]} has an unknown dtype: {str(about['dtype'])[:40]}")
             entry = Entry(name, DTYPES[about["dtype"]], tuple(about["shape"]), 8 + length + start)
             natural = all(type(n) is int and n >= 0 for n in (start, stop, *entry.shape))
             if not natural or stop - start != entry.nbytes or 8 + length + stop > nbytes:
@@ -216,5 +216,5 @@ def read_header(path: Path) -> list[Entry]:
             raise refuse(f"the bytes of {entry.name[:80]} do not begin where those before it end")
         end += entry.nbytes
     if end != nbytes:
-        raise refuse(f"{nbytes - end} bytes at its end are no tensor's")
+        raise refuse(f"{nbytes - end} bytes at its end belong to no tensor")
     return entries

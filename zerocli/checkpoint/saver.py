@@ -87,7 +87,7 @@ class Saver:
             return asked
         if self._rank == 0:
             size, limit = format_bytes(asked), format_bytes(room)
-            self._say(f"checkpoint.buffer is {size}, of which this host can spare {limit} a rank: that much is taken")
+            self._say(f"checkpoint.buffer is {size}; this host can spare {limit} per rank, which is used instead")
         return room
 
     @property
@@ -141,7 +141,7 @@ class Saver:
             return ""
         self._advised = True
         size = f"{-(-wanted // 2**30)}GiB"
-        return f"; updates waited {held:.1f} s for it, which --set checkpoint.buffer={size} (host memory) would spare"
+        return f"; updates waited {held:.1f} s for it; --set checkpoint.buffer={size} (host memory) would avoid that"
 
     def _fail(self, writer: Writer, step: int, error: BaseException) -> None:
         self.lost = severed(error, f"checkpoint of step {step}")
@@ -155,7 +155,7 @@ class Saver:
         with contextlib.suppress(OSError):  # a lost disk fails here too; report anyway
             self.folder.sweep()  # under either of its names, to free its space
             before = [found.step for found in self.folder.committed()]
-            stays = f"that of step {before[0]} stays" if before else "there is none before it"
+            stays = f"that of step {before[0]} is kept" if before else "there is no earlier one"
             free = shutil.disk_usage(self.folder.path).free if self.folder.path.is_dir() else 0
             room = "" if self.lost else f" ({format_bytes(free)} free in {self.folder.path})"
             self._say(f"error: {self.failure}; {stays}{room}")

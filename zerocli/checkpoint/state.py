@@ -203,7 +203,9 @@ def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Ca
             continue
         saved = manifest.tensors[name]
         if (saved.dtype, saved.shape) != (now[where].dtype, tuple(now[where].shape)):
-            raise Damaged(f"its {name} is no random state of this torch's: {list(saved.shape)} of {saved.dtype}")
+            raise Damaged(
+                f"its {name} is not a random state of this version of torch: {list(saved.shape)} of {saved.dtype}"
+            )
         land(name, saved.shape, saved.dtype, take)
     return parts, afterwards
 
@@ -244,7 +246,7 @@ def restore_values(engine: Engine, values: dict[str, Any]) -> None:
         steps, updates, scale = values["steps"], values["updates"], values["loss_scale"]
         _check_numbers(steps, updates, *scale.values())
         if values["precision"] not in PRECISIONS:
-            raise ValueError(f"precision {str(values['precision'])[:40]!r} is none")
+            raise ValueError(f"precision {str(values['precision'])[:40]!r} is unknown")
         if steps < 0 or not 0 <= updates <= steps or scale["scale"] < 0:
             raise ValueError(f"{updates} updates in {steps} steps, loss scale {scale['scale']}")
         engine.steps = int(steps)

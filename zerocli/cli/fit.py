@@ -55,7 +55,7 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     """Needs no GPU and trains nothing: says whether MODEL fits, on which stage and tiers, and what is fastest.
 
     MODEL is a bundled name, a .toml, a Hugging Face config.json, package.module:factory, or a count such as 7.5B, for
-    which only model states can be known. Device memory is a GPU's; host memory and disks are a node's. Times are
+    which only model states can be known. Device memory is per GPU; host memory and disk space are per node. Times are
     estimates. Exit code 0: it fits, 3: it does not.
 
     --set also takes what a process needs beside the model (runtime.context=600MiB) and rates of the machine

@@ -29,7 +29,7 @@ STEPS = 6
 @click.argument("other", metavar="[RUN]", required=False)
 @click.option("--run-dir", metavar="DIR", help="Folder of this run; by default runs/<config>-<time>.")
 @click.option("--init-from", metavar="DIR", help="Start from the weights in DIR (safetensors), such as an export.")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of --run-dir, or of the newest run.")
+@click.option("--resume", is_flag=True, help="Resume from the newest checkpoint of --run-dir, or of the newest run.")
 @click.option("--check", type=click.IntRange(0), default=0, metavar="N", help="As in train; profiles those N steps.")
 @click.option("--dry-run", is_flag=True, help="Show what is predicted; run nothing.")
 @click.option("--html", metavar="FILE", help="Write one page to look at in a browser; needs no network.")

@@ -71,7 +71,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @config_options
 @click.option("--run-dir", metavar="DIR", help="Folder of this run; by default runs/<config>-<time>.")
 @click.option("--init-from", metavar="DIR", help="Start from the weights in DIR (safetensors), such as an export.")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of --run-dir, or of the newest run.")
+@click.option("--resume", is_flag=True, help="Resume from the newest checkpoint of --run-dir, or of the newest run.")
 @click.option(
     "--check", type=click.IntRange(0), default=0, metavar="N", help="Compare N steps with unsharded training."
 )
@@ -175,7 +175,7 @@ def own_config(run_dir: str, default: str) -> str:
                 config = read(each.path).values.get("config")
                 if isinstance(config, dict) and not dict(config.get("model") or {}).get("factory"):
                     write_text(path, json.dumps(config, indent=2) + "\n")
-                    say(f"{path} is gone: written again from the checkpoint of step {each.step}")
+                    say(f"{path} is missing: restored from the checkpoint of step {each.step}")
                     break
     return str(path) if path.is_file() else default
 

@@ -87,7 +87,7 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
     buffers = held["buffers"] + traced.buffers
     rows += [
         Row("gathered", "hbm", held["gathered"], _GATHERED.format(setup.gather_buffers, setup.width)),
-        Row("activations", "hbm", traced.moving[way(setup)], "the most that came and went in a traced step"),
+        Row("activations", "hbm", traced.moving[way(setup)], "peak of temporary memory in a traced step"),
         Row("buffers", "hbm", buffers, "reduction buckets, update slots and scratch, the model's own"),
     ]
     allocated = sum(row.nbytes for row in rows)
@@ -199,7 +199,7 @@ def _pieces(setup: Setup, flats: list[FlatSpec], tier: str) -> tuple[dict[str, l
 
 def _piece_rows(tier: str, sizes: dict[str, list[int]], times: int) -> list[Row]:
     return [
-        Row(category, tier, sum(blocks) * times, f"{len(blocks)} pieces of a rank x {times}")
+        Row(category, tier, sum(blocks) * times, f"{len(blocks)} pieces per rank x {times}")
         for category, blocks in sizes.items()
         if blocks
     ]
@@ -215,7 +215,7 @@ def _host_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
         rows.append(Row("buffers", "dram", rest * times, f"arenas beyond their pieces x {times}"))
     kept = peaks.offloaded.get("dram", 0)
     if kept:
-        rows.append(Row("activations", "dram", kept * times, f"the blocks' checkpoints of a rank x {times}"))
+        rows.append(Row("activations", "dram", kept * times, f"activation checkpoints per rank x {times}"))
         rows.append(Row("buffers", "dram", (arenas([kept]) - kept) * times, f"the rest of their arena x {times}"))
     for sentence, nbytes in _host_buffers(setup, flats, peaks).items():
         if nbytes:
@@ -238,9 +238,9 @@ def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str
     ]
     staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
     found = {
-        "arenas of parameters read ahead of their use": min(budget, arenas(far)),
-        "staging on the way to and from disks, at most": sum(disks) * staging,
-        "what a checkpoint passes through on its way to the run folder, at most": saves.buffer(setup, flats),
+        "arenas of prefetched parameters": min(budget, arenas(far)),
+        "staging buffers for disks, at most": sum(disks) * staging,
+        "buffer for saving checkpoints, at most": saves.buffer(setup, flats),
     }
     if setup.device == "cuda":
         found["page-locked buffers of the update"] = _update_pinned(setup, flats)
@@ -277,7 +277,7 @@ def _disk_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks, kept_saves: Ro
         rows.append(Row("buffers", "nvme", rest * times, f"swap files beyond their pieces x {times}"))
     kept = peaks.offloaded.get("nvme", 0)
     if kept:
-        rows.append(Row("activations", "nvme", kept * times, f"the blocks' checkpoints of a rank x {times}"))
+        rows.append(Row("activations", "nvme", kept * times, f"activation checkpoints per rank x {times}"))
         rows.append(Row("buffers", "nvme", (swap([kept]) - kept) * times, f"the rest of their swap file x {times}"))
     return [*rows, *_other_rows(setup, flats, peaks), *_on_nvme(kept_saves)]
 
@@ -289,5 +289,5 @@ def _other_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
     for tier in (each for each in setup.placement().tiers if each not in ("dram", "nvme")):
         rows += _piece_rows(tier, _pieces(setup, flats, tier)[0], times)
         if kept := peaks.offloaded.get(tier, 0):
-            rows.append(Row("activations", tier, kept * times, f"the blocks' checkpoints of a rank x {times}"))
+            rows.append(Row("activations", tier, kept * times, f"activation checkpoints per rank x {times}"))
     return rows

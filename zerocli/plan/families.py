@@ -69,7 +69,7 @@ def read_shape(values: Mapping[str, Any], places: Mapping[str, str], path: str) 
         if family is None:
             fact = "holds neither a model_type (Hugging Face) nor a model section (a run's config.json)"
             raise ConfigError([Problem(path, fact)], hint=f"model_type: one of {known}")
-        fact = f"model_type {quote(family)} has no formulas here; there are {known}"
+        fact = f"model_type {quote(family)} is not supported; supported are {known}"
         meant = closest(family, FAMILIES) if isinstance(family, str) else ""
         hint = "zerocli fit package.module:factory --trace, with a function that builds the model"
         raise ConfigError([Problem(places.get("model_type", path), fact, meant)], hint=hint)

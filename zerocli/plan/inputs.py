@@ -64,7 +64,7 @@ def _count(source: str) -> int:
 
 def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> Source:
     if os.path.isfile(path) and os.path.getsize(path) > MAX_CONFIG_NBYTES:
-        fact = f"is {os.path.getsize(path)} bytes: a config.json has some thousands"
+        fact = f"is {os.path.getsize(path)} bytes: a config.json has a few thousand"
         raise ConfigError([Problem(path, fact)])
     values, places, stem = configfile.read_values(path)
     if "model_type" not in values and isinstance(values.get("model"), dict):
@@ -78,10 +78,10 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
     if not _given("train.seq", sets, flags):
         seq = min(shape.max_positions or DEFAULT_SEQ, DEFAULT_SEQ)
         train = dataclasses.replace(train, seq=seq)
-        notes.append(f"seq {seq} (the file does not say how it is trained; --seq does)")
+        notes.append(f"seq {seq} (not in the file; set it with --seq)")
     if not _given("train.batch", sets, flags):
         train = dataclasses.replace(train, batch=1)
-        notes.append("batch 1 (the same; --batch)")
+        notes.append("batch 1 (not in the file; set it with --batch)")
     if shape.family not in ("gpt2", "llama"):
         notes.append(f"{shape.family} is planned as zerocli would build it; train it by a factory")
     config = dataclasses.replace(config, train=train)

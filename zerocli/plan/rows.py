@@ -81,5 +81,5 @@ class Plan:
             found.append(f"  {'disk':<{width}}{self.saved.tier:<18}{size:>11}  {self.saved.formula} (on no tier)")
         if self.peaks:
             phases = ", ".join(f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in self.peaks.items())
-            found.append(f"  what torch allocates there at most, by phase: {phases}; the peak: {self.moment}")
+            found.append(f"  peak of torch's allocations by phase: {phases}; highest at: {self.moment}")
         return found

@@ -17,11 +17,11 @@ RUNTIME: Mapping[str, int] = {
 and fragmentation (0: as `fragments` computes it). On the host: Python with torch."""
 
 SENTENCES = {
-    "context": "CUDA context and kernels, a process",
+    "context": "CUDA context and kernels, per process",
     "nccl": "NCCL's own buffers",
     "workspace": "cuBLAS workspaces of the two threads that compute",
-    "fragments": "lost between the allocator's blocks: 1 % of what torch allocates, and the last pages of its segments",
-    "python": "Python and torch, a process",
+    "fragments": "fragmentation: 1 % of what torch allocates, and the last pages of its segments",
+    "python": "Python and torch, per process",
 }
 
 

@@ -64,13 +64,13 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     setup = plan.setup
     first, rest = _stretches(plan, shape, hardware)
     held = plan.numel / setup.tp / (setup.dp if setup.zero.optimizer else 1)
-    away = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
+    offloaded = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
     # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
     here = held * UPDATE_NBYTES / (hardware.hbm * GB)
-    if away and setup.updates_on_cpu:
-        states = plan.of("optimizer_states") * setup.local_ranks + away
-        first.parts["update"] = held * setup.local_ranks * (away / states) / (hardware.adam * GB)
-        here *= 1 - away / states
+    if offloaded and setup.updates_on_cpu:
+        states = plan.of("optimizer_states") * setup.local_ranks + offloaded
+        first.parts["update"] = held * setup.local_ranks * (offloaded / states) / (hardware.adam * GB)
+        here *= 1 - offloaded / states
     seconds = first.seconds + rest.seconds + here
     parts = {name: first.parts[name] + rest.parts.get(name, 0.0) for name in first.parts}
     parts["update"] = parts.get("update", 0.0) + here
@@ -134,8 +134,8 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
     passes = setup.accumulate
     first, rest = Moved(), Moved()
     off_device = _off_device(plan)
-    away = [plan.of("optimizer_states", tier) for tier in off_device]
-    on_cpu = setup.updates_on_cpu and any(away)
+    offloaded = [plan.of("optimizer_states", tier) for tier in off_device]
+    on_cpu = setup.updates_on_cpu and any(offloaded)
     through = 0 if on_cpu else 1  # whether states, gradients and new parameters cross the link for the update
     for tier in off_device:
         states, gradients, parameters, checkpoints = (

@@ -140,7 +140,7 @@ def _axes(ranks: int, tp: int) -> Iterator[dict[str, Any]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise UserError("--trace needs a process without ranks of its own")
+        raise UserError("--trace cannot run inside a process group")
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:

@@ -111,7 +111,7 @@ def read_table(path: Path, max_nbytes: int, hint: str = ANOTHER) -> dict[str, An
 
 
 def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def fault(value: Any, form: Form, place: str = "") -> str:
