@@ -238,7 +238,7 @@ def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str
     ]
     staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
     found = {
-        "arenas of prefetched parameters": min(budget, arenas(far)),
+        "arenas of parameters read ahead": min(budget, arenas(far)),
         "staging buffers for disks, at most": sum(disks) * staging,
         "buffer for saving checkpoints, at most": saves.buffer(setup, flats),
     }
