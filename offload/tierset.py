@@ -60,11 +60,12 @@ class TierSet:
         return self._open[key]
 
     def open_cache(self, nbytes: int) -> Tier:
-        """Return a host memory tier of at most `nbytes` for copies of data on slower tiers."""
-        options = dict(self._options.get("dram", {})) | {"capacity": nbytes}
-        tier = self._open.setdefault(("dram", "cache"), open_tier("dram", **options))
-        tier.events = self._events
-        return tier
+        """Return the host memory tier for copies of data on slower tiers, opened the first time with `nbytes`."""
+        key = ("dram", "cache")
+        if key not in self._open:
+            self._open[key] = open_tier("dram", **dict(self._options.get("dram", {})) | {"capacity": nbytes})
+            self._open[key].events = self._events
+        return self._open[key]
 
     def available(self, name: str) -> int | None:
         """Return the bytes that this rank may put on a tier, None if unknown."""
@@ -81,6 +82,10 @@ class TierSet:
     def opened(self) -> list[Tier]:
         """Return the open tiers, in the order they were opened."""
         return list(self._open.values())
+
+    def name_of(self, tier: Tier) -> str:
+        """Return the name under which an open tier was opened."""
+        return next((name for (name, _), opened in self._open.items() if opened is tier), tier.name)
 
     def addressable(self) -> frozenset[str]:
         """Return the names of open tiers whose memory the CPU can access directly."""

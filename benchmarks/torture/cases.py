@@ -205,7 +205,7 @@ class Case:
         self._look_for_words(ended)
         if fault.act == "delete" and ended.struck and not any(ended.codes):
             wrong.append("the run folder was removed under it, and it ended with 0")
-        damaged = re.search(r"passed over: (?!it was not finished)", ended.text)
+        damaged = re.search(r"skipped: (?!it was not finished)", ended.text)
         if fault.on_resume and fault.act == "error" and damaged:
             wrong.append(f"an error of the disk was taken for damage: {ended.text[-3000:]}")
 

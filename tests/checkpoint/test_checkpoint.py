@@ -6,7 +6,10 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -463,6 +466,21 @@ def test_damaged_checkpoints_of_later_steps_never_take_the_place_of_whole_ones(t
 def test_nothing_is_resumed_from_an_empty_folder(tmp_path):
     _, engine = engine_of({"stage": 2})
     assert resume(engine, tmp_path / "nowhere").step == 0
+
+
+def test_a_process_without_others_saves_and_loads_without_a_warning(tmp_path, recwarn):
+    """DCP's warning about a missing process group is suppressed there, and the process's filters stay as they were."""
+    _, engine = engine_of({"stage": 2})
+    filters = list(warnings.filters)
+    saver = Saver(engine, tmp_path, asynchronous=False)
+    saver.save(1)
+    saver.close()
+    assert resume(engine, tmp_path).step == 1
+    assert [str(each.message) for each in recwarn if "torch.distributed" in str(each.message)] == []
+    assert list(warnings.filters) == filters
+    code = "import warnings, zerocli.checkpoint.loader; print([each[1] for each in warnings.filters])"
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert "torch.distributed is disabled" not in shown
 
 
 def test_a_manifest_is_json_that_names_every_tensor(tmp_path):

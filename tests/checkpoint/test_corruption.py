@@ -266,31 +266,31 @@ def _a_manifest_of_many_gigabytes(path: Path) -> None:
 
 
 HOSTILE = {
-    _a_piece_twice: "do not make it up",
+    _a_piece_twice: "do not cover it exactly",
     _a_piece_too_large: "more than any has",
     _another_step: "its manifest is of step 3",
-    _a_random_state_of_another_size: "no random state",
-    _a_random_state_that_is_none: "its random state is none",
+    _a_random_state_of_another_size: "is not a random state",
+    _a_random_state_that_is_none: "its random state is invalid",
     _integers_for_floats: "parameters/scalar is torch.int32 in the checkpoint",
     _infinite: "is not a number",
     _no_number: "is not a number",
     _a_name_twice: "a name is there twice",
-    _a_manifest_of_many_gigabytes: "its manifest of 1099511627776 bytes is none",
+    _a_manifest_of_many_gigabytes: "its manifest has 1099511627776 bytes",
     _newer: "format version 3; this zerocli reads versions up to 2",
     _climbs: "names a file '../outside.bin'",
     _absolute: "names a file",
     _linked_file: "rank-00000.bin is a link",
     _linked_manifest: "manifest.json is a link",
     _linked_folder: "it is a link",
-    _pickled_manifest: "its manifest is not one",
+    _pickled_manifest: "its manifest is invalid",
     _pickled_shard: "rank-00000.bin is damaged",
     _torch_saved_shard: "rank-00000.bin is damaged",
     _dcp_metadata_alone: "manifest.json is missing",
     _fifo: "rank-00000.bin is a named pipe, not a regular file",
-    _outside_its_file: "lies outside of rank-00000.bin",
-    _a_piece_less: "do not make it up",
+    _outside_its_file: "is outside rank-00000.bin",
+    _a_piece_less: "do not cover it exactly",
     _not_numbers: "malformed",
-    _deep: "its manifest is not one",
+    _deep: "its manifest is invalid",
 }
 
 
@@ -312,7 +312,7 @@ def test_hostile_checkpoints_are_refused_and_run_no_code(saved, tmp_path, monkey
         assert "none of the 1 checkpoints" in str(error)
     assert HOSTILE[act] in said[0], said
     assert not Path("exploded").exists()
-    if not any(late in HOSTILE[act] for late in ("rank-00000.bin is damaged", "not a number", "state is none")):
+    if not any(late in HOSTILE[act] for late in ("rank-00000.bin is damaged", "not a number", "state is invalid")):
         assert everything(engine) == before
 
 
@@ -331,7 +331,7 @@ def test_what_one_rank_alone_finds_wrong_is_refused_on_all(tmp_path):
         state["shape"] = state["pieces"][0][1] = [16]
 
     rewrite(Folder(tmp_path).of(2), change)
-    assert all("random/1/cpu is no random state" in said for said in run_ranks(2, refused, str(tmp_path)))
+    assert all("random/1/cpu is not a random state" in said for said in run_ranks(2, refused, str(tmp_path)))
 
 
 LEAVES = st.one_of(
@@ -430,7 +430,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
     steps(engine, model, range(3, 5))  # training goes on
     saver.wait()
     assert saver.failure is not None and "the disk is full" in saver.failure
-    assert "step 3 was not written: the disk is full" in said[-1] and "that of step 1 stays" in said[-1]
+    assert "step 3 was not written: the disk is full" in said[-1] and "that of step 1 is kept" in said[-1]
     assert os.listdir(tmp_path) == ["step-00000001"]
     monkeypatch.undo()
     saver.save(5)  # and the next save finds room again
@@ -489,6 +489,6 @@ def test_a_run_on_a_full_disk_goes_on_and_ends_with_what_it_could_not_save(tmp_p
     ended = train(tmp_path / "run", "checkpoint.every=3", file_nbytes=20000)
     assert ended.codes == [1, 1]
     assert "step 3 was not written" in ended.said[0] and "step 6 was not written" in ended.said[0]
-    assert "there is none before it" in ended.said[0] and "Traceback" not in ended.said[0]
+    assert "there is no earlier one" in ended.said[0] and "Traceback" not in ended.said[0]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert not list((tmp_path / "run/checkpoints").iterdir())

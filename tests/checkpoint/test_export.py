@@ -136,6 +136,23 @@ def test_other_models_keep_their_own_names(tmp_path):
     assert found.keys() == state.keys() and all(torch.equal(found[key], state[key]) for key in state)
 
 
+def test_a_tier_that_is_not_installed_here_does_not_prevent_an_export(tmp_path):
+    """Placement does not change weights, so the saved `offload` section is not read."""
+    config = config_of(MODELS["llama"])
+    engine = trainer.make_engine(config)
+    state = noisy(engine)
+    saved = to_dict(config)
+    saved["offload"] |= {"placement": "optimizer=cellar", "no_such_key": 1}
+    with pytest.raises(UserError, match="offload"):
+        configs.from_dict(saved)
+    saver = Saver(engine, tmp_path / "run/checkpoints", asynchronous=False)
+    saver.save(1, {"config": saved})
+    saver.close()
+    assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    found, wanted = read_back(tmp_path / "out"), expected(state, config)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
 def test_memory_is_bounded_by_pieces_not_by_the_model(tmp_path, monkeypatch):
     """Of an untransposed model no more is in memory at once than each thread's piece."""
     monkeypatch.setattr(exporting, "NUM_THREADS", 4)
@@ -213,7 +230,7 @@ def test_the_newest_whole_checkpoint_is_exported_though_damage_is_met_on_the_way
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["step"] == 1
-    assert all(f"step-0000000{n} passed over: rank-00000.bin is damaged" in said.err for n in (2, 3))
+    assert all(f"step-0000000{n} skipped: rank-00000.bin is damaged" in said.err for n in (2, 3))
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "asked"), "--step", "3"]) == 1
     assert cli.run(["export", str(saver.folder.of(1)), str(tmp_path / "asked"), "--step", "3"]) == 2
     damage(saver.folder.of(1) / "rank-00000.bin")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import subprocess
 import sys
 from typing import Any
@@ -16,8 +17,10 @@ from torch import nn
 
 import zerocli
 from offload.placement import Placement
-from zerocli.config import Config, Sharding, arguments_of, read_placement, sharding_of
+from zerocli.cli import main as cli
+from zerocli.config import Config, Sharding, arguments_of, load, read_placement, sharding_of
 from zerocli.engine.settings import Settings
+from zerocli.errors import UserError
 from zerocli.plan import trace
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.run import trainer
@@ -131,3 +134,27 @@ def test_no_field_is_written_twice():
 def test_the_description_needs_no_torch():
     program = "import sys, zerocli.config.sharding, zerocli.plan.setup; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_trainer_and_plan_divide_a_global_batch_by_one_rule():
+    """Both give the same micro-steps, or refuse with the same words."""
+    for ranks, tp, batch, total in itertools.product((1, 2, 6), (1, 2), (1, 4), (0, 4, 6, 48)):
+        if ranks % tp:
+            continue
+        flags = {"parallel.ranks": ranks, "parallel.tp": tp, "train.batch": batch, "train.accumulate": 3}
+        config = load("tiny", [f"train.global_batch={total}"], flags)
+        found = []
+        for divide in (lambda c, n: trainer.resolve(c, n).train, lambda c, n: setup_of(c, ranks=n)):
+            try:
+                found.append(divide(config, ranks).accumulate)
+            except UserError as error:
+                found.append((str(error), error.hint))
+        each = batch * ranks // tp
+        exact = 3 if total == 0 else total // each if total % each == 0 else None
+        assert found[0] == found[1] and (found[0] == exact if exact else "is not a multiple of" in found[0][0])
+
+
+def test_a_plan_of_a_batch_that_cannot_be_divided_is_refused(capsys):
+    for command in (["fit", "tiny", "--ranks", "4"], ["profile", "tiny", "--ranks", "4", "--dry-run"]):
+        assert cli.run([*command, "--batch", "2", "--set", "train.global_batch=12"]) == 2
+        assert "global batch 12 is not a multiple of batch 2 x 4 ranks = 8" in capsys.readouterr().err

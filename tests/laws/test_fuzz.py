@@ -1,12 +1,14 @@
 """Law: any training program gives plain torch's numbers, at every stage and placement, or is refused clearly.
 
 Programs are random (tests/fuzz), run on two gloo ranks that serve all of them. ZEROCLI_FUZZ=5000 runs more of them,
-ZEROCLI_FUZZ_SEED=1 others, ZEROCLI_FUZZ_FEATURES=-bf16,-nvme leaves features out, ZEROCLI_FUZZ_PROGRAM runs one.
+ZEROCLI_FUZZ_SEED=1 others, ZEROCLI_FUZZ_FEATURES=-bf16,-nvme leaves features out, ZEROCLI_FUZZ_PROGRAM runs one
+(with the defect of tests/fuzz/defects.py that ZEROCLI_FUZZ_DEFECT names).
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -64,7 +66,23 @@ def test_any_program_is_exact_or_refused(ranks):
 
 @pytest.mark.skipif("ZEROCLI_FUZZ_PROGRAM" not in os.environ, reason="runs the program in ZEROCLI_FUZZ_PROGRAM")
 def test_this_program(ranks):
-    law(parse(os.environ["ZEROCLI_FUZZ_PROGRAM"]), ranks)
+    law(parse(os.environ["ZEROCLI_FUZZ_PROGRAM"]), ranks, os.environ.get("ZEROCLI_FUZZ_DEFECT", ""))
+
+
+def test_a_reported_program_fails_with_the_defect_and_passes_without(ranks, monkeypatch):
+    """The command that a failure prints, run as a shell would run it."""
+    with pytest.raises(pytest.fail.Exception) as failure:
+        law(Program(Setting(stage=2), steps=(Step(), Step())), ranks, "lost_gradient")
+    assignment, *command = shlex.split(str(failure.value).rpartition("\n")[2])
+    assert " ".join(command) == "python -m pytest tests/laws/test_fuzz.py -k this_program"
+    name, _, program = assignment.partition("=")
+    assert name == "ZEROCLI_FUZZ_PROGRAM"
+    monkeypatch.setenv(name, program)
+    test_this_program(ranks)
+    monkeypatch.setenv("ZEROCLI_FUZZ_DEFECT", "lost_gradient")
+    with pytest.raises(pytest.fail.Exception) as again:
+        test_this_program(ranks)
+    assert str(again.value) == str(failure.value)
 
 
 PLAIN = frozenset(("stage0", "stage1", "stage2", "mlp", "norm", "adamw", "buckets", "accumulate", "reuse", "tuple"))

@@ -54,7 +54,7 @@ def test_a_resume_with_a_defect_is_found(fixtures, tmp_path, monkeypatch, defect
         if defect == "number":
             engine.updates += 1
         elif defect == "older":
-            say("the newest was passed over")
+            say("the newest was skipped")
         elif defect == "outside":
             (tmp_path / "case/outside/written").touch()
         return Resumed(int(path.name[5:]), path)

@@ -9,7 +9,7 @@ import torch
 from zoo.case import EXACT, VARIANTS, either, refused
 from zoo.cases import CASES
 from zoo.compare import differences
-from zoo.server import Server, failure, missing_package
+from zoo.server import check_case, serving
 
 RUNS = [
     (name, variant)
@@ -18,21 +18,13 @@ RUNS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server():
-    ranks = Server()
-    yield ranks
-    ranks.stop()
+server = pytest.fixture(serving, scope="module")
 
 
 @pytest.mark.parametrize(("name", "variant"), RUNS, ids=[f"{name}-{variant}" for name, variant in RUNS])
 def test_zoo(server, name, variant):
     """Parameters, losses and gradient norms are plain torch's; what cannot be so is refused on every rank."""
-    case = CASES[name]
-    if missing := missing_package(case.needs):
-        pytest.skip(f"{missing} is not installed")
-    message = failure(case, variant, server.run(name, variant, "cpu"))
-    assert not message, message
+    check_case(server, CASES[name], variant, "cpu")
 
 
 def test_no_difference_is_overlooked():

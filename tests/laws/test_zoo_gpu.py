@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import pytest
 from zoo.cases import CASES
-from zoo.server import Server, failure, missing_package
+from zoo.server import check_case, serving
 
 pytestmark = pytest.mark.gpu
 PLACES = ("stage2", "stage3", "stage3-cpu")
 RUNS = [(name, place) for name, case in CASES.items() if case.gpu for place in PLACES if place in case.quick]
 
 
-@pytest.fixture(scope="module")
-def server():
-    ranks = Server()
-    yield ranks
-    ranks.stop()
+server = pytest.fixture(serving, scope="module")
 
 
 @pytest.mark.parametrize(("name", "variant"), RUNS, ids=[f"{name}-{variant}" for name, variant in RUNS])
 def test_zoo_on_a_gpu(server, name, variant):
     """What runs on CPU ranks runs on a GPU too, with the numbers of plain torch there or the same refusal."""
-    case = CASES[name]
-    if missing := missing_package(case.needs):
-        pytest.skip(f"{missing} is not installed")
-    message = failure(case, variant, server.run(name, variant, "cuda"))
-    assert not message, message
+    check_case(server, CASES[name], variant, "cuda")
 
 
 def test_the_cases_on_a_gpu_are_many():

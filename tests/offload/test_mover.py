@@ -14,9 +14,11 @@ from toy_tiers import NVME, Tardy
 from toys import train_uneven
 
 import zerocli
+from offload import tierset
 from offload.mover import Mover, StagedStore
 from tiers.dram import DramTier
 from tiers.errors import TierError
+from tiers.registry import open_tier
 from tiers.transfer import Transfer
 
 PAGE = 4096
@@ -168,3 +170,19 @@ def test_reading_ahead_stays_within_its_budget_and_spares_the_disk(tmp_path, lay
             assert moved["parameters staged"] == 0  # all of it fits, and every write kept its copy
         else:
             assert 0 < moved["parameters staged"] < 2 * 2 * padded
+
+
+def test_the_cache_is_opened_once(monkeypatch):
+    """A second call returns the tier of the first, and opens no other that nobody would close."""
+    opened = []
+
+    def open_one(name, **options):
+        opened.append(open_tier(name, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(tierset, "open_tier", open_one)
+    tiers = tierset.TierSet(1, torch.device("cpu"), options={"dram": {"pin": False}})
+    cache = tiers.open_cache(PAGE)
+    assert tiers.open_cache(2 * PAGE) is cache and opened == [cache] and tiers.opened() == [cache]
+    assert cache.capacity == PAGE
+    tiers.close()

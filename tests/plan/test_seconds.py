@@ -94,8 +94,8 @@ def test_only_the_first_forward_hides_the_update():
 def test_what_stays_on_the_device_is_never_slower_than_what_leaves_it():
     for model in (MODEL, LARGE):
         for ranks in (1, 8, 64):
-            here, away = (timed(model, ranks=ranks, offload=offload) for offload in ("", "optimizer=cpu"))
-            assert here.seconds <= away.seconds <= timed(model, ranks=ranks, offload="nvme").seconds
+            here, offloaded = (timed(model, ranks=ranks, offload=offload) for offload in ("", "optimizer=cpu"))
+            assert here.seconds <= offloaded.seconds <= timed(model, ranks=ranks, offload="nvme").seconds
 
 
 def test_more_ranks_wait_for_their_links():

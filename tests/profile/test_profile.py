@@ -68,7 +68,7 @@ def test_predicted_is_beside_measured(documents, way):
 
 def test_the_peak_has_a_moment_and_names_its_holders(documents):
     peak = documents["stage 0"]["peak"]["hbm"]
-    assert "blocks." in peak["moment"] or "rest" in peak["moment"]
+    assert "blocks." in peak["moment"] or "the rest" in peak["moment"]
     assert len(peak["holders"]) == 10
     assert any(holder["name"] == "blocks.0 activations" for holder in peak["holders"])
     assert [holder["bytes"] for holder in peak["holders"]] == sorted(
@@ -117,16 +117,16 @@ def test_stage_3_halves_the_states_of_stage_0_and_gathers_instead(documents):
 
 
 def test_offload_moves_states_to_the_host_and_nothing_else(documents):
-    here, away = after_forward(documents["stage 3"]), after_forward(documents["offload"])
+    here, there = after_forward(documents["stage 3"]), after_forward(documents["offload"])
     host = rows(documents["offload"], "dram")
     for states in ("parameters", "gradients", "optimizer_states"):
-        assert away[states] == 0
+        assert there[states] == 0
         assert host[states] == 2 * here[states]  # dram is a node's: both ranks'
     for same in ("gathered", "activations", "logits", "runtime"):
-        assert here[same] == away[same]
+        assert here[same] == there[same]
     # In fp32 the parameters are the masters: they pass through the update's slots, at most one chunk each.
     block, rest = padded(documents["offload"])
-    assert 0 < away["buffers"] - here["buffers"] <= 6 * 4 * max(block, rest) // 2 + 512
+    assert 0 < there["buffers"] - here["buffers"] <= 6 * 4 * max(block, rest) // 2 + 512
     assert not rows(documents["stage 3"], "dram")
 
 
@@ -213,7 +213,10 @@ def test_a_factorys_model_has_its_books_and_only_its_states_predicted(tmp_path):
     assert predicted["parameters"] == 4 * numel and predicted.get("activations") is None
     assert any("only model states are predicted" in note for note in document["notes"])
     assert held["logits"] >= 2 * 4 * TOKENS * 256  # its own loss: logits, and their softmax
-    assert {unit for phase, unit, *_ in document["timeline"]["compute"] if phase == "forward"} >= {"layers.0", "rest"}
+    assert {unit for phase, unit, *_ in document["timeline"]["compute"] if phase == "forward"} >= {
+        "layers.0",
+        "the rest",
+    }
 
 
 SECRET = torch.frombuffer(bytearray(1 << 16), dtype=torch.float32)  # made by no operation
@@ -231,7 +234,7 @@ def test_memory_that_nobody_knows_is_shown_as_unattributed(tmp_path):
     found, peak = rows(document, "hbm"), document["peak"]["hbm"]
     assert sum(found.values()) == peak["measured"]
     assert SECRET.nbytes <= found[UNATTRIBUTED] < SECRET.nbytes + 64
-    assert {"name": "rest sum", "category": UNATTRIBUTED, "bytes": SECRET.nbytes} in peak["holders"]
+    assert {"name": "the rest sum", "category": UNATTRIBUTED, "bytes": SECRET.nbytes} in peak["holders"]
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -270,7 +273,7 @@ def test_a_wait_inside_another_is_charged_once():
 def test_the_timeline_has_phases_units_and_lanes(documents):
     timeline = documents["offload"]["timeline"]
     labels = {(phase, unit) for phase, unit, *_ in timeline["compute"]}
-    for unit in ("rest", *(f"blocks.{i}" for i in range(LAYERS))):
+    for unit in ("the rest", *(f"blocks.{i}" for i in range(LAYERS))):
         assert ("forward", unit) in labels and ("backward", unit) in labels
     assert any(phase == "optimizer" or (phase, unit) == ("wait", "optimizer") for phase, unit in labels)
     assert {"compute", "gather", "reduce", "host to device", "device to host", "update"} <= set(timeline["lanes"])

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from profiled import SMALL, profile
+from profiled import CELLAR, SMALL, profile, rows
 
+from tiers import registry
 from zerocli.cli import main as cli
 from zerocli.profile import page
 
@@ -98,6 +99,45 @@ def test_two_runs_are_compared(runs, tmp_path, capsys):
     assert list(document["runs"]) == both and document["schema"] == 1
 
 
+@pytest.fixture(scope="module")
+def cellar(tmp_path_factory):
+    """A run with optimizer states on a tier of another package."""
+    folder = tmp_path_factory.mktemp("runs") / "cellar"
+    return folder, profile(folder, "zero.stage=3", "offload.placement=optimizer=cellar", "train.precision=fp32")
+
+
+def test_a_tier_of_another_package_is_shown_with_what_it_holds(cellar, runs, tmp_path, capsys):
+    folder, document = cellar
+    held = rows(document, "cellar")
+    states = [row for row in document["rows"] if (row["tier"], row["category"]) == ("cellar", "optimizer_states")]
+    assert held["optimizer_states"] == states[0]["predicted"] > 0
+    assert "optimizer_states" not in rows(document, "hbm")
+    peak = document["peak"]["cellar"]
+    assert sum(held.values()) == peak["measured"] >= held["optimizer_states"] and peak["predicted"] > 0
+    assert peak["holders"][0]["category"] == "optimizer_states"
+    assert document["timeline"]["memory"]["cellar"]["bytes"]["optimizer_states"][0] * 2 == held["optimizer_states"]
+    assert cli.run(["profile", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("cellar (per node)")
+    assert lines[at + 1].split()[:2] == ["optimizer", "states"] and any(x.startswith("peak of cellar: ") for x in lines)
+    assert cli.run(["profile", str(runs / "trained"), str(folder), "--html", str(tmp_path / "both.html")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[lines.index("cellar (per node)") + 1].split()[:4] == ["optimizer", "states", "0", "B"]
+
+
+def test_a_dry_run_shows_a_tier_of_another_package(monkeypatch, capsys):
+    monkeypatch.setattr(registry, "_paths", dict(registry._paths))
+    registry.register(*CELLAR)
+    command = ["profile", "tiny", "--stage", "3", "--offload", "optimizer=cellar", "--dry-run"]
+    assert cli.run([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    needed = sum(row["predicted"] for row in document["rows"] if row["tier"] == "cellar")
+    assert document["peak"]["cellar"]["predicted"] == needed > 0
+    assert cli.run(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[lines.index("cellar (per node)") + 1].split()[:2] == ["optimizer", "states"]
+
+
 def copy(runs: Path, tmp_path: Path, name: str = "profiled") -> Path:
     return Path(shutil.copytree(runs / name, tmp_path / "run"))
 
@@ -109,7 +149,7 @@ def test_a_torn_last_line_is_read_up_to_and_said(runs, tmp_path, capsys):
     (run / "metrics.jsonl").write_bytes(whole[:-20])
     assert cli.run(["profile", str(run), "--json"]) == 0
     shown = capsys.readouterr()
-    assert "line, 6, is torn; read up to it" in shown.err
+    assert "line, 6, is incomplete and was ignored" in shown.err
     document = json.loads(shown.out)
     seconds = [json.loads(line)["seconds"] for line in whole.splitlines()[1:5]]
     assert document["step"]["seconds"] == pytest.approx(sum(seconds) / 4)
@@ -153,7 +193,7 @@ def _emptied(run: Path) -> None:
         (_torn_inside, "line 2: not what zerocli writes"),
         (_unlike, "it holds no table"),
         (_half, "is not what zerocli writes: there is no config"),
-        (_no_metrics, "is no run folder: it has no metrics.jsonl"),
+        (_no_metrics, "is not a run folder: it has no metrics.jsonl"),
         (_no_steps, "has not finished a step"),
         (_emptied, "is empty: no run was ever here"),
     ],

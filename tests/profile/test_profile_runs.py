@@ -209,7 +209,7 @@ def test_garbage_is_told(run, capsys, file, text):
 def test_a_file_that_is_none_is_told(run, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert cli.run(["profile", str(run), str(tmp_path / "file")]) == 2
-    assert "file is no run: Not a directory" in capsys.readouterr().err
+    assert "file is not a run: Not a directory" in capsys.readouterr().err
     (run / "profile.json").unlink()
     (run / "profile.json").symlink_to("profile.json")  # a loop
     assert cli.run(["profile", str(run)]) == 2

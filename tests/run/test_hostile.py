@@ -240,7 +240,7 @@ def test_values_of_another_step_are_refused(tmp_path):
     rewritten(folder.of(4), lambda manifest: manifest["values"].update(steps=9))
     ended = train(tmp_path / "run", "train.steps=4", world=1, resume=True)
     assert ended.codes == [0]
-    assert "checkpoint of step 4 passed over: it is of step 4, and its values of step 9" in ended.said[0]
+    assert "checkpoint of step 4 skipped: it is of step 4, and its values of step 9" in ended.said[0]
     assert "resuming after step 2" in ended.said[0]
 
 

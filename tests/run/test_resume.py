@@ -139,8 +139,8 @@ def test_the_newest_whole_one_is_taken_and_what_was_passed_over_is_said(tmp_path
     resumed = train(run, "optimizer.lr=0.001", resume=True)
     assert resumed.codes == [0, 0], resumed.said
     said = resumed.said[0]
-    assert "checkpoint of step 4 passed over: rank-00001.bin is damaged within bytes" in said
-    assert "checkpoint of step 3 passed over: it was not finished" in said and "resuming after step 2" in said
+    assert "checkpoint of step 4 skipped: rank-00001.bin is damaged within bytes" in said
+    assert "checkpoint of step 3 skipped: it was not finished" in said and "resuming after step 2" in said
     assert "note: optimizer.lr was 0.0" in said and "is 0.001 now" in said and "sequences" not in said
     assert not list((run / "checkpoints").glob("*.tmp"))
     assert {found.step for found in Folder(run / "checkpoints").newest_first()} == {6, 4}
@@ -217,6 +217,6 @@ def test_the_command_saves_on_sigterm_and_resumes_with_the_runs_own_config(tmp_p
     assert code == 0 and f"resuming after step {step}" in said, said
     (tmp_path / "run/config.json").unlink()  # the checkpoint has it too
     code, said = as_rank_0(tmp_path, [*command[3:], "--resume", "--steps", str(step + 3)])
-    assert code == 0 and "config.json is gone: written again" in said and f"resuming after step {step + 2}" in said
+    assert code == 0 and "config.json is missing: restored" in said and f"resuming after step {step + 2}" in said
     rows = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert rows == list(range(1, step + 4))

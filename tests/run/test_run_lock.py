@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -27,17 +28,30 @@ def hold(folder: str, ready) -> None:
         threading.Event().wait()
 
 
-@pytest.fixture
-def holder(tmp_path, monkeypatch):
-    """Another process that has the folder."""
-    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 0.0)
+@contextlib.contextmanager
+def held(target, folder: Path):
+    """Yield another process that has the folder, which `target` takes."""
     ready = _context.Event()
-    process = _context.Process(target=hold, args=(str(tmp_path), ready), daemon=True)
+    process = _context.Process(target=target, args=(str(folder), ready), daemon=True)
     process.start()
-    assert ready.wait(30)
-    yield process
-    process.kill()
-    process.join()
+    try:
+        assert ready.wait(30)
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def holder(tmp_path, impatient):
+    """Another process that has the folder."""
+    with held(hold, tmp_path) as process:
+        yield process
 
 
 def test_a_folder_is_its_runs_own_until_that_is_gone(tmp_path, holder):
@@ -82,17 +96,16 @@ def hold_without_locks(folder: str, ready) -> None:
 
 
 @pytest.fixture
-def without_locks(tmp_path, monkeypatch):
-    """A folder on a file system that knows no locks, and another process that has it."""
-    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 0.0)
+def no_file_locks(monkeypatch, impatient):
+    """A file system that knows no locks."""
     monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
-    ready = _context.Event()
-    process = _context.Process(target=hold_without_locks, args=(str(tmp_path), ready), daemon=True)
-    process.start()
-    assert ready.wait(30)
-    yield process
-    process.kill()
-    process.join()
+
+
+@pytest.fixture
+def without_locks(tmp_path, no_file_locks):
+    """A folder on a file system that knows no locks, and another process that has it."""
+    with held(hold_without_locks, tmp_path) as process:
+        yield process
 
 
 def test_without_locks_too_a_folder_is_its_runs_own_until_that_is_gone(tmp_path, without_locks):
@@ -151,9 +164,7 @@ def test_only_what_is_certain_makes_an_owner_stale():
         assert not is_gone(nonsense)
 
 
-def test_a_strange_owner_file_is_nobodys_to_remove(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
+def test_a_strange_owner_file_is_nobodys_to_remove(tmp_path, no_file_locks):
     for make in (lambda path: path.write_text("{"), os.mkfifo, lambda path: path.symlink_to("/nowhere")):
         make(tmp_path / OWNER)
         with pytest.raises(UserError, match="a run is under way there .another process"):
@@ -161,12 +172,10 @@ def test_a_strange_owner_file_is_nobodys_to_remove(tmp_path, monkeypatch):
         (tmp_path / OWNER).unlink()
 
 
-def test_file_systems_without_links_have_owners_too(tmp_path, monkeypatch):
+def test_file_systems_without_links_have_owners_too(tmp_path, monkeypatch, no_file_locks):
     def no_links(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
     monkeypatch.setattr(os, "link", no_links)
     with lock_run_folder(tmp_path), pytest.raises(UserError, match=f"process {os.getpid()} on "):
         lock_run_folder(tmp_path).__enter__()

@@ -10,6 +10,9 @@ from ranks import run_ranks
 
 SMALL = ("model.layers=3", "model.hidden=32", "train.batch=2", "train.seq=32", "train.steps=6", "train.log_every=100")
 
+CELLAR = ("cellar", "toy_tiers:Tardy")
+"""A tier of another package, which every profiled run here may use; its own name is another."""
+
 
 def profile(folder: Path, *sets: str, world: int = 2, plain: bool = False, resume: bool = False) -> dict[str, Any]:
     """Return the document of a run of `tiny`, made small; `plain` trains it without a profile."""
@@ -21,6 +24,7 @@ def profile(folder: Path, *sets: str, world: int = 2, plain: bool = False, resum
 
 
 def _work(folder: str, sets: tuple[str, ...], plain: bool, resume: bool) -> None:
+    from tiers.registry import register
     from zerocli import config as configs
     from zerocli.config.options import RunOptions
     from zerocli.profile.observer import Observer
@@ -28,6 +32,7 @@ def _work(folder: str, sets: tuple[str, ...], plain: bool, resume: bool) -> None
     from zerocli.run import trainer
     from zerocli.run.watchdog import Watchdog
 
+    register(*CELLAR)
     config = configs.load("tiny", sets=sets, flags={})
     observer = Observer() if plain else Profiler()
     trainer._train(config, RunOptions(folder, resume=resume), observer, Watchdog(None, 0))

@@ -11,11 +11,12 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 from ranks import _context
 
 from zoo.case import VARIANTS, Case
@@ -156,3 +157,18 @@ def failure(case: Case, variant: str, outcomes: Sequence[Outcome]) -> str:
 def missing_package(needs: tuple[str, ...]) -> str:
     """Return the first needed package that is not installed, or an empty string."""
     return next((name for name in needs if importlib.util.find_spec(name) is None), "")
+
+
+def serving() -> Iterator[Server]:
+    """Yield the ranks of one test file and stop them; a fixture's function."""
+    ranks = Server()
+    yield ranks
+    ranks.stop()
+
+
+def check_case(server: Server, case: Case, variant: str, device: str) -> None:
+    """Fail unless the case ends as it expects of the variant; skip it if a package that it needs is missing."""
+    if missing := missing_package(case.needs):
+        pytest.skip(f"{missing} is not installed")
+    message = failure(case, variant, server.run(case.name, variant, device))
+    assert not message, message

@@ -1,10 +1,10 @@
-"""Differences between a run and the unsharded one, and how large rounding alone makes them.
+"""Differences between a run and the unsharded one, and how large rounding alone can make them.
 
-[Note: tolerance] The unsharded run is made twice: from the model's initial values, and from values that are each moved
-by one rounding of the compute dtype. What that changes in a number is what rounding can do to it: hardly anything in
-most, everything in a bias whose true gradient is zero, as Adam divides noise by noise. Sharding adds the same numbers
-in another order, which is a rounding as well, so a row may differ by FACTOR times as much, and by FACTOR roundings of
-the number itself. A fixed tolerance would be too wide for the first kind and too narrow for the second.
+[Note: tolerance] The unsharded run is made twice: from the model's initial values, and from values that each differ by
+one rounding of the compute dtype. The difference between the two shows the effect of rounding on each number: tiny for
+most, large for a bias whose true gradient is zero, as Adam divides noise by noise. Sharding adds the same numbers in
+another order, which also changes rounding, so a row may differ by FACTOR times as much, plus FACTOR roundings of the
+number itself. A fixed tolerance would be too wide for the first kind and too narrow for the second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass
 class Outcome:
-    """The numbers of a run: of each step, and of each parameter at the end (fp32, on the CPU)."""
+    """The results of a run: losses and norms of each step, and final parameters (fp32, on the CPU)."""
 
     losses: list[float]
     norms: list[float]
@@ -33,7 +33,7 @@ class Outcome:
     """Steps whose gradients were not finite."""
 
     def digest(self) -> str:
-        """Return a hash of every loss, norm and parameter: equal where all bits are."""
+        """Return a hash of every loss, norm and parameter: equal if all bits are equal."""
         found = hashlib.blake2b(struct.pack(f"{2 * len(self.losses)}d", *self.losses, *self.norms), digest_size=16)
         for name in self.parameters:
             found.update(self.parameters[name].contiguous().view(-1).numpy().data)
@@ -42,7 +42,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Gap:
-    """How far one tensor of a run is from the same tensor of the unsharded run."""
+    """The difference between one tensor of a run and that of the unsharded run."""
 
     name: str
     what: str
@@ -61,7 +61,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Differences:
-    """A run beside the unsharded one: relative differences of losses and norms by step, and of each tensor."""
+    """A run compared with the unsharded one: relative differences of losses and norms by step, and of each tensor."""
 
     losses: list[float]
     norms: list[float]
@@ -85,7 +85,7 @@ PARAMETER = "parameter"
 
 
 def differences(run: Outcome, reference: Outcome) -> Differences:
-    """Return how far a run is from the unsharded one, tensors in the model's order."""
+    """Return the differences between a run and the unsharded one, tensors in the model's order."""
     gaps = []
     for name, expected in reference.parameters.items():
         gaps.append(_gap(name, PARAMETER, run.parameters[name], expected))
@@ -103,7 +103,7 @@ class Tolerance:
     rounding: float
     """One rounding of the compute dtype, relative."""
     noise: Differences
-    """What it changes in the unsharded run."""
+    """Its effect on the unsharded run."""
 
     @property
     def loss(self) -> float:
@@ -119,12 +119,12 @@ class Tolerance:
             # Parameters have an fp32 master, whatever they compute in; gradients are rounded to the compute dtype.
             own = FP32_ROUNDING if gap.what == PARAMETER else self.rounding
             allowed = factor * max(noise.rms, own * gap.scale)
-            if not gap.rms <= allowed:  # NaN is beyond everything
+            if not gap.rms <= allowed:  # also true for NaN
                 return gap, _ratio(allowed, gap.scale)
         return None
 
     def first_step(self, found: Differences, factor: float) -> tuple[str, int, float, float] | None:
-        """Return (what, step, difference, what is allowed) of the first loss or norm that differs by more."""
+        """Return (what, step, difference, tolerance) of the first loss or norm that differs by more."""
         for step, pair in enumerate(zip(found.losses, found.norms, strict=True), start=1):
             for what, value, allowed in zip(("loss", "gradient norm"), pair, (self.loss, self.norm), strict=True):
                 if not value <= factor * allowed:
@@ -161,7 +161,7 @@ def _rms(tensor: torch.Tensor) -> float:
 
 
 def _relative(mine: list[float], expected: list[float]) -> list[float]:
-    """Return the relative differences; a step that both skipped, as it overflowed, is none."""
+    """Return the relative differences; 0 for a step that both skipped because it overflowed."""
     pairs = zip(mine, expected, strict=True)
     same = [a == b or not (math.isfinite(a) or math.isfinite(b)) for a, b in zip(mine, expected, strict=True)]
     return [0.0 if equal else _ratio(abs(a - b), abs(b)) for equal, (a, b) in zip(same, pairs, strict=True)]

@@ -1,6 +1,6 @@
-"""The unsharded run: the model in one process, with torch's own autograd and optimizer; nothing of the engine.
+"""The unsharded run: the model in one process, with torch's own autograd and optimizer, without the engine.
 
-Each rank's micro-batches follow one another, with the random state they have on the ranks, and their gradients are
+The micro-batches of all ranks run in sequence, with the random states they have on the ranks, and their gradients are
 averaged: the same mean as over ranks. Under bf16 and fp16 parameters compute in that dtype and are updated in fp32.
 """
 
@@ -20,11 +20,11 @@ from zerocli.run.schedule import make_schedule
 
 
 class NotPlain(Exception):
-    """torch.optim alone cannot make this update."""
+    """torch.optim has no optimizer for this update."""
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return the class of torch.optim that a config names, in whatever case; NotPlain where there is none."""
+    """Return the class of torch.optim that a config names, in any case; NotPlain if there is none."""
     kinds = {key.lower(): value for key, value in vars(torch.optim).items() if isinstance(value, type)}
     found = kinds.get(name.lower())
     if found is None or not issubclass(found, torch.optim.Optimizer):
@@ -33,7 +33,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 class Plain:
-    """A model that trains in one process; it is called, and given losses, as an engine is."""
+    """A model that trains in one process, with the engine's interface."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Plain:
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of the loss, divided by the step's passes; those of half precision are added in fp32."""
+        """Add the gradients of the loss, divided by the number of passes; half-precision ones are summed in fp32."""
         (loss * (self.scale.value / self.passes)).backward()
         for name, master in self.masters.items():
             p = self.names[name]
@@ -113,7 +113,7 @@ class Plain:
 def train(
     run: Any, steps: int, micro_steps: Callable[[int], list[Callable[[], torch.Tensor]]]
 ) -> tuple[list[float], list[float]]:
-    """Return the losses and norms of `steps` steps; `micro_steps` gives those of a step, to be called in turn."""
+    """Return the losses and norms of `steps` steps; `micro_steps` returns a function per micro-step."""
     losses, norms = [], []
     for step in range(1, steps + 1):
         found = [micro().double() for micro in micro_steps(step)]
@@ -146,7 +146,7 @@ def _move_by_one_rounding(names: Mapping[str, nn.Parameter], size: float) -> Non
 
 
 def _make_optimizer(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return torch's own optimizer; weight decay spares norms and biases, as it does in the engine."""
+    """Return torch's own optimizer, without weight decay for norms and biases, as in the engine."""
     kind = optimizer_class(config.name)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},

@@ -1,4 +1,4 @@
-"""The ranks of a check: the unsharded run on rank 0, then every row on all of them, compared as it ends."""
+"""The ranks of a check: the unsharded run on rank 0, then every row on all ranks, each compared when it ends."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from zerocli.run.trainer import cap_device, make_engine, make_model, open_batche
 
 Result = dict[str, Any]
 GRACE_SECONDS = 10.0
-"""How long a rank whose row failed waits for the others: one that stands in a collective never comes."""
+"""How long a rank whose row failed waits for the others: one that is stuck in a collective never arrives."""
 REFERENCE_SECONDS = 24 * 3600.0
 _MEETINGS = itertools.count()
-"""Every rank comes to the same meetings in the same order; a number is used once in a process group's store."""
+"""Every rank reaches the same synchronisation points in one order; each number is used once in the store."""
 
 
 def work(config: Config, checklist: Checklist, keep: Callable[[Result], None]) -> None:
-    """Be one rank of a check; rank 0 gives `keep` the reference first, then each row's result as it comes.
+    """Run one rank of a check; rank 0 passes `keep` the reference first, then each row's result.
 
-    Returns early, with rows left, after a row that failed on some ranks only: new processes must go on.
+    Returns early, with rows left, after a row that failed on only some ranks: new processes must continue.
     """
     open_process_group()
     clean = Ranks(config, checklist.steps).run(checklist, keep)
@@ -64,7 +64,7 @@ class Ranks:
         self._bits: dict[int, tuple[str, Row]] = {}
 
     def run(self, checklist: Checklist, keep: Callable[[Result], None]) -> bool:
-        """Run the rows in turn; return whether the ranks are still in step with each other at the end. Collective."""
+        """Run the rows in turn; return whether the ranks are still synchronised at the end. Collective."""
         start = self._start()
         reference = tolerance = None
         if self.rank == 0:
@@ -94,7 +94,7 @@ class Ranks:
     # -- models ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> dict[str, torch.Tensor]:
-        """Return the initial values of `zerocli train`, or a model's own where it cannot be built so. Collective."""
+        """Return the initial values of `zerocli train`, or the model's own if it cannot be built so. Collective."""
         try:
             engine = self._engine(Row(0))
         except UserError as error:
@@ -120,7 +120,7 @@ class Ranks:
         return make_engine(config, self._whole_model() if self.built == "cpu" else make_model(config))
 
     def _whole_model(self) -> nn.Module:
-        """Return the model with memory, as a program without sharding has it."""
+        """Return the model with memory, as without sharding."""
         torch.manual_seed(self.config.train.seed)
         if self.config.model.factory:
             return build_factory(self.config.model.factory, "cpu")
@@ -140,7 +140,7 @@ class Ranks:
         return [lambda micro=micro, replica=replica: one(micro, replica) for micro, replica in order]  # type: ignore[misc]
 
     def _reference(self, start: dict[str, torch.Tensor]) -> tuple[Outcome, Tolerance, Result]:
-        """Return the unsharded run, what rounding changes in it, and what to say of both."""
+        """Return the unsharded run, the effect of rounding on it, and notes on both."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         chosen, reason = precision(self.config.train.precision, device)
         by, note = "plain torch", ""
@@ -234,7 +234,7 @@ class Ranks:
             return outcome, None
         except Exception as error:
             if engine is not None:
-                with contextlib.suppress(Exception):  # what matters is why it failed
+                with contextlib.suppress(Exception):  # report the original failure
                     engine.close()
             refused = isinstance(error, UserError | Refused)
             text = str(error) if refused else f"{type(error).__name__}: {error}"
@@ -244,10 +244,10 @@ class Ranks:
                 torch._dynamo.reset()
 
     def _meet(self, mine: Result | None, seconds: float) -> tuple[Result | None, bool]:
-        """Return the first failure of any rank, once all have come here, and whether all ended the same way.
+        """Return the first failure of any rank, once all have arrived here, and whether all ended the same way.
 
-        Goes through the store: ranks that failed at different places must not meet in a collective. Raises on a rank
-        that failed where the others do not come.
+        Uses the store: ranks that failed at different places must not enter a collective. Raises on a rank that failed
+        if the others do not arrive.
         """
         if self.world == 1:
             return mine, True
@@ -293,10 +293,10 @@ class Ranks:
         return result
 
     def _other_bits(self, row: Row, digest: str) -> Row | None:
-        """Return the earlier row whose bits these are not, though they should be.
+        """Return an earlier row that should be equal bit for bit, but is not.
 
-        Where states lie and what is recomputed never changes a number; nor does the stage, as long as the same sums
-        are made in the same order: those of two ranks, and of one backward pass. A GPU's kernels may vary.
+        Placement and recomputation never change a number; nor does the stage, as long as sums have the same order: with
+        two ranks and one backward pass. Kernels of a GPU may vary.
         """
         if torch.cuda.is_available():
             return None

@@ -1,4 +1,4 @@
-"""The configurations that a check compares, and what is kept of each. (No torch.)"""
+"""The configurations that a check compares, and their results. (No torch.)"""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zerocli.config import placement_at, read_placement
 from zerocli.layout.stage import STAGES
 
 FACTOR = 8
-"""How many times as much as rounding a row may differ; see [Note: tolerance] in compare.py."""
+"""Tolerance as a multiple of the effect of rounding; see [Note: tolerance] in compare.py."""
 COMPILED_FACTOR = 32
-"""The same of compiled blocks, whose fused kernels round elsewhere within a block, too."""
+"""The same for compiled blocks, whose fused kernels also round differently within a block."""
 NONE, MIX = "none", "mix"
 
 
@@ -31,7 +31,7 @@ class Row:
 
     @property
     def blocks(self) -> str:
-        """Say how blocks run: `eager`, `recompute`, `compiled` or both of the last."""
+        """How blocks run: `eager`, `recompute`, `compiled`, or the last two."""
         words = [word for word, given in (("recompute", self.recompute), ("compiled", self.compiled)) if given]
         return "+".join(words) or "eager"
 
@@ -46,12 +46,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Checklist:
-    """Everything the ranks of a check need beside the config."""
+    """Everything that the ranks of a check need besides the config."""
 
     rows: tuple[Row, ...]
     steps: int
     first: int = 0
-    """The row to begin with: ranks that were started again go on behind the row that ended them."""
+    """The first row to run: restarted ranks continue after the row that ended them."""
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -93,7 +93,7 @@ def choose_rows(
 
 
 def _placements(stage: int, offloads: Sequence[str], numel: int, ranks: int, nvme: bool) -> list[tuple[str, str]]:
-    """Return (label, placement) of each placement to try at a stage; stage 0 has nothing that may leave the device."""
+    """Return (label, placement) of each placement to try at a stage; stage 0 can offload nothing."""
     if offloads:
         return [(NONE, "") if text in ("", NONE) else (text, text) for text in offloads]
     found = [(NONE, "")]
@@ -103,7 +103,7 @@ def _placements(stage: int, offloads: Sequence[str], numel: int, ranks: int, nvm
 
 
 def allows(stage: int, offload: str) -> bool:
-    """Say whether a stage can have a placement: what it does not partition stays on the device."""
+    """Return whether a stage allows a placement: what it does not partition stays on the device."""
     try:
         placement_at(read_placement(offload), stage)
     except ValueError:
@@ -112,14 +112,14 @@ def allows(stage: int, offload: str) -> bool:
 
 
 def mix(stage: int, numel: int, ranks: int, nvme: bool) -> str:
-    """Return a placement with budgets that spreads each kind of state over every tier there is."""
+    """Return a placement with budgets that spreads each kind of state over all tiers."""
     share = max(1, numel // ranks // (3 if nvme else 2))  # elements of each rank on each tier
     last = "+nvme" if nvme else ""
 
     def size(nbytes: int) -> str:
         return f"{max(1, share * nbytes >> 10)}KiB"
 
-    def spread(nbytes: int) -> str:  # hbm budgets are a rank's own, others the node's
+    def spread(nbytes: int) -> str:  # hbm budgets are per rank, others per node
         return f"hbm:{size(nbytes)}+cpu{f':{size(nbytes * ranks)}' if nvme else ''}{last}"
 
     kinds = {"optimizer": spread(8)}

@@ -1,4 +1,4 @@
-"""What a check says: its table, line by line as rows end, the verdict below it, and one JSON document. (No torch.)"""
+"""The output of a check: a table, printed as rows end, the verdict below it, and a JSON document. (No torch.)"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def heading(name: str, checklist: Checklist, about: Result, tokens: str) -> list
 
 
 def row_line(checklist: Checklist, row: Row, result: Result) -> str:
-    """Return a row of the table; what there is to say of a bad one stands below the table."""
+    """Return a row of the table; bad rows are explained below the table."""
     cells = _cells(result) if "loss" in result else [""] * 4
     said = str(result["verdict"])
     return _line(
@@ -96,7 +96,7 @@ def closing(checklist: Checklist, about: Result, results: Mapping[int, Result]) 
 
 
 def _explain(result: Result) -> list[str]:
-    """Return what there is to say of a row that is not equal."""
+    """Return the explanation of a row that is not equal."""
     if result["verdict"] in ("refused", "error"):
         return [f"{result['verdict']}: {result['message']}"]
     if result["verdict"] != "differs":
@@ -140,7 +140,7 @@ def _same_bits(checklist: Checklist, results: Mapping[int, Result]) -> str:
 
 
 def ok(results: Mapping[int, Result]) -> bool:
-    """Say whether no number was wrong and nothing failed, and something was compared; a refusal is no wrong number."""
+    """Return whether something was compared, no number was wrong and nothing failed; a refusal is not wrong."""
     verdicts = [result["verdict"] for result in results.values()]
     return not any(each in BAD for each in verdicts) and any(each != "refused" for each in verdicts)
 

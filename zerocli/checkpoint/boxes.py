@@ -1,8 +1,8 @@
-"""Boxes: the parts of a parameter's own, global shape that a rank's flat slice covers. Pure integers, no tensors.
+"""Boxes: the parts of a parameter's global shape that a rank's flat slice covers. Pure integers, no tensors.
 
-A rank owns a run of consecutive elements of a parameter. As boxes of the parameter's shape such a run means the same
-to every world size, stage and placement, and to a tensor-parallel rank too, whose parameter is itself a block of the
-global one (`Extent`).
+A rank owns a run of consecutive elements of a parameter. Expressed as boxes of the parameter's shape, a run
+means the same at every world size, stage and placement, and also under tensor parallelism, where a rank's parameter is
+a block of the global one (`Extent`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from zerocli.layout.constants import PIECE_NUMEL
 from zerocli.layout.shards import Span
 
 MAX_CUT_DIMS = 12
-"""Dimensions in which a tensor may be cut: more than any model's have, few enough to look at every corner of a box."""
+"""Maximum number of split dimensions: more than any model has, few enough to visit every corner of a box."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a global tensor whose elements, in row-major order, lie one after another in a rank's memory."""
+    """A box of a global tensor whose elements, in row-major order, are contiguous in a rank's memory."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
-    """Where its first element lies in the rank's array."""
+    """Index of its first element in the rank's array."""
 
     @property
     def numel(self) -> int:
@@ -35,7 +35,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows [rows.start, rows.stop) of a rank's own parameter, and where its first element lies in the global one."""
+    """Rows [rows.start, rows.stop) of a rank's own parameter, and the global position of its first element."""
 
     rows: Span
     offsets: tuple[int, ...]
@@ -43,10 +43,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Extent:
-    """What a rank's parameter is of the global one: its shape, and the blocks of rows that make up the rank's own.
+    """A rank's part of a global parameter: the global shape, and the blocks of rows that form the rank's parameter.
 
-    Without tensor parallelism there is one block, all of it. Of a parameter that is split over tensor-parallel ranks
-    there is one for a matrix that is cut along either dimension, three for queries, keys and values fused into one.
+    Without tensor parallelism it is one block, the whole parameter. A matrix that is split along one dimension has one
+    block, a fused matrix of queries, keys and values has three.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ def whole(shape: tuple[int, ...]) -> Extent:
 
 
 def boxes(shape: tuple[int, ...], run: Span, limit: int = PIECE_NUMEL) -> Iterator[Box]:
-    """Yield boxes of at most `limit` elements that tile a run of a row-major tensor; `start` counts from the run's."""
+    """Yield boxes of at most `limit` elements that tile a run of a row-major tensor; `start` is within the run."""
     for box in _boxes(shape, run.start, run.stop, limit):
         yield Box(box.offsets, box.sizes, box.start - run.start)
 
@@ -93,10 +93,10 @@ def _row(shape: tuple[int, ...], row: int, start: int, stop: int, limit: int) ->
 
 
 def tile(shape: tuple[int, ...], parts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Say whether boxes (offsets, sizes) cover a tensor of `shape`, each element once: no gap, nothing twice.
+    """Return whether boxes (offsets, sizes) cover each element of a tensor of `shape` exactly once.
 
-    A box is known by its corners, with alternating signs: their sums over all boxes are those of the whole tensor's
-    corners if, and only if, the boxes tile it. That takes 2^dims steps a box, whatever the boxes are.
+    Each box is represented by its corners with alternating signs: their sum over all boxes equals that of the tensor's
+    own corners if and only if the boxes tile it. That takes 2^dims steps per box.
     """
     if not math.prod(shape):
         return not any(math.prod(sizes) for _, sizes in parts)

@@ -1,8 +1,8 @@
 """Export: a checkpoint's weights as consolidated safetensors, streamed piece by piece, under Hugging Face names.
 
-A piece goes from the checkpoint, verified, to its place in the new file, a few at a time and around the page cache both
-ways: memory does not grow with the model. Only what must be turned over (GPT-2's matrices, which Hugging Face keeps
-transposed) is held whole.
+Pieces are read from the checkpoint, verified and written to the new file, a few at a time, bypassing the page cache:
+memory does not grow with the model. Only tensors that must be transposed (GPT-2's matrices, for Hugging Face) are held
+whole.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from zerocli.models.hugging import Mapping
 from zerocli.regular_files import sync_folder, write_text
 
 NUM_THREADS = 12
-"""Pieces, or tensors to be turned over, that are on their way at once."""
+"""Number of pieces, or tensors to transpose, that are processed concurrently."""
 MEMORY_NBYTES = 2 << 30
-"""What turning tensors over may take; one is always allowed."""
+"""Memory for transposing tensors; one tensor is always allowed."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The result of an export."""
 
     step: int
     files: list[str]
@@ -54,7 +54,7 @@ class Exported:
     nbytes: int
     note: str
     model: bool
-    """Whether the config.json beside the weights says which model they are of."""
+    """Whether the config.json beside the weights describes the model."""
 
 
 def export(
@@ -62,8 +62,8 @@ def export(
 ) -> Exported:
     """Write the parameters of a run's newest whole checkpoint (or that of `step`) to `out`, whole or not at all.
 
-    `run` may also be a checkpoint's own folder. Damage is often met only on the way: what was written until there is
-    removed, and the checkpoint before it is taken, unless this one was asked for.
+    `run` may also be a checkpoint's own folder. Damage is often found only while writing: what was written is then
+    removed and the previous checkpoint is tried, unless `step` names this one.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already and is not an empty folder", hint="another OUT")
@@ -77,12 +77,12 @@ def export(
             if len(found) == 1:
                 hint = "" if step is None else "without --step it is the newest whole one"
                 raise UserError(f"{path}: {error}", hint=hint, exit_code=FAILURE) from None
-            say(f"{path.name} passed over: {error}")
+            say(f"{path.name} skipped: {error}")
     raise UserError(f"{run}: none of its {len(found)} checkpoints is whole", exit_code=FAILURE)
 
 
 def candidates(run: str, step: int | None) -> list[Path]:
-    """Return the checkpoints to try, newest first; never none."""
+    """Return the checkpoints to try, newest first; UserError if there are none."""
     path = Path(run)
     if (path / MANIFEST).exists():
         if step is not None and not path.name.endswith(f"-{step:08d}"):
@@ -104,21 +104,21 @@ def candidates(run: str, step: int | None) -> list[Path]:
 
 
 def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: int) -> Exported:
-    """Write one checkpoint's parameters to `out`, which is absent or empty; raise Damaged where it is not whole."""
+    """Write one checkpoint's parameters to `out`, which is absent or empty; raise Damaged if it is not whole."""
     config = _config(manifest)
     reason = hugging.known(config.model) if config else "the checkpoint does not say which model it is of"
     names = [name.removeprefix("parameters/") for name in manifest.tensors if name.startswith("parameters/")]
     mapped = [Mapping(n, (n,)) for n in names]
     zeros: list[tuple[str, int]] = []
     if config and not reason:
-        # One more than there are is enough to see that it is of another model, whatever its config says.
+        # One more than there are is enough to detect another model, whatever its config says.
         mapped = list(itertools.islice(hugging.mappings(config.model), len(names) + 1))
         zeros = list(itertools.islice(hugging.absent(config.model), len(names) + 1))
     told = {mapping.ours for mapping in mapped}
     if missing := sorted(told - set(names)):
         raise Damaged(f"it has no parameter {missing[0]}, which the model of its config has")
     if beside := sorted(set(names) - told):
-        raise Damaged(f"it has a parameter {beside[0]}, which the model of its config has not")
+        raise Damaged(f"it has a parameter {beside[0]}, which the model of its config does not have")
     with _aside(out) as aside:
         files = _write(path, manifest, mapped, zeros, aside, DTYPES[dtype], file_nbytes)
         about: dict[str, Any] = {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
@@ -135,9 +135,9 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
 
 @contextlib.contextmanager
 def _aside(out: Path) -> Iterator[Path]:
-    """Give a new folder to write into, which becomes `out`; should anything fail, nothing of it is left.
+    """Yield a new folder to write into, which becomes `out`; on failure it is removed.
 
-    One that is there (the current folder, a disk's own) is not replaced: the files go into it, the config last.
+    An existing folder (the current folder, a mount point) is not replaced: files are moved into it, the config last.
     """
     target = out.absolute()
     within = target if target.exists() else target.parent
@@ -172,7 +172,7 @@ def _config(manifest: Manifest) -> Config | None:
     saved = manifest.values.get("config")
     if not isinstance(saved, dict):
         return None
-    # A tier that the run had need not be installed where it is exported.
+    # The run's tiers need not be installed where it is exported.
     return from_dict({key: value for key, value in saved.items() if key != "offload"}, "the checkpoint's config")
 
 
@@ -233,7 +233,7 @@ def _write(
 
 
 def _threads(manifest: Manifest, mapped: list[Mapping]) -> int:
-    """Return how many tensors may be on their way at once: one that is held whole is there three times for a moment."""
+    """Return the number of threads: a tensor that is held whole needs three times its size for a moment."""
     tensors = ((manifest.tensors[f"parameters/{mapping.ours}"], mapping) for mapping in mapped)
     whole = [
         math.prod(tensor.shape) * tensor.dtype.itemsize
@@ -244,7 +244,7 @@ def _threads(manifest: Manifest, mapped: list[Mapping]) -> int:
 
 
 def _starts(tensor: Tensor, mapping: Mapping) -> list[int] | None:
-    """Return where each piece begins in the file's order of elements, None for a tensor that must be held whole."""
+    """Return the index of each piece's first element in the file, None for a tensor that must be held whole."""
     starts = [flat_start(tensor.shape, piece.offsets, piece.sizes) for piece in tensor.pieces]
     known = [start for start in starts if start is not None]
     return known if len(known) == len(starts) and not mapping.transposed else None
@@ -273,7 +273,7 @@ def _fill(
 def _jobs(
     reader: Reader, writer: safetensors.Writer, mapping: Mapping | None, entries: list[Entry]
 ) -> Iterator[Callable[[], None]]:
-    """Yield what brings one of our parameters into the tensors that it becomes (None: they are zeros)."""
+    """Yield functions that write one of our parameters to the tensors that it becomes (None: zeros)."""
     if mapping is None:
         yield lambda: _zero(writer, entries)
         return
@@ -292,7 +292,7 @@ def _move(reader: Reader, writer: safetensors.Writer, entries: list[Entry], name
 
 
 def _place(writer: safetensors.Writer, entries: list[Entry], begin: int, values: torch.Tensor) -> None:
-    """Write values, the elements from `begin` on of all the entries one after another."""
+    """Write values to the entries, as the elements from `begin` on of their concatenation."""
     values = values.reshape(-1)
     at = 0
     for entry in entries:
@@ -308,7 +308,7 @@ def _zero(writer: safetensors.Writer, entries: list[Entry]) -> None:
 
 
 def flat_start(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int | None:
-    """Return where a box begins in a row-major tensor, None where its elements do not lie one after another there."""
+    """Return the index of a box's first element in a row-major tensor, None if the box is not contiguous there."""
     inner, start, cut = 1, 0, False
     for length, offset, size in reversed(list(zip(shape, offsets, sizes, strict=True))):
         if cut and size > 1:

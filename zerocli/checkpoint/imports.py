@@ -21,7 +21,7 @@ from zerocli.models import hugging
 from zerocli.models.hugging import Mapping
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Types whose values are the weights' own."""
+"""Types whose values need no scale: anything else is quantized."""
 
 
 @torch.no_grad()
@@ -59,7 +59,7 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
 
 
 def _unused(weights: Weights, used: set[str]) -> str:
-    """Return what to say of tensors that no parameter took: layers that this model lacks, biases, masks."""
+    """Return a message about unused tensors: layers that this model lacks, biases, masks."""
     left = sorted(weights.entries.keys() - used)
     more = f" and {len(left) - 4} more" if len(left) > 4 else ""
     return f"; not used: {', '.join(left[:4])}{more}" if left else ""
@@ -71,7 +71,7 @@ def _hint(path: str) -> str:
 
 
 def _found(mapping: Mapping, weights: Weights) -> Mapping:
-    """Return the mapping with the names that the files really have: GPT-2's are often without `transformer.`."""
+    """Return the mapping with the names in the files: GPT-2's often lack the prefix `transformer.`."""
     if all(name in weights.entries for name in mapping.theirs):
         return mapping
     short = tuple(name.removeprefix("transformer.") for name in mapping.theirs)
@@ -95,11 +95,11 @@ def _mismatch(mapping: Mapping, ours: tuple[int, ...], weights: Weights) -> str:
 
 
 def _read(mapping: Mapping, shape: tuple[int, ...], box: Box, weights: Weights) -> torch.Tensor:
-    """Return a box of one of our parameters, of `shape` in all, flat: of the rows it touches, what it takes."""
+    """Return a box of one of our parameters (of `shape`), flattened; reads only the rows that it covers."""
     if not shape:
         return weights.read(mapping.theirs[0], 0, 1)
     first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
-    if mapping.transposed:  # our rows are their columns: the one case in which a tensor is held whole
+    if mapping.transposed:  # our rows are their columns: the only case in which a tensor is held whole
         turned = weights.read(mapping.theirs[0], 0, math.prod(shape)).view(tuple(reversed(shape)))
         rows = turned.t()[first:last]
     else:
@@ -109,7 +109,7 @@ def _read(mapping: Mapping, shape: tuple[int, ...], box: Box, weights: Weights) 
 
 
 def _rows(mapping: Mapping, shape: tuple[int, ...], first: int, last: int, weights: Weights) -> Iterator[torch.Tensor]:
-    """Yield rows [first, last) of one of our parameters, from each of the tensors that they lie in."""
+    """Yield rows [first, last) of one of our parameters, from each of the tensors that hold them."""
     inner, at = math.prod(shape[1:]), 0
     for name, rows in zip(mapping.theirs, mapping.rows or shape[:1], strict=True):
         low, high = max(first, at), min(last, at + rows)

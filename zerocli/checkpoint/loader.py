@@ -1,8 +1,7 @@
-"""The loader: fills an engine from a checkpoint, or from the newest of a folder's that is whole."""
+"""The loader: fills an engine from a checkpoint, or from the newest whole one in a folder."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from zerocli.checkpoint import state
 from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.manifest import Damaged, Manifest, Unfinished, Unreadable
 from zerocli.checkpoint.manifest import read as read_manifest
-from zerocli.checkpoint.members import control_group, members_of
+from zerocli.checkpoint.members import control_group, members_of, no_group_warning
 from zerocli.checkpoint.parts import LoadPlanner
 from zerocli.checkpoint.pickles import guarded
 from zerocli.checkpoint.reader import Reader
@@ -26,12 +25,10 @@ from zerocli.engine.engine import Engine
 from zerocli.engine.exchange import exchange_json, first_problem
 from zerocli.engine.startup import STARTUP
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
 
 @dataclass
 class Resumed:
-    """What a run goes on from; step 0 is the beginning."""
+    """Where a run resumes; step 0 is the beginning."""
 
     step: int = 0
     path: Path | None = None
@@ -41,9 +38,9 @@ class Resumed:
 def load(engine: Engine, path: str | Path) -> dict[str, Any]:
     """Fill the engine from one checkpoint, saved at any stage, placement and world size; return its values. Collective.
 
-    Raises Damaged where a byte of it is not what was written, and Unreadable where the system would not let it be
-    read, on every rank, whichever met it; the engine is then of no use until a load succeeds. Raises state.Mismatch,
-    with the engine as it was, where it is of another model.
+    Raises Damaged if a byte differs from what was written, and Unreadable if the system could not read it, on every
+    rank, whichever rank found it; the engine is then unusable until a load succeeds. Raises state.Mismatch, and leaves
+    the engine unchanged, if it is a checkpoint of another model.
     """
     return _load(engine, Path(path), control_group(engine))
 
@@ -62,7 +59,7 @@ def _load(
     reader = Reader(path, manifest)
     try:
         _agreed(reader.open, group)
-        with STARTUP.waiting(f"loading the checkpoint of step {manifest.step}"), guarded():
+        with STARTUP.waiting(f"loading the checkpoint of step {manifest.step}"), guarded(), no_group_warning(group):
             dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), process_group=group)
     except CheckpointException as error:
         unreadable = any(isinstance(failure[0], Unreadable | OSError) for failure in error.failures.values())
@@ -79,12 +76,12 @@ def _finish(acts: list[Callable[[], None]]) -> None:
     for act in acts:
         try:
             act()
-        except RuntimeError as error:  # bytes that no generator has ever had
-            raise Damaged(f"its random state is none ({str(error)[:200]})") from None
+        except RuntimeError as error:  # not a valid generator state
+            raise Damaged(f"its random state is invalid ({str(error)[:200]})") from None
 
 
 def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Return what `act` gives; raise the first rank's Damaged, Unreadable or Mismatch on all of them."""
+    """Return the result of `act`; raise the first rank's Damaged, Unreadable or Mismatch on all ranks."""
     result: Any = None
     problem: Exception | None = None
     try:
@@ -100,7 +97,7 @@ def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
 
 
 def of_its_step(manifest: Manifest) -> None:
-    """Raise Damaged where a checkpoint counts other steps than its name says, as none of `zerocli train` does."""
+    """Raise Damaged if a checkpoint's step count differs from its name; those of `zerocli train` never do."""
     steps = manifest.values.get("steps")
     if steps != manifest.step:
         raise Damaged(f"it is of step {manifest.step}, and its values of step {str(steps)[:40]}")
@@ -112,16 +109,16 @@ def resume(
     say: Callable[[str], None] = lambda text: None,
     judge: Callable[[Manifest], None] = lambda manifest: None,
 ) -> Resumed:
-    """Fill the engine from a folder's newest whole checkpoint, and say which were passed over, and why. Collective.
+    """Fill the engine from a folder's newest whole checkpoint, and report which were skipped, and why. Collective.
 
-    Returns step 0 where nothing was ever saved; raises Damaged where something was and none of it is whole, and
-    Unreadable where the system would not let one be read that may be: an older one is not taken instead. `judge` may
-    raise Damaged for reasons of its own; whoever saves chooses a checkpoint's number, `zerocli train` its step.
+    Returns step 0 if nothing was saved. Raises Damaged if there are checkpoints but none is whole, and Unreadable if
+    one that may be whole cannot be read: an older one is not used instead. `judge` may raise Damaged for further
+    reasons. The caller of `save` chooses a checkpoint's number; `zerocli train` uses the step.
     """
     group = control_group(engine)
     if members_of(engine).rank == 0:
         for step in Folder(folder).recover():
-            say(f"checkpoint of step {step} put back: another was to replace it, and was not finished")
+            say(f"checkpoint of step {step} restored: its replacement was not finished")
     found = [(each.step, str(each.path)) for each in Folder(folder).newest_first()]
     if group is not None:
         found = exchange_json(found, group)[0]  # rank 0's view counts: all must try the same ones
@@ -130,10 +127,10 @@ def resume(
         try:
             values = _load(engine, Path(path), group, judge)
         except Unfinished as error:
-            say(f"checkpoint of step {step} passed over: {error} ({path})")
+            say(f"checkpoint of step {step} skipped: {error} ({path})")
         except Damaged as error:
             damaged.append(step)
-            say(f"checkpoint of step {step} passed over: {error} ({path})")
+            say(f"checkpoint of step {step} skipped: {error} ({path})")
         else:
             return Resumed(step, Path(path), values)
     if damaged:

@@ -1,7 +1,7 @@
-"""The manifest: one JSON file that says what a checkpoint holds, where each piece lies and what its bytes hash to.
+"""The manifest: a JSON file that lists a checkpoint's contents, the location of each piece and the hash of its bytes.
 
-A folder is a checkpoint if and only if it has a manifest that hashes to what it says. Nothing in it is trusted before
-that, and after that it is still judged: no name that leads out of the folder, no link, no piece outside its file.
+A folder is a checkpoint if and only if it has a manifest whose hash is right. Nothing in it is used before that, and
+then it is still validated: no name that leads out of the folder, no link, no piece outside its file.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from hashlib import _Hash as Hash
 
 VERSION = 2
-"""Since version 2 a piece's hash covers what it is a piece of, too; version 1 is still read."""
+"""Since version 2 a piece's hash also covers its tensor, position and step; version 1 is still read."""
 FILE = re.compile(r"rank-\d{5,}\.bin")
 MAX_NBYTES = 1 << 30
-"""A longer manifest is no manifest."""
+"""Maximum bytes of a manifest."""
 MAX_PIECE_NBYTES = 1 << 28
-"""A larger piece is none of ours: each is held whole while it is hashed."""
+"""Maximum bytes of a piece: each is held whole while it is hashed."""
 DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -40,13 +40,13 @@ _HEAD, _MIDDLE, _TAIL = b'{"sha256":"', b'",\n"manifest":', b"}\n"
 
 
 class Damaged(Exception):
-    """A checkpoint, or what should be one, that must not be loaded; the message says what is wrong, and where."""
+    """A checkpoint that must not be loaded; the message says what is wrong, and where."""
 
 
 class Unreadable(Exception):
-    """A checkpoint that the system would not let us read (rights, a failing disk, too many open files).
+    """A checkpoint that the system could not read (permissions, a failing disk, too many open files).
 
-    It may be whole: to pass it over for an older one would throw work away.
+    It may be whole, so an older one must not be used instead: that would discard work.
     """
 
 
@@ -72,9 +72,9 @@ class Piece:
 def piece_hash(
     step: int, name: str, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int], version: int = VERSION
 ) -> Hash:
-    """Return the hash that a piece's bytes go into next: it has seen what they are of already.
+    """Return the hash for a piece's bytes, already updated with the tensor, position and step.
 
-    A piece that was put in another's place, of another tensor, another part of it or another step, does not match.
+    So a piece in the place of another (of another tensor, position or step) does not match.
     """
     digest = hashlib.sha256()
     if version > 1:
@@ -101,7 +101,7 @@ class Manifest:
     files: dict[str, int]
     """Bytes of each file."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Everything that is not a tensor: counters, loss scale, the run's config."""
+    """Values other than tensors: counters, loss scale, the run's config."""
     version: int = VERSION
 
     @property
@@ -110,7 +110,7 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the manifest's file."""
+    """Return the contents of the manifest file."""
     files = sorted(manifest.files)
     place = {name: i for i, name in enumerate(files)}
     body = {
@@ -133,13 +133,13 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Return what a manifest's file says; raise Damaged where it is not one."""
+    """Return the manifest in a file; raise Damaged if it is not valid."""
     start = len(_HEAD) + 64
     end = start + len(_MIDDLE)
     if not data:
         raise Damaged("its manifest is empty")
     if not (data.startswith(_HEAD) and data[start:end] == _MIDDLE and data.endswith(_TAIL)):
-        raise Damaged("its manifest is not one (or was cut short)")
+        raise Damaged("its manifest is invalid or truncated")
     text = data[end : -len(_TAIL)]
     if hashlib.sha256(text).hexdigest().encode() != data[len(_HEAD) : start]:
         raise Damaged("its manifest does not match its own checksum")
@@ -159,7 +159,7 @@ def _judge(body: dict[str, Any]) -> Manifest:
     files = {str(name): _natural(nbytes) for name, nbytes in body["files"]}
     for name in files:
         if not FILE.fullmatch(name):
-            raise Damaged(f"its manifest names a file {name[:80]!r}, which is none of a checkpoint's")
+            raise Damaged(f"its manifest names a file {name[:80]!r}, which is not a file of a checkpoint")
     if len(files) != len(body["files"]):
         raise Damaged("its manifest names a file twice")
     names = list(files)
@@ -176,15 +176,15 @@ def _judge(body: dict[str, Any]) -> Manifest:
                 str(digest),
             )
             if not all(a + b <= c for a, b, c in zip(piece.offsets, piece.sizes, shape, strict=True)):
-                raise Damaged(f"a piece of {name} lies outside of it")
+                raise Damaged(f"a piece of {name} is outside its shape")
             nbytes = piece.numel * tensor.dtype.itemsize
             if piece.position + nbytes > files[piece.file]:
-                raise Damaged(f"a piece of {name} lies outside of {piece.file}")
+                raise Damaged(f"a piece of {name} is outside {piece.file}")
             if nbytes > MAX_PIECE_NBYTES:
                 raise Damaged(f"a piece of {name} has {nbytes} bytes, more than any has")
             tensor.pieces.append(piece)
         if not tile(shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces]):
-            raise Damaged(f"the pieces of {name} do not make it up")
+            raise Damaged(f"the pieces of {name} do not cover it exactly")
         tensors[name] = tensor
     if not isinstance(body["values"], dict):
         raise Damaged("its manifest has no values")
@@ -198,7 +198,7 @@ def _natural(value: Any) -> int:
 
 
 def open_file(folder: Path, name: str) -> int:
-    """Return a descriptor of a regular file of the folder; a link, or anything else by that name, is refused."""
+    """Return a descriptor of a regular file in the folder; refuse links and anything else of that name."""
     try:
         return open_regular(folder / name, os.O_RDONLY)
     except FileNotFoundError:
@@ -210,7 +210,7 @@ def open_file(folder: Path, name: str) -> int:
 
 
 def read(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest, its files looked at but not read; raise Damaged, or Unfinished."""
+    """Return a checkpoint's manifest, after checking the sizes of its files; raise Damaged or Unfinished."""
     if folder.is_symlink():
         raise Damaged("it is a link")
     if not (folder / MANIFEST).exists() and not (folder / MANIFEST).is_symlink() and (folder / UNFINISHED).exists():
@@ -219,7 +219,7 @@ def read(folder: Path) -> Manifest:
     with os.fdopen(fd, "rb") as file:
         nbytes = os.fstat(fd).st_size
         if nbytes > MAX_NBYTES:
-            raise Damaged(f"its manifest of {nbytes} bytes is none")
+            raise Damaged(f"its manifest has {nbytes} bytes, more than any manifest")
         try:
             data = file.read(nbytes)
         except OSError as error:
@@ -227,7 +227,7 @@ def read(folder: Path) -> Manifest:
     manifest = decode(data)
     named = STEP.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
-        raise Damaged(f"its manifest is of step {manifest.step}, whatever its folder is called")
+        raise Damaged(f"its manifest is of step {manifest.step}, its folder of step {int(named[1])}")
     for name, expected in manifest.files.items():
         fd = open_file(folder, name)
         nbytes = os.fstat(fd).st_size

@@ -1,7 +1,10 @@
-"""The ranks that save and load one model together, of both axes, and the group over which they plan."""
+"""The ranks of both axes that save and load one model together, and their process group."""
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Members:
-    """Global ranks, and this one's place among them."""
+    """Global ranks, and this rank's index among them."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -31,11 +34,26 @@ def members_of(engine: Engine) -> Members:
 
 
 def control_group(engine: Engine) -> dist.ProcessGroup | None:
-    """Return a gloo group of the members, for plans and results; None for a process without others. Collective."""
+    """Return a gloo group of the members, for plans and results; None for a single process. Collective."""
     if not dist.is_initialized():
         return None
     ranks = list(members_of(engine).ranks)
-    some = len(ranks) < dist.get_world_size()  # the others do not come here
+    some = len(ranks) < dist.get_world_size()  # the other ranks do not call this
     with STARTUP.waiting("making the process group of checkpoints"):
         group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=some)
     return group
+
+
+@contextlib.contextmanager
+def no_group_warning(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Suppress DCP's warning that there is no process group while the body runs; with a group do nothing.
+
+    Python's warning filters belong to the process, not to a thread: filters that other threads change meanwhile are
+    reset at the end. So they are left alone where DCP does not warn.
+    """
+    if group is not None:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield

@@ -1,7 +1,7 @@
-"""Parts: what one rank holds of one saved tensor, in the form torch.distributed.checkpoint plans with.
+"""Parts: what one rank holds of one saved tensor, in the form that torch.distributed.checkpoint (DCP) needs.
 
 DCP asks an object for its write items, its chunks and its global size; it never sees a tensor. The planners here are
-DCP's own without the walks through nested dictionaries, and without the one place where it would unpickle.
+DCP's own, without traversing nested dictionaries and without the one place that unpickles.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from zerocli.layout.shards import Span
 
 @dataclass(eq=False)
 class Part:
-    """The boxes of one global tensor that this rank holds, and the array that they lie in."""
+    """The boxes of one global tensor that this rank holds, and the array that contains them."""
 
     name: str
     shape: tuple[int, ...]
     source: Source
     boxes: Sequence[Box]
     owner: Any = None
-    """The flat whose update changes the array; None for what does not change while it is written."""
+    """The flat whose update changes the array; None if it does not change while it is written."""
     _by_offsets: dict[tuple[int, ...], Box] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -78,15 +78,15 @@ class Part:
 
 
 def tensor_part(name: str, tensor: torch.Tensor) -> Part:
-    """Return a part that is a whole tensor, which nobody changes any more."""
+    """Return a part that is a whole tensor; it must not change afterwards."""
     flat = tensor.detach().contiguous().reshape(-1)
     return Part(name, tuple(tensor.shape), Memory(flat), list(boxes(tuple(tensor.shape), Span(0, flat.numel()))))
 
 
 class SavePlanner(DefaultSavePlanner):
-    """DCP's planner for parts, which `save` is given apart: DCP would look at each for what it may be.
+    """DCP's planner for parts; they are set as an attribute because DCP would traverse an argument.
 
-    What was planned is kept, for the saves of a run differ in their bytes alone, and planning holds the interpreter.
+    The plan is cached: the saves of a run differ only in their bytes, and planning holds the GIL.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""What torch's checkpoints exchange between ranks may name: plans, results and errors, and nothing that runs code.
+"""Restrict what DCP unpickles from other ranks to plans, results and errors: nothing that runs code.
 
-DCP gathers plans and failures as pickles over gloo, which has no passwords: whoever gets into that connection could
-send a pickle that runs a program when it is read. torch has no way to give it another reader, so its own is replaced
-by one that, in a thread within `guarded`, refuses all names but those below; elsewhere it reads as ever.
+DCP gathers plans and failures as pickles over gloo, which has no authentication: anyone who gets into that connection
+could send a pickle that runs a program when it is read. torch cannot be given another unpickler, so its own is replaced
+by one that, in a thread inside `guarded`, refuses all names but those below; elsewhere it behaves as before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLACES = (
     "torch.distributed.checkpoint.storage",
     "zerocli.checkpoint.writer",
 )
-"""Modules whose classes plans and results are made of: data, whose making does nothing else."""
+"""Modules of the classes in plans and results: data classes whose construction has no side effects."""
 NAMES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -39,7 +39,7 @@ _within = threading.local()
 
 
 class Reader(pickle.Unpickler):
-    """Reads what torch's ranks exchange."""
+    """The unpickler for what ranks exchange."""
 
     def find_class(self, module: str, name: str) -> Any:
         if getattr(_within, "guarded", False) and not is_data(module, name):
@@ -48,22 +48,22 @@ class Reader(pickle.Unpickler):
 
 
 def is_data(module: str, name: str) -> bool:
-    """Say whether a name is that of a class that is data alone; a dotted name leads elsewhere, and never is."""
+    """Return whether a name is that of a class of plain data; a dotted name never is."""
     if (module, name) in NAMES:
         return True
-    if "." in name or module not in sys.modules:  # a module that nobody imported is not imported for this
+    if "." in name or module not in sys.modules:  # do not import a module for this
         return False
     found = getattr(sys.modules[module], name, None)
     if module == "torch":
         return isinstance(found, torch.dtype)
     if isinstance(found, type) and issubclass(found, BaseException):
-        return True  # what failed on another rank
+        return True  # a failure on another rank
     return module in PLACES and isinstance(found, type) and found.__module__ == module
 
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """While the body runs, in this thread: read of other ranks' pickles what plans, results and errors are made of."""
+    """While the body runs, unpickle in this thread only the classes of plans, results and errors."""
     if c10d._unpickler is not Reader:
         c10d._unpickler = Reader
     before, _within.guarded = getattr(_within, "guarded", False), True

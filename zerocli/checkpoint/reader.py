@@ -31,7 +31,7 @@ from zerocli.files import pread
 
 NUM_THREADS = 4
 AHEAD = 2 * NUM_THREADS
-"""Boxes that are being read at once."""
+"""Number of boxes that are read concurrently."""
 
 
 class Reader(StorageReader):
@@ -42,7 +42,7 @@ class Reader(StorageReader):
         self.manifest = read(folder) if manifest is None else manifest
         self._fds: dict[str, int] = {}
         self._direct: dict[str, int] = {}
-        # What one box takes a part of, the next may too.
+        # Adjacent boxes often share a piece.
         self._cached = functools.lru_cache(maxsize=AHEAD)(self.piece)
 
     def close(self) -> None:
@@ -52,10 +52,10 @@ class Reader(StorageReader):
         self._cached.cache_clear()
 
     def open(self) -> Reader:
-        """Open every file; what is not a regular file of the folder is refused."""
+        """Open every file; refuse anything that is not a regular file in the folder."""
         for name in self.manifest.files:
             fd = self._fds[name] = open_file(self.folder, name)
-            with contextlib.suppress(OSError, AttributeError):  # the same file, whatever bears its name by now
+            with contextlib.suppress(OSError, AttributeError):  # reopen the same file, even if it was renamed
                 self._direct[name] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         return self
 
@@ -125,7 +125,9 @@ class Reader(StorageReader):
         """Fill the parts, box by box, through a bounded number of boxes in host memory."""
         with (
             STARTUP.by_itself(f"reading the checkpoint of step {self.manifest.step}"),
-            contextlib.closing(self._boxes(plan.items, planner)) as boxes,  # or its threads would outlive our files
+            contextlib.closing(
+                self._boxes(plan.items, planner)
+            ) as boxes,  # its threads must end before the files are closed
         ):
             for part, start, values in boxes:
                 part.source.write(start, values)
@@ -151,9 +153,9 @@ class Reader(StorageReader):
                 yield done, start, future.result()
 
     def _assemble(self, part: Part, sizes: tuple[int, ...], items: list[ReadItem]) -> torch.Tensor:
-        """Return a box's elements, in the part's dtype, from all the pieces that it meets."""
+        """Return a box's elements, in the part's dtype, from all pieces that overlap it."""
         if sum(torch.Size(item.lengths).numel() for item in items) != torch.Size(sizes).numel():
-            raise Damaged(f"the pieces of {part.name} do not make it up")
+            raise Damaged(f"the pieces of {part.name} do not cover it exactly")
         box = torch.empty(sizes, dtype=part.dtype)
         for item in items:
             assert item.storage_index.index is not None

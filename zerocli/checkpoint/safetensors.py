@@ -1,7 +1,7 @@
-"""The safetensors format: a length, a JSON header, and the tensors' bytes one after another. Read and written by hand.
+"""Read and write the safetensors format: a length, a JSON header, and the tensors' bytes, contiguously.
 
-Both ways stream: a writer knows every offset before the first byte, so tensors may be filled in any order and in parts;
-a reader reads just the elements that it is asked for.
+Both stream: a writer knows every offset in advance, so tensors may be written in any order and in parts; a reader reads
+only the requested elements.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file: its type, its shape, and where its bytes begin in the file."""
+    """A tensor in a file: its dtype, its shape, and the offset of its bytes."""
 
     name: str
     dtype: torch.dtype
@@ -97,7 +97,7 @@ class Writer:
         self._file.write(memory_of(data), entry.start + first * entry.dtype.itemsize)
 
     def finish(self) -> None:
-        """Have all of it on the disk."""
+        """Flush the file to disk."""
         self._file.finish()
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Writer:
 
 
 class Weights:
-    """The tensors of a folder of safetensors files, or of one file; nothing of them is read until it is asked for."""
+    """The tensors of a folder of safetensors files, or of one file; they are read on request."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -118,7 +118,7 @@ class Weights:
             raise UserError(f"{path}: there are no tensors in it")
 
     def _read_files(self) -> None:
-        """Take every tensor there is: of the one file, of a folder's `model.safetensors`, or of all its files."""
+        """Register every tensor: of the one file, of a folder's `model.safetensors`, or of all its files."""
         if not self.path.is_dir():
             if not self.path.is_file():
                 raise UserError(f"{self.path}: no such file or folder", hint="zerocli export RUN DIR")
@@ -139,7 +139,7 @@ class Weights:
                 self.entries[entry.name] = (file, entry)
 
     def _read_index(self, index: Path) -> None:
-        """Take each tensor from the file that the index says it is in."""
+        """Register each tensor with the file that the index names."""
         try:
             if index.stat().st_size > MAX_HEADER_NBYTES:
                 raise ValueError(f"{index.stat().st_size} bytes")
@@ -180,10 +180,10 @@ class Weights:
 
 
 def read_header(path: Path) -> list[Entry]:
-    """Return the tensors of a file; raise UserError where it is not of the format: its bytes are each one tensor's."""
+    """Return the tensors of a file; raise UserError unless every byte belongs to exactly one tensor."""
 
     def refuse(fact: str) -> UserError:
-        return UserError(f"{path}: is not a safetensors file: {fact}", hint="the file once more from where it came")
+        return UserError(f"{path}: is not a safetensors file: {fact}", hint="download or export the file again")
 
     try:
         with path.open("rb") as file:
@@ -202,7 +202,7 @@ def read_header(path: Path) -> list[Entry]:
                 continue
             start, stop = about["data_offsets"]
             if about["dtype"] not in DTYPES:
-                raise refuse(f"{name[:80]} is of a type that is not known here: {str(about['dtype'])[:40]}")
+                raise refuse(f"{name[:80]} has an unknown dtype: {str(about['dtype'])[:40]}")
             entry = Entry(name, DTYPES[about["dtype"]], tuple(about["shape"]), 8 + length + start)
             natural = all(type(n) is int and n >= 0 for n in (start, stop, *entry.shape))
             if not natural or stop - start != entry.nbytes or 8 + length + stop > nbytes:
@@ -216,5 +216,5 @@ def read_header(path: Path) -> list[Entry]:
             raise refuse(f"the bytes of {entry.name[:80]} do not begin where those before it end")
         end += entry.nbytes
     if end != nbytes:
-        raise refuse(f"{nbytes - end} bytes at its end are no tensor's")
+        raise refuse(f"{nbytes - end} bytes at its end belong to no tensor")
     return entries

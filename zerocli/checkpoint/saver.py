@@ -1,8 +1,8 @@
-"""The saver: takes a step's snapshot, has it written beside training, and keeps the folder in order.
+"""The saver: takes a snapshot of a step, writes it in the background, and prunes old checkpoints.
 
-One save is under way at a time, in a thread of its own, over a process group of its own: DCP's plans and results never
-meet training's collectives. A save that fails (a full disk) is said and leaves the checkpoints before it as they are;
-the next one tries again.
+One save runs at a time, in its own thread and process group, so DCP's collectives never interleave with those of
+training. A save that fails (a full disk) is reported and leaves earlier checkpoints unchanged; the next save tries
+again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import errno
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tiers.limits import read_limits
 from zerocli.checkpoint import state
 from zerocli.checkpoint.folder import Folder
-from zerocli.checkpoint.members import control_group, members_of
+from zerocli.checkpoint.members import control_group, members_of, no_group_warning
 from zerocli.checkpoint.parts import SavePlanner
 from zerocli.checkpoint.pickles import guarded
 from zerocli.checkpoint.snapshot import Slots, Snapshot
@@ -34,11 +33,9 @@ from zerocli.engine.engine import Engine
 from zerocli.engine.progress import Progress
 from zerocli.layout.sizes import format_bytes
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
 BUFFER_NBYTES = 1 << 30
 WORTH_SAYING_SECONDS = 0.5
-"""What training must have lost to a save before anybody is told of it."""
+"""Training must have waited this long for a save before a larger buffer is suggested."""
 
 
 class Saver:
@@ -61,7 +58,7 @@ class Saver:
         self._rank = members_of(engine).rank
         self._group = control_group(engine)
         if self._rank == 0:
-            with contextlib.suppress(OSError):  # then each save fails, and says why
+            with contextlib.suppress(OSError):  # then each save fails and reports why
                 make_folder(self.folder.path)
         written = sum(part.nbytes for part in state.state_parts(engine))
         self._buffer_nbytes, self._advised = self._affordable(buffer_nbytes, written), False
@@ -75,31 +72,31 @@ class Saver:
         self.failure: str | None = None
         """What went wrong with the last save; None if it was written."""
         self.lost: Severed | None = None
-        """That it was the loss of another rank: there is nobody to try again with."""
+        """Set if the last save failed because another rank was lost; it cannot be retried."""
         self.asked: int | None = None
-        """The last step that was to be saved."""
+        """The last step for which a save was requested."""
         self.saved: int | None = None
         """The last step that was saved."""
         self.last_seconds = self.longest_seconds = 0.0
-        """The last save and the longest, from snapshot to commit."""
+        """Seconds of the last save and the longest, from snapshot to commit."""
 
     def _affordable(self, asked: int, written: int) -> int:
-        """Return the buffer that the host has room for: half of what its memory still has, shared by its ranks."""
+        """Return the buffer that the host can afford: at most half of its free memory, shared by its ranks."""
         room = read_limits().available // 2 // self._engine.local_world
         if min(asked, written) <= room:
             return asked
         if self._rank == 0:
             size, limit = format_bytes(asked), format_bytes(room)
-            self._say(f"checkpoint.buffer is {size}, of which this host can spare {limit} a rank: that much is taken")
+            self._say(f"checkpoint.buffer is {size}; this host can spare {limit} per rank, which is used instead")
         return room
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that snapshots pass through; never more than the buffer."""
+        """Bytes of host memory for snapshots; never more than the buffer."""
         return self._slots.nbytes
 
     def save(self, step: int, values: dict[str, Any] | None = None) -> None:
-        """Take a snapshot of the step and start to write it; return when training may go on. Collective."""
+        """Take a snapshot of the step and start to write it; return when training may continue. Collective."""
         self.wait()
         began = time.monotonic()
         parts, own = state.capture(self._engine)
@@ -121,9 +118,9 @@ class Saver:
         self.progress.begin(step)
         try:
             self._planner.parts = snapshot.parts
-            with guarded():
+            with guarded(), no_group_warning(self._group):
                 dcp.save({}, storage_writer=writer, planner=self._planner, process_group=self._group)
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException alone
+        except (Exception, CheckpointException) as error:  # the latter is only a BaseException
             self._fail(writer, step, error)
             return
         finally:
@@ -134,31 +131,31 @@ class Saver:
         self.saved = step
         if self._rank == 0:
             self._say(f"checkpoint of step {step} saved in {seconds:.1f} s: {writer.folder}{self._advice(snapshot)}")
-            with contextlib.suppress(OSError):  # what cannot be removed now can be the next time
+            with contextlib.suppress(OSError):  # the next save tries to remove it again
                 self.folder.prune(step, self._keep, self._keep_every)
 
     def _advice(self, snapshot: Snapshot) -> str:
-        """Return what would spare training a wait that it has just had for want of buffer; nothing the second time."""
+        """Return, once, advice on a larger buffer if updates had to wait for this save; else an empty text."""
         held, wanted = snapshot.held_seconds, snapshot.wanted_nbytes
         if self._advised or held < WORTH_SAYING_SECONDS or wanted <= self._buffer_nbytes:
             return ""
         self._advised = True
         size = f"{-(-wanted // 2**30)}GiB"
-        return f"; updates waited {held:.1f} s for it, which --set checkpoint.buffer={size} (host memory) would spare"
+        return f"; updates waited {held:.1f} s for it; --set checkpoint.buffer={size} (host memory) would avoid that"
 
     def _fail(self, writer: Writer, step: int, error: BaseException) -> None:
         self.lost = severed(error, f"checkpoint of step {step}")
         self.failure = f"the checkpoint of step {step} was not written: {describe(error)}"
         if self._rank != 0:
             return
-        if writer.committed:  # a rank was lost before it could hear of it
+        if writer.committed:  # a rank was lost after the commit
             self.saved = step
             self._say(f"checkpoint of step {step} saved: {writer.folder}")
             return
-        with contextlib.suppress(OSError):  # a disk that is gone answers none of this, and the failure is to be told
-            self.folder.sweep()  # under either of its names: on a full disk its space is wanted
+        with contextlib.suppress(OSError):  # a lost disk fails here too; report anyway
+            self.folder.sweep()  # under either of its names, to free its space
             before = [found.step for found in self.folder.committed()]
-            stays = f"that of step {before[0]} stays" if before else "there is none before it"
+            stays = f"that of step {before[0]} is kept" if before else "there is no earlier one"
             free = shutil.disk_usage(self.folder.path).free if self.folder.path.is_dir() else 0
             room = "" if self.lost else f" ({format_bytes(free)} free in {self.folder.path})"
             self._say(f"error: {self.failure}; {stays}{room}")
@@ -167,24 +164,24 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way, or an old checkpoint being removed."""
+        """Whether a save is running, or an old checkpoint is being removed."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Stop until no save is under way."""
+        """Wait until no save is running."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self._engine.updater.before_update = lambda flat: None
 
     def close(self) -> None:
-        """Finish what is under way and give the buffer back."""
+        """Wait for the running save and free the buffer."""
         self.wait()
         self._slots.close()
 
 
 def describe(error: BaseException) -> str:
-    """Return what went wrong, in a line, and on which ranks."""
+    """Return a one-line description of an error, with the ranks it occurred on."""
     if (lost := severed(error)) is not None:
         return f"another rank was lost ({lost.reason})"
     if not isinstance(error, CheckpointException):

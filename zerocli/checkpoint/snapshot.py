@@ -1,13 +1,12 @@
-"""The snapshot: a step's states, read out through a bounded buffer while the next step trains.
+"""The snapshot: a step's states, copied through a bounded buffer while the next step trains.
 
-[Note: copy before update] Only the optimizer's update changes masters and optimizer states, and it changes a unit's at
-a time. So a snapshot copies nothing beforehand. The states pass, in the order of the next update, through slots of a
-fixed buffer, from which they are written to disk; before an update touches a unit, `hold_update` makes it wait until
-that unit has been read. The writer's thread reads, copies off a GPU first of all, as far as the buffer reaches, and in
-few long ones: they run beside compute, but every call of that thread takes the interpreter from training's. With a
-buffer as large as what is written the update finds everything read; with a smaller one the rest of the wait is the
-disk's. Small states that change at other times (buffers of the model, random states, counters) are copied when the
-snapshot is taken.
+[Note: copy before update] Only the optimizer's update changes masters and optimizer states, one unit at a time. So a
+snapshot copies nothing in advance. The states are read, in the order of the next update, into slots of a fixed buffer,
+and written to disk from there; before an update changes a unit, `hold_update` makes it wait until that unit has been
+read. The writer's thread issues copies from a GPU first, as many as the buffer has room for, and in few long ones: they
+overlap with compute, but every call of that thread takes the GIL from training. With a buffer as large as the
+checkpoint, updates do not wait for the disk; with a smaller one they may. Small states that change at other times
+(buffers of the model, random states, counters) are copied when the snapshot is taken.
 """
 
 from __future__ import annotations
@@ -33,34 +32,34 @@ from zerocli.layout.constants import save_slot
 ALIGN = 64
 """Pieces start at multiples of this many bytes within a slot."""
 NUM_UNDER_WAY = 8
-"""Slots that copies are issued for at once: at a full queue the driver would hold up every thread's launches."""
+"""Maximum slots with copies in flight: with a full queue the driver would block every thread's launches."""
 
 
 @dataclass
 class Slot:
-    """Host memory that a batch is read into and written to disk from."""
+    """Host memory into which a batch is read, and from which it is written to disk."""
 
     bytes: torch.Tensor
     waits: list[Wait] = field(default_factory=list)
     """Reads that may still be filling it."""
 
     def wait(self) -> None:
-        """Stop the host until everything asked for has come, or failed; raise the first failure then."""
+        """Wait on the host for all reads; then raise the first failure."""
         failures: list[Exception] = []
         for wait in self.waits:
             try:
                 wait()
             except Exception as error:
-                failures.append(error)  # the others still arrive in this memory
+                failures.append(error)  # the other reads still write to this memory
         self.waits.clear()
         if failures:
             raise failures[0]
 
 
 class Slots:
-    """At most `nbytes` of slots (and never fewer than two), made when first needed and then reused.
+    """At most `nbytes` of slots (but at least two), allocated on first use and then reused.
 
-    The stream that copies into them run on is theirs too: of the few there are, each save would take another.
+    They also own the stream of the copies: torch has few streams, and each save would use another.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -74,11 +73,11 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots made so far."""
+        """Bytes of the slots allocated so far."""
         return sum(pages.nbytes for pages in self._made)
 
     def prepare(self, nbytes: int) -> None:
-        """Make the slots for so many bytes now, as far as they are allowed: to pin memory takes long."""
+        """Allocate the slots for `nbytes` now, up to the limit: pinning memory is slow."""
         self._make(min(self._left, -(-nbytes // self.slot_nbytes)))
 
     def _make(self, count: int) -> None:
@@ -86,17 +85,17 @@ class Slots:
             self._left -= count
             pages = Pages(count * self.slot_nbytes)
             if self._pin:
-                pages.pin(self._registrar)  # refused: copies are slower, nothing else
+                pages.pin(self._registrar)  # if that is refused, copies are only slower
             self._made.append(pages)
             for part in pages.bytes.split(self.slot_nbytes):
                 self._free.put(Slot(part))
 
     def take(self) -> Slot:
-        """Return a slot; wait for one where all are in use."""
+        """Return a slot; wait for one if all are in use."""
         return self.try_take() or self._free.get()
 
     def try_take(self) -> Slot | None:
-        """Return a slot, None where all are in use."""
+        """Return a slot, None if all are in use."""
         if self._free.empty():
             self._make(min(self._left, 1))
         try:
@@ -116,18 +115,18 @@ class Slots:
 
 @dataclass(eq=False)
 class Batch:
-    """Boxes that pass through one slot together: each with its part, and where its bytes begin in the slot."""
+    """Boxes that share one slot: each with its part, and the offset of its bytes in the slot."""
 
     boxes: list[tuple[Part, Box, int]] = field(default_factory=list)
     nbytes: int = 0
     slot: Slot | None = None
-    """Where it is, from when it is read until it is written."""
+    """Its slot, from the read until it is written."""
 
     def owners(self) -> set[int]:
         return {id(part.owner) for part, _, _ in self.boxes if part.owner is not None}
 
     def runs(self) -> Iterator[tuple[Part, int, int, int]]:
-        """Yield (part, first element, begin, end in the slot) of boxes that lie in one array as they do in the slot."""
+        """Yield (part, first element, begin, end in the slot) of boxes contiguous in array and slot."""
         run: tuple[Part, int, int, int] | None = None
         for part, box, at in self.boxes:
             end = at + box.numel * part.dtype.itemsize
@@ -158,7 +157,7 @@ def batches_of(parts: Iterable[Part], slot_nbytes: int) -> Iterator[Batch]:
 
 
 class Snapshot:
-    """The parts of one step and how much of each unit's is still to be read; see [Note: copy before update]."""
+    """The parts of one step, and how much of each unit is not read yet; see [Note: copy before update]."""
 
     def __init__(self, parts: Iterable[Part], device: torch.device, slots: Slots) -> None:
         self.parts = {part.name: part for part in parts}
@@ -171,15 +170,15 @@ class Snapshot:
         self._marks: dict[int, StreamEvent] = {}
         self._device = device
         self.held_seconds = 0.0
-        """How long updates have waited for what was not read yet."""
+        """Seconds that updates have waited for reads."""
 
     @property
     def wanted_nbytes(self) -> int:
-        """The buffer with which no update would wait for the disk."""
+        """Bytes of buffer with which no update would wait for the disk."""
         return len(self.batches) * self._slots.slot_nbytes
 
     def start(self) -> None:
-        """Issue the copies off the GPU that there is a slot for, a few ahead of those that have come."""
+        """Issue the copies from the GPU for which there is a slot, a few ahead of those that are done."""
         under_way: deque[Slot] = deque()
         for batch in self.batches:
             slot = self._slots.try_take() if all(part.source.on_gpu for part, _, _ in batch.boxes) else None
@@ -191,7 +190,7 @@ class Snapshot:
                 under_way.popleft().wait()
 
     def fill(self, batch: Batch) -> Slot:
-        """Return the slot that a batch is in, or on its way to; wait for one where all are in use."""
+        """Return the slot that a batch is read into; wait for one if all are in use."""
         if batch.slot is None:
             self._read(batch, self._slots.take())
         assert batch.slot is not None
@@ -200,19 +199,24 @@ class Snapshot:
     def _read(self, batch: Batch, slot: Slot) -> None:
         batch.slot = slot
         with self._slots.side.run(after=self._start):
-            for part, start, begin, end in batch.runs():  # one by one: should a read fail, those before it arrive still
+            for (
+                part,
+                start,
+                begin,
+                end,
+            ) in batch.runs():  # one by one: if a read fails, the earlier ones are still tracked
                 slot.waits.append(part.source.read(start, slot.bytes[begin:end].view(part.dtype)))
             mark = StreamEvent(self._device)
         with self._changed:
             for owner in batch.owners():
-                # Another tier's transfer has to be waited for; a copy of the device's is ordered by its mark.
+                # A transfer from another tier must be waited for; a copy from the device is ordered by its event.
                 self._waits.setdefault(owner, []).extend(slot.waits)
                 self._marks[owner] = mark
                 self._left[owner] -= 1
             self._changed.notify_all()
 
     def written(self, batch: Batch) -> None:
-        """Take the batch's slot back."""
+        """Free the batch's slot."""
         slot, batch.slot = batch.slot, None
         if slot is not None:
             self._slots.give(slot)
@@ -232,16 +236,16 @@ class Snapshot:
             mark.wait()
             return
         for wait in waits:
-            with contextlib.suppress(Exception):  # the save's failure, not the update's: the writer hears of it
+            with contextlib.suppress(Exception):  # a failure of the save, not of the update: the writer reports it
                 wait()
 
     def let_go(self) -> None:
-        """Hold no update any longer: the writer is through, or has failed."""
+        """Stop holding updates: the writer has finished or failed."""
         with self._changed:
             self._left.clear()
             self._changed.notify_all()
         for batch in self.batches:
             if batch.slot is not None:
-                with contextlib.suppress(Exception):  # a read that failed was told where it was wanted
+                with contextlib.suppress(Exception):  # a failed read was reported where its data were needed
                     batch.slot.wait()
                 self.written(batch)

@@ -1,7 +1,7 @@
-"""Sources: arrays of training state wherever they lie, read into host memory and written from it, span by span.
+"""Sources: arrays of training state on any tier, read into host memory and written from it.
 
-Reads are asked for by the thread that writes a checkpoint while training goes on; what keeps an update from
-overtaking them is `snapshot.Snapshot`.
+The thread that writes a checkpoint issues reads while training continues; `snapshot.Snapshot` keeps updates from
+overwriting what is not read yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zerocli.engine.unit import MASTER, Flat
 from zerocli.layout.shards import Span
 
 Wait = Callable[[], None]
-"""Stops the host until the bytes of a read are there."""
+"""Blocks the host until a read is done."""
 
 
 class Source(ABC):
@@ -25,7 +25,7 @@ class Source(ABC):
 
     dtype: torch.dtype
     on_gpu = False
-    """Whether a read is a copy off the GPU, which costs the host nothing but its issue."""
+    """Whether a read is an asynchronous copy from the GPU."""
 
     @abstractmethod
     def read(self, start: int, target: torch.Tensor) -> Wait:
@@ -33,11 +33,11 @@ class Source(ABC):
 
     @abstractmethod
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Overwrite the array from element `start` on with host memory; it is the caller's again on return."""
+        """Overwrite the array from element `start` on with host memory, which may be reused on return."""
 
 
 class Memory(Source):
-    """An array that torch can address: on the device, or on the host."""
+    """An array in a torch tensor, on the device or the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.dtype, self.on_gpu = tensor, tensor.dtype, tensor.is_cuda
@@ -68,7 +68,7 @@ class Stored(Source):
 
 
 class Recorded(Source):
-    """One array of a record, which lies in it chunk by chunk beside the others."""
+    """One array of a record, which interleaves its arrays in chunks."""
 
     dtype = torch.float32
 
@@ -101,7 +101,7 @@ def _finish(transfers: list[Transfer]) -> None:
 
 
 def source_of(flat: Flat, name: str) -> tuple[Source, Span]:
-    """Return where an array of the flat is (`MASTER`, an optimizer state), and the span of the flat that it covers."""
+    """Return the source of an array of the flat (`MASTER`, an optimizer state), and the span of the flat it covers."""
     if flat.record is not None and name in flat.record.arrays:
         return Recorded(flat.record, name), flat.held
     if name != MASTER:
@@ -112,7 +112,7 @@ def source_of(flat: Flat, name: str) -> tuple[Source, Span]:
 
 
 def parameters_of(flat: Flat) -> Source:
-    """Return where this rank's slice of the parameters is, in the compute dtype."""
+    """Return the source of this rank's slice of the parameters, in the compute dtype."""
     if flat.shard is not None:
         return Memory(flat.shard)
     assert flat.param_store is not None

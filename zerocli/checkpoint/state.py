@@ -1,7 +1,7 @@
-"""What a checkpoint holds of an engine: parts under the model's own names, and values; captured, and restored.
+"""Capture and restore the state of an engine: parts under the model's parameter names, and values.
 
 Names: `parameters/NAME` (the fp32 master, or a frozen parameter as it is), `optimizer/STATE/NAME`, `kept/STATE/NAME` (a
-state of another shape than the parameter's, which every rank has whole), and for what differs between ranks
+state whose shape differs from the parameter's, replicated on every rank), and for what differs between ranks
 `buffers/RANK/NAME` and `random/RANK/WHERE`. None depends on world size, stage, placement or the degree of tensor
 parallelism.
 """
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class Mismatch(Exception):
-    """A checkpoint of another model, or of another optimizer, than the one it is to be loaded into."""
+    """A checkpoint of another model or optimizer than the engine's."""
 
 
 def extent_of(engine: Engine, name: str, shape: tuple[int, ...]) -> Extent:
-    """Return what this rank's parameter is of the whole one: all of it, or its part under tensor parallelism."""
+    """Return which part of the global parameter this rank has: all of it, or its part under tensor parallelism."""
     tp = engine.tensor_parallel
     cut = tp.cuts.get(name)
     if cut is None:
@@ -75,7 +75,7 @@ def _parts(engine: Engine, flat: Flat, array: str, prefix: str) -> Iterator[Part
 
 @functools.lru_cache(maxsize=1 << 16)
 def _boxes_at(extent: Extent, shape: tuple[int, ...], run: Span, at: int) -> tuple[Box, ...]:
-    """Return the boxes of a run that begins at element `at` of its array; a run's saves ask for the same every time."""
+    """Return the boxes of a run that begins at element `at` of its array; cached, as every save asks for the same."""
     return tuple(Box(box.offsets, box.sizes, box.start + at) for box in boxes_of(extent, shape, run))
 
 
@@ -89,7 +89,7 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
     rank = members_of(engine).rank
     parts = list(state_parts(engine))
     buffers = dict(persistent_buffers(engine.model))
-    differs = _differs_from_first(engine, buffers)  # every rank asks, rank 0 too
+    differs = _differs_from_first(engine, buffers)  # collective: every rank calls it, rank 0 too
     if rank == 0 or differs:
         parts += [tensor_part(f"buffers/{rank}/{name}", b.clone()) for name, b in buffers.items() if b.numel()]
     parts += [tensor_part(f"random/{rank}/{where}", state) for where, state in _random_states(engine).items()]
@@ -117,7 +117,7 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
 
 
 def _summary(kept: dict[str, History]) -> dict[str, Any]:
-    """Return counts and scalars: those that most parameters have, and of each that has others its name."""
+    """Return counts and scalars: the most common values, and by name those of parameters that differ."""
     alike: dict[tuple[Any, ...], list[str]] = {}
     for name, history in kept.items():
         alike.setdefault((history.count, tuple(sorted(history.numbers.items()))), []).append(name)
@@ -133,14 +133,14 @@ def _summary(kept: dict[str, History]) -> dict[str, Any]:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that the model counts as state."""
+    """Yield the model's persistent buffers."""
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, nn.Parameter):
             yield name, value
 
 
 def _differs_from_first(engine: Engine, buffers: dict[str, torch.Tensor]) -> bool:
-    """Say whether this rank's buffers (such as running statistics) are not rank 0's. Collective where there are any."""
+    """Return whether this rank's buffers (running statistics) differ from rank 0's. Collective if there are any."""
     if not buffers:
         return False
     digest = hashlib.sha256()
@@ -169,9 +169,9 @@ def _random_states(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Callable[[], None]]]:
-    """Return the parts to fill from a checkpoint, and what is to be done once they are.
+    """Return the parts to fill from a checkpoint, and functions to call once they are filled.
 
-    Raises Mismatch, with every difference, where the checkpoint is of another model or optimizer.
+    Raises Mismatch, with every difference, if the checkpoint is of another model or optimizer.
     """
     parts = {part.name: part for part in state_parts(engine)}
     afterwards: list[Callable[[], None]] = []
@@ -183,7 +183,7 @@ def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Ca
 
     members = members_of(engine)
     mine = f"buffers/{members.rank}/"
-    # A rank that is new, or whose buffers were rank 0's, starts from those.
+    # A new rank, or one whose buffers equalled rank 0's, starts from rank 0's.
     prefix = mine if any(name.startswith(mine) for name in manifest.tensors) else "buffers/0/"
     for name, buffer in persistent_buffers(engine.model):
         if buffer.numel():
@@ -198,18 +198,20 @@ def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Ca
     now = _random_states(engine)
     for where, take in _random_takers(engine).items():
         name = f"random/{members.rank}/{where}"
-        # Among other ranks a saved random state means nothing.
+        # With another number of ranks the saved random states do not apply.
         if name not in manifest.tensors or manifest.values.get("world") != members.world:
             continue
         saved = manifest.tensors[name]
         if (saved.dtype, saved.shape) != (now[where].dtype, tuple(now[where].shape)):
-            raise Damaged(f"its {name} is no random state of this torch's: {list(saved.shape)} of {saved.dtype}")
+            raise Damaged(
+                f"its {name} is not a random state of this version of torch: {list(saved.shape)} of {saved.dtype}"
+            )
         land(name, saved.shape, saved.dtype, take)
     return parts, afterwards
 
 
 def compare(parts: dict[str, Part], manifest: Manifest) -> None:
-    """Raise Mismatch unless the checkpoint holds exactly these tensors, with these shapes, floats where they are."""
+    """Raise Mismatch unless the checkpoint holds exactly these tensors, with these shapes and kinds of dtype."""
     saved = manifest.tensors
     wrong = [
         f"{name} has shape {list(saved[name].shape)} in the checkpoint, {list(part.shape)} here"
@@ -239,12 +241,12 @@ def _listed(names: list[str]) -> str:
 
 
 def restore_values(engine: Engine, values: dict[str, Any]) -> None:
-    """Set the counters of a checkpoint; raise Damaged where they are none."""
+    """Restore the counters of a checkpoint; raise Damaged if they are invalid."""
     try:
         steps, updates, scale = values["steps"], values["updates"], values["loss_scale"]
         _check_numbers(steps, updates, *scale.values())
         if values["precision"] not in PRECISIONS:
-            raise ValueError(f"precision {str(values['precision'])[:40]!r} is none")
+            raise ValueError(f"precision {str(values['precision'])[:40]!r} is unknown")
         if steps < 0 or not 0 <= updates <= steps or scale["scale"] < 0:
             raise ValueError(f"{updates} updates in {steps} steps, loss scale {scale['scale']}")
         engine.steps = int(steps)
@@ -265,9 +267,9 @@ def _check_numbers(*numbers: Any) -> None:
 
 
 def restore_histories(engine: Engine, values: dict[str, Any], tensors: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Set what the optimizer keeps of each parameter beside its arrays; raise Damaged where it is malformed.
+    """Restore the optimizer's per-parameter values other than arrays; raise Damaged if they are malformed.
 
-    A checkpoint from before parameters were counted one by one has the number of updates for all of them.
+    Older checkpoints have one number of updates for all parameters.
     """
     try:
         saved, updates = values["optimizer"], values["updates"]
@@ -287,7 +289,7 @@ def restore_histories(engine: Engine, values: dict[str, Any], tensors: dict[str,
 
 @torch.no_grad()
 def spread(engine: Engine) -> None:
-    """After every rank has filled the slices it owns: fill what follows from them, wherever it lies. Collective."""
+    """Fill what depends on the slices that ranks own, after every rank has loaded its slices. Collective."""
     for flat in engine.flats():
         if flat.trainable:
             _spread_held(engine, flat)
@@ -298,7 +300,7 @@ def spread(engine: Engine) -> None:
 
 
 def _spread_held(engine: Engine, flat: Flat) -> None:
-    """Where every rank keeps all optimizer states, get the other ranks' slices of them."""
+    """Gather the other ranks' slices of optimizer states if every rank keeps all of them."""
     if flat.held == flat.own:
         return
     for array in (flat.master, *flat.states.values()):
@@ -307,7 +309,7 @@ def _spread_held(engine: Engine, flat: Flat) -> None:
 
 
 def _spread_parameters(flat: Flat) -> None:
-    """Round the master to the parameters, chunk by chunk, where they are not the same memory."""
+    """Round the master to the parameters, in chunks, unless they are the same memory."""
     if flat.dtype == torch.float32:
         return
     master, covered = source_of(flat, MASTER)
@@ -319,4 +321,4 @@ def _spread_parameters(flat: Flat) -> None:
 
 
 CHUNK_NUMEL = 4 << 20
-"""Elements of the master that pass through host memory at a time."""
+"""Elements of the master in host memory at a time."""

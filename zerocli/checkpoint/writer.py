@@ -1,10 +1,10 @@
 """The writer: DCP's storage for saving. Every rank streams its own boxes into one file; rank 0 commits the manifest.
 
-Order of a save, which is what makes it whole or absent: each rank writes and syncs its file in `step-N.tmp`; when all
+The order of operations makes a save whole or absent: each rank writes and syncs its file in `step-N.tmp`; when all
 have, rank 0 writes and syncs `manifest.json.part` beside them, renames the folder to `step-N`, and last of all renames
-the manifest, which commits it. Whatever happens before that leaves a folder that no reader takes for a checkpoint. One
-of the same step, if there is one, is set aside just before; should the new one never be committed, `Folder.recover`
-puts it back.
+the manifest, which commits it. A failure before that leaves a folder that readers do not accept as a checkpoint. An
+existing checkpoint of the same step is set aside just before; if the new one is never committed, `Folder.recover`
+restores it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from zerocli.files import DirectFile, pwrite_all
 from zerocli.regular_files import remove, sync_folder
 
 NUM_THREADS = 8
-"""Slots that are hashed and written at once: about half of them keep a fast disk busy while the others are hashed."""
+"""Slots processed concurrently: about half keep a fast disk busy while the others are hashed."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a box went."""
+    """Where a box was written."""
 
     file: str
     position: int
@@ -47,7 +47,7 @@ class Placed:
 
 
 class Writer(StorageWriter):
-    """Writes one checkpoint into `folder`, by way of `folder`.tmp."""
+    """Writes one checkpoint to `folder`, through `folder`.tmp."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class Writer(StorageWriter):
         self._values, self._step, self._events = values, step, events
         self._name = f"rank-{rank:05d}.bin"
         self.committed = False
-        """Whether the checkpoint is there, whatever happens next; rank 0 knows."""
+        """Whether the checkpoint is committed; valid on rank 0."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # The copies come before all else, for the next update waits for them; and here, where DCP tells the other
-        # ranks of a failure.
+        # Copies are issued first, as the next update waits for them; and here, because DCP reports a failure here
+        # to the other ranks.
         with self._progress.by_itself("read"):
             self._snapshot.start()
         if is_coordinator:
@@ -84,15 +84,15 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # The coordinator alone comes here, once every rank has planned and before any writes.
+        # Only the coordinator calls this, after every rank has planned and before any writes.
         with self._progress.by_itself("planning"):
-            self.aside.mkdir()  # and none above it: a run folder that was removed is not made anew
+            self.aside.mkdir()  # without parents: do not recreate a run folder that was removed
         return plans
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """Write the plan's boxes, in the order of the next update; return once they are on the disk."""
         self._progress.arrived()
-        # Of what several ranks hold, the plan leaves all but one of them out.
+        # Of boxes that several ranks hold, the plan keeps only one.
         planned = {(item.index.fqn, tuple(item.index.offset or ())): item for item in plan.items}
         done: Future[list[WriteResult]] = Future()
         with self._progress.by_itself("write"):
@@ -113,7 +113,7 @@ class Writer(StorageWriter):
                     self._progress.move()
                     results.append(threads.submit(self._flush, file, at, batch, planned))
                     at += round_up(batch.nbytes, PAGE_NBYTES)
-                    for future in results:  # a full disk ends it now, not after every batch has failed
+                    for future in results:  # stop at the first failure, such as a full disk
                         if future.done():
                             future.result()
             written = [result for future in results for result in future.result()]
@@ -149,7 +149,7 @@ class Writer(StorageWriter):
             self._snapshot.written(batch)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit: every rank's bytes are on the disk by now."""
+        """Commit; every rank's bytes are on disk by now."""
         with self._progress.by_itself("commit"):
             self._commit(metadata, results)
 
@@ -164,7 +164,7 @@ class Writer(StorageWriter):
             name, offsets, placed = result.index.fqn, tuple(result.index.offset or ()), result.storage_data
             piece = Piece(offsets, chunks[name][offsets], placed.file, placed.position, placed.sha256)
             tensors[name].pieces.append(piece)
-        # A file system may keep files of its own there (.nfs...), which no reader would take.
+        # A file system may have its own files there (.nfs...), which readers would refuse.
         names = [name for name in os.listdir(self.aside) if manifests.FILE.fullmatch(name)]
         files = {name: (self.aside / name).stat().st_size for name in names}
         data = manifests.encode(Manifest(self._step, tensors, files, self._values))
@@ -177,7 +177,7 @@ class Writer(StorageWriter):
             os.close(fd)
         sync_folder(self.aside)
         replaced = self.folder.with_name(self.folder.name + OLD)
-        if os.path.lexists(self.folder):  # of the same step: it goes once this one is there, or else comes back
+        if os.path.lexists(self.folder):  # of the same step: removed after the commit, or restored
             remove(replaced)
             self.folder.rename(replaced)
         self._events.save("rename")
@@ -196,7 +196,7 @@ class Writer(StorageWriter):
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it that are missing, and have their names on the disk."""
+    """Create a folder and its missing parents, and sync their names to disk."""
     if not path.exists():
         make_folder(path.parent)
         path.mkdir()

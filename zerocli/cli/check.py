@@ -1,4 +1,4 @@
-"""`zerocli check`: reads the flags, starts the ranks (anew where a row ended them), and shows what they found."""
+"""`zerocli check`: reads the flags, starts the ranks (again if a row ended them), and prints the results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zerocli.worker import die_with_parent, worker_environment
 
 STEPS = 3
 LARGEST = {"train.batch": 2, "train.seq": 128}
-"""What a check takes of these unless told: differences show in little data as well as in much."""
+"""Maximum sizes unless the user sets them: little data shows differences as well as much."""
 CHECKLIST, RESULTS = "checklist.json", "results.jsonl"
 KEYS = {
     "nvme_path": "offload.nvme_path",
@@ -100,7 +100,7 @@ def command(
 
 
 def _smaller(config: configs.Config, sets: tuple[str, ...], flags: dict[str, Any]) -> configs.Config:
-    """Return the config with less data a step, unless the user said how much."""
+    """Return the config with less data per step, unless the user set the amount."""
     said = {text.partition("=")[0].strip() for text in sets} | {
         key for key, value in flags.items() if value is not None
     }
@@ -115,7 +115,7 @@ def _smaller(config: configs.Config, sets: tuple[str, ...], flags: dict[str, Any
 
 
 def _refuse(config: configs.Config, offloads: tuple[str, ...]) -> None:
-    """Raise UserError for placements that no stage takes, and for masks that cannot be the same."""
+    """Raise UserError for placements that no stage allows, and for dropout masks that cannot be equal."""
     for text in offloads:
         configs.refuse_placement(text)
     if config.parallel.tp > 1 and config.model.dropout > 0:
@@ -128,7 +128,7 @@ def _refuse(config: configs.Config, offloads: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def _folder(worker: bool) -> Iterator[Path]:
-    """Give the check's folder: that of the process that started this rank, or a temporary one."""
+    """Yield the check's folder: that of the process that started this rank, or a temporary one."""
     if worker and "ZEROCLI_PARENT" in os.environ:
         yield Path(os.environ["ZEROCLI_RUN_DIR"])
         return
@@ -146,7 +146,7 @@ def _folder(worker: bool) -> Iterator[Path]:
 def _choose(
     config: configs.Config, stages: tuple[int, ...], offloads: tuple[str, ...], folder: Path, given: dict[str, Any]
 ) -> tuple[configs.Config, Checklist, int]:
-    """Return the config, the rows that this machine allows, and the number of ranks; each choice is said."""
+    """Return the config, the rows that this machine allows, and the number of ranks; print each choice."""
     num_gpus = len(machine.gpus())
     num_ranks, reason = launch.choose_ranks(config.parallel.ranks, config.parallel.tp, num_gpus)
     first = os.environ.get("RANK", "0") == "0"
@@ -187,7 +187,7 @@ def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, 
 
 
 def _fits(config: configs.Config, num_gpus: int, needed: dict[str, int]) -> None:
-    """Raise UserError, exit code 3, where the unsharded run has no room."""
+    """Raise UserError, with exit code 3, if the unsharded run does not fit."""
     has = {"dram": machine.memory().available, "hbm": min((gpu.nbytes for gpu in machine.gpus()), default=0)}
     for tier, what in (("hbm", "GPU memory"), ("dram", "host memory")):
         if needed[tier] > has[tier]:
@@ -219,9 +219,9 @@ def _with_disk(config: configs.Config, folder: Path, numel: int, tell: Any) -> t
 
 
 def _launch(checklist: Checklist, folder: Path, num_ranks: int, words: list[str], as_json: bool) -> int | None:
-    """Run the ranks until each row has a result; return the exit code of ranks that could not even begin, else None.
+    """Run the ranks until each row has a result; return an exit code if they could not start, else None.
 
-    A row that ends its ranks (a crash, or one of them fails alone) is an error, and new ranks go on behind it.
+    A row that ends its ranks (a crash, or a failure of one rank) is an error; new ranks continue after it.
     """
     todo = checklist
     while todo.first < len(checklist.rows):
@@ -230,7 +230,7 @@ def _launch(checklist: Checklist, folder: Path, num_ranks: int, words: list[str]
         job = Job([sys.executable, "-m", "zerocli", *words], num_ranks, folder)
         code = job.run()
         entries = _entries(folder)
-        if len(entries) == before:  # not even the unsharded run
+        if len(entries) == before:  # the unsharded run itself failed
             job.report()
             return code or FAILURE
         done = [entry["row"] for entry in entries if "row" in entry]
@@ -250,7 +250,7 @@ def _launch(checklist: Checklist, folder: Path, num_ranks: int, words: list[str]
 def _be_rank(
     config: configs.Config, checklist: Checklist, folder: Path, given: dict[str, Any], alone: bool = False
 ) -> int:
-    """Be one rank; rank 0 shows each row as it ends. `alone`: nobody reads the folder, so it shows the rest as well."""
+    """Run as one rank; rank 0 prints each row as it ends, and with `alone` also the verdict."""
     from zerocli.check import ranks
 
     if not config.offload.nvme_path:
@@ -283,7 +283,7 @@ def _tokens(config: configs.Config) -> str:
 
 
 def _show(config: configs.Config, checklist: Checklist, folder: Path, as_json: bool) -> int:
-    """Show the verdict; return the exit code."""
+    """Print the verdict; return the exit code."""
     about = next(entry for entry in _entries(folder) if "row" not in entry)
     results = _results(folder)
     _print("\n".join(table.closing(checklist, about, results)), as_json)

@@ -1,4 +1,4 @@
-"""`zerocli configs`: the bundled configs, to read, to copy and to change."""
+"""`zerocli configs`: list, show and copy the bundled configs."""
 
 from __future__ import annotations
 

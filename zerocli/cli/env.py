@@ -1,4 +1,4 @@
-"""`zerocli env`: this machine, its memory tiers and its limits; with `--bench`, what the tiers deliver."""
+"""`zerocli env`: this machine, its memory tiers and its limits; with `--bench`, the tiers' bandwidths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zerocli fit`: will it fit, on which stage and tiers, and what is the fastest way that does."""
+"""`zerocli fit`: whether a model fits, at which stages and placements, and which is fastest."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     """Needs no GPU and trains nothing: says whether MODEL fits, on which stage and tiers, and what is fastest.
 
     MODEL is a bundled name, a .toml, a Hugging Face config.json, package.module:factory, or a count such as 7.5B, for
-    which only model states can be known. Device memory is a GPU's; host memory and disks are a node's. Times are
+    which only model states can be known. Device memory is per GPU; host memory and disk space are per node. Times are
     estimates. Exit code 0: it fits, 3: it does not.
 
     --set also takes what a process needs beside the model (runtime.context=600MiB) and rates of the machine
@@ -93,7 +93,7 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
 
 
 def _on_saves(saved: Row) -> str:
-    """Say how the verdict takes the run folder."""
+    """Return notes on how the verdict counts the run folder."""
     size = format_bytes(saved.nbytes)
     if saved.tier == SHARED:
         return f"saved checkpoints: up to {size} in the run folder, which all nodes share; no tier counts them"
@@ -104,7 +104,7 @@ def _on_saves(saved: Row) -> str:
 
 
 def _flags(given: Mapping[str, Any]) -> dict[str, object]:
-    """Return the config keys that flags set; ranks are the machine's matter and checked there."""
+    """Return the config keys that flags set; ranks are checked with the machine."""
     flags = {"train.batch": given["batch"], "train.seq": given["seq"], "train.precision": given["precision"]}
     return {**flags, "offload.placement": given["offload"]}
 
@@ -131,7 +131,7 @@ def _split_sets(sets: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, int],
 
 
 def _rate(flag: str, text: str) -> float:
-    """Return a rate in GB/s (tflops: TFLOPS; adam: billions of parameters a second)."""
+    """Return a rate in GB/s (tflops: TFLOPS; adam: billions of parameters per second)."""
     try:
         rate = float(text)
     except ValueError as error:
@@ -152,7 +152,7 @@ def _size(flag: str, text: str, zero: bool = False) -> int:
 
 
 def choose_hardware(given: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
-    """Return the machine to plan for, and what was assumed of it."""
+    """Return the machine to plan for, and notes about assumptions."""
     notes = []
     if given["hardware"]:
         hardware = preset(given["hardware"])
@@ -179,7 +179,7 @@ def choose_hardware(given: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
 def choose_setup(
     source: Source, given: Mapping[str, Any], hardware: Hardware, runtime: dict[str, int]
 ) -> tuple[Setup, list[str]]:
-    """Return the setup that config and flags give, and what was assumed."""
+    """Return the setup from config and flags, and notes about assumptions."""
     notes = []
     ranks, tp = given["ranks"], given["tp"] if given["tp"] is not None else source.config.parallel.tp
     if ranks is None:
@@ -212,7 +212,7 @@ def _model(source: Source, traced: bool, setup: Setup, stages: tuple[int, ...], 
 
 
 def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Model:
-    """Run the model once for each way of training that the stages differ in."""
+    """Trace the model once for each kind of step that the stages have."""
     shape = source.shape
     built_in = model_of(shape) if shape is not None else None
     if not source.factory and built_in is None:
@@ -230,7 +230,7 @@ def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Mode
 
         return build(built_in, shape.positions or setup.seq, "meta")
 
-    # Wherever states rest, a step moves the same.
+    # The placement of states does not change the temporary memory of a step.
     alike = dataclasses.replace(setup, offload=Placement(), recompute=setup.recomputes)
     return trace(source.name, make, [dataclasses.replace(alike, stage=stage) for stage in stages])
 

@@ -70,7 +70,9 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
 
 @click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--debug", is_flag=True, help="Show tracebacks (also: ZEROCLI_DEBUG=1).")
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show it.")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
+)
 @click.pass_context
 def group(ctx: click.Context, debug: bool) -> None:
     """Train models with ZeRO: optimizer states, gradients and parameters partitioned over ranks.
@@ -78,7 +80,7 @@ def group(ctx: click.Context, debug: bool) -> None:
     `zerocli train` alone trains a small model on this machine.
     """
     if debug:
-        os.environ["ZEROCLI_DEBUG"] = "1"  # the environment, so that the ranks hear of it
+        os.environ["ZEROCLI_DEBUG"] = "1"  # in the environment, so that the ranks see it
     allocator.choose()
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -90,13 +92,13 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code; every failure has been told to the user by then."""
+    """Run the program and return its exit code; every failure has been reported to the user by then."""
     console.open_standard_streams()
     try:
         result = group.main(args, prog_name="zerocli", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else OK
-    except BrokenPipeError:  # whoever read our output has read enough (`| head`)
+    except BrokenPipeError:  # the reader of our output has ended (`| head`)
         console.silence_stdout()
         return FAILURE
     except (KeyboardInterrupt, click.Abort):
@@ -113,7 +115,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except OSError as error:
         if _wants_traceback() or not error.strerror:
             return _fail(_describe_bug(error), FAILURE)
-        return _fail(describe(*_about(error)), FAILURE)  # a disk's doing, or its owner's
+        return _fail(describe(*_about(error)), FAILURE)  # a full or failing disk, or permissions
     except Exception as error:
         return _fail(_describe_bug(error), FAILURE)
 
@@ -125,7 +127,7 @@ def describe(message: str, hint: str | None = None) -> str:
 
 
 def _about(error: OSError) -> tuple[str, str]:
-    """Return the fact and the hint of what the system refused."""
+    """Return the message and the hint for an error of the operating system."""
     where = f"{error.filename}: " if error.filename else ""
     hint = ""
     if error.errno == errno.EMFILE:
@@ -141,7 +143,7 @@ def _describe_bug(error: Exception) -> str:
 
 
 def _own_traceback(error: Exception) -> str:
-    """Return the traceback from the command on: the frames above it are ours and click's, the same every time."""
+    """Return the traceback from the command on, without the frames of this module and click."""
     frame = error.__traceback__
     while frame and frame.tb_next and frame.tb_frame.f_globals.get("__name__", "").startswith((__name__, "click.")):
         frame = frame.tb_next
@@ -165,5 +167,5 @@ def _wants_traceback() -> bool:
 
 
 def _is_rank() -> bool:
-    """Say whether this process is one rank of a run: the traceback of a rank is always wanted."""
+    """Return whether this process is one rank of a run: tracebacks of ranks are always shown."""
     return "RANK" in os.environ

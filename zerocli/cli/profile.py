@@ -1,4 +1,4 @@
-"""`zerocli profile`: where the bytes and the seconds of a run go, predicted beside measured."""
+"""`zerocli profile`: the memory and time of a run, predicted and measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zerocli.run import launch
 from zerocli.worker import die_with_parent, worker_environment
 
 STEPS = 6
-"""Steps of a profile that is not told how many: in two memory is followed, the others are timed."""
+"""Default number of steps: memory is followed in two, the others are timed."""
 
 
 @click.command()
@@ -29,7 +29,7 @@ STEPS = 6
 @click.argument("other", metavar="[RUN]", required=False)
 @click.option("--run-dir", metavar="DIR", help="Folder of this run; by default runs/<config>-<time>.")
 @click.option("--init-from", metavar="DIR", help="Start from the weights in DIR (safetensors), such as an export.")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of --run-dir, or of the newest run.")
+@click.option("--resume", is_flag=True, help="Resume from the newest checkpoint of --run-dir, or of the newest run.")
 @click.option("--check", type=click.IntRange(0), default=0, metavar="N", help="As in train; profiles those N steps.")
 @click.option("--dry-run", is_flag=True, help="Show what is predicted; run nothing.")
 @click.option("--html", metavar="FILE", help="Write one page to look at in a browser; needs no network.")
@@ -63,7 +63,7 @@ def _check_writable(path: str, flag: str) -> None:
 
 
 def _refuse_changes(ctx: click.Context, run: str) -> None:
-    """Refuse what would change a run that is over: it would go unheard."""
+    """Refuse flags that would change a finished run: they would have no effect."""
     shown = {"source", "other", "html", "trace_file", "snapshot", "json"}
     given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     names = [name if name != "sets" else "set" for name in given if name not in shown]
@@ -118,7 +118,7 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
         flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
     if resume and run_dir and ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
         source = own_config(run_dir, source)
-        ctx.params["source"] = source  # the ranks are told of it, not of the default
+        ctx.params["source"] = source  # passed to the ranks instead of the default
     config = configs.load(source, sets=sets, flags=flags)
     configs.refuse_placement(config.offload.placement, config.zero.stage)
     fresh = run_dir is None and not resume
@@ -142,10 +142,9 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
 
 
 def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
-    """Show what the plan says; needs no torch."""
+    """Print the plan; needs no torch."""
     from zerocli.plan.inputs import plan_config
     from zerocli.profile import table
-    from zerocli.profile.ledger import TIERS
 
     if worker and os.environ.get("RANK", "0") != "0":
         return OK
@@ -158,7 +157,7 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
     document = {
         "schema": 1,
         "rows": table.planned(plan),
-        "peak": {tier: {"predicted": plan.needed(tier), "measured": None} for tier in TIERS},
+        "peak": {tier: {"predicted": plan.needed(tier), "measured": None} for tier in plan.tiers},
         "step": {"seconds": None, "compute": None, "wait": None},
     }
     show(json.dumps(document) if as_json else "\n".join(table.dry(document)))

@@ -1,4 +1,4 @@
-"""`zerocli train`: reads the flags, decides whether this process starts the ranks or is one, and hands over."""
+"""`zerocli train`: reads the flags, decides whether this process starts the ranks or is one, and runs it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ KEYS = {
 
 
 def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command CONFIG, the flags that set config keys, and `--set`."""
+    """Add CONFIG, the flags that set config keys, and `--set` to a command."""
     decorators = [
         click.argument("source", metavar="[CONFIG]", default="tiny"),
         click.option(
@@ -71,7 +71,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @config_options
 @click.option("--run-dir", metavar="DIR", help="Folder of this run; by default runs/<config>-<time>.")
 @click.option("--init-from", metavar="DIR", help="Start from the weights in DIR (safetensors), such as an export.")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of --run-dir, or of the newest run.")
+@click.option("--resume", is_flag=True, help="Resume from the newest checkpoint of --run-dir, or of the newest run.")
 @click.option(
     "--check", type=click.IntRange(0), default=0, metavar="N", help="Compare N steps with unsharded training."
 )
@@ -90,7 +90,7 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
         flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
     if given["resume"] and run_dir and ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
         source = own_config(run_dir, source)
-        ctx.params["source"] = source  # the ranks are told of it, not of the default
+        ctx.params["source"] = source  # passed to the ranks instead of the default
     config = configs.load(source, sets=sets, flags=flags)
     configs.refuse_placement(config.offload.placement, config.zero.stage)
 
@@ -127,7 +127,7 @@ def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, s
 
 
 def arguments(ctx: click.Context) -> list[str]:
-    """Return the command line as it was resolved, without `--ranks`: whoever starts the ranks knows their number."""
+    """Return the resolved command line without `--ranks`: each launcher sets the number of ranks itself."""
     words: list[str] = []
     for param in ctx.command.params:
         value = ctx.params.get(str(param.name))
@@ -145,11 +145,11 @@ def arguments(ctx: click.Context) -> list[str]:
 
 
 def default_run_dir(name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return runs/<name>-<what>: the job's id where all ranks know it, so that they agree, and the time otherwise."""
+    """Return runs/<name>-<id>, the same on all ranks: the job's id if there is one, else the time."""
     job = environ.get("SLURM_JOB_ID") if "SLURM_PROCID" in environ else None
     run = environ.get("TORCHELASTIC_RUN_ID", "none")
     if run != "none":
-        # `torchrun --standalone` makes up a UUID: its first group is enough to tell runs apart.
+        # `torchrun --standalone` makes a UUID: its first group is enough to distinguish runs.
         uuid = re.fullmatch(r"([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}", run)
         mark = f"run{uuid[1] if uuid else re.sub(r'[^A-Za-z0-9_]+', '_', run)}"
     elif job:
@@ -160,14 +160,14 @@ def default_run_dir(name: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def own_config(run_dir: str, default: str) -> str:
-    """Return the config that the run in a folder was started with, for a `--resume` that names none.
+    """Return the config that the run in a folder was started with, for a `--resume` without CONFIG.
 
-    Where its file is gone and a checkpoint is there, the checkpoint's is written again; but never one that names code.
+    If its file is missing, it is restored from a checkpoint, unless it names code.
     """
     path = Path(run_dir, "config.json").absolute()
     found = [] if path.is_file() else Folder(Path(run_dir, "checkpoints")).committed()
     if found:
-        from zerocli.checkpoint.manifest import Damaged, Unreadable, read  # with torch: not for every start
+        from zerocli.checkpoint.manifest import Damaged, Unreadable, read  # imports torch
         from zerocli.regular_files import write_text
 
         for each in found:
@@ -175,13 +175,13 @@ def own_config(run_dir: str, default: str) -> str:
                 config = read(each.path).values.get("config")
                 if isinstance(config, dict) and not dict(config.get("model") or {}).get("factory"):
                     write_text(path, json.dumps(config, indent=2) + "\n")
-                    say(f"{path} is gone: written again from the checkpoint of step {each.step}")
+                    say(f"{path} is missing: restored from the checkpoint of step {each.step}")
                     break
     return str(path) if path.is_file() else default
 
 
 def newest_run(name: str) -> str:
-    """Return the folder of the newest run of `name` with a checkpoint, for a `--resume` that names no folder."""
+    """Return the folder of the newest run of `name` with a checkpoint, for a `--resume` without a folder."""
     pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6}(-\d+)?|job\w+|run\w+)")
     folders = [each for each in Path(RUNS).glob("*") if pattern.fullmatch(each.name) and has_checkpoint(each)]
     if not folders:
@@ -193,9 +193,9 @@ def newest_run(name: str) -> str:
 
 
 def was_restarted(run_dir: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Say whether torchrun or SLURM started this run anew and there is a checkpoint to go on from.
+    """Return whether torchrun or SLURM restarted this run and there is a checkpoint to resume from.
 
-    torchrun counts a restart after a failure, but none when a node joins: then it is known by the job's own name.
+    torchrun counts restarts after a failure, but not after a node joins: those are recognised by the job's name.
     """
     restarts = [environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
     job, before = job_name(environ), Path(run_dir, launch.JOB_FILE)
@@ -204,5 +204,5 @@ def was_restarted(run_dir: str, environ: Mapping[str, str] = os.environ) -> bool
 
 
 def has_checkpoint(run_dir: str | os.PathLike[str]) -> bool:
-    """Say whether anything was saved in `run_dir`; whether it is whole is for the reader of checkpoints to say."""
+    """Return whether anything was saved in `run_dir`, whole or not."""
     return bool(Folder(Path(run_dir, "checkpoints")).committed())

@@ -18,7 +18,7 @@ from zerocli.config.schema import (
     TrainConfig,
     ZeroConfig,
 )
-from zerocli.config.sharding import Sharding, arguments_of, sharding_of
+from zerocli.config.sharding import Sharding, arguments_of, num_micro_steps, sharding_of
 
 __all__ = [
     "FIELDS",
@@ -39,6 +39,7 @@ __all__ = [
     "bundled",
     "from_dict",
     "load",
+    "num_micro_steps",
     "placement_at",
     "read_placement",
     "refuse_placement",

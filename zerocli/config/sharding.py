@@ -22,7 +22,9 @@ from zerocli.config.schema import (
     TrainConfig,
     ZeroConfig,
 )
+from zerocli.errors import UserError
 from zerocli.layout.flats import Sizing
+from zerocli.layout.sizes import count_of
 from zerocli.layout.stage import stage as stage_of
 
 
@@ -125,3 +127,18 @@ def arguments_of(config: OptimizerConfig) -> dict[str, Any]:
         "sgd": {"momentum": config.momentum},
     }
     return {**own.get(config.name.lower(), {}), **config.options}
+
+
+def num_micro_steps(train: TrainConfig, ranks: int, tp: int) -> int:
+    """Return the micro-steps of a step on `ranks` ranks; UserError if a global batch is not divisible into them."""
+    if not train.global_batch:
+        return train.accumulate
+    replicas = max(1, ranks // max(1, tp))
+    each = train.batch * replicas
+    if train.global_batch % each:
+        what = count_of(replicas, "rank" if tp == 1 else "data-parallel rank")
+        raise UserError(
+            f"global batch {train.global_batch} is not a multiple of batch {train.batch} x {what} = {each}",
+            hint=f"--set train.global_batch={max(1, round(train.global_batch / each)) * each}",
+        )
+    return train.global_batch // each

@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; one matmul makes queries, keys and values."""
+    """Causal self-attention; one matmul computes queries, keys and values."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         self.head_dim = config.hidden // config.heads
         self.dropout = config.dropout
         self.masks: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        """Surrounds dropout inside the heads, where ranks that each have some of them draw their own."""
+        """Context for dropout inside the heads: under tensor parallelism each rank draws its own masks there."""
         qkv_width = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = Linear(config.hidden, qkv_width, config.bias)
         self.out = Linear(config.hidden, config.hidden, config.bias, residual_std(config.layers))
@@ -111,5 +111,5 @@ def _norm(config: ModelConfig) -> nn.LayerNorm:
 
 
 def _dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """Return x with dropout while training; a probability of 0 launches nothing."""
+    """Return x with dropout while training; a probability of 0 launches no kernel."""
     return F.dropout(x, p) if p > 0 and training else x

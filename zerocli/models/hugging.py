@@ -1,7 +1,7 @@
-"""The names and layouts that Hugging Face gives the weights of the two families, beside ours.
+"""Hugging Face's names and layouts for the weights of the two families, mapped to ours.
 
-Ours fuse queries, keys and values (and a SwiGLU's gate and up) into one matrix, theirs are apart: rows of one are the
-whole of another. Their GPT-2 keeps matrices transposed. (No torch: names and integers only.)
+We fuse queries, keys and values (and a SwiGLU's gate and up) into one matrix, which Hugging Face keeps separate: a
+range of rows of ours is one tensor there. Their GPT-2 keeps matrices transposed. (No torch: names and integers only.)
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from zerocli.config import ModelConfig
 
 @dataclass(frozen=True)
 class Mapping:
-    """One of our parameters as Hugging Face has it: one after another, the tensors that its rows are split into."""
+    """One of our parameters and the Hugging Face tensors that its rows are split into, in order."""
 
     ours: str
     theirs: tuple[str, ...]
     rows: tuple[int, ...] = ()
-    """Rows of each; empty where it is one tensor."""
+    """Rows of each; empty if there is only one tensor."""
     transposed: bool = False
     leading: bool = False
     """Whether a model may take the first rows of a longer tensor (positions)."""
 
 
 def known(model: ModelConfig) -> str:
-    """Return why Hugging Face has no such model; an empty text where it has."""
+    """Return why Hugging Face has no such model; empty if it has."""
     if model.factory:
-        return f"{model.factory} is no built-in family"
+        return f"{model.factory} is not a built-in family"
     if model.family == "gpt2" and model.kv_heads not in (0, model.heads):
         return "its GPT-2 has as many heads of keys and values as of queries"
     return ""
 
 
 def mappings(model: ModelConfig) -> Iterator[Mapping]:
-    """Yield each of our parameters with its names and layout there."""
+    """Yield each of our parameters with its Hugging Face names and layout."""
     yield from _gpt2(model) if model.family == "gpt2" else _llama(model)
 
 
 def absent(model: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Yield (name, elements) of biases that Hugging Face has and a model without biases has not: zeros."""
+    """Yield (name, elements) of biases that exist in Hugging Face but not in a model without biases: zeros."""
     if model.family != "gpt2" or model.bias:
         return
     width = model.mlp_hidden or 4 * model.hidden
@@ -92,7 +92,7 @@ def _llama(model: ModelConfig) -> Iterator[Mapping]:
 
 
 def mlp_width(model: ModelConfig) -> int:
-    """Return the width inside a Llama's MLP, as the model itself has it."""
+    """Return the hidden width of a Llama's MLP, as the model computes it."""
     return model.mlp_hidden or -(-8 * model.hidden // (3 * 256)) * 256
 
 

@@ -21,7 +21,7 @@ class Llama(Decoder):
 
     def __init__(self, config: ModelConfig, seq: int) -> None:
         embed = Embedding(config.vocab, config.hidden)
-        # One pair of tables serves all layers; each holds the module, so that a block is complete by itself.
+        # All layers share one pair of tables; each holds the module, so that a block is complete by itself.
         rotary = Rotary(seq, config.hidden // config.heads, config.rope_theta)
         blocks: list[nn.Module] = [Block(config, rotary) for _ in range(config.layers)]
         tied = embed.weight if config.tie else None
@@ -113,7 +113,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))`, where one matmul makes gate and up."""
+    """SwiGLU: `down(silu(gate(x)) * up(x))`, where one matmul computes gate and up."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ Memory of a call, in bytes, for a chunk of c tokens (`chunk_tokens`), a padded v
     c*P*(b + 4) in bf16 or fp16, c*P*4 in fp32    a chunk's logits, freed before the forward pass returns
     N*H*b + V*H*4                                 the two gradients, kept until backward
 
-Where the vocabulary is split over ranks, V and P are a rank's part of it. Ranks then exchange three numbers a token
+If the vocabulary is split over ranks, V and P are a rank's part of it. Ranks then exchange three numbers per token
 (the highest logit; the sum and the target's logit together) and sum the gradient of x.
 """
 
@@ -29,15 +29,15 @@ from zerocli.engine.events import RUNNING
 from zerocli.layout.constants import chunk_tokens, padded_vocab
 
 IGNORED = -100
-"""A target of this value, which is negative, takes no part in the loss."""
+"""A target of this (negative) value is ignored in the loss."""
 
 
 class Part(Protocol):
-    """A run of the vocabulary, beginning with token `first`, and the exchange with the ranks that have the others."""
+    """A range of the vocabulary that begins with token `first`, and the exchange with the other ranks."""
 
     first: int
     last: bool
-    """Whether it is the last run: a target beyond the vocabulary is an error there."""
+    """Whether it is the last range: a target beyond the vocabulary is an error there."""
 
     def max_(self, tensor: Tensor) -> Tensor: ...
     def sum_(self, tensor: Tensor) -> Tensor: ...
@@ -48,7 +48,7 @@ _chunks_of = ""
 
 @contextlib.contextmanager
 def chunks_of(device_type: str) -> Iterator[None]:
-    """While the body runs, chunks are as long as on this type of device, wherever the tensors are."""
+    """While the body runs, use the chunk size of this type of device, wherever the tensors are."""
     global _chunks_of
     outer, _chunks_of = _chunks_of, device_type
     try:
@@ -68,10 +68,10 @@ def linear_cross_entropy(
     backward scales the gradients in place.
     """
     chunk = chunk or chunk_tokens(weight.shape[0], _chunks_of or x.device.type)
-    # Grad mode is always off inside forward, so it is asked for here.
+    # Grad mode is always off inside forward, so it is queried here.
     with_grad = torch.is_grad_enabled()
     given = (x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), chunk, part, with_grad)
-    if RUNNING.events.on:  # asked here and not inside, so that a compiler meets no scope where there is no subscriber
+    if RUNNING.events.on:  # checked here and not inside, so that a compiler sees no scope without a subscriber
         with RUNNING.events.loss():
             loss: Tensor = _LinearCrossEntropy.apply(*given)  # type: ignore[no-untyped-call]
     else:
@@ -103,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_tokens, vocab = x.shape[0], weight.shape[0]
         here = targets - part.first if part is not None else targets
         bound = None if part is None or part.last else vocab - 1
-        indices = here.clamp(0, bound)[:, None]  # any index serves a row that its mask sets to zero
+        indices = here.clamp(0, bound)[:, None]  # any valid index will do for rows that the mask sets to zero
         mine = None if part is None else here[:, None] == indices
         losses = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
         buffer = x.new_empty(min(chunk, num_tokens), padded_vocab(vocab))
@@ -146,8 +146,8 @@ def _softmax_loss_(
 ) -> Tensor:
     """Return each row's loss, (rows, 1) fp32, and replace the logits by their gradient; masked rows give zeros.
 
-    The only other buffer of the logits' size is one of fp32, and only where the logits are not fp32 themselves. `there`
-    is the part of the vocabulary that these logits are of, and in which rows it has the target.
+    The only other buffer of the logits' size is in fp32, and only if the logits are not fp32 themselves. `there` is the
+    part of the vocabulary of these logits, and the rows whose target is in it.
     """
     highest = logits.amax(-1, keepdim=True).float()
     if there is not None:

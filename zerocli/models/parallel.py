@@ -6,8 +6,8 @@ gradient is a sum over them, and where `Row`'s output is a sum over the ranks it
 block of attention and MLP sums batch x seq x hidden elements twice in forward and twice in backward.
 
 The embedding and the head are split by tokens of the vocabulary where the degree divides it, tied or not: each costs
-one more such sum, and the loss three numbers a token. Otherwise both stay whole on every rank, which needs no exchange
-but repeats the head's matmuls.
+one more such sum, and the loss three numbers per token. Otherwise both are replicated, which needs no exchange but
+repeats the head's matmuls.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ P = ParamSpec("P")
 
 
 class Split(ParallelStyle):
-    """A style that leaves a module the parts of its parameters that `cuts` names."""
+    """A style that slices the parameters that `cuts` names to this rank's parts."""
 
     def __init__(self, tp: TensorParallel) -> None:
         self.tp = tp
 
     def cuts(self, module: nn.Module) -> dict[str, Cut]:
-        """Return the cut of each parameter of the whole module that is split, by its name there."""
+        """Return how each parameter that is split is cut, by its name in the full module."""
         return {}
 
     def extents(self, module: nn.Module) -> dict[str, int]:
@@ -50,14 +50,16 @@ class Split(ParallelStyle):
         for name, cut in cuts.items():
             whole = module._parameters[name]
             assert whole is not None
-            whole.data = cut.part(whole.detach(), self.tp.rank, self.tp.world)  # a tied weight stays one
+            whole.data = cut.part(
+                whole.detach(), self.tp.rank, self.tp.world
+            )  # in place, so that a tied weight stays tied
         if cuts and hasattr(module, "reset_parameters"):
             module.reset_parameters = _reset_of_part(module, cuts, self.tp)  # type: ignore[assignment]
         return module
 
 
 class Column(Split):
-    """A linear layer split by its outputs; each of `sections`, which lie side by side, by itself."""
+    """A linear layer split by its outputs; each of the adjacent `sections` is split separately."""
 
     def __init__(self, tp: TensorParallel, *sections: int) -> None:
         super().__init__(tp)
@@ -86,7 +88,7 @@ class Column(Split):
 
 
 class Row(Split):
-    """A linear layer split by its inputs; its bias, which is added once, stays whole."""
+    """A linear layer split by its inputs; its bias, which is added once, is replicated."""
 
     def cuts(self, module: nn.Module) -> dict[str, Cut]:
         assert isinstance(module, nn.Linear)
@@ -110,7 +112,7 @@ class Row(Split):
 
 
 class Heads(Split):
-    """An attention whose heads are divided: `heads` and `kv_heads` count this rank's, and each has its own masks."""
+    """An attention split by heads: `heads` and `kv_heads` count this rank's, and each rank draws its own dropout."""
 
     def extents(self, module: nn.Module) -> dict[str, int]:
         return {"heads": int(module.heads), "kv_heads": int(module.kv_heads)}  # type: ignore[arg-type]
@@ -123,7 +125,7 @@ class Heads(Split):
 
 
 class VocabularyIn(Split):
-    """An embedding of which each rank has a run of tokens; others' it takes as zero, and the ranks' are summed."""
+    """An embedding of which each rank holds a range of tokens; other tokens give zeros, and ranks sum the results."""
 
     def cuts(self, module: nn.Module) -> dict[str, Cut]:
         assert isinstance(module, nn.Embedding)
@@ -138,7 +140,7 @@ class VocabularyIn(Split):
 
         def forward(tokens: Tensor) -> Tensor:
             here = tokens - first
-            # A token beyond the vocabulary fails on the last rank, as it does where the embedding is whole.
+            # A token beyond the vocabulary fails on the last rank, as it does without a split.
             elsewhere = (here < 0) if last else (here < 0) | (tokens >= stop)
             x = F.embedding(here.masked_fill(elsewhere, 0), module.weight)
             return _sum_out(x.masked_fill(elsewhere[..., None], 0), self.tp)
@@ -148,7 +150,7 @@ class VocabularyIn(Split):
 
 
 class VocabularyOut(Split):
-    """A head of which each rank has a run of tokens' rows; all get the same loss, or all logits."""
+    """A head of which each rank holds the rows of a range of tokens; all ranks get the same loss, or all logits."""
 
     def __init__(self, tp: TensorParallel, vocab: int) -> None:
         super().__init__(tp)
@@ -160,7 +162,7 @@ class VocabularyOut(Split):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Head)
-        if not module.is_tied:  # else the embedding has cut it, and fills it
+        if not module.is_tied:  # else the embedding's style slices and initialises it
             super()._apply(module, device_mesh)
         part = _Part(self.tp, self.tp.rank * (self._vocab // self.tp.world))
 
@@ -175,7 +177,7 @@ class VocabularyOut(Split):
 
 
 class _Part:
-    """A rank's run of the vocabulary, as the loss sees it."""
+    """A rank's range of the vocabulary, for the loss."""
 
     def __init__(self, tp: TensorParallel, first: int) -> None:
         self.first, self.last = first, tp.rank == tp.world - 1
@@ -183,17 +185,17 @@ class _Part:
 
 
 def split_vocabulary(embedding: str, vocab: int, tp: TensorParallel) -> dict[str, Split]:
-    """Return the plan of a decoder's embedding, which has this name, and head; empty where `vocab` does not divide."""
+    """Return the plan of a decoder's embedding (of this name) and head; empty if the degree does not divide `vocab`."""
     if vocab % tp.world:
         return {}
     return {embedding: VocabularyIn(tp), "head": VocabularyOut(tp, vocab)}
 
 
 def split_attention(attention: nn.Module, tp: TensorParallel) -> dict[str, Split]:
-    """Return the plan of the blocks' attentions, which are all shaped like this one, by heads.
+    """Return the plan that splits the attention of all blocks, which have this shape, by heads.
 
-    Queries, keys and values are one layer's outputs, each section whole heads in order: a rank's run of query heads is
-    the one that shares its run of key and value heads.
+    Queries, keys and values are sections of one layer's outputs, each made of heads in order: a rank's range of query
+    heads is the one that uses its range of key and value heads.
     """
     heads, kv_heads, size = (int(getattr(attention, name)) for name in ("heads", "kv_heads", "head_dim"))
     return {
@@ -204,7 +206,7 @@ def split_attention(attention: nn.Module, tp: TensorParallel) -> dict[str, Split
 
 
 def _reset_of_part(module: nn.Module, cuts: dict[str, Cut], tp: TensorParallel) -> Callable[[], None]:
-    """Return a `reset_parameters` that fills each part from the whole it is cut from: one module's wholes at a time.
+    """Return a `reset_parameters` that fills each part from the full parameter; only one module's are whole at a time.
 
     So a parameter starts with the same values at every degree.
     """
@@ -227,9 +229,9 @@ def _reset_of_part(module: nn.Module, cuts: dict[str, Cut], tp: TensorParallel) 
 
 
 class _Column(torch.autograd.Function):
-    """A linear layer on an input that all ranks share; its gradient, a sum over them, is under way beside the weight's.
+    """A linear layer on a replicated input; the all-reduce of the input's gradient overlaps with the weight's gradient.
 
-    Once it is started, nothing of this backward but its end needs it: the larger matmul hides it.
+    Only the end of this backward needs its result, so the larger matmul hides it.
     """
 
     @staticmethod
@@ -253,7 +255,7 @@ class _Column(torch.autograd.Function):
 
 
 class _SumOut(torch.autograd.Function):
-    """The output of a split by inputs: a sum over the ranks, its gradient the same on all."""
+    """The output of a layer split by inputs: an all-reduce whose gradient is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
@@ -266,7 +268,7 @@ class _SumOut(torch.autograd.Function):
 
 
 class _JoinOut(torch.autograd.Function):
-    """The whole of outputs that are split over ranks, in the last dimension; each rank's gradient is of its part."""
+    """Gathers outputs that are split over ranks in the last dimension; each rank's gradient is that of its part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
@@ -280,7 +282,7 @@ class _JoinOut(torch.autograd.Function):
         return grad.chunk(ctx.tp.world, -1)[ctx.tp.rank], None
 
 
-# A compiler would count an exchange once, when it traces it, and not each time it runs.
+# A compiler would count an exchange once, when it is traced, and not each time it runs.
 
 
 def _not_compiled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:

@@ -1,5 +1,5 @@
-"""What both model families are made of. Each module with parameters or buffers of its own has `reset_parameters()`,
-which fills those and no others, in place: a unit can be materialised from the meta device and initialised by itself.
+"""Modules of both model families. Each module with its own parameters or buffers has `reset_parameters()`, which fills
+only those, in place: a unit can be materialised from the meta device and initialised by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INIT_STD = 0.02
 
 
 class ModelConfig(Protocol):
-    """The fields of a model's config that a model reads."""
+    """The fields of a config that a model reads."""
 
     @property
     def family(self) -> str: ...
@@ -46,7 +46,7 @@ class ModelConfig(Protocol):
 
 
 def residual_std(layers: int) -> float:
-    """Return the standard deviation for a projection into the residual stream, to which each layer adds two."""
+    """Return the standard deviation for a projection into the residual stream; each layer has two."""
     return INIT_STD / math.sqrt(2 * layers)
 
 
@@ -80,7 +80,7 @@ class Embedding(nn.Embedding):
 
 
 class Head(nn.Module):
-    """The final norm, the output projection and the loss. With `tied`, the projection is that very parameter."""
+    """The final norm, the output projection and the loss. With `tied`, that parameter is the projection."""
 
     def __init__(self, norm: nn.Module, hidden: int, vocab: int, tied: Tensor | None = None) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, head: the frame that both families fill."""
+    """The base of both families: embedding, blocks, head."""
 
     def __init__(self, embed: nn.Module, blocks: list[nn.Module], head: Head, seq: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
         return out
 
     def unit_modules(self) -> list[nn.Module]:
-        """Return the modules that are each gathered by themselves, in order of use.
+        """Return the modules that are units, in order of use.
 
         A tied weight is needed at both ends of the model, so then embedding and head belong to the rest.
         """

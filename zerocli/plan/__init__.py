@@ -32,7 +32,7 @@ def plan(model: Any, **settings: Any) -> Plan:
     """Return the plan of a model: a config's name or path, a count (`7.5B`), or a `Shape`.
 
     `settings` are fields of `Setup` (stage, offload, ranks, tp, batch, seq, precision, recompute, ...), named as
-    `zerocli.shard` has them; what is not given is the config's. Raises `zerocli.errors.UserError` for what cannot be.
+    `zerocli.shard` has them; others come from the config. Raises `zerocli.errors.UserError` for an impossible setup.
     """
     from zerocli.plan.inputs import read_source
     from zerocli.plan.search import plan_of
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Callable(ModuleType):
-    """The package is its own function: importing it binds the name `zerocli.plan`, which is also the function's."""
+    """Makes the package callable: importing it binds the name `zerocli.plan`, which is also the function's."""
 
     def __call__(self, model: Any, **settings: Any) -> Plan:
         return plan(model, **settings)

@@ -1,4 +1,4 @@
-"""This machine in facts, and what its tiers deliver: measured once, remembered in the user's cache."""
+"""Facts about this machine and the bandwidths of its tiers, measured once and stored in the user's cache."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gather(paths: tuple[str, ...]) -> dict[str, Any]:
 
 
 def measure(facts: dict[str, Any], paths: tuple[str, ...]) -> None:
-    """Measure host memory and GPU, and the disks under `paths`, and remember the results."""
+    """Measure host memory, GPU and the disks under `paths`, and store the results in the cache."""
     try:
         from tiers import bench
     except ImportError as error:
@@ -65,7 +65,7 @@ def measure(facts: dict[str, Any], paths: tuple[str, ...]) -> None:
 
 
 def remembered(facts: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
-    """Return the remembered measurements of this machine, with their age in seconds; of `paths`, or of all disks."""
+    """Return this machine's cached measurements with their age in seconds, for `paths` or, without any, all disks."""
     prefix = bench_key(facts)
     wanted = {prefix, *(bench_key(facts, path) for path in paths)}
     found = {}
@@ -77,18 +77,18 @@ def remembered(facts: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
 
 
 def bench_key(facts: dict[str, Any], path: str = "") -> str:
-    """Return what a measurement holds for: the host, its GPU and, for a disk, the folder."""
+    """Return the cache key of a measurement: the host, its GPU and, for a disk, the folder."""
     gpu = facts["gpus"][0]["name"] if facts["gpus"] else "cpu"
     return f"{facts['host']}/{gpu}" + (f" {Path(path).absolute()}" if path else "")
 
 
 def cache_path() -> Path:
-    """Return where measurements are remembered."""
+    """Return the path of the cache of measurements."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerocli" / "bench.json"
 
 
 def read_cache() -> dict[str, Any]:
-    """Return the remembered measurements; none when the file is missing or unreadable: they can be taken again."""
+    """Return the cached measurements; empty if the file is missing or unreadable."""
     try:
         cache = json.loads(read_regular(cache_path(), MAX_CONFIG_NBYTES))
     except (OSError, ValueError, UserError):

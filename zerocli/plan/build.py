@@ -27,7 +27,7 @@ WORDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "opt
 
 
 def check(setup: Setup, shape: Shape | None = None) -> None:
-    """Raise UserError for a setup that cannot be: numbers below 1, or that do not divide each other."""
+    """Raise UserError for an impossible setup: numbers below 1, or numbers that do not divide each other."""
     for name in ("ranks", "tp", "ranks_per_node", "batch", "seq", "accumulate"):
         if getattr(setup, name) < 1:
             raise UserError(f"{name.replace('_', ' ')} {getattr(setup, name)} is below 1")
@@ -55,7 +55,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def plan_model(shape: Shape, setup: Setup) -> Plan:
-    """Return what one step of this model needs, every byte of it, on every tier."""
+    """Return the bytes that one step of this model needs on every tier."""
     check(setup, shape)
     flats = plan_flats(shape, setup)
     peaks = Replay(shape, setup, flats).run()
@@ -74,7 +74,7 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
 
 
 def plan_traced(traced: Traced, setup: Setup) -> Plan:
-    """Return the plan of a model that was run without memory: its states by arithmetic, the rest as it was seen."""
+    """Return the plan of a traced model: its states by arithmetic, activations and temporaries as traced."""
     check(setup)
     flats = plan_flats(traced, setup)
     held: Counter[str] = Counter()
@@ -87,7 +87,7 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
     buffers = held["buffers"] + traced.buffers
     rows += [
         Row("gathered", "hbm", held["gathered"], _GATHERED.format(setup.gather_buffers, setup.width)),
-        Row("activations", "hbm", traced.moving[way(setup)], "the most that came and went in a traced step"),
+        Row("activations", "hbm", traced.moving[way(setup)], "peak of temporary memory in a traced step"),
         Row("buffers", "hbm", buffers, "reduction buckets, update slots and scratch, the model's own"),
     ]
     allocated = sum(row.nbytes for row in rows)
@@ -187,19 +187,19 @@ def _logits_formula(shape: Shape, setup: Setup) -> str:
 
 
 def _pieces(setup: Setup, flats: list[FlatSpec], tier: str) -> tuple[dict[str, list[int]], list[int], list[int]]:
-    """Return the blocks on a tier by category, and in order of allocation: parameters', and everything else's."""
+    """Return block sizes on a tier: by category, those of parameters and those of all else, in allocation order."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for flat in flats:
         for spec in states(flat, setup.sizing):
             if spec.tier == tier:
                 sizes[spec.category].append(spec.nbytes)
-    sizes["gradients"].reverse()  # they are allocated in the order of backward
+    sizes["gradients"].reverse()  # allocated in the order of backward
     return sizes, sizes["parameters"], sizes["optimizer_states"] + sizes["gradients"]
 
 
 def _piece_rows(tier: str, sizes: dict[str, list[int]], times: int) -> list[Row]:
     return [
-        Row(category, tier, sum(blocks) * times, f"{len(blocks)} pieces of a rank x {times}")
+        Row(category, tier, sum(blocks) * times, f"{len(blocks)} pieces per rank x {times}")
         for category, blocks in sizes.items()
         if blocks
     ]
@@ -215,7 +215,7 @@ def _host_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
         rows.append(Row("buffers", "dram", rest * times, f"arenas beyond their pieces x {times}"))
     kept = peaks.offloaded.get("dram", 0)
     if kept:
-        rows.append(Row("activations", "dram", kept * times, f"the blocks' checkpoints of a rank x {times}"))
+        rows.append(Row("activations", "dram", kept * times, f"activation checkpoints per rank x {times}"))
         rows.append(Row("buffers", "dram", (arenas([kept]) - kept) * times, f"the rest of their arena x {times}"))
     for sentence, nbytes in _host_buffers(setup, flats, peaks).items():
         if nbytes:
@@ -227,20 +227,20 @@ def _host_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
 
 
 def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str, int]:
-    """Return the host memory of a rank beside its arenas of pieces, by what it is for."""
-    near = (HBM, "dram", "null")  # a tier of another package is taken for one that is read ahead, too
+    """Return the host memory of a rank beyond its arenas of pieces, by purpose."""
+    near = (HBM, "dram", "null")  # a tier of another package is assumed to be prefetched from, too
     far = [flat.own.numel * flat.width for flat in flats if flat.tiers["parameters"] not in near]
     budget = -(-setup.read_ahead_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
-    disks = [  # tier objects, each with staging of its own
+    disks = [  # tier objects, each with its own staging
         any(flat.tiers["parameters"] == "nvme" for flat in flats),
         any("nvme" in (flat.tiers.get("optimizer"), flat.tiers.get("gradients")) for flat in flats),
         bool(peaks.offloaded.get("nvme")),
     ]
     staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
     found = {
-        "arenas of parameters read ahead of their use": min(budget, arenas(far)),
-        "staging on the way to and from disks, at most": sum(disks) * staging,
-        "what a checkpoint passes through on its way to the run folder, at most": saves.buffer(setup, flats),
+        "arenas of parameters read ahead": min(budget, arenas(far)),
+        "staging buffers for disks, at most": sum(disks) * staging,
+        "buffer for saving checkpoints, at most": saves.buffer(setup, flats),
     }
     if setup.device == "cuda":
         found["page-locked buffers of the update"] = _update_pinned(setup, flats)
@@ -248,13 +248,13 @@ def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str
 
 
 def _update_pinned(setup: Setup, flats: list[FlatSpec]) -> int:
-    """Return what torch's own allocator, which rounds to powers of two, pins of a rank for the update."""
+    """Return the bytes that torch's pinned allocator, which rounds to powers of two, takes per rank for the update."""
     trainable = [flat for flat in flats if flat.trainable]
     slots = sum(spec.nbytes for spec in update_slots(trainable, setup.sizing) if spec.tier != HBM)
     total = constants.NUM_SLOTS * _power_of_two(slots // constants.NUM_SLOTS) if slots else 0
     total += sum(_power_of_two(s.nbytes) for s in update_scratch(trainable, setup.sizing) if s.tier != HBM)
     if setup.update == "auto" and any(flat.offloaded for flat in flats):
-        total += 2 * _power_of_two(96 << 20)  # the start-up measurement's, which torch keeps
+        total += 2 * _power_of_two(96 << 20)  # of the measurement at start-up; torch keeps them
     return total
 
 
@@ -263,7 +263,7 @@ def _power_of_two(nbytes: int) -> int:
 
 
 def _on_nvme(kept: Row | None) -> list[Row]:
-    """Return the run folder's row where the node's disks have it."""
+    """Return the run folder's row if it is on the node's disks."""
     return [kept] if kept is not None and kept.tier == "nvme" else []
 
 
@@ -277,17 +277,17 @@ def _disk_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks, kept_saves: Ro
         rows.append(Row("buffers", "nvme", rest * times, f"swap files beyond their pieces x {times}"))
     kept = peaks.offloaded.get("nvme", 0)
     if kept:
-        rows.append(Row("activations", "nvme", kept * times, f"the blocks' checkpoints of a rank x {times}"))
+        rows.append(Row("activations", "nvme", kept * times, f"activation checkpoints per rank x {times}"))
         rows.append(Row("buffers", "nvme", (swap([kept]) - kept) * times, f"the rest of their swap file x {times}"))
     return [*rows, *_other_rows(setup, flats, peaks), *_on_nvme(kept_saves)]
 
 
 def _other_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
-    """Return what tiers of other packages hold; how much they take beside it only they know."""
+    """Return what tiers of other packages hold; their overhead is not known."""
     times = setup.local_ranks
     rows = []
     for tier in (each for each in setup.placement().tiers if each not in ("dram", "nvme")):
         rows += _piece_rows(tier, _pieces(setup, flats, tier)[0], times)
         if kept := peaks.offloaded.get(tier, 0):
-            rows.append(Row("activations", tier, kept * times, f"the blocks' checkpoints of a rank x {times}"))
+            rows.append(Row("activations", tier, kept * times, f"activation checkpoints per rank x {times}"))
     return rows

@@ -2,9 +2,9 @@
 
 What each operation saves and allocates differs between devices; both are facts of torch's kernels:
 
-- LayerNorm keeps its input and two numbers a token. RMSNorm does so on a GPU; on a CPU torch composes it of simple
+- LayerNorm keeps its input and two numbers per token. RMSNorm does so on a GPU; on a CPU torch composes it of simple
   operations, which keep the input and the normalised input in fp32.
-- Attention keeps queries, keys, values, output and one fp32 number a head and token (the flash kernels). With fewer
+- Attention keeps queries, keys, values, output and one fp32 number per head and token (flash kernels). With fewer
   key heads than query heads, half-precision GPU kernels read them in place; otherwise keys and values are repeated.
 - On a CPU attention with dropout falls back to a kernel that keeps scores of seq x seq.
 """
@@ -85,13 +85,13 @@ class Decoder:
         return t.op(label, [x], tokens * outputs * width, [x.storage], [grad], params=params, unit=unit)
 
     def sum_out(self, t: Tape, y: Tensor, bias: list[int], unit: int) -> Tensor:
-        """Sum what tensor-parallel ranks have of an output, in place; its bias is added after, to another tensor."""
+        """Sum an output over tensor-parallel ranks in place; its bias is added afterwards, out of place."""
         if self.batch.tp == 1 or not bias:
             return y
         return t.op("bias", [y], self.hidden, grads=[SHARED], params=bias, unit=unit)
 
     def dropout(self, t: Tape, x: Tensor) -> Tensor:
-        """Drop elements: a GPU keeps a byte for each, a CPU the factor."""
+        """Apply dropout: a GPU keeps one byte per element, a CPU the scale factors."""
         if not self.shape.dropout:
             return x
         mask = t.new(self.batch.tokens * self.shape.hidden * (1 if self.batch.cuda else self.batch.width))
@@ -117,7 +117,7 @@ class Decoder:
         return self.dropout(t, self.sum_out(t, y, bias, unit))
 
     def _rotate(self, t: Tape, parts: Tensor, block: int, unit: int) -> Tensor:
-        """Rotate (and norm) queries and keys: in fp32, rounded once; nothing of it is kept but the result."""
+        """Rotate (and norm) queries and keys: in fp32, rounded once; only the result is kept."""
         both = self._queries + self._keys
         wide = both * FP32 // self.batch.width
         params = self._params("block", "q_norm", "k_norm", block=block)
@@ -146,7 +146,7 @@ class Decoder:
             one = batch.batch * heads * -(-batch.seq // 32) * 32 * FP32
         extra = 0
         if batch.cuda:
-            # The sum of dq in fp32, a number a row, and keys' gradients for each query head before they are added up.
+            # The sum of dq in fp32, one number per row, and keys' gradients per query head before they are summed.
             extra = batch.tokens * (self.shape.width_q // batch.tp) * FP32 + one
             extra += 2 * self._queries if self._groups > 1 and batch.width < FP32 else 0
         out = t.new(self._queries)
@@ -158,7 +158,7 @@ class Decoder:
         return t.op("repeat heads", [x], self._queries, grads=[self._keys])
 
     def _attend_whole(self, t: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend through whole scores in fp32: the plain kernel."""
+        """Attend with all scores materialised in fp32: the plain kernel."""
         scores = self.batch.batch * (self.shape.heads // self.batch.tp) * self.batch.seq**2 * FP32
         wide = self._queries * FP32 // self.batch.width
         saved = [t.new(wide), t.new(wide), t.new(wide), t.new(scores), t.new(scores), t.new(scores)]
@@ -198,7 +198,7 @@ class Decoder:
         return t.op("down", [act], hidden, [act.storage], [nbytes], params=down, unit=unit)
 
     def _experts(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
-        """Route each token to its experts, evenly; an estimate: no built-in model is sparse."""
+        """Route tokens evenly to experts. This is an estimate: no built-in model is sparse."""
         shape, batch = self.shape, self.batch
         scores = batch.tokens * shape.experts * FP32
         visits = batch.tokens * shape.experts_per_token
@@ -232,7 +232,7 @@ class Decoder:
         return self.add(t, x, self.attention(t, y, block, unit))
 
     def embed(self, t: Tape) -> Tensor:
-        """Look the tokens up; the table's gradient is made whole."""
+        """Look up the tokens; the table's gradient is dense."""
         shape, batch = self.shape, self.batch
         indices = t.new(8 * batch.tokens)
         root = Tensor(indices)
@@ -243,7 +243,7 @@ class Decoder:
             *("embedding", [root], self.hidden, [indices], [SHARED]), backward_temporary=sort, params=table, unit=0
         )
         if shape.local_vocab(batch.tp) != shape.vocab:
-            # Other ranks' tokens count as zero; the sum over the ranks is in place.
+            # Tokens of other ranks give zeros; the sum over ranks is in place.
             mask = t.new(batch.tokens)
             x = t.op("other ranks' tokens", [x], self.hidden, [mask], [self.hidden])
         if shape.positions:

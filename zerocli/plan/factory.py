@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def build_factory(factory: str, device: str = "meta") -> nn.Module:
-    """Return the module that `package.module:callable` builds, without memory unless told; UserError says why not.
+    """Return the module that `package.module:callable` builds, by default on meta; UserError if it cannot.
 
-    The user names the function on the command line: nothing of a config file is ever run.
+    Only the command line can name the function: no code named in a config file is run.
     """
     import torch
     from torch import nn

@@ -9,19 +9,19 @@ from zerocli.errors import ConfigError, Problem, closest, quote
 from zerocli.plan.shape import Shape
 
 MAX_SIZE = 2**40
-"""No dimension of a model is larger; what is was not meant."""
+"""Upper bound of every dimension; a larger value is a mistake."""
 MAX_LAYERS = 100_000
 
 
 class Fields:
-    """The fields of a config, read with the law that each must keep; every problem is collected with its place."""
+    """Reads and validates the fields of a config; collects every problem with its place in the file."""
 
     def __init__(self, values: Mapping[str, Any], places: Mapping[str, str], path: str) -> None:
         self._values, self._places, self._path = values, places, path
         self.problems: list[Problem] = []
 
     def whole(self, name: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
-        """Return a whole number; absent (or null) it is the default, without which it is missing."""
+        """Return a whole number, or the default if it is absent or null; without a default that is a problem."""
         value = self._values.get(name)
         if value is None:
             if default is None:
@@ -46,7 +46,7 @@ class Fields:
         return value
 
     def wholes(self, name: str) -> tuple[int, ...]:
-        """Return a list of whole numbers; absent it is empty."""
+        """Return a list of whole numbers; empty if it is absent."""
         value = self._values.get(name) or []
         if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
             self._refuse(name, f"{name} {quote(value)} is not a list of whole numbers")
@@ -62,14 +62,14 @@ class Fields:
 
 
 def read_shape(values: Mapping[str, Any], places: Mapping[str, str], path: str) -> Shape:
-    """Return the shape that a Hugging Face config describes; ConfigError names every field that stands in the way."""
+    """Return the shape that a Hugging Face config describes; ConfigError names every invalid field."""
     family = values.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(FAMILIES)
         if family is None:
             fact = "holds neither a model_type (Hugging Face) nor a model section (a run's config.json)"
             raise ConfigError([Problem(path, fact)], hint=f"model_type: one of {known}")
-        fact = f"model_type {quote(family)} has no formulas here; there are {known}"
+        fact = f"model_type {quote(family)} is not supported; supported are {known}"
         meant = closest(family, FAMILIES) if isinstance(family, str) else ""
         hint = "zerocli fit package.module:factory --trace, with a function that builds the model"
         raise ConfigError([Problem(places.get("model_type", path), fact, meant)], hint=hint)

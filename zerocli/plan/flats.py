@@ -1,4 +1,4 @@
-"""The model states of one rank as the engine lays them out, and what tiers take from the machine for their pieces."""
+"""The layout of one rank's model states, as in the engine, and the bytes that tiers allocate for their pieces."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zerocli.plan.shape import Parameter, Shape, Unit
 from zerocli.plan.traced import Traced
 
 WHOLE = 2
-"""Added to the optimizer group of parameters that all tensor-parallel ranks hold alike."""
+"""Added to the optimizer group of parameters that are replicated over tensor-parallel ranks."""
 
 
 def plan_flats(shape: Shape | Traced, setup: Setup) -> list[FlatSpec]:
-    """Return the flats of all units in the engine's order; raise UserError where no budget is left for a piece."""
+    """Return the flats of all units in the engine's order; raise UserError if no budget is left for a piece."""
     flats = [flat for unit, times in shape.units() for flat in _flats_of(unit, setup) * times]
     try:
         return place(flats, setup.placement(), setup.sizing)
@@ -37,7 +37,7 @@ def _flats_of(unit: Unit, setup: Setup) -> list[FlatSpec]:
 
 
 def _group(parameter: Parameter, tp: int) -> int:
-    """Return the optimizer group: with weight decay or without, of parts or of what all tensor-parallel ranks hold."""
+    """Return the optimizer group: with or without weight decay, split or replicated over tensor-parallel ranks."""
     whole = tp > 1 and parameter.local(tp) == parameter.shape
     return (0 if len(parameter.shape) >= 2 else 1) + WHOLE * whole
 

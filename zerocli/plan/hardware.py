@@ -1,4 +1,4 @@
-"""Machines: what a node of each kind has and delivers. Presets are data-sheet or measured figures, for estimates."""
+"""Machines: memory and bandwidths of a node. Presets are data-sheet or measured figures, for estimates."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ GIB, TIB = 2**30, 2**40
 
 @dataclass(frozen=True)
 class Hardware:
-    """A node. Rates are GB/s (1e9 bytes) a GPU unless said otherwise."""
+    """A node. Rates are in GB/s (1e9 bytes) per GPU unless stated otherwise."""
 
     name: str
     gpu_memory: int
-    """Bytes a program can use of one GPU's memory."""
+    """Usable bytes of one GPU's memory."""
     tflops: float
     """Dense half-precision matrix rate of the data sheet."""
     hbm: float
@@ -30,21 +30,21 @@ class Hardware:
     pcie: float = 22.0
     """To host memory, in one direction."""
     both_ways: float = 0.84
-    """What that link gives, both ways at once, of twice its rate (measured on an H200's: 92 of 110 GB/s)."""
+    """Share of twice the link's rate reached when both directions are busy (measured on an H200: 92 of 110 GB/s)."""
     gpus: int = 8
     host_memory: int = 1 * TIB
     nvme_space: int = 14 * TIB
     disk: float = 12.0
     """Of the node's disks together, reading or writing."""
     adam: float = 4.0
-    """Billions of parameters a second that the node's CPUs update."""
+    """Billions of parameters per second that the node's CPUs update."""
     source: str = "preset"
 
     @property
     def efficiency(self) -> float:
-        """The share of the data sheet's rate that a well-fed transformer reaches, of all operations it executes.
+        """The share of the data sheet's rate that a compute-bound transformer reaches, over all executed operations.
 
-        Published shares of 0.38 to 0.46 count recomputed operations not at all; an estimate counts them, and a large
+        Published shares of 0.38 to 0.46 do not count recomputed operations; estimates count them, and a large
         product alone reaches about 0.8. Measured on one H200, recomputation counted: 0.57 and 0.59.
         """
         return 0.55
@@ -64,7 +64,7 @@ PRESETS: Mapping[str, Hardware] = {
         Hardware("v100-32", int(31.7 * GIB), 125, 900, 150, 12, 12, host_memory=768 * GIB, nvme_space=7 * TIB, disk=6),
     )
 }
-"""By name. Of each GPU's memory some is the driver's: what is here is what a process is offered."""
+"""By name. `gpu_memory` is what a process can allocate: the driver reserves some of each GPU's memory."""
 
 _GPU_NAMES = {
     "b200": "b200",
@@ -79,11 +79,11 @@ _GPU_NAMES = {
 
 
 RATES = ("tflops", "hbm", "links", "network", "pcie", "disk", "adam")
-"""The fields that are rates: each can be stated instead."""
+"""The fields that are rates; `--set hardware.NAME` overrides each."""
 
 
 def preset(name: str) -> Hardware:
-    """Return the preset of this name, or raise UserError that names those there are."""
+    """Return the preset of this name, or raise UserError that lists the presets."""
     if name not in PRESETS:
         meant = closest(name, PRESETS)
         question = f"; did you mean {meant}?" if meant else ""
@@ -94,7 +94,7 @@ def preset(name: str) -> Hardware:
 def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardware | None:
     """Return this machine, if it has GPUs: its sizes, and its rates where `zerocli env --bench` measured them.
 
-    `facts` and `measured` are what `zerocli.plan.bench` gathers and remembers.
+    `facts` and `measured` are what `zerocli.plan.bench` gathers and caches.
     """
     gpus = facts["gpus"]
     if not gpus:
@@ -117,7 +117,7 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
                 changes["both_ways"] = min(1.0, max(0.5, result["both"] / (2 * changes["pcie"])))
             changes["source"] = f"this machine, measured; other rates of {known}"
         elif _rate(result.get("read")) and _rate(result.get("write")):
-            # A step reads and writes at once.
+            # A step reads and writes concurrently.
             changes["disk"] = result["both"] if _rate(result.get("both")) else min(result["read"], result["write"])
     return dataclasses.replace(PRESETS[known], **changes)
 

@@ -19,13 +19,13 @@ from zerocli.plan.setup import setup_of
 from zerocli.plan.shape import Shape
 
 MAX_CONFIG_NBYTES = 8 << 20
-"""A config.json is a page of text; what is larger is something else."""
+"""Larger files are refused: a config.json has a few thousand bytes."""
 DEFAULT_SEQ = 4096
 
 
 @dataclass(frozen=True)
 class Source:
-    """What MODEL names: its shape, or only a count; the config that goes with it; and what was assumed."""
+    """What MODEL names: a shape or only a parameter count, its config, and notes about assumptions."""
 
     name: str
     config: Config
@@ -36,7 +36,7 @@ class Source:
 
 
 def read_source(source: str, sets: Sequence[str], flags: Mapping[str, object]) -> Source:
-    """Return what MODEL names, with `--set` and flags laid over its config; errors are ConfigError or UserError."""
+    """Return what MODEL names, with `--set` and flags applied to its config; raise ConfigError or UserError."""
     if count := _count(source):
         _refuse_shapes(sets, f"{source} is a count and has no shape")
         config = configs.assemble(configfile.Document("unnamed", {}), sets, flags)
@@ -51,7 +51,7 @@ def read_source(source: str, sets: Sequence[str], flags: Mapping[str, object]) -
 
 
 def _count(source: str) -> int:
-    """Return the parameters that a bare count names; 0 where it is none."""
+    """Return the number of parameters of a bare count; 0 if `source` is not a count."""
     if not source[:1].isdigit() and source[:1] not in ("-", "+", "."):
         return 0
     if source.endswith((".toml", ".json")) or os.path.exists(source):
@@ -64,7 +64,7 @@ def _count(source: str) -> int:
 
 def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> Source:
     if os.path.isfile(path) and os.path.getsize(path) > MAX_CONFIG_NBYTES:
-        fact = f"is {os.path.getsize(path)} bytes: a config.json has some thousands"
+        fact = f"is {os.path.getsize(path)} bytes: a config.json has a few thousand"
         raise ConfigError([Problem(path, fact)])
     values, places, stem = configfile.read_values(path)
     if "model_type" not in values and isinstance(values.get("model"), dict):
@@ -78,10 +78,10 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
     if not _given("train.seq", sets, flags):
         seq = min(shape.max_positions or DEFAULT_SEQ, DEFAULT_SEQ)
         train = dataclasses.replace(train, seq=seq)
-        notes.append(f"seq {seq} (the file does not say how it is trained; --seq does)")
+        notes.append(f"seq {seq} (not in the file; set it with --seq)")
     if not _given("train.batch", sets, flags):
         train = dataclasses.replace(train, batch=1)
-        notes.append("batch 1 (the same; --batch)")
+        notes.append("batch 1 (not in the file; set it with --batch)")
     if shape.family not in ("gpt2", "llama"):
         notes.append(f"{shape.family} is planned as zerocli would build it; train it by a factory")
     config = dataclasses.replace(config, train=train)
@@ -89,7 +89,7 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
 
 
 def _refuse_shapes(sets: Sequence[str], why: str) -> None:
-    """Raise UserError for a `--set model.KEY`, which would otherwise change nothing and say nothing."""
+    """Raise UserError for a `--set model.KEY`, which would otherwise be ignored silently."""
     for text in sets:
         if text.strip().startswith("model."):
             raise UserError(f"--set {text}: {why}", hint="change a copy of the file, or name a bundled config")
@@ -100,7 +100,7 @@ def _given(key: str, sets: Sequence[str], flags: Mapping[str, object]) -> bool:
 
 
 def plan_config(config: Config, device: str) -> Plan | None:
-    """Return the plan of a training config on one node of such devices; None for a factory, whose shape is code."""
+    """Return the plan of a training config on one node of such devices; None if a factory builds the model."""
     if config.model.factory:
         return None
     ranks = max(1, config.parallel.ranks)
@@ -135,7 +135,7 @@ def shape_of(model: ModelConfig, seq: int) -> Shape:
 
 
 def model_of(shape: Shape) -> ModelConfig | None:
-    """Return the built-in model that has exactly this shape; None where there is none: the inverse of `shape_of`."""
+    """Return the built-in model of exactly this shape, None if there is none: the inverse of `shape_of`."""
     if shape.family not in ("gpt2", "llama"):
         return None
     model = ModelConfig(

@@ -1,7 +1,7 @@
-"""The ledger: bytes that are alive, by category, and the most there ever were, with the moment.
+"""The ledger: live bytes by category, their peak, and the moment of the peak.
 
-A plan replays a step on it with storages that have a size and no memory. They live as tensors do: as long as somebody
-refers to them, which Python's own reference counts decide, as they do for the real ones.
+A plan replays a step on it with storages that have a size but no memory. Like tensors, they live as long as they are
+referenced: Python's reference counts free them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from zerocli.layout.categories import CATEGORIES
 
 @dataclass
 class Peak:
-    """The most bytes alive at once, what they were, and when."""
+    """The peak of live bytes, their categories, and the moment."""
 
     nbytes: int = 0
     moment: str = ""
@@ -21,7 +21,7 @@ class Peak:
 
 
 class Ledger:
-    """Counts storages in and out; sizes round up to `granularity`, as the device's allocator rounds them."""
+    """Counts allocations and frees; sizes are rounded up to `granularity`, as in the device's allocator."""
 
     def __init__(self, granularity: int = 1) -> None:
         self._granularity = granularity
@@ -31,7 +31,7 @@ class Ledger:
         self.peak = Peak()
 
     def take(self, nbytes: int, category: str) -> int:
-        """Count `nbytes` in and return what they take, rounded."""
+        """Count an allocation and return its rounded size."""
         size = -(-nbytes // self._granularity) * self._granularity
         self.held[category] += size
         self.total += size
@@ -40,18 +40,18 @@ class Ledger:
         return size
 
     def give(self, size: int, category: str) -> None:
-        """Count out what `take` returned."""
+        """Count the free of a size that `take` returned."""
         self.held[category] -= size
         self.total -= size
 
     def begin(self, moment: str) -> None:
-        """Start a phase with a peak of its own, at what is alive now."""
+        """Start a phase; its peak starts at the bytes that are live now."""
         self.moment = moment
         self.peak = Peak(self.total, moment, dict(self.held))
 
 
 class Storage:
-    """Bytes without memory; counted out with the last reference."""
+    """A size without memory; its free is counted when the last reference is dropped."""
 
     __slots__ = ("_category", "_ledger", "_size", "nbytes")
 
@@ -61,5 +61,5 @@ class Storage:
         self._size = ledger.take(nbytes, category)
 
     def __del__(self) -> None:
-        if hasattr(self, "_size"):  # an interrupt may have come before it was counted
+        if hasattr(self, "_size"):  # an interrupt may come before it is counted
             self._ledger.give(self._size, self._category)

@@ -1,4 +1,4 @@
-"""What is really alive: the bytes of tensor storages that operations make, followed until the last one is freed."""
+"""Measure live memory: the bytes of tensor storages that operations allocate, until they are freed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is active, counts the storages on `device` that operations allocate, and remembers the most at once.
+    """While active, counts the storages on `device` that operations allocate, and their peak.
 
-    Memory that no operation made (a tier's own pages, tensors from before) does not count, nor what a kernel
-    allocates and frees within itself.
+    Memory that no operation made (a tier's pages, earlier tensors) is not counted, nor what a kernel allocates and
+    frees internally.
     """
 
     def __init__(self, device: str = "cpu", granularity: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._granularity = device, granularity
         self._known: dict[int, int] = {}
-        """Live storages by identity, with their bytes; 0 for those that are not ours."""
+        """Bytes of live storages by identity; 0 for those that are not counted."""
         self.nbytes = 0
         self.peak = 0
 
@@ -54,7 +54,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an operation's arguments or results: lists and dicts are all the nesting there is."""
+    """Yield the tensors of an operation's arguments or results: nested in lists and dicts only."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):

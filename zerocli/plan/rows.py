@@ -1,4 +1,4 @@
-"""`Plan`: what a run needs on every tier, row by row; a ledger that measures has the same rows."""
+"""`Plan`: what a run needs on every tier, in rows; a profile measures the same rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORDS = {"hbm": "GPU", "dram": "host", "nvme": "nvme"}
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes of one category on one tier (hbm: of a GPU; dram and nvme: of a node), and how they come about."""
+    """Bytes of one category on one tier (hbm: per GPU; dram and nvme: per node), and their formula."""
 
     category: str
     tier: str
@@ -38,11 +38,11 @@ class Plan:
     whole: bool = True
     """False for a bare parameter count: model states alone."""
     saved: Row | None = None
-    """Checkpoints in the run folder (see saves.py): one of the rows too, but where nodes share the folder."""
+    """Checkpoints in the run folder (see saves.py); also one of the rows unless nodes share the folder."""
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The three tiers of every machine, and after them those of other packages that hold something."""
+        """The three built-in tiers, then those of other packages that hold something."""
         return tuple(dict.fromkeys((*TIERS, *(row.tier for row in self.rows))))
 
     def needed(self, tier: str) -> int:
@@ -65,7 +65,7 @@ class Plan:
         return {"needed": tiers, "peaks": self.peaks, "moment": self.moment, "rows": rows, "checkpoints": saved}
 
     def lines(self) -> list[str]:
-        """Return every row with its formula, and the peaks, as a person reads them."""
+        """Return every row with its formula, and the peaks, as readable lines."""
         found = []
         width = 1 + max(len(WORDS.get(tier, tier)) for tier in self.tiers)
         for tier in self.tiers:
@@ -81,5 +81,5 @@ class Plan:
             found.append(f"  {'disk':<{width}}{self.saved.tier:<18}{size:>11}  {self.saved.formula} (on no tier)")
         if self.peaks:
             phases = ", ".join(f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in self.peaks.items())
-            found.append(f"  what torch allocates there at most, by phase: {phases}; the peak: {self.moment}")
+            found.append(f"  peak of torch's allocations by phase: {phases}; highest at: {self.moment}")
         return found

@@ -1,4 +1,4 @@
-"""What a process takes beside the model: measured constants, in bytes, each of which can be given instead."""
+"""Memory of a process beyond the model: measured constants in bytes; `--set runtime.NAME` overrides each."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ RUNTIME: Mapping[str, int] = {
     "python": 1664 * MIB,
 }
 """On a GPU: CUDA context and loaded kernels, NCCL's buffers, cuBLAS's workspaces (one for each thread that computes),
-and what is lost between blocks (0: as `fragments` counts it). On the host: Python with torch."""
+and fragmentation (0: as `fragments` computes it). On the host: Python with torch."""
 
 SENTENCES = {
-    "context": "CUDA context and kernels, a process",
+    "context": "CUDA context and kernels, per process",
     "nccl": "NCCL's own buffers",
     "workspace": "cuBLAS workspaces of the two threads that compute",
-    "fragments": "lost between the allocator's blocks: 1 % of what torch allocates, and the last pages of its segments",
-    "python": "Python and torch, a process",
+    "fragments": "fragmentation: 1 % of what torch allocates, and the last pages of its segments",
+    "python": "Python and torch, per process",
 }
 
 
 def constant(name: str, given: Mapping[str, int]) -> int:
-    """Return one constant, as given or as measured."""
+    """Return one constant: the given value, else the measured one."""
     return given.get(name, RUNTIME[name])
 
 
 def fragments(allocated: int) -> int:
-    """Return what is lost between blocks where segments grow (`zerocli.allocator`), by pages of 20 MiB."""
+    """Return the bytes lost to fragmentation with expandable segments (`zerocli.allocator`), which grow by 20 MiB."""
     return allocated // 100 + 40 * MIB

@@ -1,12 +1,11 @@
-"""Saved checkpoints: what a run's folder holds of them at most, and the host memory that each passes through.
+"""Saved checkpoints: the bytes that a run folder holds at most, and the host memory for writing each.
 
 A checkpoint is the fp32 master and every optimizer state of the whole model, once, whatever the ranks and the stage. It
-lies in the run folder, which need not be on the disks of the nvme tier, and no plan can know whether it is. The rule:
+is in the run folder, which may or may not be on the disks of the nvme tier; a plan cannot know. The rule:
 
-- On one node the run folder is taken to be on that node's disks, so its checkpoints count as `nvme`, beside the swap:
-  what then fits, fits wherever the folder is. `--set checkpoint.every=0` leaves them out.
-- Several nodes write into one folder, which is on a file system that they share and no node's own: the plan says how
-  much it holds, and counts it on no tier.
+- On one node the run folder is assumed to be on that node's disks, so checkpoints count as `nvme`, like swap files:
+  what fits then fits wherever the folder is. `--set checkpoint.every=0` leaves them out.
+- Several nodes write into one folder on a shared file system: the plan states its size, and counts it on no tier.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from zerocli.plan.rows import Row
 from zerocli.plan.setup import Setup
 
 SHARED = "shared"
-"""In the place of a tier: a file system that no node has to itself."""
+"""Stands for a tier: a file system that nodes share."""
 _PIECE_NBYTES = 256
-"""A piece's line in the manifest, and what is lost to its alignment."""
+"""Bytes of a piece's entry in the manifest, and of its alignment."""
 _RANK_NBYTES = 16 << 10
-"""A rank's random states, and the rest of its file's last pages."""
+"""Bytes of a rank's random states, and of padding at the end of its file."""
 
 
 def saved(numel: int, setup: Setup, flats: list[FlatSpec]) -> Row | None:
-    """Return what checkpoints take in the run folder; on tier `nvme`, or `shared` where several nodes have it."""
+    """Return what checkpoints take in the run folder; on tier `nvme`, or `shared` if there are several nodes."""
     if not setup.checkpoints:
         return None
     arrays = setup.num_states + 1
@@ -41,7 +40,7 @@ def saved(numel: int, setup: Setup, flats: list[FlatSpec]) -> Row | None:
 
 
 def _beside(arrays: int, numel: int, setup: Setup, flats: list[FlatSpec]) -> int:
-    """Return a bound on the bytes of a checkpoint beside its tensors: each is saved in pieces, of which a list is."""
+    """Return an upper bound on the bytes of a checkpoint beyond its tensors: each piece has an entry."""
     sections = 1 if setup.tp == 1 else 3 * setup.tp  # a rank's rows of queries, keys and values are apart
     pieces = sum(len(flat.layout.entries) * sections + setup.ranks for flat in flats)
     pieces = arrays * (pieces + numel // constants.PIECE_NUMEL)
@@ -49,7 +48,7 @@ def _beside(arrays: int, numel: int, setup: Setup, flats: list[FlatSpec]) -> int
 
 
 def buffer(setup: Setup, flats: list[FlatSpec]) -> int:
-    """Return the host memory of a rank through which checkpoints pass: slots, as many as they fill, within the key."""
+    """Return the host memory per rank for writing checkpoints: the slots they fill, up to `checkpoint.buffer`."""
     if not setup.checkpoints:
         return 0
     slot = constants.save_slot(setup.checkpoint_buffer)

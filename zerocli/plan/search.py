@@ -1,4 +1,4 @@
-"""Candidates: which stages and placements fit a machine, which is fastest, what else would fit, and how large."""
+"""Candidates: stages and placements that fit a machine, the fastest one, the smallest change that would fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerocli.plan.shape import Shape
 from zerocli.plan.traced import Traced
 
 Model = Shape | Traced | int
-"""A shape, a model that was run without memory, or a bare parameter count."""
+"""A shape, a traced model, or a bare parameter count."""
 
 PLACEMENTS = {
     0: ("",),
@@ -28,12 +28,12 @@ PLACEMENTS = {
     2: ("", "optimizer=cpu", "cpu"),
     3: ("", "optimizer=cpu", "cpu", "params=cpu,grads=cpu,optimizer=nvme", "nvme"),
 }
-"""The sensible placements of each stage, nearest first."""
+"""The placements to try at each stage, those closest to the device first."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train: its plan, whether it fits, and how fast it might be."""
+    """A setup with its plan, whether it fits, and its estimated seconds per step."""
 
     plan: Plan
     available: dict[str, int | None]
@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def unknown(self) -> dict[str, int]:
-        """Return the bytes needed on each tier that other packages offer: nobody can say how much they hold."""
+        """Return the bytes needed on each tier of another package, whose capacity is unknown."""
         return {tier: self.plan.needed(tier) for tier in self.plan.tiers if tier not in OWN_TIERS}
 
 
@@ -70,7 +70,7 @@ def plan_of(model: Model, setup: Setup) -> Plan:
 
 
 def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
-    """Return the candidate that a setup is on this machine."""
+    """Return the candidate of a setup on this machine."""
     plan = plan_of(model, setup)
     available = {"hbm": hardware.gpu_memory, "dram": hardware.host_memory, "nvme": hardware.nvme_space}
     timed = estimate(plan, model, hardware) if isinstance(model, Shape) else None
@@ -78,7 +78,7 @@ def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
 
 
 def setups(setup: Setup, stages: Sequence[int], offload: Placement | None) -> Iterator[Setup]:
-    """Yield the setups to weigh: of each stage all sensible placements, or the one that is asked for."""
+    """Yield the setups to evaluate: for each stage all placements to try, or the requested one."""
     asked = (offload if offload is not None else setup.offload).shares.get(ACTIVATIONS)
     extra = str(Placement({ACTIVATIONS: asked})) if asked else ""
     for stage in stages:
@@ -91,7 +91,7 @@ def setups(setup: Setup, stages: Sequence[int], offload: Placement | None) -> It
 
 @functools.cache
 def _joined(text: str, stage: int, extra: str) -> Placement:
-    """Return a placement of states with one of activations; a policy stands alone, so it takes its long form."""
+    """Return a placement of states combined with one of activations; a policy such as `cpu` is written out for that."""
     if extra and text in ("cpu", "nvme"):
         kinds = ["optimizer", *(["grads"] if stage >= 2 else []), *(["params"] if stage == 3 else [])]
         text = ",".join(f"{kind}={'cpu' if kind == 'grads' else text}" for kind in kinds)
@@ -101,7 +101,7 @@ def _joined(text: str, stage: int, extra: str) -> Placement:
 def weigh_all(
     model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None
 ) -> list[Candidate]:
-    """Return all candidates; one that the asked-for placement cannot be is left out where others remain."""
+    """Return all candidates; stages that do not allow the requested placement are left out if others remain."""
     found: list[Candidate] = []
     refused: list[UserError] = []
     for each in setups(setup, stages, offload):
@@ -115,7 +115,7 @@ def weigh_all(
 
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the fastest that fits; of bare counts, which have no times, the first: it moves least."""
+    """Return the fastest that fits; for bare counts, which have no times, the first: it moves the fewest bytes."""
     fitting = [each for each in candidates if each.fits]
     if not fitting:
         return None
@@ -123,7 +123,7 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str, Candidate] | None:
-    """Return the smallest change of the setup that fits, as words of a command line, and its candidate."""
+    """Return the smallest change of the setup that fits, as command-line arguments, and its candidate."""
     for words, changed in _changes(model, setup, hardware):
         try:
             candidate = weigh(model, changed, hardware)
@@ -135,7 +135,7 @@ def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str
 
 
 def _changes(model: Model, setup: Setup, hardware: Hardware) -> Iterator[tuple[str, Setup]]:
-    """Yield (words, setup) from small changes to large: what costs time before what changes the run."""
+    """Yield (arguments, setup), from changes that only cost time to those that change the run."""
     lighter = [("", setup)]
     if isinstance(model, Shape):
         if not setup.recomputes:
@@ -181,7 +181,7 @@ def _halves(number: int, least: int = 1) -> Iterator[int]:
 
 
 def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> int:
-    """Return the most parameters whose model states alone fit: the paper's analysis."""
+    """Return the largest parameter count whose model states alone fit: the paper's analysis."""
     setup = replace(setup, checkpoints=0)
 
     def fits(count: int) -> bool:
@@ -218,7 +218,7 @@ def _any_fits(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[i
     numel = model if isinstance(model, int) else model.numel
     for each in setups(setup, sorted(stages, reverse=True), offload):
         try:
-            # Model states alone are quick to count, and often too much already.
+            # Model states alone are quick to count, and often too large already.
             if weigh(numel, each, hardware).fits and (numel is model or weigh(model, each, hardware).fits):
                 return True
         except UserError as error:
@@ -228,7 +228,7 @@ def _any_fits(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[i
 
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """Return the largest number that fits, 0 if `least` does not; what fits, fits smaller too."""
+    """Return the largest number that fits, 0 if `least` does not; every smaller number fits too."""
     if not fits(least):
         return 0
     high = least

@@ -1,8 +1,8 @@
-"""How long a step would take: an estimate, from what must be computed and moved, so that 'fastest' means something.
+"""Estimate the seconds of a step from what must be computed and moved; `fit` ranks candidates by it.
 
-A step is two stretches. In the first, states are updated while the next forward runs: it needs a unit only once that is
-updated. In the second come backward and, with accumulation, the other micro-steps. Within a stretch everything runs
-beside everything else, so it takes as long as its slowest part; between them stands the gradients' norm.
+A step has two phases. In the first, states are updated while the next forward runs, which needs a unit only once it is
+updated. In the second come backward and, with accumulation, the other micro-steps. Within a phase everything runs
+concurrently, so it takes as long as its slowest part; the gradient norm separates the phases.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from zerocli.plan.shape import Shape
 
 GB = 1e9
 UPDATE_NBYTES = 28
-"""What an update on a GPU reads and writes of a parameter: three fp32 arrays, a gradient, the parameter."""
+"""Bytes that an update on a GPU reads and writes per parameter: three fp32 arrays, a gradient, the parameter."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step, of each thing that it waits for if nothing else holds it up, and which of them binds it."""
+    """Seconds of a step, of each of its parts if it ran alone, and the part that bounds the step."""
 
     seconds: float
     parts: dict[str, float]
@@ -32,7 +32,7 @@ class Estimate:
 
 @dataclass
 class Moved:
-    """Bytes of one stretch: up and down one GPU's PCIe link, and over the node's disks, which read or write."""
+    """Bytes moved in one phase: up and down one GPU's PCIe link, and to and from the node's disks."""
 
     up: float = 0.0
     down: float = 0.0
@@ -48,13 +48,13 @@ class Moved:
 
 @dataclass
 class Stretch:
-    """Seconds of the parts of one stretch, by name; they run beside each other."""
+    """Seconds of the concurrent parts of one phase, by name."""
 
     parts: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
-        """Return how long it takes: tensor-parallel sums stand in the way of compute, the rest does not."""
+        """Return its seconds: tensor-parallel sums do not overlap with compute, everything else does."""
         alone = [value for name, value in self.parts.items() if name not in ("compute", "tensor parallel")]
         return max(self.parts["compute"] + self.parts["tensor parallel"], *alone)
 
@@ -64,13 +64,13 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     setup = plan.setup
     first, rest = _stretches(plan, shape, hardware)
     held = plan.numel / setup.tp / (setup.dp if setup.zero.optimizer else 1)
-    away = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
-    # Kernels of an update take the GPU's time, wherever their states come from; a CPU's run beside it.
+    offloaded = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
+    # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
     here = held * UPDATE_NBYTES / (hardware.hbm * GB)
-    if away and setup.updates_on_cpu:
-        states = plan.of("optimizer_states") * setup.local_ranks + away
-        first.parts["update"] = held * setup.local_ranks * (away / states) / (hardware.adam * GB)
-        here *= 1 - away / states
+    if offloaded and setup.updates_on_cpu:
+        states = plan.of("optimizer_states") * setup.local_ranks + offloaded
+        first.parts["update"] = held * setup.local_ranks * (offloaded / states) / (hardware.adam * GB)
+        here *= 1 - offloaded / states
     seconds = first.seconds + rest.seconds + here
     parts = {name: first.parts[name] + rest.parts.get(name, 0.0) for name in first.parts}
     parts["update"] = parts.get("update", 0.0) + here
@@ -79,7 +79,7 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
 
 
 def _stretches(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Stretch, Stretch]:
-    """Return the update with the first forward, and all that follows it."""
+    """Return the two phases: the update with the first forward, and everything after it."""
     setup = plan.setup
     again = setup.accumulate - 1
     rate = hardware.tflops * 1e12 * hardware.efficiency
@@ -103,10 +103,10 @@ def _stretches(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Stretch, S
 
 
 def _flops(shape: Shape, setup: Setup) -> tuple[float, float]:
-    """Return the operations of one micro-step's forward and backward on one rank: all that are executed.
+    """Return the executed operations of one micro-step's forward and backward on one rank.
 
-    The loss computes its gradients in forward, so all of the head's are there, and none is recomputed. A table that is
-    only looked up takes none.
+    The loss computes its gradients in forward, so the head is never recomputed. An embedding that is only looked up
+    needs no operations.
     """
     tokens = setup.batch * setup.seq
     head = shape.vocab * (shape.embed_dim or shape.hidden)
@@ -118,24 +118,24 @@ def _flops(shape: Shape, setup: Setup) -> tuple[float, float]:
 
 
 def _sum_seconds(shape: Shape, setup: Setup, hardware: Hardware) -> float:
-    """Return the time of one sum of activations over the tensor-parallel ranks; a block has two in each direction."""
+    """Return the seconds of one all-reduce of activations over tensor-parallel ranks; a block has two per direction."""
     hidden = setup.batch * setup.seq * shape.hidden * setup.width
     return hidden * 2 * (setup.tp - 1) / setup.tp / (hardware.links * GB)
 
 
 def _off_device(plan: Plan) -> list[str]:
-    """Return the tiers behind the device's link; of those that other packages offer only the link's time is known."""
+    """Return the tiers other than the device; for those of other packages only the PCIe time is known."""
     return [tier for tier in plan.tiers if tier != HBM]
 
 
 def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
-    """Return the bytes that one rank moves over PCIe, and its node over its disks, in the two stretches of a step."""
+    """Return the bytes that one rank moves over PCIe, and its node to and from disks, in the two phases of a step."""
     setup, ranks = plan.setup, plan.setup.local_ranks
     passes = setup.accumulate
     first, rest = Moved(), Moved()
     off_device = _off_device(plan)
-    away = [plan.of("optimizer_states", tier) for tier in off_device]
-    on_cpu = setup.updates_on_cpu and any(away)
+    offloaded = [plan.of("optimizer_states", tier) for tier in off_device]
+    on_cpu = setup.updates_on_cpu and any(offloaded)
     through = 0 if on_cpu else 1  # whether states, gradients and new parameters cross the link for the update
     for tier in off_device:
         states, gradients, parameters, checkpoints = (
@@ -146,7 +146,7 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
         rest.up += parameters * (2 * passes - 1) + gradients * (passes - 1) + checkpoints * passes
         rest.down += gradients * passes + checkpoints * (passes - 1)
         if tier == "nvme":
-            kept = min(parameters, setup.read_ahead_nbytes)  # of each pass, what the mover still has
+            kept = min(parameters, setup.read_ahead_nbytes)  # per pass, what is still in the read-ahead cache
             first.disk += ranks * (2 * states + gradients + 2 * parameters - kept + checkpoints)
             rest.disk += ranks * ((parameters - kept) * (2 * passes - 1) + gradients * (2 * passes - 1))
             rest.disk += ranks * checkpoints * (2 * passes - 1)

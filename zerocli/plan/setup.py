@@ -1,4 +1,4 @@
-"""`Setup`: everything beside the model that decides what a step needs."""
+"""`Setup`: everything except the model that determines what a step needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.placement import ACTIVATIONS, Placement, Share, per_rank
-from zerocli.config import CheckpointConfig, Config, Sharding, TrainConfig, placement_at, sharding_of
+from zerocli.config import CheckpointConfig, Config, Sharding, TrainConfig, num_micro_steps, placement_at, sharding_of
 from zerocli.errors import UserError
 from zerocli.layout.flats import Sizing
 from zerocli.layout.stage import Stage
@@ -20,16 +20,16 @@ WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Setup(Sharding):
-    """How a model is sharded and trained, on `ranks` processes of which each `tp` share a replica."""
+    """How a model is sharded and trained on `ranks` processes; each replica is split over `tp` of them."""
 
     ranks: int = 1
     ranks_per_node: int = 8
     batch: int = TrainConfig.batch
     seq: int = TrainConfig.seq
     checkpoints: int = 0
-    """Saved checkpoints that the run folder holds at most, the one being written among them; 0: nothing is saved."""
+    """Maximum number of checkpoints in the run folder, including the one being written; 0: nothing is saved."""
     checkpoint_buffer: int = CheckpointConfig.buffer
-    """Bytes of host memory, a rank, that a saved checkpoint may pass through."""
+    """Bytes of host memory per rank for writing checkpoints."""
     device: str = "cuda"
     """`cuda`, or `cpu`: no GPU, and host memory is reported as hbm."""
     runtime: Mapping[str, int] = field(default_factory=dict)
@@ -54,12 +54,12 @@ class Setup(Sharding):
 
     @functools.cached_property
     def sizing(self) -> Sizing:
-        """What decides the sizes of the engine's buffers."""
+        """What determines the sizes of the engine's buffers."""
         return self.sizing_at(self.dp, self.num_states, self.device, self.updates_on_cpu)
 
     @property
     def updates_on_cpu(self) -> bool:
-        """Whether states off the device are updated by the CPU; a GPU that may choose is taken to stream them."""
+        """Whether the CPU updates offloaded states; with `auto`, a GPU is assumed to stream them."""
         return self.update == "cpu" or (self.update == "auto" and self.device == "cpu")
 
     @property
@@ -72,12 +72,12 @@ class Setup(Sharding):
 
     @property
     def recomputes(self) -> bool:
-        """Whether blocks keep their input alone."""
+        """Whether blocks keep only their input."""
         return self.recompute or ACTIVATIONS in self.offload.shares
 
     @property
     def parts(self) -> int:
-        """Ranks over which a checkpoint is divided."""
+        """Number of ranks over which an activation checkpoint is divided."""
         return self.tp if self.partition_activations else 1
 
     @property
@@ -87,16 +87,16 @@ class Setup(Sharding):
 
     @functools.cached_property
     def num_states(self) -> int:
-        """fp32 arrays of the optimizer, the master not among them."""
+        """Number of fp32 arrays of the optimizer, without the master."""
         return num_states(self)
 
     @property
     def num_record_arrays(self) -> int:
-        """fp32 arrays beside the parameters, the master among them where parameters are narrower."""
+        """Number of fp32 arrays besides the parameters, including the master if parameters are narrower."""
         return self.sizing.num_arrays(self.width)
 
     def placement(self) -> Placement:
-        """Return the tiers of each kind, with one rank's budgets; UserError where the stage does not allow them."""
+        """Return the tiers of each kind, with one rank's budgets; UserError if the stage does not allow them."""
         try:
             return per_rank(placement_at(self.offload, self.stage), self.local_ranks)
         except ValueError as error:
@@ -108,9 +108,9 @@ class Setup(Sharding):
 
 
 def num_states(sharding: Sharding) -> int:
-    """Return the fp32 arrays that the optimizer keeps, as long as the parameters.
+    """Return the number of parameter-sized fp32 arrays that the optimizer keeps.
 
-    All but the two that every plan should answer for without torch are asked themselves, once.
+    AdamW and SGD are answered without torch; other optimizers are constructed once and asked.
     """
     name, options = sharding.optimizer.lower(), sharding.options
     if name == "adamw" and options.keys() <= {"betas", "eps"}:
@@ -132,7 +132,7 @@ _counted: dict[tuple[str, str], int] = {}
 
 
 def num_checkpoints(config: Config) -> int:
-    """Return how many checkpoints a run's folder holds at most: those kept, and the one that is being written."""
+    """Return the maximum number of checkpoints in a run folder: those kept, and the one being written."""
     saves = config.checkpoint
     if not saves.every and not saves.time_limit:
         return 0
@@ -141,7 +141,7 @@ def num_checkpoints(config: Config) -> int:
 
 
 def setup_of(config: Config, **changes: object) -> Setup:
-    """Return the setup that a training config asks for; `changes` are fields laid over it."""
+    """Return the setup of a training config; `changes` override its fields."""
     train = config.train
     given: dict[str, Any] = {
         **sharding_of(config).shared(),
@@ -152,10 +152,9 @@ def setup_of(config: Config, **changes: object) -> Setup:
         "checkpoint_buffer": config.checkpoint.buffer,
     }
     if "optimizer" in changes:
-        given["options"] = {}  # another optimizer's
+        given["options"] = {}  # those of the config's optimizer do not apply
     setup = Setup(**(given | changes))
-    num_states(setup)  # an optimizer that cannot be is refused here
-    if train.global_batch and "accumulate" not in changes:
-        each = max(1, setup.batch * setup.ranks // max(1, setup.tp))
-        setup = replace(setup, accumulate=max(1, train.global_batch // each))
-    return setup
+    num_states(setup)  # refuses an unknown optimizer
+    if "accumulate" in changes:
+        return setup
+    return replace(setup, accumulate=num_micro_steps(replace(train, batch=setup.batch), setup.ranks, setup.tp))

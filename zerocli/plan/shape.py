@@ -1,4 +1,4 @@
-"""`Shape`: the sizes of a decoder, of any family, and the parameters they give, unit by unit. Pure integers."""
+"""`Shape`: the dimensions of a decoder of any family, and its parameters by unit. Pure integers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its whole shape, and the dimension that tensor parallelism cuts (None: every rank has all).
+    """One parameter: its global shape, and the dimension that tensor parallelism splits (None: replicated).
 
-    What the degree does not divide stays whole: the engine splits a vocabulary only where it can.
+    A dimension that the degree does not divide is not split, as in the engine.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Parameter:
     cut: int | None = None
     trainable: bool = True
     width: int = 0
-    """Bytes of an element where it computes in a dtype of its own; 0: in the run's."""
+    """Bytes of an element if it has its own compute dtype; 0: the run's."""
 
     @property
     def numel(self) -> int:
@@ -49,14 +49,14 @@ class Shape:
     head_dim: int = 0
     """0: hidden / heads."""
     tie: bool = False
-    """The head is the embedding's own weight."""
+    """Whether the head shares the embedding's weight."""
     gated: bool = False
-    """The MLP has a gate beside its up projection."""
+    """Whether the MLP has a gate projection besides its up projection."""
     norm: str = "layer"
     """`layer` (weight and bias) or `rms` (weight)."""
     norm_bias: bool = True
     block_norms: int = 2
-    """Norms over the hidden size in a block: one where attention and MLP share theirs."""
+    """Norms over the hidden size per block: one if attention and MLP share it."""
     final_norm: bool = True
     qk_norm: int = 0
     """Weights of the norm on queries, and of the one on keys; 0: none."""
@@ -68,29 +68,29 @@ class Shape:
     """Rows of a table of learned positions."""
     rotary: bool = False
     embed_dim: int = 0
-    """Width of the embedding where projections lead from and to it; 0: hidden."""
+    """Width of the embedding if it is projected to the hidden size; 0: hidden."""
     dropout: float = 0.0
     experts: int = 0
     """Experts in each sparse block; 0: dense."""
     experts_per_token: int = 0
     expert_hidden: int = 0
     shared_hidden: int = 0
-    """Width of the expert that every token visits, with its gate; 0: none."""
+    """Width of the shared expert, which every token uses, with its gate; 0: none."""
     sparse_every: int = 1
-    """Every how many blocks one is sparse, counted as `(index + 1) % sparse_every == 0`."""
+    """A block is sparse if `(index + 1) % sparse_every == 0`."""
     dense_blocks: tuple[int, ...] = ()
-    """Blocks that stay dense although their turn has come."""
+    """Blocks that are dense in spite of `sparse_every`."""
     max_positions: int = 0
-    """The longest sequence the model was made for; 0: not said."""
+    """The longest sequence that the model supports; 0: unknown."""
 
     @property
     def width_q(self) -> int:
-        """Elements of all queries of a token."""
+        """Elements of all queries per token."""
         return self.heads * self.head_size
 
     @property
     def width_kv(self) -> int:
-        """Elements of all keys of a token; as many again are values."""
+        """Elements of all keys per token; values have as many."""
         return (self.kv_heads or self.heads) * self.head_size
 
     @property
@@ -112,7 +112,7 @@ class Shape:
 
     @property
     def active_numel(self) -> int:
-        """Return the parameters that one token meets: of the experts, those it visits."""
+        """Return the parameters that one token uses: of the experts, only those it is routed to."""
         idle = sum(
             (self.experts - self.experts_per_token) * 3 * self.hidden * self.expert_hidden
             for block in range(self.layers)
@@ -121,9 +121,9 @@ class Shape:
         return self.numel - idle
 
     def units(self) -> Iterator[tuple[Unit, int]]:
-        """Yield the units in order of use, as the engine makes them, each with how many times in a row it comes.
+        """Yield the units in order of use, as the engine makes them, each with its number of consecutive repeats.
 
-        A tied weight is wanted at both ends: embedding and head are then one unit, the rest, which comes first.
+        A tied weight is used at both ends: embedding and head are then one unit, `rest`, which comes first.
         """
         if self.tie:
             yield Unit("rest", (*self.embed_parameters(), *self.head_parameters())), 1
@@ -165,7 +165,7 @@ class Shape:
         return tuple(found)
 
     def block_parameters(self, block: int = 0) -> tuple[Parameter, ...]:
-        """Return a block's parameters: one matrix makes queries, keys and values, and one gate and up."""
+        """Return a block's parameters: queries, keys and values are one matrix, and so are gate and up."""
         found: list[Parameter] = []
         for index in range(self.block_norms):
             found += self._norm(f"norm{index + 1}", self.hidden)
@@ -193,7 +193,7 @@ class Shape:
 
     def _linear(self, name: str, inputs: int, outputs: int, bias: bool, cut: int) -> list[Parameter]:
         weight = [Parameter(name, (outputs, inputs), cut)]
-        # What is cut by rows gives each rank a partial sum: its bias is added once, after them.
+        # A layer split by its inputs gives partial sums: its bias is added once, after their sum.
         return weight + ([Parameter(f"{name}_bias", (outputs,), 0 if cut == 0 else None)] if bias else [])
 
     def _norm(self, name: str, width: int) -> list[Parameter]:
@@ -201,7 +201,7 @@ class Shape:
         return [Parameter(name, (width,)), *([Parameter(f"{name}_bias", (width,))] if bias else [])]
 
     def scaled(self, layers: int, hidden: int) -> Shape:
-        """Return the family's shape at another size: the same head size, sharing of heads and width of the MLP."""
+        """Return the family's shape at another size: the same head size, ratio of KV heads and ratio of MLP width."""
         head = self.head_size
         heads = max(1, round(hidden * self.heads / self.hidden))
         share = self.heads // (self.kv_heads or self.heads)
@@ -233,5 +233,5 @@ class Unit:
 
 
 def _near(width: float) -> int:
-    """Return the multiple of 64 nearest to a width that was scaled; 0 stays 0."""
+    """Return the multiple of 64 nearest to a scaled width; 0 stays 0."""
     return max(64, round(width / 64) * 64) if width else 0

@@ -23,7 +23,7 @@ GRANULARITY = {"cuda": 512, "cpu": 1}
 
 @dataclass(frozen=True)
 class Peaks:
-    """The device's peaks of one rank, and what the blocks' checkpoints take on other tiers."""
+    """Peaks of one rank's device memory, and the bytes of activation checkpoints on other tiers."""
 
     initialisation: Peak
     first_step: Peak
@@ -43,22 +43,22 @@ class Replay:
         self._sizing, self._trainable = setup.sizing, [flat for flat in flats if flat.trainable]
         self._ledger = Ledger(GRANULARITY[setup.device])
         self._kept: list[Storage] = []
-        """What lives as long as the engine."""
+        """Allocations that live as long as the engine."""
         self._grads: dict[int, list[Storage]] = defaultdict(list)
         """Gradients of units in backward, until they are reduced."""
         self._tied: list[Storage] = []
-        """The head's part of a tied weight's gradient: autograd keeps it until the embedding's part comes."""
+        """The head's part of a tied weight's gradient, which autograd keeps until the embedding's part arrives."""
         self._slots: list[str] = []
-        """The tier of each block's checkpoint; filled when the first is kept."""
+        """The tier of each block's checkpoint; filled at the first checkpoint."""
         self._in_flight: dict[int, Storage] = {}
         """Checkpoints that are still being written to their tier, by block: two at most."""
         self._ahead: dict[int, Storage] = {}
-        """Those brought back ahead of their block's backward."""
+        """Checkpoints prefetched before their block's backward."""
         self._checkpoints_away: dict[str, int] = {}
         self._has_buckets = False
 
     def run(self) -> Peaks:
-        """Replay initialisation, a first step and one like all later ones."""
+        """Replay initialisation, the first step and a later one."""
         ledger = self._ledger
         ledger.begin("initialisation")
         self._initialise()
@@ -74,7 +74,7 @@ class Replay:
         return Peaks(initialisation, first, ledger.peak, dict(self._checkpoints_away))
 
     def _keep(self, *specs: Spec) -> None:
-        """Take what lies on the device of these buffers for as long as the engine lives."""
+        """Allocate the device part of these buffers for the lifetime of the engine."""
         self._kept += [Storage(self._ledger, s.nbytes, s.category) for s in specs if s.nbytes and s.tier == HBM]
 
     def _keep_bytes(self, category: str, *sizes: int) -> None:
@@ -83,18 +83,18 @@ class Replay:
     # -- initialisation --------------------------------------------------------------------------------------------
 
     def _initialise(self) -> None:
-        """Fill unit by unit: its values whole in fp32, cut, and freed before the next; then gradients."""
+        """Initialise unit by unit: full values in fp32 are sliced and freed before the next unit; then gradients."""
         setup, ledger = self._setup, self._ledger
         # Scalars: loss scale, counters, norms, and what released parameters show.
         self._keep_bytes("buffers", *self._tables(), 4096 + 128 * len(self._flats))
         for flat in self._flats:
             ledger.moment = f"initialising {flat.unit}"
             wide = FP32 * flat.total
-            # The check for values that nobody set looks at one parameter at a time, a byte an element.
+            # The check for uninitialised values reads one parameter at a time, one byte per element.
             largest = max(entry.numel for entry in flat.layout.entries)
             Storage(ledger, largest, "buffers")
             parts = [entry.numel for entry in flat.layout.entries if entry.group < WHOLE] if setup.tp > 1 else []
-            if parts:  # a part is cut from its whole, which is initialised as without tensor parallelism
+            if parts:  # a part is sliced from the full parameter, which is initialised as without tensor parallelism
                 Storage(ledger, FP32 * max(parts) * (setup.tp + 1) + wide, "buffers")
             if flat.width == FP32 and flat.resident(self._sizing):
                 self._keep(buffers.parameters(flat, self._sizing))
@@ -133,13 +133,13 @@ class Replay:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Run forward and backward of one micro-step; all micro-steps are alike."""
+        """Replay forward and backward of one micro-step; all micro-steps are the same."""
         setup, shape, ledger = self._setup, self._shape, self._ledger
         batch = Batch(setup.batch, setup.seq, setup.width, setup.device == "cuda", setup.tp)
         decoder = Decoder(shape, batch)
         tape = Tape(ledger, self._on_grad)
         inputs = [Storage(ledger, 2 * 8 * batch.tokens)]  # token ids and targets
-        if setup.tp > 1:  # a sum over the ranks that is not over yet holds on to what it sums
+        if setup.tp > 1:  # an unfinished all-reduce keeps its buffer alive
             inputs.append(Storage(ledger, decoder.hidden))
         ledger.moment = "embedding"
         x = decoder.embed(tape)
@@ -179,7 +179,7 @@ class Replay:
     # -- checkpoints: the rules of offload/stack.py and activations.py -------------------------------------------------
 
     def _keep_checkpoint(self, x: Tensor, block: int) -> None:
-        """Copy a rank's part of a block's input into its slot; one for another tier is there until it is written."""
+        """Copy a rank's part of a block's input into its slot; for another tier the copy lives until it is written."""
         part = -(-x.storage.nbytes // self._setup.parts)
         if not self._slots:
             self._open_slots(part)
@@ -190,7 +190,7 @@ class Replay:
         self._in_flight[block] = x.storage if self._setup.parts == 1 else Storage(self._ledger, part)
 
     def _open_slots(self, part: int) -> None:
-        """Divide the blocks among the tiers, and take the device's arena, which stays."""
+        """Assign the blocks to tiers, and allocate the device's arena, which is kept."""
         layers = self._shape.layers
         for share in self._setup.checkpoint_shares():
             align = {HBM: 512 if self._setup.device == "cuda" else 64}.get(share.tier, constants.PAGE_NBYTES)
@@ -209,9 +209,9 @@ class Replay:
             raise UserError(fact, hint="name another tier after them: activations=cpu+nvme", exit_code=DOES_NOT_FIT)
 
     def _bring_back(self, block: int, size: int) -> Storage:
-        """Return a block's input, and start bringing back that of the block before it."""
+        """Return a block's input, and start prefetching that of the previous block."""
         if self._setup.parts == 1 and self._slots[block] == HBM:
-            return Storage(self._ledger, 0)  # it is read where it rests
+            return Storage(self._ledger, 0)  # it is read in place
         source = self._in_flight.pop(block, None) if self._setup.parts == 1 else None
         source = source or self._ahead.pop(block, None) or Storage(self._ledger, size)
         before = block - 1
@@ -223,7 +223,7 @@ class Replay:
         return source
 
     def _mark(self, tape: Tape, x: Tensor, moment: str, done: int = 0) -> None:
-        """Name the moment in backward when the gradient of `x` is there; `done` units are then reduced and freed."""
+        """Record the moment in backward when the gradient of `x` exists; `done` units are then reduced and freed."""
         node = tape.record(moment, [x])
 
         def reached(gradient: list[Storage]) -> list[Storage]:
@@ -274,7 +274,7 @@ class Replay:
         return [grad_x]
 
     def _on_grad(self, unit: int, grad: Storage) -> None:
-        """Take a parameter's gradient: kept until its unit is reduced, or moved at once into the whole gradient."""
+        """Record a parameter's gradient: kept until its unit is reduced, or added at once to the full gradient."""
         if unit == 0 and self._tied and grad.nbytes == self._tied[0].nbytes:
             grad = Storage(self._ledger, grad.nbytes, "buffers")  # the sum of both: autograd adds them in new memory
             self._tied.clear()

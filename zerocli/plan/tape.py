@@ -1,9 +1,9 @@
-"""The tape: what autograd keeps of a forward pass and what its backward allocates, replayed on a ledger.
+"""The tape: replays on a ledger what autograd saves in a forward pass and allocates in backward.
 
-Each operation is four facts: the bytes of its output, the storages it saves, the bytes of each input's gradient, and
-what it allocates for itself only while it runs. The rules between them are autograd's own: nodes run in the reverse of
-the order they were recorded in; what a node saved is released once it has run; a gradient that arrives where one is
-waiting already is added in place when nobody else holds that one.
+An operation has four properties: the bytes of its output, the storages it saves, the bytes of each input's gradient,
+and its temporary memory. The rules are autograd's: nodes run in the reverse of the order they were recorded in; what a
+node saved is released once it has run; a gradient for an input that already has one is added in place if nothing else
+refers to the earlier one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from zerocli.plan.ledger import Ledger, Storage
 
 SHARED = -1
-"""Bytes of a gradient that is the incoming one itself, passed on."""
+"""Stands for a gradient that is the incoming one, passed on without a copy."""
 
 
 class Tensor:
-    """A view of a storage, and the node that made it (None: nobody wants its gradient)."""
+    """A view of a storage, and the node that made it (None: it needs no gradient)."""
 
     __slots__ = ("node", "storage")
 
@@ -40,21 +40,21 @@ class Node:
         self.params: Sequence[int] = ()
         self.unit = 0
         self.collects = False
-        """Whether each incoming gradient is one of several outputs' (a split), rather than to be added to the last."""
+        """Whether incoming gradients belong to different outputs (a split) and are not summed."""
         self.incoming: list[Storage] = []
         self.backward: Callable[[list[Storage]], list[Storage]] | None = None
-        """Runs instead of the four facts: takes the output's gradient from the list, returns the input's."""
+        """Replaces the default backward: takes the output's gradient from the list, returns the input's."""
 
 
 class Tape:
-    """Records operations on a ledger; `keep` is false where a checkpoint will run them again."""
+    """Records operations on a ledger; `keep` is false inside a checkpoint, whose operations run again in backward."""
 
     def __init__(self, ledger: Ledger, on_grad: Callable[[int, Storage], None], keep: bool = True) -> None:
         self.ledger = ledger
         self.keep = keep
         self.num_saved = 0
         self.last_save: int | None = None
-        """Recomputation stops here, as torch's does: what follows the last save allocates nothing."""
+        """Recomputation stops here, as torch's does: operations after the last saved tensor do not run again."""
         self._on_grad = on_grad
         self._nodes: list[Node] = []
 
@@ -63,7 +63,7 @@ class Tape:
         return self.last_save is not None and self.num_saved >= self.last_save
 
     def new(self, nbytes: int, category: str = "activations") -> Storage:
-        """Return bytes that live until the last reference to them goes."""
+        """Return a storage that lives until its last reference is dropped."""
         return Storage(self.ledger, 0 if self.ghost else nbytes, category)
 
     def op(
@@ -110,15 +110,15 @@ class Tape:
         return node
 
     def split(self, source: Tensor, nbytes: int) -> Tensor:
-        """Return a view whose parts' gradients are joined into one of `nbytes`."""
+        """Return a view whose parts' gradients are concatenated into one of `nbytes`."""
         node = self.record("join gradients", [source], grads=[nbytes])
         node.collects = True
         return Tensor(source.storage, node)
 
     def backward(self, root: Node, gradient: list[Storage]) -> list[Storage]:
-        """Run backward from `root` with the gradient in the list, which is taken from it: nobody else may hold it.
+        """Run backward from `root`, taking its gradient out of the list, so that the tape holds the only reference.
 
-        Returns the gradient that reaches the tape's own input, if any does.
+        Returns the gradient of the tape's input, if there is one.
         """
         root.incoming.append(gradient.pop())
         reached: list[Storage] = []
@@ -129,7 +129,7 @@ class Tape:
         return reached
 
     def checkpoint(self, run: Callable[[Tape, Tensor], Tensor], x: Tensor, bring_back: Callable[[], Storage]) -> Tensor:
-        """Run a block that keeps nothing, and that backward runs again on the input it is brought back."""
+        """Run a block that saves nothing; backward fetches its input and runs it again."""
         first = Tape(self.ledger, self._on_grad, keep=False)
         out = Tensor(run(first, Tensor(x.storage, INPUT)).storage, self.record("recompute", [x]))
         assert out.node is not None
@@ -181,4 +181,4 @@ class Tape:
 
 
 INPUT = Node()
-"""Stands for whatever made a tape's own input."""
+"""Stands for the node that made the tape's input."""

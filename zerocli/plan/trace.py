@@ -1,8 +1,8 @@
-"""The real engine on tensors without memory: for models that no formula knows, as rank 0 of any number of ranks.
+"""Trace the real engine on fake tensors, as rank 0 of any number of ranks: for models without a formula.
 
 Two steps run under torch's fake tensors, with a process group that moves nothing. Fake tensors have no addresses and no
-values; what the engine asks of either is answered here (`_without_memory`): addresses from a counter, and of values
-only those that a first, sound step would show. The operations are those of a CPU, with the chunk sizes of a GPU.
+values; `_without_memory` answers the engine's queries for either: addresses come from a counter, and values are those
+of a first step without overflow. The operations are those of a CPU, with the chunk sizes of a GPU.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from zerocli.plan.traced import Traced, way
 
 MAX_RANKS = 4096
 HELD = ("parameters", "gradients", "optimizer_states", "gathered", "buffers")
-"""What an engine holds between steps; an arena of checkpoints, where there is one, counts as activations."""
+"""Categories that an engine holds between steps; an arena of checkpoints counts as activations."""
 
 
 def trace(name: str, make: Any, setups: list[Setup]) -> Traced:
-    """Run the model that `make()` builds on the meta device once for each way of training that differs in a step."""
+    """Trace the model that `make()` builds on the meta device, once for each kind of step that the setups have."""
     moving: dict[tuple[bool, bool], int] = {}
     try:
         parts, buffers = units_of(make(), setups[0].tp)
@@ -77,14 +77,14 @@ def units_of(model: nn.Module, tp: int = 1) -> tuple[tuple[Unit, ...], int]:
 
 
 def run(model: nn.Module, setup: Setup, recompute: UnitChoice = None) -> int:
-    """Return the most bytes of a step of the real engine beyond what it holds between steps; two steps are taken.
+    """Return the peak bytes of a step beyond what the engine holds between steps; runs two steps.
 
     `recompute` chooses the units that are recomputed, as `Settings.recompute` does; by default the setup's policy does.
     """
     if setup.ranks > MAX_RANKS:
         raise UserError(f"--trace is rank 0 of at most {MAX_RANKS} ranks, not {setup.ranks}")
     sums = _Sums()
-    # What comes and goes within a step is measured. States are counted by arithmetic: here they rest on the device.
+    # Only temporary memory of a step is measured. States are computed by arithmetic: here they stay on the device.
     own: dict[str, Any] = {"accumulate": 1, "clip": 1.0, "units": _choice(model), "device": "cpu", "tp": 1}
     own |= {"recompute": setup.recomputes if recompute is None else recompute, "offload": Placement()}
     own |= {"optimizer": Sharding.optimizer, "options": {}, "update": Sharding.update}
@@ -114,21 +114,21 @@ def _choice(model: nn.Module) -> Any:
 
 
 class _Sums(Events):
-    """The largest sum over tensor-parallel ranks: a real one holds on to what it sums until it is over.
+    """Records the largest all-reduce over tensor-parallel ranks: a real one keeps its buffer alive until it is done.
 
-    Here it is over at once.
+    Here it is done at once.
     """
 
     largest = 0
 
     def collective(self, axis: Collectives, issued: Issued) -> Scope:
         if isinstance(axis, TensorParallel) and issued.kind == "all_reduce":
-            self.largest = max(self.largest, issued.nbytes // 2)  # of which an all-reduce counts twice
+            self.largest = max(self.largest, issued.nbytes // 2)  # an all-reduce counts its bytes twice
         return NOTHING
 
 
 def _prepare(engine: Engine) -> None:
-    """Split the model outside of the fake tensors, and compare nothing between the ranks: nothing has values."""
+    """Split the model outside fake-tensor mode, and skip comparisons between ranks: there are no values."""
     engine.tensor_parallel.trust()
     with unset_fake_temporarily():  # a model on the meta device has no memory, and cannot hold fake parts
         engine.tensor_parallel.split(engine.model)
@@ -136,11 +136,11 @@ def _prepare(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def _axes(ranks: int, tp: int) -> Iterator[dict[str, Any]]:
-    """Be rank 0 of a group that moves nothing; yield the settings of its two axes, made while tensors have memory."""
+    """Act as rank 0 of a fake process group; yield the settings of its two axes, made outside fake-tensor mode."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise UserError("--trace needs a process without ranks of its own")
+        raise UserError("--trace cannot run inside a process group")
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
@@ -153,7 +153,7 @@ def _axes(ranks: int, tp: int) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _without_memory() -> Iterator[None]:
-    """While the body runs, new tensors have no memory, and answer as the first step's would."""
+    """While the body runs, new tensors are fake, and queries for values are answered as in a first step."""
     addresses: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
     fresh = itertools.count(1 << 40, 1 << 44)
     real = torch.Tensor.data_ptr
@@ -164,7 +164,7 @@ def _without_memory() -> Iterator[None]:
         return addresses[storage]
 
     def of_tensor(tensor: torch.Tensor) -> int:
-        # A parameter of a fake flat is no FakeTensor itself, but on the meta device and in the flat's storage.
+        # A parameter of a fake flat is not a FakeTensor: it is on the meta device, in the flat's storage.
         if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
             return real(tensor)
         return of_storage(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
@@ -182,10 +182,10 @@ def _without_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _attribute(owner: type, name: str, value: Any) -> Iterator[None]:
-    """While the body runs, a class of torch's has this attribute.
+    """Replace an attribute of a torch class while the body runs.
 
-    There is no other way in: a fake tensor raises where it is asked for an address or a value, and torch takes nothing
-    that would answer in its place.
+    There is no other way: a fake tensor raises when it is asked for an address or a value, and torch has no hook for
+    that.
     """
     own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)

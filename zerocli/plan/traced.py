@@ -1,4 +1,4 @@
-"""`Traced`: what is known of a model that was run without memory (see trace.py). No torch here."""
+"""`Traced`: the result of tracing a model on fake tensors (see trace.py). Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerocli.plan.shape import Unit
 
 @dataclass(frozen=True)
 class Traced:
-    """A model that was run: its units, and the most bytes that come and go within a step."""
+    """A traced model: its units, and the peak of temporary bytes within a step."""
 
     name: str
     parts: tuple[Unit, ...]
@@ -30,5 +30,5 @@ class Traced:
 
 
 def way(setup: Setup) -> tuple[bool, bool]:
-    """Return what of a setup changes which bytes come and go: (gradients are partitioned, blocks are recomputed)."""
+    """Return what in a setup changes the temporary bytes: (gradients are partitioned, blocks are recomputed)."""
     return setup.zero.gradients, setup.recomputes

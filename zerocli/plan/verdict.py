@@ -1,4 +1,4 @@
-"""The verdict of `zerocli fit`: as one JSON document, and as a table for people."""
+"""The verdict of `zerocli fit`: as a JSON document, and as a text table."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zerocli.plan.search import Candidate, Model
 from zerocli.plan.shape import Shape
 
 UNKNOWN = "capacity unknown"
-"""What is said of a tier that another package offers."""
+"""Shown for a tier of another package."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was weighed, and what came of it."""
+    """The candidates that `fit` evaluated, and its choice."""
 
     model: Model
     name: str
@@ -29,7 +29,7 @@ class Verdict:
     candidates: list[Candidate]
     best: Candidate | None
     change: tuple[str, Candidate] | None
-    """The smallest change that fits, where nothing asked for does."""
+    """The smallest change that fits, if no candidate does."""
     largest: tuple[Shape | None, int] | None = None
     """With `--max`: the largest shape, and the largest count by model states alone."""
     notes: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """Say why the best is the best."""
+        """Why the best candidate was chosen."""
         if self.best is None:
             return ""
         number = sum(each.fits for each in self.candidates)
@@ -121,7 +121,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 
 def render(verdict: Verdict, explain: bool, colour: bool) -> str:
-    """Return the verdict as a person reads it; colour only where the terminal shows it."""
+    """Return the verdict as text, with colour if the terminal supports it."""
 
     def paint(text: str, **style: Any) -> str:
         return click.style(text, **style) if colour else text

@@ -25,6 +25,8 @@ from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 SCHEMA = 1
 STATES = ("parameters", "gradients", "optimizer_states")
 """Categories that are predicted for a model of which only the parameters are known."""
+NO_TIERS = ("hbm", "system", "node")
+"""Keys of a rank's record that are not tiers other than the device."""
 CAUSES = ("collectives", "transfers", "optimizer", "data")
 
 
@@ -34,6 +36,7 @@ def assemble(
     """Return the document; `lines` are a run's metrics, `facts` what its observer knows besides the records."""
     notes = list(facts.pop("notes", []))
     record = join(everyone)
+    tiers = [tier for tier in record if tier != "system"]
     plan, problem = predict(config, facts)
     if problem:
         notes.append(problem)
@@ -43,7 +46,7 @@ def assemble(
         "config": config.name,
         "settings": to_dict(config),
         **{name: facts[name] for name in ("device", "gpu", "precision", "parameters", "ranks", "tp", "followed")},
-        "rows": rows(record, plan),
+        "rows": rows(record, tiers, plan),
         "peak": {
             tier: {
                 "predicted": plan.needed(tier) if plan is not None and plan.whole else None,
@@ -54,7 +57,7 @@ def assemble(
                     for name, category, nbytes in record[tier]["holders"]
                 ],
             }
-            for tier in TIERS
+            for tier in tiers
         },
         "steps": [lines[0]["step"], lines[-1]["step"]],
         "step": seconds(config, lines, facts),
@@ -74,18 +77,19 @@ def join(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
     nodes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for rank in everyone:
         nodes[rank["node"]].append(rank)
-    for tier in ("dram", "nvme"):
-        ranks = max(nodes.values(), key=lambda node: sum(rank[tier]["measured"] for rank in node))
+    for tier in dict.fromkeys((*TIERS[1:], *(name for rank in everyone for name in rank if name not in NO_TIERS))):
+        used = [[rank[tier] for rank in node if tier in rank] for node in nodes.values()]
+        ranks = max(used, key=lambda node: sum(rank["measured"] for rank in node))
         total: Counter[str] = Counter()
         for rank in ranks:
-            total.update(rank[tier]["rows"])
+            total.update(rank["rows"])
         held: Counter[tuple[str, str]] = Counter()
         for rank in ranks:
-            for name, category, nbytes in rank[tier]["holders"]:
+            for name, category, nbytes in rank["holders"]:
                 held[name, category] += nbytes
         record[tier] = {
             "rows": dict(total),
-            "measured": sum(rank[tier]["measured"] for rank in ranks),
+            "measured": sum(rank["measured"] for rank in ranks),
             "holders": [(name, category, n) for (name, category), n in held.most_common(10)],
         }
     keys = everyone[0]["system"]
@@ -117,10 +121,10 @@ def config_shape(config: Config) -> Shape | None:
     return None if config.model.factory else shape_of(config.model, config.train.seq)
 
 
-def rows(record: Mapping[str, Any], plan: Plan | None) -> list[dict[str, Any]]:
+def rows(record: Mapping[str, Any], tiers: Iterable[str], plan: Plan | None) -> list[dict[str, Any]]:
     """Return the rows, predicted and measured; for each tier in use they and `unattributed` add up to its peak."""
     found = []
-    for tier in TIERS:
+    for tier in tiers:
         measured = record[tier]["rows"]
         for category in CATEGORIES:
             foreseen = plan is not None and (plan.whole or category in STATES)

@@ -80,7 +80,7 @@ DOCUMENT: Form = {
     "followed": FLAG,
     "steps?": [WHOLE, WHOLE],
     "rows": [{"category": TEXT, "tier": TEXT, "predicted": NUMBER + OR_NULL, "measured": NUMBER + OR_NULL}],
-    "peak": dict.fromkeys(TIERS, _PEAK),
+    "peak": dict.fromkeys((*TIERS, "*"), _PEAK),
     "step": (_TIMED, _UNTIMED),
     "system": (dict.fromkeys(("rss_peak", "pinned", "nvme"), NUMBER), NULL),
     "notes": [TEXT],
@@ -111,7 +111,7 @@ def read_table(path: Path, max_nbytes: int, hint: str = ANOTHER) -> dict[str, An
 
 
 def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def fault(value: Any, form: Form, place: str = "") -> str:

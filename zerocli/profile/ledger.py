@@ -15,6 +15,7 @@ from zerocli.layout.categories import CATEGORIES
 
 UNATTRIBUTED = "unattributed"
 TIERS = ("hbm", "dram", "nvme")
+"""The tiers that every profile has; after them come those of other packages that the run used."""
 NUM_HOLDERS = 10
 
 

@@ -68,7 +68,7 @@ class Observer:
         held = {name: nbytes for name, nbytes in engine.memory().items() if name in CATEGORIES}
         measured = max(device_peak(engine)["hbm"], sum(held.values()))
         hbm = {"rows": held, "measured": measured, "moment": "", "holders": [], "allocated": measured}
-        return {"hbm": hbm, **away(engine, None), "system": system(engine), "node": socket.gethostname()}
+        return {"hbm": hbm, **offloaded(engine, None), "system": system(engine), "node": socket.gethostname()}
 
     def facts(self, config: Config, engine: Engine) -> dict[str, Any]:
         """Return what else goes into the document."""
@@ -81,7 +81,7 @@ class Observer:
         write_text(Path(options.run_dir) / FILE, json.dumps(document), sync=False)
 
 
-def away(engine: Engine, process: int | None) -> dict[str, dict[str, Any]]:
+def offloaded(engine: Engine, process: int | None) -> dict[str, dict[str, Any]]:
     """Return rows and measured bytes of the tiers other than the device.
 
     With a GPU, host memory is the process's peak RSS, of which `process` bytes are the program's own (None: unknown).
@@ -89,8 +89,8 @@ def away(engine: Engine, process: int | None) -> dict[str, dict[str, Any]]:
     """
     rows, taken = places.tier_rows(engine), places.footprint(engine)
     found: dict[str, dict[str, Any]] = {}
-    for tier in ("dram", "nvme"):
-        row = {name: nbytes for name, nbytes in rows[tier].items() if nbytes}
+    for tier, held in rows.items():
+        row = {name: nbytes for name, nbytes in held.items() if nbytes}
         found[tier] = {"rows": row, "measured": taken[tier], "holders": places.holders(engine, tier)}
     if engine.device.type == "cuda":
         peak = places.rss()[1]

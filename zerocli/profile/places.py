@@ -13,6 +13,7 @@ from offload import Store
 from offload.mover import StagedStore
 from tiers.base import Block
 from zerocli.engine.engine import Engine
+from zerocli.profile.ledger import TIERS
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,10 @@ class Piece:
     block: Block
 
 
-def unit_name(name: str) -> str:
-    return name or "rest"
-
-
 def pieces(engine: Engine) -> Iterator[Piece]:
     """Yield the blocks that the engine has on tiers other than the device's memory."""
     for flat in engine.flats():
-        unit = unit_name(flat.unit.name)
+        unit = flat.unit.title
         stores: list[tuple[str, Store | None]] = [
             ("parameters", flat.param_store),
             ("gradients", flat.grad_store),
@@ -55,22 +52,27 @@ def host_memory(engine: Engine) -> Iterator[torch.Tensor]:
 
 def tier_rows(engine: Engine) -> dict[str, dict[str, int]]:
     """Return offloaded bytes by tier and category; `buffers` is what tiers took beyond the pieces."""
-    rows: dict[str, Counter[str]] = {"dram": Counter(), "nvme": Counter()}
+    sizes = footprint(engine)
+    rows: dict[str, Counter[str]] = {tier: Counter() for tier in sizes}
     for piece in pieces(engine):
-        if piece.block.tier.name in rows:
-            rows[piece.block.tier.name][piece.category] += piece.block.nbytes
-    for tier, taken in footprint(engine).items():
+        if (tier := engine.tiers.name_of(piece.block.tier)) in rows:
+            rows[tier][piece.category] += piece.block.nbytes
+    for tier, taken in sizes.items():
         rows[tier]["buffers"] += taken - sum(rows[tier].values())
     return {tier: dict(found) for tier, found in rows.items()}
 
 
 def footprint(engine: Engine) -> dict[str, int]:
-    """Return the bytes that tiers have taken: host pages mapped (and torch's pinned ones), swap files as the system
-    sees them."""
+    """Return the bytes that each tier but the device's memory has taken, with an entry for dram and nvme.
+
+    dram is all host memory that tiers have mapped (and torch's pinned memory), nvme the files of all tiers. The bytes
+    of a tier from another package are those that it reports itself.
+    """
     mapped = sum(memory.nbytes for memory in host_memory(engine))
     if engine.device.type == "cuda":
         mapped += sum(memory.nbytes for _, _, memory in engine.updater.holdings() if memory.device.type == "cpu")
-    return {"dram": mapped, "nvme": sum(tier.file_nbytes for tier in engine.tiers.opened())}
+    found = {"dram": mapped, "nvme": sum(tier.file_nbytes for tier in engine.tiers.opened())}
+    return found | {name: taken for name, taken in engine.tiers.footprint().items() if name not in TIERS}
 
 
 def pinned_nbytes(engine: Engine) -> int:
@@ -85,7 +87,7 @@ def holders(engine: Engine, tier: str) -> list[tuple[str, str, int]]:
     """Return (name, category, bytes) of the largest pieces on a tier, summed by name."""
     names: Counter[tuple[str, str]] = Counter()
     for piece in pieces(engine):
-        if piece.block.tier.name == tier:
+        if engine.tiers.name_of(piece.block.tier) == tier:
             names[piece.name, piece.category] += piece.block.nbytes
     return [(name, category, nbytes) for (name, category), nbytes in names.most_common(10)]
 

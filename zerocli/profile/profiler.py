@@ -28,7 +28,7 @@ from zerocli.profile.follow import Follower
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger, describe
 from zerocli.profile.lines import Line
 from zerocli.profile.nvml import process_nbytes
-from zerocli.profile.observer import Observer, away, facts, system
+from zerocli.profile.observer import Observer, facts, offloaded, system
 from zerocli.profile.recorder import EventRecorder
 from zerocli.profile.runs import FILE
 from zerocli.profile.timeline import make_timeline
@@ -205,7 +205,7 @@ class Profiler(Observer):
             hbm |= self._device_total(held)
         return {
             "hbm": hbm,
-            **away(engine, self._process_nbytes),
+            **offloaded(engine, self._process_nbytes),
             "system": system(engine),
             "node": socket.gethostname(),
         }

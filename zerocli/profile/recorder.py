@@ -21,7 +21,7 @@ from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Events
 from zerocli.engine.unit import Unit
 from zerocli.profile import clock as clocks
 from zerocli.profile.clock import Clock
-from zerocli.profile.places import pieces, unit_name
+from zerocli.profile.places import pieces
 
 _COLLECTIVES = {"all_gather": clocks.GATHER, "reduce_scatter": clocks.REDUCE, "all_reduce": clocks.REDUCE}
 _TRANSFERS = {
@@ -109,12 +109,12 @@ class EventRecorder(Events):
             self._inputs(values)
         if torch.is_grad_enabled():
             self._announce(values, ("backward", self._clock.label[1]), inputs=True)
-        with self._under_way((phase, unit_name(unit.name))):
+        with self._under_way((phase, unit.title)):
             yield
 
     def output(self, unit: Unit, value: Any) -> None:
         if torch.is_grad_enabled():
-            self._announce(value, ("backward", unit_name(unit.name)), inputs=False)
+            self._announce(value, ("backward", unit.title), inputs=False)
 
     def _announce(self, values: Any, label: tuple[str, str], inputs: bool) -> None:
         """Register autograd hooks that mark when backward reaches the gradients of these values.
@@ -163,7 +163,7 @@ class EventRecorder(Events):
     @contextlib.contextmanager
     def _about(self, unit: Unit) -> Iterator[None]:
         """Attribute the work that is issued while the body runs to this unit."""
-        outer, self._subject = self._subject, unit_name(unit.name)
+        outer, self._subject = self._subject, unit.title
         try:
             yield
         finally:
@@ -180,7 +180,7 @@ class EventRecorder(Events):
         begin = self._clock.stamp()
         with self._about(unit):
             yield
-        self._clock.add(clocks.UPDATE, unit_name(unit.name), begin, self._clock.stamp())
+        self._clock.add(clocks.UPDATE, unit.title, begin, self._clock.stamp())
 
     @contextlib.contextmanager
     def collective(self, axis: Collectives, issued: Issued) -> Iterator[None]:

@@ -28,16 +28,16 @@ def read(folder: str) -> dict[str, Any]:
         names = set(os.listdir(run))
     except FileNotFoundError:
         raise UserError(
-            f"{folder} is no run: there is no such folder", hint="zerocli profile CONFIG, or runs/<name>"
+            f"{folder} is not a run: there is no such folder", hint="zerocli profile CONFIG, or runs/<name>"
         ) from None
     except OSError as error:
-        raise UserError(f"{folder} is no run: {error.strerror}", hint="zerocli profile runs/<name>") from error
+        raise UserError(f"{folder} is not a run: {error.strerror}", hint="zerocli profile runs/<name>") from error
     if not names:
         raise UserError(f"{folder} is empty: no run was ever here", hint="zerocli profile CONFIG --run-dir DIR")
     if not {"metrics.jsonl", "config.json"} <= names:
         missing = [name for name in ("config.json", "metrics.jsonl") if name not in names]
         raise UserError(
-            f"{folder} is no run folder: it has no {' and no '.join(missing)}", hint="zerocli profile runs/<name>"
+            f"{folder} is not a run folder: it has no {' and no '.join(missing)}", hint="zerocli profile runs/<name>"
         )
     settings = form.read_table(run / "config.json", MAX_CONFIG_NBYTES)
     written, warnings = read_metrics(run / "metrics.jsonl")
@@ -96,7 +96,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             if len(found) > 2 * KEPT_LINES:
                 del found[1 : KEPT_LINES + 1]
         elif not text.endswith(b"\n") and len(text) < MAX_LINE_NBYTES:
-            return found, [f"metrics.jsonl: its last line, {number}, is torn; read up to it"]
+            return found, [f"metrics.jsonl: its last line, {number}, is incomplete and was ignored"]
         else:
             raise UserError(f"{path}, line {number}: not what zerocli writes: {wrong}", hint=ANOTHER)
     return found, []

@@ -9,7 +9,6 @@ from zerocli.layout.categories import CATEGORIES
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 
-ORDER = [(tier, category) for tier in TIERS for category in (*CATEGORIES, UNATTRIBUTED)]
 MEASURED_BY = dict.fromkeys(("host to device", "device to host"), ": zerocli env --bench") | dict.fromkeys(
     ("disk read", "disk write"), ": zerocli env --bench --nvme-path DIR"
 )
@@ -38,22 +37,31 @@ def render(document: Mapping[str, Any]) -> str:
 def _title(document: Mapping[str, Any]) -> str:
     settings, numel = document["settings"], document["parameters"]
     zero, placement = settings["zero"]["stage"], settings["offload"]["placement"]
-    away = f", offload {placement}" if placement else ""
+    offload = f", offload {placement}" if placement else ""
     tp = f" (tp {document['tp']})" if document["tp"] > 1 else ""
     where = document["gpu"] or document["device"]
     return (
-        f"{document['config']}: {format_count(numel) if numel else 'unknown'} parameters, stage {zero}{away}, "
+        f"{document['config']}: {format_count(numel) if numel else 'unknown'} parameters, stage {zero}{offload}, "
         f"{document['ranks']} {'rank' if document['ranks'] == 1 else 'ranks'}{tp} on {where}, {document['precision']}"
     )
 
 
+def tiers_of(*documents: Mapping[str, Any]) -> list[str]:
+    """Return the tiers of some profiles: the three that each has, then those of other packages."""
+    return list(dict.fromkeys((*TIERS, *(tier for document in documents for tier in document["peak"]))))
+
+
+def _heading(tier: str) -> str:
+    return NAMES.get(tier, f"{tier} (per node)")
+
+
 def _memory(document: Mapping[str, Any]) -> Iterator[str]:
     yield f"{'memory':<24}{'predicted':>12}{'measured':>12}{'error':>9}"
-    for tier in TIERS:
+    for tier in tiers_of(document):
         rows = [row for row in document["rows"] if row["tier"] == tier]
         if not rows:
             continue
-        yield NAMES[tier]
+        yield _heading(tier)
         for row in rows:
             yield _row(f"  {row['category'].replace('_', ' ')}", row["predicted"], seen(document, row))
         peak = document["peak"][tier]
@@ -94,7 +102,7 @@ def _percent(share: float) -> str:
 
 
 def _peaks(document: Mapping[str, Any]) -> Iterator[str]:
-    for tier in TIERS:
+    for tier in tiers_of(document):
         peak = document["peak"][tier]
         if not peak["measured"]:
             continue
@@ -144,12 +152,13 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, 
     lines = [f"{'measured':<28}{heads[0]:>{WIDTH + 2}}{heads[1]:>{WIDTH + 2}}{'change':>10}"]
     found = [{(row["tier"], row["category"]): seen(each, row) for row in each["rows"]} for each in (one, other)]
     absent = [0 if any(category != UNATTRIBUTED for _, category in each) else None for each in found]
-    for tier in TIERS:
-        keys = [key for key in ORDER if key[0] == tier and (key in found[0] or key in found[1])]
-        peaks = tuple(each["peak"][tier]["measured"] for each in (one, other))
+    for tier in tiers_of(one, other):
+        keys = [(tier, category) for category in (*CATEGORIES, UNATTRIBUTED)]
+        keys = [key for key in keys if key in found[0] or key in found[1]]
+        peaks = tuple(each["peak"].get(tier, {"measured": 0})["measured"] for each in (one, other))
         if not any(peaks):
             continue
-        lines.append(NAMES[tier])
+        lines.append(_heading(tier))
         for key in keys:
             before, after = (each.get(key, no) for each, no in zip(found, absent, strict=True))
             lines.append(_change(f"  {key[1].replace('_', ' ')}", before, after))

@@ -21,7 +21,7 @@ def make_timeline(
     ledger: Ledger,
     window: tuple[int, int],
     followed: Sequence[Segment],
-    away: Mapping[str, Mapping[str, int]],
+    offloaded: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
     """Return the timeline of a timed step, with the memory of a followed step.
 
@@ -58,7 +58,7 @@ def make_timeline(
             },
             **{
                 tier: {"times": [0.0, _us(end - begin)], "bytes": {name: [n, n] for name, n in rows.items() if n}}
-                for tier, rows in away.items()
+                for tier, rows in offloaded.items()
                 if any(rows.values())
             },
         },

@@ -29,7 +29,7 @@ def opening(config: Config, engine: Engine) -> str:
     axes = f" ({world} data-parallel x {tp} tensor-parallel)" if tp > 1 else ""
     each = "data-parallel ranks" if tp > 1 else "ranks"
     update = f"; update {'on the CPU' if engine.updater.on_cpu else 'through the device'} ({engine.update_reason})"
-    away = [f"offload {config.offload.placement}{update if any(f.offloaded for f in engine.flats()) else ''}"]
+    offload = [f"offload {config.offload.placement}{update if any(f.offloaded for f in engine.flats()) else ''}"]
     return "\n".join(
         [
             f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "
@@ -38,7 +38,7 @@ def opening(config: Config, engine: Engine) -> str:
             *_vocabulary(config, engine),
             f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {world} {each} x accumulate "
             f"{train.accumulate} x seq {train.seq}",
-            *([*away, *engine.tiers.notes] if engine.placement.tiers else []),
+            *([*offload, *engine.tiers.notes] if engine.placement.tiers else []),
         ]
     )
 
@@ -152,8 +152,8 @@ def closing(summary: dict[str, Any]) -> str:
         f"\nloss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f} in {summary['steps']} steps, "
         f"{summary['tokens_per_second']:,.0f} tokens/s on {count_of(summary['ranks'], 'rank')}\n"
     )
-    away = [f"{tier} {format_bytes(n)}" for tier, n in summary["peak"].items() if n and tier != "hbm"]
-    tail = [f"on other tiers: {', '.join(away)}"] if away else []
+    others = [f"{tier} {format_bytes(n)}" for tier, n in summary["peak"].items() if n and tier != "hbm"]
+    tail = [f"on other tiers: {', '.join(others)}"] if others else []
     tail.append(f"\nmetrics: {summary['run_dir']}/metrics.jsonl")
     if summary["check"] is not None:
         tail.append(check_line(summary["check"]))

@@ -21,7 +21,7 @@ from offload.verify import Corrupted
 from tiers.errors import TierError
 from zerocli import machine
 from zerocli.checkpoint.folder import Folder
-from zerocli.config import Config, sharding_of, to_dict
+from zerocli.config import Config, num_micro_steps, sharding_of, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say, show
 from zerocli.engine.api import open_process_group
@@ -168,17 +168,8 @@ def cap_device(config: Config) -> None:
 
 def resolve(config: Config, world: int) -> Config:
     """Return the config with all values that depend on the number of ranks filled in, for both axes."""
-    train, tp = config.train, config.parallel.tp
-    if train.global_batch:
-        replicas = world // tp
-        each, what = train.batch * replicas, "ranks" if tp == 1 else "data-parallel ranks"
-        if train.global_batch % each:
-            raise UserError(
-                f"global batch {train.global_batch} is not a multiple of batch {train.batch} x {replicas} {what} "
-                f"= {each}",
-                hint=f"--set train.global_batch={max(1, round(train.global_batch / each)) * each}",
-            )
-        train = dataclasses.replace(train, accumulate=train.global_batch // each)
+    accumulate = num_micro_steps(config.train, world, config.parallel.tp)
+    train = dataclasses.replace(config.train, accumulate=accumulate)
     parallel = dataclasses.replace(config.parallel, ranks=world)
     return dataclasses.replace(config, train=train, parallel=parallel)
 
