@@ -24,7 +24,9 @@ def convert(field: dataclasses.Field[Any], value: object, raw: str | None) -> ob
             raise ValueError(f"{quote(value)} is not true or false")
         return value
     if kind == bool | str:
-        return value if isinstance(value, bool) else _text(value)
+        if not isinstance(value, bool | str):
+            raise ValueError(f"{quote(value)} is not text, true or false")
+        return value
     if kind is int:
         return _whole(parse_bytes(value) if field.metadata.get("size") and isinstance(value, str) else value)
     if kind is float:
