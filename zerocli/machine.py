@@ -131,6 +131,21 @@ def version(package: str) -> str | None:
         return None
 
 
+def missing_compiler(on_gpu: bool, environ: Mapping[str, str] = os.environ) -> str:
+    """Return what torch.compile needs and this machine does not have; an empty text if there is nothing.
+
+    On a GPU it needs Triton, which itself calls a C compiler; on the CPU a C++ compiler.
+    """
+    path = environ.get("PATH")
+    if on_gpu:
+        if importlib.util.find_spec("triton") is None:
+            return "there is no Triton"
+        names = [environ["CC"]] if environ.get("CC") else ["gcc", "clang"]
+        return "" if any(shutil.which(name, path=path) for name in names) else "there is no C compiler (gcc, or CC)"
+    own = environ.get("CXX") or ("clang++" if platform.system() == "Darwin" else "g++")
+    return "" if shutil.which(own, path=path) else "there is no C++ compiler (g++, or CXX)"
+
+
 def backends() -> list[str]:
     """Return the names of torch's distributed backends on this machine (imports torch)."""
     try:

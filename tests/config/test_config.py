@@ -101,6 +101,14 @@ def test_set_reads_toml_or_bare_text(write, text, key, value):
     assert getattr(load(write(""), [text]).optimizer, key) == value
 
 
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("auto", "auto"), ('"auto"', "auto")])
+def test_compile_is_true_false_or_auto(write, text, value):
+    assert load("tiny").model.compile == "auto"
+    config = load("tiny", sets=[f"model.compile={text}"])
+    assert config.model.compile is value or config.model.compile == value == "auto"
+    assert from_dict(to_dict(config)) == config
+
+
 def test_set_keeps_text_that_looks_like_a_number(write):
     made = load(write(""), ["data.path=2024", "offload.nvme_path=/a,/b", "zero.bucket=2MiB", "offload.staging=77"])
     assert made.data.path == "2024"
@@ -154,6 +162,9 @@ tie = 1
         ("train.steps=-1", "steps -1 is below 1"),
         ("train.steps=0x" + "f" * 5000, "steps an integer of 20000 bits is beyond 64 bits"),
         ("train.precision=bf61", 'precision "bf61" is not one of auto, fp32, bf16, fp16; did you mean bf16?'),
+        ("model.compile=maybe", 'compile "maybe" is not one of auto, true, false'),
+        ("model.compile=aut", 'compile "aut" is not one of auto, true, false; did you mean auto?'),
+        ("model.compile=1", "compile 1 is not text, true or false"),
         ("optimizer.lr=nan", "lr NaN is not finite"),
         ("optimizer.lr=1979-05-27", "lr a date is not a number"),
         ("optimizer.betas=[0.9]", "betas [0.9] is not two numbers"),

@@ -155,10 +155,11 @@ def _choose(
     numel, needed = _needs(config, num_gpus, num_ranks)
     _fits(config, num_gpus, needed)
     config, nvme = _with_disk(config, folder, numel, tell)
-    compiler = bool(num_gpus or shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++"))
-    if not compiler:
-        tell("no compiled rows: there is no C++ compiler (g++, or CXX)")
-    rows = choose_rows(stages, offloads, numel, num_ranks // config.parallel.tp, nvme, compiler, given["everything"])
+    missing = machine.missing_compiler(on_gpu=num_gpus > 0)
+    if missing:
+        tell(f"no compiled rows: {missing}")
+    replicas = num_ranks // config.parallel.tp
+    rows = choose_rows(stages, offloads, numel, replicas, nvme, not missing, given["everything"])
     return config, Checklist(rows, given["steps"]), num_ranks
 
 

@@ -138,7 +138,7 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
 
     teller = Reporter(given["html"] or "", given["trace_file"] or "", source)
     with recording(given["snapshot"] or ""):
-        return trainer.work(config, options, Profiler(teller, follow=not config.model.compile))
+        return trainer.work(config, options, Profiler(teller, follow=config.model.compile is not True))
 
 
 def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:

@@ -23,6 +23,10 @@ def convert(field: dataclasses.Field[Any], value: object, raw: str | None) -> ob
         if not isinstance(value, bool):
             raise ValueError(f"{quote(value)} is not true or false")
         return value
+    if kind == bool | str:
+        if not isinstance(value, bool | str):
+            raise ValueError(f"{quote(value)} is not text, true or false")
+        return value
     if kind is int:
         return _whole(parse_bytes(value) if field.metadata.get("size") and isinstance(value, str) else value)
     if kind is float:

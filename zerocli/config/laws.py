@@ -34,8 +34,9 @@ def _law_broken(field: dataclasses.Field[Any], value: Any) -> tuple[str, str]:
     law = field.metadata
     choices = law.get("choices")
     if choices and value not in choices:
-        meant = closest(value, choices) if isinstance(value, str) else ""
-        return f"{quote(value)} is not one of {', '.join(str(c) for c in choices if c != '')}", meant
+        known = [quote(c).strip('"') for c in choices if c != ""]
+        meant = closest(value, known) if isinstance(value, str) else ""
+        return f"{quote(value)} is not one of {', '.join(known)}", meant
     if "form" in law and value != field.default and not law["form"].fullmatch(value):
         return f"{quote(value)} is not of the form {law['example']}", ""
     if field.name == "nvme_path" and "" in value:

@@ -45,8 +45,8 @@ class ModelConfig:
     """Added under the root in normalisation."""
     factory: str = setting("", form=FACTORY, example="package.module:callable")
     """`package.module:callable` that builds the model instead of a built-in family."""
-    compile: bool = setting(False)
-    """Whether the blocks go through torch.compile."""
+    compile: bool | str = setting("auto", choices=("auto", True, False))
+    """Whether the repeated blocks go through torch.compile; auto = on a GPU, in runs of 200 steps or more."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerocli.engine.compiled import tell_compiler
 from zerocli.engine.engine import Engine
 from zerocli.engine.rules import OptimizerChoice
 from zerocli.engine.settings import Settings
@@ -39,20 +38,6 @@ def shard(
     open_process_group(known.get("device"))
     tell_compiler()  # a user's own program may put torch.compile around the model
     return Engine(model, Settings(stage=stage, optimizer=optimizer, lr=lr, options=options, **known))
-
-
-@functools.cache
-def tell_compiler() -> None:
-    """Make torch.compile skip the runtime's own functions; it still compiles the user's code between them.
-
-    Loads the compiler, which takes a second. `zerocli.models` is compiled like a user's model.
-    """
-    from torch._dynamo import trace_rules
-
-    for name in sorted(sys.modules):
-        ours = name.startswith(("zerocli.", "offload.", "tiers.")) and not name.startswith("zerocli.models")
-        if ours and sys.modules[name].__spec__ is not None:
-            trace_rules.add(name)
 
 
 def open_process_group(

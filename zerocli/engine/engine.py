@@ -29,6 +29,7 @@ from zerocli.engine.activations import open_activations
 from zerocli.engine.backward import Backward
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
+from zerocli.engine.compiled import CompiledBlocks
 from zerocli.engine.connect import connect
 from zerocli.engine.counts import Counts
 from zerocli.engine.device import choose_device
@@ -117,7 +118,8 @@ class Engine:
         # Tensor-parallel ranks have equal checkpoints, so each keeps only a part of them by default.
         equal = self.tensor_parallel if settings.partition_activations else Collectives.alone(self.device)
         self.activations = open_activations(len(recomputed), self.placement, self.tiers, equal, self.device, self.waits)
-        self.hooks = Hooks(self, recomputed, settings.compile)
+        blocks = CompiledBlocks(self.units, settings.compile, settings.compile_backend, self.device, settings.steps)
+        self.hooks = Hooks(self, recomputed, blocks)
         self.collectives.take_nbytes()
         self.tensor_parallel.take_nbytes()
 

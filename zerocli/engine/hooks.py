@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tiers.events import NOTHING
 from zerocli.engine import agreement
+from zerocli.engine.compiled import NOT_RUN, CompiledBlocks
 from zerocli.engine.ends import Ends
 from zerocli.engine.events import BACKWARD, FORWARD, RUNNING
 from zerocli.engine.modules import Entry, outside_of_units, unwrap, wrap
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 class Hooks:
     """Runs the calls of a sharded model's modules, and follows backward through its units."""
 
-    def __init__(self, engine: Engine, recomputed: list[Unit], compile: bool) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, recomputed: list[Unit], blocks: CompiledBlocks) -> None:
+        self._engine, self.blocks = engine, blocks
         self._depth = 0
         self._recomputing = 0
         """Number of nested recomputed units that are running."""
@@ -49,10 +50,10 @@ class Hooks:
         self._modules = [unit.module for unit in engine.units]
         for unit in engine.units:
             entry = wrap(unit.module, unit, self)
-            if compile and unit.index > 0:
-                entry.body = torch.compile(entry.body)
             if unit in recomputed:
                 entry.body = self._recomputed(unit, entry.body)
+            else:
+                entry.body = self._compiled(unit, entry.body)
         for module in outside_of_units(engine.model, engine.units):
             wrap(module, engine.units[0], self)
             self._modules.append(module)
@@ -135,9 +136,15 @@ class Hooks:
             return value.to(self._engine.precision.compute)
         return value
 
-    def _recomputed(self, unit: Unit, body: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `body` with activation checkpointing: only its input is kept, and backward runs it again."""
-        engine = self._engine
+    def _compiled(self, unit: Unit, body: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `body` compiled if its unit is compiled, else `body` itself."""
+        if not self.blocks.includes(unit):
+            return body
+        return lambda *args, **kwargs: self.blocks.run(unit, body, args, kwargs)
+
+    def _recomputed(self, unit: Unit, eager: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `eager` with activation checkpointing: only its input is kept, and backward runs it again."""
+        engine, body = self._engine, self._compiled(unit, eager)
 
         def inner(spec: TreeSpec, *leaves: Any) -> Any:
             args, kwargs = tree_unflatten(leaves, spec)
@@ -155,6 +162,10 @@ class Hooks:
             if self._recomputing or not torch.is_grad_enabled() or not engine.activations.takes(unit.name, leaves):
                 return body(*args, **kwargs)
             with engine.activations.keeping(unit.name, leaves):
+                if self.blocks.includes(unit):  # see [Note: recomputation of compiled blocks]
+                    output = self.blocks.run_recomputed(unit, eager, args, kwargs)
+                    if output is not NOT_RUN:
+                        return output
                 return checkpoint(inner, spec, *leaves, use_reentrant=False)
 
         return outer

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerocli.config.schema import ModelConfig
 from zerocli.config.sharding import Sharding
 from zerocli.engine.events import Events
 from zerocli.engine.groups import ParamGroup
@@ -45,8 +44,12 @@ class Settings(Sharding):
     units: UnitChoice = None
     recompute: bool | UnitChoice = Sharding.recompute  # type: ignore[assignment]
     """As `Sharding.recompute`; or the units selected by a class, a predicate or a list of modules."""
-    compile: bool = ModelConfig.compile
-    """Apply torch.compile to each unit except the rest."""
+    compile: bool | str = False
+    """Whether repeated blocks go through torch.compile; `auto`: on a GPU, if `steps` are enough to pay for it."""
+    compile_backend: str = "inductor"
+    """The compiler behind torch.compile; another than inductor is for tests and debugging."""
+    steps: int = 0
+    """Number of steps of the run; 0: not known. Only `compile="auto"` depends on it."""
     seed: int = 0
     """Seed of the initial values of a model built on the meta device."""
     state: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor] | None = None

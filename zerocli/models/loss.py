@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any, Protocol
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from torch.autograd.function import once_differentiable
 
 from zerocli.engine.events import RUNNING
 from zerocli.layout.constants import chunk_tokens, padded_vocab
+
+P = ParamSpec("P")
 
 IGNORED = -100
 """A target of this (negative) value is ignored in the loss."""
@@ -57,6 +60,25 @@ def chunks_of(device_type: str) -> Iterator[None]:
         _chunks_of = outer
 
 
+def _outside_compiler(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Return `function` such that torch.compile does not trace it: it breaks the graph and runs as it is.
+
+    The same as torch.compiler.disable, which however loads the compiler; here that is left to those who compile.
+    """
+    disabled: list[Callable[P, Tensor]] = []
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        if not disabled:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return run
+
+
+@_outside_compiler
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0, part: Part | None = None
 ) -> Tensor:
@@ -71,11 +93,8 @@ def linear_cross_entropy(
     # Grad mode is always off inside forward, so it is queried here.
     with_grad = torch.is_grad_enabled()
     given = (x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), chunk, part, with_grad)
-    if RUNNING.events.on:  # checked here and not inside, so that a compiler sees no scope without a subscriber
-        with RUNNING.events.loss():
-            loss: Tensor = _LinearCrossEntropy.apply(*given)  # type: ignore[no-untyped-call]
-    else:
-        loss = _LinearCrossEntropy.apply(*given)  # type: ignore[no-untyped-call]
+    with RUNNING.events.loss():
+        loss: Tensor = _LinearCrossEntropy.apply(*given)  # type: ignore[no-untyped-call]
     return loss
 
 

@@ -86,6 +86,7 @@ class Profiler(Observer):
     def attach(self, engine: Engine) -> None:
         """Profile an engine from its next step on; what it holds already is named."""
         self._engine = engine
+        self._follow = self._follow and not engine.hooks.blocks.on  # compiled code allocates memory unseen
         self._clock = Clock(engine.device)
         self._recorder = EventRecorder(engine, self._clock, self._entered, self._inputs, self._stepped)
         for name, parameter in engine.model.named_parameters():

@@ -35,6 +35,7 @@ def opening(config: Config, engine: Engine) -> str:
             f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "
             f"{config.zero.stage}, {count_of(world * tp, 'rank')}{axes} on {engine.device.type}",
             f"precision {engine.precision.name} ({reason})",
+            f"compile {'true' if engine.hooks.blocks.on else 'false'} ({engine.hooks.blocks.reason})",
             *_vocabulary(config, engine),
             f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {world} {each} x accumulate "
             f"{train.accumulate} x seq {train.seq}",

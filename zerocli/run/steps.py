@@ -107,7 +107,7 @@ def run_steps(
                 total += micro_step(engine, tokens, targets, (train.seed, step, micro, replica))
             keep(recorder.record(engine.step(), total / train.accumulate))
             if step == first and rank == 0:
-                for note in engine.activations.notes:
+                for note in (*engine.hooks.blocks.notes, *engine.activations.notes):
                     say(note)
             if saver is not None and (step == steps or (checkpoint.every and step % checkpoint.every == 0)):
                 save(step)

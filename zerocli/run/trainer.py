@@ -111,6 +111,7 @@ def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Wa
     with STARTUP.by_itself("building the model"):
         refuse_overwriting(options)
         engine = observer.build(lambda: make_engine(config, events=options.events, watch=watchdog.attach))
+    config = with_choices(config, engine)
     with STARTUP.by_itself("preparing the run folder"):
         if rank == 0:
             own_folder(run_dir / "checkpoints")
@@ -174,6 +175,13 @@ def resolve(config: Config, world: int) -> Config:
     return dataclasses.replace(config, train=train, parallel=parallel)
 
 
+def with_choices(config: Config, engine: Engine) -> Config:
+    """Return the config with the engine's choice of `compile`, so that a resumed run, even a longer one, keeps it."""
+    if config.model.compile != "auto":
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, compile=engine.hooks.blocks.on))
+
+
 def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
     """Raise if the check cannot hold: with tensor parallelism, heads on different ranks draw different dropout."""
     if options.check and config.parallel.tp > 1 and config.model.dropout > 0:
@@ -202,6 +210,7 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
         weight_decay=optimizer.weight_decay,
         units=units,
         compile=config.model.compile,
+        steps=config.train.steps,
         seed=config.train.seed,
     )
     try:

@@ -1,0 +1,135 @@
+"""Compiled blocks on a GPU, with inductor: right, compiled once, never recompiled, at every stage and placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from commands import run
+from ranks import run_ranks
+
+import zerocli
+from zerocli.config import ModelConfig
+from zerocli.models import build
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, SEQ, VOCAB = 4, 64, 256
+
+
+def _train(model: Any, settings: dict[str, Any], steps: int = 5) -> tuple[list[float], list[int], list[str]]:
+    """Return losses, the number of graphs after each step, and the notes."""
+    torch._dynamo.reset()
+    units = {"units": model.unit_modules()} if hasattr(model, "unit_modules") else {}
+    engine = zerocli.shard(model, device="cuda", **units, **settings)
+    losses, graphs = [], []
+    for step in range(steps):
+        for micro in range(engine.settings.accumulate):
+            torch.manual_seed(100 * step + 10 * micro + engine.collectives.rank)
+            tokens = torch.randint(0, VOCAB, (2, SEQ + 1)).cuda()
+            if units:
+                loss = engine(tokens[:, :-1], tokens[:, 1:])
+            else:
+                loss = engine(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
+            engine.backward(loss)
+            losses.append(loss.item())
+        engine.step()
+        graphs.append(engine.hooks.blocks.num_graphs)
+    notes = engine.hooks.blocks.notes
+    engine.close()
+    return losses, graphs, notes
+
+
+def _built_in(family: str, settings: dict[str, Any], dropout: float = 0.0) -> tuple[list[float], list[int], list[str]]:
+    torch.manual_seed(0)
+    shape = ModelConfig(
+        family=family, layers=LAYERS, hidden=128, heads=2, vocab=VOCAB, dropout=dropout, tie=family == "gpt2"
+    )
+    return _train(build(shape, SEQ, "cpu"), settings)
+
+
+CASES = [
+    {"stage": 0, "precision": "fp32"},
+    {"stage": 0, "precision": "bf16"},
+    {"stage": 0, "precision": "fp16", "recompute": True},
+    {"stage": 2, "precision": "bf16", "accumulate": 2},
+    {"stage": 3, "precision": "bf16"},
+    {"stage": 3, "precision": "bf16", "recompute": True},
+    {"stage": 3, "precision": "bf16", "offload": "optimizer=cpu"},
+    {"stage": 3, "precision": "bf16", "offload": "cpu,activations=cpu"},
+]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_built_in_models_compile_once_and_train_like_eager_ones(family, settings):
+    expected, _, _ = _built_in(family, settings)
+    losses, graphs, notes = _built_in(family, settings | {"compile": True})
+    assert graphs == [1] * 5, notes
+    assert losses == pytest.approx(expected, rel=1e-4 if settings["precision"] == "fp32" else 2e-2)
+    assert len(notes) == 1 and notes[0].startswith(f"compiled {LAYERS} blocks in ")
+
+
+def _two_ranks(settings: dict[str, Any]) -> tuple[list[float], list[int]]:
+    losses, graphs, _ = _built_in("llama", settings)
+    return losses, graphs
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_ranks_on_one_gpu_compile_once_at_stage_3(recompute):
+    settings = {"stage": 3, "recompute": recompute}
+    expected = run_ranks(2, _two_ranks, settings, seconds=300)
+    found = run_ranks(2, _two_ranks, settings | {"compile": True}, seconds=300)
+    for (losses, graphs), (other, _) in zip(found, expected, strict=True):
+        assert graphs == [1] * 5
+        assert losses == pytest.approx(other, rel=1e-4)
+
+
+def test_where_checkpoints_are_kept_changes_no_bit_of_compiled_blocks():
+    kept, _, _ = _built_in("llama", {"stage": 3, "precision": "bf16", "recompute": True, "compile": True})
+    moved, _, _ = _built_in("llama", {"stage": 3, "precision": "bf16", "offload": "activations=cpu", "compile": True})
+    assert moved == kept
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_dropout_is_the_same_twice_with_one_seed(recompute):
+    settings = {"stage": 3, "precision": "bf16", "recompute": recompute, "compile": True}
+    first, graphs, notes = _built_in("gpt2", settings, dropout=0.1)
+    assert graphs == [1] * 5, notes
+    assert _built_in("gpt2", settings, dropout=0.1)[0] == first
+
+
+def test_recomputed_compiled_blocks_keep_less_memory():
+    peaks = []
+    for recompute in (False, True):
+        torch.cuda.empty_cache()
+        _built_in("llama", {"stage": 0, "precision": "bf16", "recompute": recompute, "compile": True})
+        torch.cuda.reset_peak_memory_stats()
+        _built_in("llama", {"stage": 0, "precision": "bf16", "recompute": recompute, "compile": True})
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize("settings", [{"stage": 0}, {"stage": 3, "recompute": True}], ids=str)
+def test_llama_of_transformers_compiles_once(settings):
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 10, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ, **shape)
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        results.append(_train(model, {"precision": "bf16", "compile": compiled, **settings}))
+    (expected, _, _), (losses, graphs, notes) = results
+    assert graphs == [1] * 5, notes
+    assert losses == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_commands_with_compiled_blocks_say_what_they_compiled(tmp_path, command):
+    words = [command, "tiny", "--ranks", "1", "--steps", "6", "--run-dir", str(tmp_path / "run")]
+    result = run(tmp_path, *words, "--set", "model.compile=true")
+    assert result.returncode == 0, result.stderr
+    assert "compile true (as asked)" in result.stderr
+    assert " blocks in " in result.stderr and "(1 graph)" in result.stderr
