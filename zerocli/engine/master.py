@@ -34,8 +34,7 @@ def split_(
     """Write the rounded master to `parameters` and what that leaves to `remainder`; `master` is overwritten."""
     bits = master.view(torch.int32)
     rounded = torch.empty_like(master) if scratch is None else scratch
-    torch.bitwise_or(bits, 1, out=rounded.view(torch.int32))  # a tie becomes more than a tie; nothing else crosses one
-    parameters.copy_(rounded)
+    parameters.copy_(_past_ties(bits, rounded))
     rounded.copy_(parameters)
     remainder.copy_(bits.sub_(rounded.view(torch.int32)))
 
@@ -43,5 +42,16 @@ def split_(
 def narrow(values: torch.Tensor, dtype: torch.dtype, copy: bool = False) -> torch.Tensor:
     """Return values in the compute dtype; fp32 is rounded to bf16 as `split_` does."""
     if dtype == torch.bfloat16 and values.dtype == torch.float32:
-        return (values.contiguous().view(torch.int32) | 1).view(torch.float32).to(dtype)
+        values = values.contiguous()
+        return _past_ties(values.view(torch.int32), torch.empty_like(values)).to(dtype)
     return values.to(dtype, copy=copy)
+
+
+def _past_ties(bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return fp32 values that torch rounds to bf16 as the master is rounded: where bit 15 is set, bit 0 is too.
+
+    So a tie becomes more than a tie, and no other value crosses one; infinities and NaN stay.
+    """
+    past = torch.bitwise_right_shift(bits, 15, out=out.view(torch.int32))
+    past.bitwise_and_(1).bitwise_or_(bits)
+    return out

@@ -106,14 +106,13 @@ def _adam(
     master -= step_size * average / (tl.sqrt_rn(square) / tl.load(corrections + 1) + eps)
     tl.store(averages + place, average, mask=inside)
     tl.store(squares + place, square, mask=inside)
-    bits = master.to(tl.int32, bitcast=True)
-    if bf16:  # a tie becomes more than a tie and is rounded away from zero: [Note: split master]
-        rounded = (bits | 1).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    if bf16:  # ties away from zero: [Note: split master]
+        bits = master.to(tl.int32, bitcast=True)
+        high = tl.where(master == master, (bits + 0x8000) >> 16, 0x7FC0)  # adding would carry NaN bits into the sign
+        tl.store(parameters + place, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
     else:
-        rounded = master.to(tl.float16)
-    tl.store(parameters + place, rounded, mask=inside)
+        tl.store(parameters + place, master.to(tl.float16), mask=inside)
     if split:
-        high = rounded.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        tl.store(masters + place, (bits - high).to(tl.int16), mask=inside)
+        tl.store(masters + place, (bits - (high << 16)).to(tl.int16), mask=inside)
     else:
         tl.store(masters + place, master, mask=inside)
