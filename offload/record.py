@@ -1,12 +1,13 @@
-"""`Record`: several fp32 arrays of one piece in one store, chunk by chunk.
+"""`Record`: several arrays of one piece in one store, chunk by chunk.
 
-All arrays of a chunk are adjacent, so that a chunk moves in one transfer.
+All arrays of a chunk are adjacent, so that a chunk moves in one transfer. The store counts units of two bytes: fp32
+arrays come first, two units per element; int16 arrays follow, and a chunk is padded to whole fp32 words.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -15,6 +16,8 @@ from offload.verify import UNVERIFIED, Unverified
 from tiers.base import Tier
 from tiers.transfer import Transfer
 
+UNIT = torch.int16
+
 
 class Record:
     """Arrays of `numel` elements each, cut at `cuts` (ascending, from 0 to numel)."""
@@ -22,53 +25,69 @@ class Record:
     def __init__(
         self,
         tier: Tier,
-        arrays: Sequence[str],
+        arrays: Mapping[str, torch.dtype],
         cuts: Sequence[int],
         traffic: Counter[str],
         verifier: Unverified = UNVERIFIED,
     ) -> None:
-        self.arrays = tuple(arrays)
-        self._cuts = list(cuts)
-        self.store = Store(tier, "optimizer", cuts[-1] * len(self.arrays), torch.float32, traffic, verifier)
+        assert set(arrays.values()) <= {torch.float32, torch.int16}
+        self.arrays = dict(sorted(arrays.items(), key=lambda array: -array[1].itemsize))
+        """The dtype of each array, by name, in their order within a chunk."""
+        self._chunks = list(zip(cuts, cuts[1:], strict=False))
+        self._starts: dict[int, int] = {}
+        """The unit at which each chunk begins, by its first element."""
+        total = 0
+        for start, stop in self._chunks:
+            self._starts[start] = total
+            total += self.units(start, stop)
+        self._numel = cuts[-1]
+        self.store = Store(tier, "optimizer", total, UNIT, traffic, verifier)
 
-    def width(self, start: int, stop: int) -> int:
-        """Return the elements of the chunk [start, stop) over all arrays."""
-        return (stop - start) * len(self.arrays)
+    def units(self, start: int, stop: int) -> int:
+        """Return the units of the chunk [start, stop) over all arrays."""
+        units = (stop - start) * sum(dtype.itemsize for dtype in self.arrays.values()) // UNIT.itemsize
+        return units + units % 2
 
     def split(self, start: int, stop: int, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a chunk's arrays as views of memory that holds the whole chunk."""
-        each = stop - start
-        return {name: memory[i * each : (i + 1) * each] for i, name in enumerate(self.arrays)}
+        found, at = {}, 0
+        for name, dtype in self.arrays.items():
+            end = at + (stop - start) * dtype.itemsize // UNIT.itemsize
+            found[name], at = memory[at:end].view(dtype), end
+        return found
 
     def fetch(self, start: int, stop: int, memory: torch.Tensor) -> Transfer:
         """Start reading the chunk [start, stop), which must be one of the record's chunks, into memory."""
-        return self.store.fetch(start * len(self.arrays), memory[: self.width(start, stop)])
+        return self.store.fetch(self._starts[start], memory[: self.units(start, stop)])
 
     def put(self, start: int, stop: int, memory: torch.Tensor) -> Transfer:
         """Start writing the chunk back."""
-        return self.store.put(start * len(self.arrays), memory[: self.width(start, stop)])
+        return self.store.put(self._starts[start], memory[: self.units(start, stop)])
 
     def places(self, name: str, start: int, stop: int) -> Iterator[tuple[int, range]]:
-        """Yield (element of the store, range of the array) for each contiguous run of [start, stop) of an array."""
-        index = self.arrays.index(name)
-        for first, last in zip(self._cuts, self._cuts[1:], strict=False):
+        """Yield (unit of the store, range of the array) for each contiguous run of [start, stop) of an array."""
+        names = list(self.arrays)
+        before = sum(self.arrays[n].itemsize for n in names[: names.index(name)])
+        width = self.arrays[name].itemsize
+        for first, last in self._chunks:
             low, high = max(start, first), min(stop, last)
             if low < high:
-                yield first * len(self.arrays) + index * (last - first) + low - first, range(low, high)
+                offset = before * (last - first) + width * (low - first)
+                yield self._starts[first] + offset // UNIT.itemsize, range(low, high)
 
     def local(self, start: int, stop: int) -> torch.Tensor | None:
         """Return the chunk's own memory if the host can address it; after changing it, call `changed`."""
-        return self.store.local(start * len(self.arrays), stop * len(self.arrays))
+        return self.store.local(self._starts[start], self._starts[start] + self.units(start, stop))
 
     def changed(self, start: int, stop: int) -> None:
         """Accept changes to the chunk that were made through `local`."""
-        self.store.changed(start * len(self.arrays), stop * len(self.arrays))
+        self.store.changed(self._starts[start], self._starts[start] + self.units(start, stop))
 
     def fill(self, values: dict[str, torch.Tensor]) -> None:
         """Write every array in full; those not given are zero."""
         device = next(iter(values.values())).device if values else torch.device("cpu")
-        for start, stop in zip(self._cuts, self._cuts[1:], strict=False):
-            memory = torch.zeros(self.width(start, stop), device=device)
+        for start, stop in self._chunks:
+            memory = torch.zeros(self.units(start, stop), dtype=UNIT, device=device)
             for name, array in self.split(start, stop, memory).items():
                 if name in values:
                     array.copy_(values[name][start:stop])
@@ -76,14 +95,12 @@ class Record:
 
     def read(self, name: str, device: torch.device) -> torch.Tensor:
         """Return one full array, on the device."""
-        whole = torch.empty(self._cuts[-1], device=device)
-        for start, stop in zip(self._cuts, self._cuts[1:], strict=False):
-            at = start * len(self.arrays) + self.arrays.index(name) * (stop - start)
-            self.store.fetch(at, whole[start:stop]).synchronize()
+        whole = torch.empty(self._numel, dtype=self.arrays[name], device=device)
+        for at, part in self.places(name, 0, self._numel):
+            self.store.fetch(at, whole[part.start : part.stop].view(UNIT)).synchronize()
         return whole
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Overwrite one full array."""
-        for start, stop in zip(self._cuts, self._cuts[1:], strict=False):
-            at = start * len(self.arrays) + self.arrays.index(name) * (stop - start)
-            self.store.put(at, values[start:stop].contiguous()).synchronize()
+        for at, part in self.places(name, 0, self._numel):
+            self.store.put(at, values[part.start : part.stop].contiguous().view(UNIT)).synchronize()

@@ -83,7 +83,7 @@ def test_every_key_that_engine_and_plan_read_arrives_there(monkeypatch):
     changed = sharding_of(
         Config(
             train=dataclasses.replace(Config.train, precision="fp16", accumulate=3, clip=0.5),
-            optimizer=dataclasses.replace(Config.optimizer, name="sgd", momentum=0.25),
+            optimizer=dataclasses.replace(Config.optimizer, name="sgd", momentum=0.25, master="fp32"),
             zero=dataclasses.replace(Config.zero, stage=3, bucket=7, buffers=3, reduce="fp32"),
             activations=dataclasses.replace(Config.activations, policy="recompute", partition=False),
             offload=dataclasses.replace(

@@ -70,26 +70,28 @@ def test_communication_is_the_papers(stage, layers, recompute):
     assert sum(counted.values()) == (3 if stage == 3 else 2) * whole
 
 
-def _held(stage: int, layers: int) -> tuple[int, dict, int]:
+def _held(stage: int, layers: int, master: str = "split") -> tuple[int, dict, int]:
     before = live_nbytes()
     model = Deep(layers)
-    engine = zerocli.shard(model, stage=stage, precision="bf16", clip=1.0)
+    engine = zerocli.shard(model, stage=stage, precision="bf16", clip=1.0, master=master)
     for _ in range(2):
         engine.backward(model(torch.randn(4, WIDTH)))
         engine.step()
     return live_nbytes() - before, engine.memory(), engine.numel
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_memory_is_the_papers(stage, world):
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_memory_is_the_papers(master, stage, world):
     layers = 6
-    live, held, psi = run_ranks(world, _held, stage, layers)[0]
-    n = world
-    states = {0: (2 + 2 + 12) * psi, 1: 4 * psi + 12 * psi // n, 2: 2 * psi + 14 * psi // n, 3: 16 * psi // n}[stage]
+    live, held, psi = run_ranks(world, _held, stage, layers, master)[0]
+    n, k = world, {"fp32": 12, "split": 10}[master]  # bytes of master and moments
+    states = {0: (2 + 2 + k) * psi, 1: 4 * psi + k * psi // n, 2: 2 * psi + (2 + k) * psi // n, 3: (4 + k) * psi // n}
+    states = states[stage]
     # Constants, none of which grows with the number of layers (but padding, a unit's worth of alignment each):
     padding = (layers + 1) * (n * SHARD_ALIGN + 4 * PARAM_ALIGN) * 16
-    scratch = 4 * (1 << 20)  # one update chunk in fp32
+    scratch = 4 * (1 << 20) * {"fp32": 1, "split": 3}[master]  # update chunks in fp32: a gradient; a master, its bits
     buckets = 2 * 2 * (BLOCK_NUMEL + n * SHARD_ALIGN) if stage >= 2 else 0
     gathered = 2 * (2 * BLOCK_NUMEL + (WIDTH + 1) * WIDTH + 3 * n * SHARD_ALIGN) if stage == 3 else 0
     small = 4096  # scalars: loss scale, counters, poison

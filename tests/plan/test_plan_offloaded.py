@@ -164,7 +164,7 @@ def test_a_run_folder_counts_as_nvme_on_one_node_and_on_no_tier_on_several(capsy
     ):
         answer = ask(capsys, *words, "--ranks", str(ranks), *sets)
         [candidate] = answer["candidates"]
-        swap = 12 * 8_030_261_248 * min(8, ranks) // ranks
+        swap = 10 * 8_030_261_248 * min(8, ranks) // ranks
         needed = candidate["tiers"]["nvme"]["needed"]
         assert needed == pytest.approx(swap + count * each * on_nvme, rel=2e-3)
         assert needed == sum(row["bytes"] for row in candidate["rows"] if row["tier"] == "nvme")

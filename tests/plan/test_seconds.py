@@ -37,10 +37,10 @@ def timed(model: ModelConfig = MODEL, hardware: Hardware = NODE, **setup: Any) -
         (MODEL, NODE, {}, 0.317),
         (LARGE, NODE, {}, 0.618),
         (LARGE, NODE, {"offload": "activations=cpu"}, 0.618),
-        (LARGE, NODE, {"offload": "cpu"}, 1.331),
-        (LARGE, MACHINE, {"offload": "cpu"}, 1.331),
-        (LARGE, MACHINE, {"offload": "cpu", "update": "cpu"}, 1.96),
-        (MODEL, MACHINE, {"offload": "optimizer=nvme"}, 9.95),
+        (LARGE, NODE, {"offload": "cpu", "master": "fp32"}, 1.331),
+        (LARGE, MACHINE, {"offload": "cpu", "master": "fp32"}, 1.331),
+        (LARGE, MACHINE, {"offload": "cpu", "update": "cpu", "master": "fp32"}, 1.96),
+        (MODEL, MACHINE, {"offload": "optimizer=nvme", "master": "fp32"}, 9.95),
     ],
 )
 def test_an_estimate_is_within_a_quarter_of_what_was_measured(model, hardware, setup, seconds):
@@ -63,13 +63,19 @@ def test_compute_is_every_operation_that_is_executed():
 
 
 def test_what_crosses_the_link_is_counted_in_its_direction():
-    """States 12 bytes each way and gradients up for the update, parameters down once and up twice, gradients down."""
+    """States each way and gradients up for the update, parameters down once and up twice, gradients down.
+
+    A split master is 2 of 10 bytes of states, and needs the parameters too.
+    """
     numel = plan_model(shape_of(LARGE, 1024), Setup(**ALONE)).numel
     rate = NODE.pcie * 1e9
     both = 2 * NODE.both_ways * rate
-    update = max((12 + 2 + 2) * numel / rate, (12 + 2 + 2 + 12 + 2) * numel / both)
     backward = max(2 * numel / rate, (2 + 2) * numel / both)
-    assert timed(LARGE, offload="cpu").parts["pcie"] == pytest.approx(update + backward, rel=1e-3)
+    for master, states, fetched in (("fp32", 12, 0), ("split", 10, 2)):
+        up, down = states + 2 + 2 + fetched, states + 2
+        update = max(up * numel / rate, (up + down) * numel / both)
+        parts = timed(LARGE, offload="cpu", master=master).parts
+        assert parts["pcie"] == pytest.approx(update + backward, rel=1e-3)
     # Updated by the CPU, states stay: gradients go down, parameters up twice.
     stays = timed(LARGE, offload="cpu", update="cpu").parts["pcie"]
     assert stays == pytest.approx((2 * numel / rate) + backward, rel=1e-3)
@@ -77,11 +83,13 @@ def test_what_crosses_the_link_is_counted_in_its_direction():
 
 def test_a_disk_reads_and_writes_all_states_in_a_step():
     numel = plan_model(shape_of(MODEL, 1024), Setup(**ALONE)).numel
-    parts = timed(offload="optimizer=nvme").parts
-    assert parts["nvme"] == pytest.approx(24 * numel / (NODE.disk * 1e9), rel=1e-3)
-    # Parameters too: written once, read twice, less what is still in host memory at each of the two turns.
-    more = timed(offload="params=nvme,grads=cpu,optimizer=nvme", read_ahead_nbytes=1 << 20).parts["nvme"]
-    assert more == pytest.approx(30 * numel / (NODE.disk * 1e9), rel=2e-3)
+    for master, states, fetched in (("fp32", 24, 0), ("split", 20, 2)):
+        parts = timed(offload="optimizer=nvme", master=master).parts
+        assert parts["nvme"] == pytest.approx(states * numel / (NODE.disk * 1e9), rel=1e-3)
+        # Parameters too: written once, read twice, less what is still in host memory at each of the two turns.
+        everything = {"offload": "params=nvme,grads=cpu,optimizer=nvme", "read_ahead_nbytes": 1 << 20}
+        more = timed(**everything, master=master).parts["nvme"]
+        assert more == pytest.approx((states + 6 + fetched) * numel / (NODE.disk * 1e9), rel=2e-3)
 
 
 def test_only_the_first_forward_hides_the_update():

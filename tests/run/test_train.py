@@ -94,7 +94,7 @@ def test_dry_run_trains_nothing(tmp_path):
     document = json.loads(done.stdout)
     psi = document["parameters"]
     held = {category: row["held"] for category, row in document["memory"].items()}
-    assert held == {k: -(-n * psi // 8) for k, n in (("parameters", 2), ("gradients", 2), ("optimizer_states", 12))}
+    assert held == {k: -(-n * psi // 8) for k, n in (("parameters", 2), ("gradients", 2), ("optimizer_states", 10))}
     assert not (tmp_path / "runs").exists()
 
 

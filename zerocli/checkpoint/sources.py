@@ -12,7 +12,9 @@ from collections.abc import Callable
 import torch
 
 from offload import Record, Store
+from offload.record import UNIT
 from tiers.transfer import Transfer
+from zerocli.engine.master import REMAINDER, join, split_
 from zerocli.engine.unit import MASTER, Flat
 from zerocli.layout.shards import Span
 
@@ -70,14 +72,12 @@ class Stored(Source):
 class Recorded(Source):
     """One array of a record, which interleaves its arrays in chunks."""
 
-    dtype = torch.float32
-
     def __init__(self, record: Record, name: str) -> None:
-        self._record, self._name = record, name
+        self._record, self._name, self.dtype = record, name, record.arrays[name]
 
     def read(self, start: int, target: torch.Tensor) -> Wait:
         transfers = [
-            self._record.store.peek(at, target[part.start - start : part.stop - start])
+            self._record.store.peek(at, target[part.start - start : part.stop - start].view(UNIT))
             for at, part in self._record.places(self._name, start, start + target.numel())
         ]
         return lambda: _finish(transfers)
@@ -85,10 +85,42 @@ class Recorded(Source):
     def write(self, start: int, values: torch.Tensor) -> None:
         _finish(
             [
-                self._record.store.put(at, values[part.start - start : part.stop - start])
+                self._record.store.put(at, values[part.start - start : part.stop - start].view(UNIT))
                 for at, part in self._record.places(self._name, start, start + values.numel())
             ]
         )
+
+
+class SplitMaster(Source):
+    """A split master: parameters and their remainder, joined when read and split when written (engine/master.py)."""
+
+    dtype = torch.float32
+
+    def __init__(self, parameters: Source, remainder: Source) -> None:
+        self._parameters, self._remainder = parameters, remainder
+        self.on_gpu = parameters.on_gpu and remainder.on_gpu
+
+    def read(self, start: int, target: torch.Tensor) -> Wait:
+        if isinstance(self._parameters, Memory) and isinstance(self._remainder, Memory):  # joined where they are
+            part = slice(start, start + target.numel())
+            return Memory(join(self._parameters.tensor[part], self._remainder.tensor[part])).read(0, target)
+        parameters = torch.empty(target.numel(), dtype=self._parameters.dtype)
+        remainder = torch.empty(target.numel(), dtype=self._remainder.dtype)
+        waits = self._parameters.read(start, parameters), self._remainder.read(start, remainder)
+
+        def wait() -> None:
+            for each in waits:
+                each()
+            join(parameters, remainder, out=target)
+
+        return wait
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        parameters = torch.empty(values.numel(), dtype=self._parameters.dtype)
+        remainder = torch.empty(values.numel(), dtype=self._remainder.dtype)
+        split_(values.clone(), parameters, remainder)
+        self._parameters.write(start, parameters)
+        self._remainder.write(start, remainder)
 
 
 def _nothing() -> None:
@@ -102,6 +134,11 @@ def _finish(transfers: list[Transfer]) -> None:
 
 def source_of(flat: Flat, name: str) -> tuple[Source, Span]:
     """Return the source of an array of the flat (`MASTER`, an optimizer state), and the span of the flat it covers."""
+    if name == MASTER and flat.trainable and flat.split:
+        parameters = parameters_of(flat) if flat.held_parameters is None else Memory(flat.held_parameters)
+        return SplitMaster(parameters, source_of(flat, REMAINDER)[0]), flat.held
+    if name == REMAINDER and flat.remainder is not None:
+        return Memory(flat.remainder), flat.held
     if flat.record is not None and name in flat.record.arrays:
         return Recorded(flat.record, name), flat.held
     if name != MASTER:

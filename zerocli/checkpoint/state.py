@@ -22,6 +22,7 @@ from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
 from zerocli.checkpoint.sources import parameters_of, source_of
+from zerocli.engine.master import narrow
 from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.states import History, histories, load_histories
 from zerocli.engine.unit import MASTER, Flat
@@ -303,21 +304,23 @@ def _spread_held(engine: Engine, flat: Flat) -> None:
     """Gather the other ranks' slices of optimizer states if every rank keeps all of them."""
     if flat.held == flat.own:
         return
-    for array in (flat.master, *flat.states.values()):
+    high = flat.held_parameters if flat.split else None  # the high bits of a split master
+    for array in (flat.master, flat.remainder, high, *flat.states.values()):
         if array is not None:
+            array = array.view(torch.bfloat16) if array.dtype == torch.int16 else array  # bytes that collectives know
             engine.collectives.all_gather(array, array[flat.own.start : flat.own.stop]).wait()
 
 
 def _spread_parameters(flat: Flat) -> None:
-    """Round the master to the parameters, in chunks, unless they are the same memory."""
-    if flat.dtype == torch.float32:
+    """Round the master to the parameters, in chunks, unless they are a part of it."""
+    if flat.dtype == torch.float32 or flat.split:
         return
     master, covered = source_of(flat, MASTER)
     target = parameters_of(flat)
     for piece in flat.own.pieces(CHUNK_NUMEL):
         values = torch.empty(piece.numel, dtype=torch.float32)
         master.read(piece.start - covered.start, values)()
-        target.write(piece.start - flat.own.start, values.to(flat.dtype))
+        target.write(piece.start - flat.own.start, narrow(values, flat.dtype))
 
 
 CHUNK_NUMEL = 4 << 20

@@ -15,6 +15,9 @@ def setting(default: Any, **law: Any) -> Any:
     return dataclasses.field(default=default, metadata=law)
 
 
+MASTERS = ("split", "fp32")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The model's shape."""
@@ -97,6 +100,8 @@ class OptimizerConfig:
     """Decoupled decay of matrices, a step, times the learning rate."""
     momentum: float = setting(0.9, least=0, below=1)
     """Momentum (SGD)."""
+    master: str = setting("split", choices=MASTERS)
+    """The fp32 master of bf16 parameters: the 16 bits that they lack, beside them (split), or all 32 again (fp32)."""
     warmup: int = setting(0, least=0)
     """Steps over which the learning rate rises from zero."""
     schedule: str = setting("cosine", choices=("cosine", "linear", "constant"))

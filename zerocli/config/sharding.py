@@ -14,6 +14,7 @@ from typing import Any
 from offload.placement import Placement
 from zerocli.config.placement import read_placement
 from zerocli.config.schema import (
+    MASTERS,
     ActivationsConfig,
     Config,
     OffloadConfig,
@@ -43,6 +44,8 @@ class Sharding:
     optimizer: str = OptimizerConfig.name
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer: betas, eps, momentum, ..."""
+    master: str = OptimizerConfig.master
+    """How the fp32 master of bf16 parameters is kept: `split`, as a 16-bit remainder beside them, or `fp32`."""
     accumulate: int = TrainConfig.accumulate
     """Backward passes per step; their gradients are averaged, in fp32 if there is more than one."""
     clip: float | None = TrainConfig.clip
@@ -75,8 +78,15 @@ class Sharding:
     def __post_init__(self) -> None:
         object.__setattr__(self, "offload", read_placement(self.offload))
 
-    def sizing_at(self, world: int, num_states: int, device: str, update_on_cpu: bool = False) -> Sizing:
-        """Return what determines the buffer sizes of an engine on `world` data-parallel ranks of this device type."""
+    def sizing_at(
+        self, world: int, num_states: int, device: str, precision: str, fused_update: bool, update_on_cpu: bool = False
+    ) -> Sizing:
+        """Return what determines the buffer sizes of an engine on `world` data-parallel ranks of this device type.
+
+        `precision` is the one that `auto` stands for; only bf16 is the upper half of fp32.
+        """
+        if self.master not in MASTERS:
+            raise ValueError(f"master {self.master!r} is not one of {', '.join(MASTERS)}")
         return Sizing(
             stage_of(self.stage),
             world,
@@ -88,6 +98,8 @@ class Sharding:
             self.staging_nbytes,
             device,
             update_on_cpu,
+            split_master=self.master == "split" and precision == "bf16",
+            fused_update=fused_update,
         )
 
     def shared(self) -> dict[str, Any]:
@@ -103,6 +115,7 @@ def sharding_of(config: Config) -> Sharding:
         precision=config.train.precision,
         optimizer=config.optimizer.name,
         options=arguments_of(config.optimizer),
+        master=config.optimizer.master,
         accumulate=config.train.accumulate,
         clip=config.train.clip or None,
         recompute=config.activations.policy == "recompute",

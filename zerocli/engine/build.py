@@ -16,6 +16,7 @@ from offload.tierset import TierSet, shortage
 from tiers.base import Tier
 from zerocli.engine import materialise
 from zerocli.engine.comm import Collectives
+from zerocli.engine.master import REMAINDER, narrow, split_
 from zerocli.engine.named import given, load_buffers
 from zerocli.engine.settings import Settings
 from zerocli.engine.startup import STARTUP
@@ -149,8 +150,12 @@ class Builder:
     def _word(self, kind: str) -> str:
         return "+".join({"dram": "cpu"}.get(s.tier, s.tier) for s in self._placement.of(kind))
 
-    def _record_arrays(self, flat: Flat) -> tuple[str, ...]:
-        return self._states if flat.dtype == torch.float32 else (MASTER, *self._states)
+    def _arrays(self, flat: Flat) -> dict[str, torch.dtype]:
+        """Return the dtype of the master beside the parameters, if there is one, and of the states, by name."""
+        arrays = dict.fromkeys(self._states, torch.float32)
+        if flat.dtype == torch.float32:
+            return arrays
+        return ({REMAINDER: torch.int16} if self._sizing.split_master else {MASTER: torch.float32}) | arrays
 
     # -- filling ---------------------------------------------------------------------------------------------------
 
@@ -172,17 +177,17 @@ class Builder:
     def _place_parameters(self, flat: Flat, whole: torch.Tensor, tier: str) -> None:
         mine = whole[flat.own.start : flat.own.stop]
         if flat.spec.resident(self._sizing):
-            flat.resident = whole.to(flat.dtype)
+            flat.resident = narrow(whole, flat.dtype)
             flat.shard = flat.resident[flat.own.start : flat.own.stop]
             flat.attach(flat.resident, flat.views(flat.resident))
             return
         if tier == HBM:
-            flat.shard = mine.to(flat.dtype, copy=True)  # a slice would keep the whole buffer's memory alive
+            flat.shard = narrow(mine, flat.dtype, copy=True)  # a slice would keep the whole buffer's memory alive
         else:
             opened = self._tiers.open(tier, "parameters")
             store = self._parameter_store(opened, flat)
             store.what = f"the parameters of {flat.unit.title}"
-            store.put(0, mine.to(flat.dtype)).synchronize()
+            store.put(0, narrow(mine, flat.dtype)).synchronize()
             flat.param_store = store
         flat.detach()
 
@@ -192,17 +197,24 @@ class Builder:
         return Store(*about) if tier.addressable or not tier.stores else StagedStore(self._mover, *about)
 
     def _place_states(self, flat: Flat, held: torch.Tensor, tier: str) -> None:
-        arrays = self._record_arrays(flat)
+        arrays = self._arrays(flat)
+        master = {MASTER: held} if MASTER in arrays else {}
+        if REMAINDER in arrays:
+            remainder = torch.empty_like(held, dtype=torch.int16)
+            split_(held.clone(), torch.empty_like(held, dtype=flat.dtype), remainder)
+            master = {REMAINDER: remainder}
         if tier != HBM:
             cuts = [0, *(span.stop for _, span in flat.spec.chunks(self._sizing.chunk))]
             opened = self._tiers.open(tier, "optimizer")
             flat.record = Record(opened, arrays, cuts, self._tiers.traffic, self._tiers.verifier)
             flat.record.store.what = f"the optimizer states of {flat.unit.title}"
-            flat.record.fill({MASTER: held})
+            flat.record.fill(master)
         elif MASTER in arrays:
             flat.master = held.clone()
-        if MASTER not in arrays and flat.param_store is None:  # fp32: the parameters are the master
-            flat.master = flat.resident[flat.held.start : flat.held.stop] if flat.resident is not None else flat.shard
+        elif REMAINDER in arrays:
+            flat.remainder = master[REMAINDER]
+        if flat.dtype == torch.float32 and flat.param_store is None:  # the parameters are the master
+            flat.master = flat.held_parameters
         if flat.record is None:
             flat.states = {name: torch.zeros_like(held, dtype=torch.float32) for name in self._states}
 

@@ -35,6 +35,7 @@ from zerocli.engine.counts import Counts
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
 from zerocli.engine.facade import ShardedOptimizer
+from zerocli.engine.fused import can_fuse
 from zerocli.engine.groups import arrange
 from zerocli.engine.hooks import Hooks
 from zerocli.engine.modules import register_method
@@ -147,7 +148,8 @@ class Engine:
         self.tiers = TierSet(self.local_world, self.device, *about)
         self.verified = VerifiedReads(self.tiers.verifier, self.device, self.gather_control)
         self.mover = Mover(settings.read_ahead_nbytes, self.tiers.open_cache)
-        self.sizing = settings.sizing_at(self.collectives.world, len(self.rule.state_names), self.device.type)
+        shape = (len(self.rule.state_names), self.device.type, self.precision.name, can_fuse(self.rule, self.device))
+        self.sizing = settings.sizing_at(self.collectives.world, *shape)
         self._builder = Builder(
             *(self.model, settings, self.sizing, self.precision.compute, self.collectives, self.tensor_parallel),
             *(self.rule.state_names, self.placement, self.tiers, self.mover, self.arranged.group_of),

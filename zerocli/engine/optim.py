@@ -150,6 +150,8 @@ class FusedAdam(FlatOptimizer):
     ) -> None:
         self.defaults = {"betas": tuple(betas), "eps": eps, "amsgrad": amsgrad, "maximize": maximize}
         self.state_names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+        self.decoupled = decoupled
+        """Whether weight decay is applied to the parameters (AdamW) and not added to the gradient."""
         self._kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
     def check(self, group: Group) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from zerocli.engine.comm import Collectives
 from zerocli.engine.counts import Counts
+from zerocli.engine.master import REMAINDER, join, narrow, split_
 from zerocli.engine.named import IncompatibleKeys, match
 from zerocli.engine.optim import FlatOptimizer
 from zerocli.engine.tensor_parallel import TensorParallel
@@ -19,21 +20,44 @@ from zerocli.engine.unit import MASTER, REPLICATED, Flat
 
 def read_held(flat: Flat, name: str, device: torch.device) -> torch.Tensor:
     """Return this rank's part of an optimizer array (or the fp32 master) on the device."""
+    if name == MASTER and flat.split:
+        return join(_held_parameters(flat, device), read_held(flat, REMAINDER, device))
+    if name == REMAINDER and flat.remainder is not None:
+        return flat.remainder
     if flat.record is not None and name in flat.record.arrays:
         return flat.record.read(name, device)
     if name == MASTER:
         if flat.master is not None:
             return flat.master
-        assert flat.param_store is not None and flat.dtype == torch.float32
-        target = torch.empty(flat.own.numel, dtype=flat.dtype, device=device)
-        flat.param_store.fetch(0, target).synchronize()
-        return target
+        assert flat.dtype == torch.float32
+        return _held_parameters(flat, device)
     return flat.states[name]
+
+
+def _held_parameters(flat: Flat, device: torch.device) -> torch.Tensor:
+    """Return what this rank holds of the parameters in the compute dtype, on the device."""
+    if flat.held_parameters is not None:
+        return flat.held_parameters
+    assert flat.param_store is not None
+    target = torch.empty(flat.own.numel, dtype=flat.dtype, device=device)
+    flat.param_store.fetch(0, target).synchronize()
+    return target
 
 
 def write_held(flat: Flat, name: str, values: torch.Tensor) -> None:
     """Overwrite this rank's part of an optimizer array, or the fp32 master and with it the parameters."""
-    if flat.record is not None and name in flat.record.arrays:
+    if name == MASTER and flat.split:
+        parameters = torch.empty_like(values, dtype=flat.dtype)
+        remainder = torch.empty_like(values, dtype=torch.int16)
+        split_(values.clone(), parameters, remainder)
+        if flat.held_parameters is not None:
+            flat.held_parameters.copy_(parameters)
+        elif flat.param_store is not None:
+            flat.param_store.put(0, parameters).synchronize()
+        write_held(flat, REMAINDER, remainder)
+    elif name == REMAINDER and flat.remainder is not None:
+        flat.remainder.copy_(values)
+    elif flat.record is not None and name in flat.record.arrays:
         flat.record.write(name, values)
     elif name != MASTER:
         flat.states[name].copy_(values)
@@ -63,9 +87,7 @@ def whole_parameters(collectives: Collectives, flat: Flat) -> torch.Tensor:
         return flat.resident.cpu()
     held = flat.shard
     if held is None:
-        assert flat.param_store is not None
-        held = torch.empty(flat.own.numel, dtype=flat.dtype, device=collectives.device)
-        flat.param_store.fetch(0, held).synchronize()
+        held = _held_parameters(flat, collectives.device)
     return join_parts(collectives, flat, held)
 
 
@@ -137,11 +159,11 @@ def load_whole(flat: Flat, whole: torch.Tensor) -> None:
         write_held(flat, MASTER, whole[flat.held.start : flat.held.stop])
     mine = whole[flat.own.start : flat.own.stop]
     if flat.resident is not None:
-        flat.resident.copy_(whole)
+        flat.resident.copy_(narrow(whole, flat.dtype))
     elif flat.shard is not None:
-        flat.shard.copy_(mine)
+        flat.shard.copy_(narrow(mine, flat.dtype))
     elif flat.param_store is not None:
-        flat.param_store.put(0, mine.to(flat.dtype)).synchronize()
+        flat.param_store.put(0, narrow(mine, flat.dtype)).synchronize()
 
 
 @dataclass(frozen=True)
@@ -184,11 +206,18 @@ def load_histories(
 
 @torch.no_grad()
 def adopt(flat: Flat, values: torch.Tensor, device: torch.device) -> None:
-    """Set the flat's parameters from whole values in the compute dtype; masters of unchanged elements stay exact."""
-    if flat.trainable and flat.dtype != torch.float32:
+    """Set the flat's parameters from whole values in the compute dtype; masters of unchanged elements stay exact.
+
+    If `values` are the resident parameters, edited in place, the former high bits of a split master are gone: the
+    edited parameters then become their own master, all of their elements.
+    """
+    held = values[flat.held.start : flat.held.stop]
+    if flat.trainable and flat.split:
+        remainder = read_held(flat, REMAINDER, device)
+        write_held(flat, REMAINDER, torch.where(_edited(flat, held, device), 0, remainder))
+    elif flat.trainable and flat.dtype != torch.float32:
         master = read_held(flat, MASTER, device)
-        held = values[flat.held.start : flat.held.stop]
-        write_held(flat, MASTER, torch.where(held != master.to(flat.dtype), held.float(), master))
+        write_held(flat, MASTER, torch.where(held != narrow(master, flat.dtype), held.float(), master))
     mine = values[flat.own.start : flat.own.stop]
     if flat.resident is not None:
         if flat.resident is not values:
@@ -197,6 +226,16 @@ def adopt(flat: Flat, values: torch.Tensor, device: torch.device) -> None:
         flat.shard.copy_(mine)
     elif flat.param_store is not None:
         flat.param_store.put(0, mine.clone()).synchronize()
+
+
+def _edited(flat: Flat, held: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return, for what this rank holds, where new parameters replace others."""
+    if flat.resident is None:
+        return held != _held_parameters(flat, device)
+    edited, names = torch.zeros(flat.layout.total, dtype=torch.bool, device=device), set(flat.edited())
+    for entry in flat.layout.entries:
+        edited[entry.offset : entry.offset + entry.numel] = entry.name in names
+    return edited[flat.held.start : flat.held.stop]
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch import nn
 
 from offload import Record, Store
 from zerocli.engine.comm import Collectives, Pending
+from zerocli.engine.master import REMAINDER
 from zerocli.engine.parameters import attach, edited, edited_in_place, moved, note_values, release
 from zerocli.engine.streams import StreamEvent
 from zerocli.errors import Refused
@@ -60,7 +61,9 @@ class Flat:
     written: StreamEvent | None = None
     """The optimizer's last write to `shard`; a gather starts after it."""
     master: torch.Tensor | None = None
-    """`held` in fp32; shares memory with the parameters if they are fp32."""
+    """`held` in fp32; shares memory with the parameters if they are fp32. None if it is split or offloaded."""
+    remainder: torch.Tensor | None = None
+    """A split master's low bits of `held`, unless they are offloaded; the parameters are its high bits."""
     states: dict[str, torch.Tensor] = field(default_factory=dict)
     """Optimizer states of `held`, by name."""
     grad_full: torch.Tensor | None = None
@@ -117,6 +120,16 @@ class Flat:
         """Whether any of its states is offloaded."""
         return self.spec.offloaded
 
+    @property
+    def split(self) -> bool:
+        """Whether its master is split: see master.py."""
+        return self.remainder is not None or (self.record is not None and REMAINDER in self.record.arrays)
+
+    @property
+    def held_parameters(self) -> torch.Tensor | None:
+        """`held` in the compute dtype, on the device; None if it is offloaded."""
+        return self.shard if self.held == self.own else self.resident
+
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of its tensors on the device; of several on one storage the first counts."""
         unit = self.unit.name or "rest"
@@ -126,6 +139,7 @@ class Flat:
             ("gradients", self.grad_full),
             ("gradients", self.grad),
             ("optimizer_states", self.master),
+            ("optimizer_states", self.remainder),
             *(("optimizer_states", state) for state in self.states.values()),
         ):
             if tensor is not None and tensor.numel():

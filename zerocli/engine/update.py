@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.record import UNIT
 from tiers.transfer import Transfer
 from zerocli.engine.comm import Collectives
 from zerocli.engine.counts import Counts, within
 from zerocli.engine.events import SILENT, Events
+from zerocli.engine.fused import FusedUpdate, fused_update
+from zerocli.engine.master import REMAINDER, join, narrow, split_
 from zerocli.engine.optim import At, FlatOptimizer, FusedAdam, Group, StepValues
 from zerocli.engine.rules import MuonWithAdamW
 from zerocli.engine.streams import SideStream, StreamEvent
@@ -55,7 +58,7 @@ class Slot:
         self.buffers: dict[tuple[str, str], torch.Tensor] = {}
         """By name and device type."""
         self.parts: dict[str, torch.Tensor] = {}
-        """The current chunk's parts in the buffers: record, grad, master or out."""
+        """The current chunk's parts in the buffers: record, grad, master or parameters."""
         self.arriving: list[Transfer] = []
         self.leaving: list[Transfer] = []
         """Write-backs that still read the buffers."""
@@ -85,9 +88,11 @@ class Updater:
         self._sizing = sizing
         self.before_update: Callable[[Flat], None] = lambda flat: None
         """Called before a flat's states change, on the update's stream: a checkpoint may still be reading them."""
+        self._fused: FusedUpdate | None = fused_update(rule) if sizing.fused_update else None
         self._fetching, self._updating = SideStream(device), SideStream(device)
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
-        self._scratch: dict[str, torch.Tensor] = {}
+        self._scratch: dict[tuple[str, str], torch.Tensor] = {}
+        """fp32 memory by use and device type."""
         self._inactive: frozenset[str] = frozenset()
         self._values: dict[str, StepValues] = {}
         """By device type. The device may read them until the next step replaces them."""
@@ -128,6 +133,8 @@ class Updater:
         flats = [flat for flat in flats if any(entry.name not in inactive for entry in flat.layout.entries)]
         self._values = {place.type: values.to(place) for place in {self._place(flat) for flat in flats}}
         self._updated = updated
+        if self._fused is not None and self._device.type in self._values:
+            self._fused.begin(self._values[self._device.type])
         if self._rule.has_scalars:
             for group, history in self._pairs(flats):
                 self._rule.advance(values.groups[group], values.at(history))
@@ -223,7 +230,7 @@ class Updater:
             return
         if "record" in job.passing:
             assert flat.record is not None
-            memory = self._take(job, slot, "record", torch.float32, flat.record.width(span.start, span.stop))
+            memory = self._take(job, slot, "record", UNIT, flat.record.units(span.start, span.stop))
             slot.arriving.append(flat.record.fetch(span.start, span.stop, memory))
         if "grad" in job.passing:
             assert flat.grad_store is not None
@@ -232,6 +239,10 @@ class Updater:
         if "master" in job.passing:  # fp32: the parameters are the master
             assert flat.param_store is not None
             memory = self._take(job, slot, "master", torch.float32, span.numel)
+            slot.arriving.append(flat.param_store.fetch(span.start, memory))
+        if "parameters" in job.passing and flat.split:
+            assert flat.param_store is not None
+            memory = self._take(job, slot, "parameters", flat.dtype, span.numel)
             slot.arriving.append(flat.param_store.fetch(span.start, memory))
 
     def _take(self, job: Job, slot: Slot, name: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -259,8 +270,10 @@ class Updater:
         target = self._target(job, slot)
         values = self._values[place.type]
         group = values.groups[job.group]
-        if "out" in slot.parts and target is not None and sum(s.numel for s, _ in job.segments) < span.numel:
-            target.copy_(arrays[MASTER])  # the whole chunk is written back, including parameters that are not updated
+        partly = sum(s.numel for s, _ in job.segments) < span.numel
+        if "parameters" in slot.parts and partly and MASTER in arrays:
+            assert target is not None  # the whole chunk is written back, including parameters that are not updated
+            target.copy_(narrow(arrays[MASTER], flat.dtype))
         # Pieces that fit the cache save memory traffic. A GPU updating offloaded states waits for the host link anyway,
         # so there the chunk is updated whole, with fewer launches.
         cached = place.type == "cpu" or not flat.offloaded
@@ -277,8 +290,9 @@ class Updater:
             slot.leaving.append(flat.record.put(span.start, span.stop, slot.parts["record"]))
         elif flat.record is not None:
             flat.record.changed(span.start, span.stop)
-        if flat.param_store is not None and "out" in slot.parts:
-            slot.leaving.append(flat.param_store.put(span.start, slot.parts["out"]))
+        changed = slot.parts.get("parameters", slot.parts.get("master"))
+        if flat.param_store is not None and changed is not None:
+            slot.leaving.append(flat.param_store.put(span.start, changed))
         elif flat.param_store is not None:
             flat.param_store.changed(span.start, span.stop)
 
@@ -291,13 +305,29 @@ class Updater:
         group: Group,
         at: At,
     ) -> None:
-        """Update a piece that fits the cache, and copy the result to the parameters."""
-        master = arrays[MASTER][part]
-        piece, scale = self._fp32(grad[part], self._values[master.device.type])
+        """Update a piece that fits the cache: its master, states and parameters."""
         states = {name: arrays[name][part] for name in self._rule.state_names}
-        self._rule.update(master, piece, scale, states, group, at)
-        if target is not None:
-            target[part].copy_(master, non_blocking=True)
+        values = self._values[grad.device.type]
+        remainder = arrays[REMAINDER][part] if REMAINDER in arrays else None
+        if self._fused is not None and grad.is_cuda and target is not None:
+            whole = None if remainder is not None else arrays[MASTER][part]
+            self._fused.update(target[part], whole, remainder, grad[part], states, values.grad_scale, group, at)
+            return
+        if remainder is None:
+            master = arrays[MASTER][part]
+            self._rule.update(master, *self._fp32(grad[part], values), states, group, at)
+            if target is not None:
+                target[part].copy_(narrow(master, target.dtype), non_blocking=True)
+            return
+        assert target is not None
+        device = grad.device
+        parameters = target[part].to(device)  # another memory if the CPU updates states whose parameters are on a GPU
+        master, bits = (self._scratch_of(use, device, parameters.numel()) for use in ("master", "bits"))
+        join(parameters, remainder, master, bits)
+        self._rule.update(master, *self._fp32(grad[part], values), states, group, at)
+        split_(master, parameters, remainder, bits)
+        if parameters.device != target.device:
+            target[part].copy_(parameters)
 
     def _arrays(self, job: Job, slot: Slot) -> dict[str, torch.Tensor]:
         """Return the chunk's master and states, in the memory where they are updated."""
@@ -310,7 +340,9 @@ class Updater:
                 memory = flat.record.local(span.start, span.stop)
             assert memory is not None
             arrays |= flat.record.split(span.start, span.stop, memory)
-        if MASTER not in arrays:
+        if flat.remainder is not None:
+            arrays[REMAINDER] = flat.remainder[part]
+        elif MASTER not in arrays and not flat.split:
             arrays[MASTER] = flat.master[part] if flat.master is not None else slot.parts["master"]
         return arrays
 
@@ -326,31 +358,33 @@ class Updater:
         return local
 
     def _target(self, job: Job, slot: Slot) -> torch.Tensor | None:
-        """Return the memory for the chunk's new parameters (compute dtype); None if the master is the parameters."""
+        """Return the memory of the chunk's parameters (compute dtype); None if the master is the parameters."""
         flat, span = job.flat, job.span
-        if flat.param_store is None:
-            if flat.dtype == torch.float32:
-                return None
-            whole = flat.shard if flat.held == flat.own else flat.resident
-            assert whole is not None
-            return whole[span.start : span.stop]
         if flat.dtype == torch.float32:
-            slot.parts["out"] = slot.parts["master"]
             return None
-        if "out" not in job.passing:
+        if flat.param_store is None:
+            assert flat.held_parameters is not None
+            return flat.held_parameters[span.start : span.stop]
+        if "parameters" not in job.passing:
             local = flat.param_store.local(span.start, span.stop)
             assert local is not None
             return local
-        return self._take(job, slot, "out", flat.dtype, span.numel)
+        if "parameters" in slot.parts:  # fetched: they are a part of the master
+            return slot.parts["parameters"]
+        return self._take(job, slot, "parameters", flat.dtype, span.numel)
+
+    def _scratch_of(self, use: str, device: torch.device, numel: int) -> torch.Tensor:
+        """Return `numel` elements of fp32 scratch memory."""
+        scratch = self._scratch.get((use, device.type))
+        if scratch is None or scratch.numel() < numel:
+            scratch = self._allocate(max(numel, self._in_cache[device.type]), torch.float32, device)
+            self._scratch[use, device.type] = scratch
+        return scratch[:numel]
 
     def _fp32(self, grad: torch.Tensor, values: StepValues) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the gradient in fp32, copied if necessary, and the scale that the kernel has to divide it by."""
         if grad.dtype != torch.float32:
-            scratch = self._scratch.get(grad.device.type)
-            if scratch is None or scratch.numel() < grad.numel():
-                numel = max(grad.numel(), self._in_cache[grad.device.type])
-                scratch = self._scratch[grad.device.type] = self._allocate(numel, torch.float32, grad.device)
-            grad = scratch[: grad.numel()].copy_(grad)
+            grad = self._scratch_of("grad", grad.device, grad.numel()).copy_(grad)
         if grad.is_cuda:
             return grad, values.grad_scale
         # The CPU kernel is 20% slower when it scales, and division costs more than multiplication. The piece is in

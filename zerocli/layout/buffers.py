@@ -64,14 +64,15 @@ def parameters(flat: FlatSpec, sizing: Sizing) -> Spec:
 
 
 def optimizer_states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:
-    """Yield a flat's fp32 arrays: separate buffers on the device, a single block on any other tier."""
-    arrays, tier = sizing.num_arrays(flat.width), flat.tiers["optimizer"]
-    name = f"{flat.unit} optimizer_states"
+    """Yield a flat's master and states: separate buffers on the device, a single block on any other tier."""
+    tier, name = flat.tiers["optimizer"], f"{flat.unit} optimizer_states"
     if tier == HBM:
-        for _ in range(arrays):
-            yield Spec("optimizer_states", name, flat.held.numel, FP32)
-    elif arrays:
-        yield Spec("optimizer_states", name, flat.held.numel * arrays, FP32, tier)
+        for width in (sizing.master_width(flat.width), *[FP32] * sizing.num_states):
+            if width:
+                yield Spec("optimizer_states", name, flat.held.numel, width)
+    elif sizing.state_width(flat.width):
+        chunks = [sizing.record_nbytes(flat.width, n) * count for count, n in _chunk_runs(flat, sizing.chunk)]
+        yield Spec("optimizer_states", name, sum(chunks) // FP32, FP32, tier)
 
 
 def gradients(flat: FlatSpec, sizing: Sizing) -> Spec:
@@ -168,11 +169,16 @@ def update_device(flat: FlatSpec, sizing: Sizing) -> str:
     return "cpu" if sizing.update_on_cpu and flat.tiers["optimizer"] != HBM else sizing.device
 
 
+def fuses(flat: FlatSpec, sizing: Sizing) -> bool:
+    """Whether one kernel updates the flat's parameters, master and states: narrower parameters on a GPU."""
+    return sizing.fused_update and flat.width < FP32 and update_device(flat, sizing) != "cpu"
+
+
 def slot_widths(flat: FlatSpec, sizing: Sizing) -> dict[str, int]:
     """Return the bytes per element in each buffer of a slot, by name; what is updated in place needs no buffer.
 
     `record` is the master and the states together, `grad` the gradient, `master` fp32 parameters that are fetched and
-    written back, `out` new parameters in the compute dtype.
+    written back, `parameters` narrower ones; they are fetched too if they are a part of the master.
     """
 
     def passes(kind: str) -> bool:
@@ -182,13 +188,13 @@ def slot_widths(flat: FlatSpec, sizing: Sizing) -> dict[str, int]:
 
     widths = {}
     if passes("optimizer"):
-        widths["record"] = FP32 * sizing.num_arrays(flat.width)
+        widths["record"] = sizing.state_width(flat.width)
     if passes("gradients"):
         widths["grad"] = sizing.grad_width(flat.width)
     if flat.width == FP32 and flat.tiers["parameters"] != HBM:
         widths["master"] = FP32
     if flat.width < FP32 and passes("parameters"):
-        widths["out"] = flat.width
+        widths["parameters"] = flat.width
     return widths
 
 
@@ -202,7 +208,8 @@ def update_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
             for slot in range(at, at + min(count, NUM_SLOTS)):
                 for name, width in widths.items():
                     key = (device, slot % NUM_SLOTS, name)
-                    most[key] = max(most.get(key, 0), numel * width)
+                    nbytes = sizing.record_nbytes(flat.width, numel) if name == "record" else numel * width
+                    most[key] = max(most.get(key, 0), nbytes)
             at += count
     for (device, _, _), nbytes in most.items():
         yield Spec("buffers", "update slots", nbytes, 1, _tier(device, sizing))
@@ -218,14 +225,26 @@ def _chunk_runs(flat: FlatSpec, numel: int) -> Iterator[tuple[int, int]]:
 
 
 def update_scratch(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
-    """Yield the scratch memory in which the update converts narrower gradients to fp32, one piece at a time."""
-    narrow = [flat for flat in flats if sizing.grad_width(flat.width) < FP32]
-    for device in dict.fromkeys(update_device(flat, sizing) for flat in narrow):
-        numel = UPDATE_CHUNK[device]
-        if device != "cpu":  # a GPU converts a fetched chunk in one piece
-            fetched = [flat for flat in narrow if flat.offloaded and update_device(flat, sizing) == device]
-            numel = max([numel, *(size for flat in fetched for _, size in _chunk_runs(flat, sizing.chunk))])
-        yield Spec("buffers", "update scratch", numel, FP32, _tier(device, sizing))
+    """Yield the scratch memory in which the update converts to fp32, one piece at a time.
+
+    That is one array for narrower gradients, and two for a split master that is joined and split again. A fused update
+    needs none.
+    """
+    for narrower, arrays in (
+        ([flat for flat in flats if sizing.grad_width(flat.width) < FP32], 1),
+        ([flat for flat in flats if flat.width < FP32 and sizing.split_master], 2),
+    ):
+        for device in dict.fromkeys(update_device(flat, sizing) for flat in narrower):
+            alike = [flat for flat in narrower if update_device(flat, sizing) == device]
+            alike = [flat for flat in alike if not fuses(flat, sizing)]
+            if not alike:
+                continue
+            numel = UPDATE_CHUNK[device]
+            if device != "cpu":  # a GPU converts a fetched chunk in one piece
+                fetched = [flat for flat in alike if flat.offloaded]
+                numel = max([numel, *(size for flat in fetched for _, size in _chunk_runs(flat, sizing.chunk))])
+            for _ in range(arrays):
+                yield Spec("buffers", "update scratch", numel, FP32, _tier(device, sizing))
 
 
 def _tier(device: str, sizing: Sizing) -> str:

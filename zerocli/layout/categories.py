@@ -20,14 +20,13 @@ HELD = ("parameters", "gradients", "optimizer_states", "gathered", "activations"
 
 
 def model_states(
-    numel: int, stage: int, world: int, compute_bytes: int, grad_bytes: int, num_states: int
+    numel: int, stage: int, world: int, compute_bytes: int, grad_bytes: int, state_bytes: int
 ) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer states that each rank holds.
 
-    `num_states` is the number of fp32 optimizer arrays (2 for Adam); parameters narrower than fp32 add an fp32 master.
+    The last three are bytes per parameter; `state_bytes` counts the optimizer's arrays and the master.
     """
     split = stage_of(stage)
-    state_bytes = 4 * (num_states + (compute_bytes < 4))
 
     def share(nbytes: int, partitioned: bool) -> int:
         return -(-nbytes // world) if partitioned else nbytes

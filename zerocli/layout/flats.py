@@ -13,6 +13,8 @@ from zerocli.layout.stage import Stage
 
 FP32 = 4
 """Bytes per fp32 element."""
+REMAINDER = 2
+"""Bytes per element of a split master's remainder."""
 
 
 def grad_width(width: int, accumulate: int, reduce: str) -> int:
@@ -39,6 +41,10 @@ class Sizing:
     """Whether the CPU updates offloaded states."""
     addressable: frozenset[str] = frozenset({"dram"})
     """Tiers whose memory the CPU can update in place."""
+    split_master: bool = False
+    """Whether the master of narrower parameters is kept as a 16-bit remainder beside them, not as fp32."""
+    fused_update: bool = False
+    """Whether one kernel updates narrower parameters on a GPU, without scratch memory."""
 
     def grad_width(self, width: int) -> int:
         """Return the bytes per gradient element."""
@@ -48,9 +54,19 @@ class Sizing:
         """Return the bytes per gradient element during reduction."""
         return FP32 if self.reduce == "fp32" else width
 
-    def num_arrays(self, width: int) -> int:
-        """Return the number of fp32 arrays besides the parameters, including the master if parameters are narrower."""
-        return self.num_states + (width < FP32)
+    def master_width(self, width: int) -> int:
+        """Return the bytes per element of the master beside parameters of `width` bytes; fp32 ones need none."""
+        if width >= FP32:
+            return 0
+        return REMAINDER if self.split_master else FP32
+
+    def state_width(self, width: int) -> int:
+        """Return the bytes per element of the optimizer's states and the master together."""
+        return FP32 * self.num_states + self.master_width(width)
+
+    def record_nbytes(self, width: int, numel: int) -> int:
+        """Return the bytes of `numel` elements of master and states in one chunk of a record: whole fp32 words."""
+        return -(-numel * self.state_width(width) // FP32) * FP32
 
     @property
     def chunk(self) -> int:
@@ -95,7 +111,7 @@ class FlatSpec:
         sizes = {"parameters": self.own.numel * self.width}
         if self.trainable:
             sizes["gradients"] = self.own.numel * sizing.grad_width(self.width)
-            sizes["optimizer"] = self.own.numel * FP32 * sizing.num_arrays(self.width)
+            sizes["optimizer"] = self.own.numel * sizing.state_width(self.width)
         return sizes
 
     def chunks(self, numel: int) -> list[tuple[int, Span]]:

@@ -10,7 +10,7 @@ from zerocli.errors import UserError
 from zerocli.layout import constants
 from zerocli.layout.buffers import persistent, states, update_scratch, update_slots
 from zerocli.layout.categories import model_states
-from zerocli.layout.flats import FlatSpec
+from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan import saves
 from zerocli.plan.flats import arenas, plan_flats, swap
@@ -81,7 +81,12 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
     for spec in persistent(flats, setup.sizing):
         held[spec.category] += spec.nbytes * (spec.tier == HBM)
     rows = [
-        Row(category, "hbm", held[category], _states_formula(category, traced.numel, setup, getattr(setup.zero, kind)))
+        Row(
+            category,
+            "hbm",
+            held[category],
+            _states_formula(category, traced.numel, setup, getattr(setup.zero, kind), setup.state_width),
+        )
         for kind, category in WORDS.items()
     ]
     buffers = held["buffers"] + traced.buffers
@@ -102,12 +107,13 @@ def plan_count(numel: int, setup: Setup) -> Plan:
     """Return the model states of a bare parameter count, as the paper counts them; the rest needs a shape."""
     check(setup)
     each = -(-numel // setup.tp)
-    held = model_states(each, setup.stage, setup.dp, setup.width, setup.grad_width, setup.num_states)
+    state_width = FP32 * (setup.num_states + (setup.width < FP32))  # the paper's: its master is whole
+    held = model_states(each, setup.stage, setup.dp, setup.width, setup.grad_width, state_width)
     placement = setup.placement()
     rows = []
     for kind, category in WORDS.items():
         left, split = held[category], getattr(setup.zero, kind)
-        formula = _states_formula(category, each, setup, split)
+        formula = _states_formula(category, each, setup, split, state_width)
         for share in placement.of(kind):
             part = left if share.budget is None else min(left, share.budget)
             left -= part
@@ -123,12 +129,11 @@ def plan_count(numel: int, setup: Setup) -> Plan:
 # -- the device --------------------------------------------------------------------------------------------------------
 
 
-def _states_formula(category: str, numel: int, setup: Setup, split: bool) -> str:
-    arrays = setup.num_record_arrays
+def _states_formula(category: str, numel: int, setup: Setup, split: bool, state_width: int) -> str:
     width = {
         "parameters": f"{setup.width} B",
         "gradients": f"{setup.grad_width} B",
-        "optimizer_states": f"{4 * arrays} B",
+        "optimizer_states": f"{state_width} B",
     }[category]
     return f"{width} x {format_count(numel)} parameters" + (f" / {setup.dp} ranks" if split else "")
 
@@ -137,7 +142,8 @@ def _device_rows(shape: Shape, setup: Setup, peaks: Peaks) -> list[Row]:
     peak = peaks.highest
     local = sum(math.prod(each.local(setup.tp)) * times for unit, times in shape.units() for each in unit.parameters)
     formulas = {
-        category: _states_formula(category, local, setup, getattr(setup.zero, kind)) for kind, category in WORDS.items()
+        category: _states_formula(category, local, setup, getattr(setup.zero, kind), setup.state_width)
+        for kind, category in WORDS.items()
     }
     formulas |= {
         "gathered": _GATHERED.format(setup.gather_buffers, setup.width),

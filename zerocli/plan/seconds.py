@@ -16,8 +16,6 @@ from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 
 GB = 1e9
-UPDATE_NBYTES = 28
-"""Bytes that an update on a GPU reads and writes per parameter: three fp32 arrays, a gradient, the parameter."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     held = plan.numel / setup.tp / (setup.dp if setup.zero.optimizer else 1)
     offloaded = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
     # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
-    here = held * UPDATE_NBYTES / (hardware.hbm * GB)
+    here = held * _update_nbytes(setup) / (hardware.hbm * GB)
     if offloaded and setup.updates_on_cpu:
         states = plan.of("optimizer_states") * setup.local_ranks + offloaded
         first.parts["update"] = held * setup.local_ranks * (offloaded / states) / (hardware.adam * GB)
@@ -76,6 +74,14 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     parts["update"] = parts.get("update", 0.0) + here
     bound = max(parts, key=lambda name: parts[name])
     return Estimate(seconds, parts, bound, setup.batch * setup.seq * setup.accumulate * setup.dp / seconds)
+
+
+def _update_nbytes(setup: Setup) -> int:
+    """Return what an update reads and writes per parameter: master and states, a gradient, the parameter.
+
+    Parameters that are a part of the master are read too.
+    """
+    return 2 * setup.state_width + setup.grad_width + setup.width * (2 if setup.sizing.split_master else 1)
 
 
 def _stretches(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Stretch, Stretch]:
@@ -141,13 +147,14 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
         states, gradients, parameters, checkpoints = (
             plan.of(kind, tier) / ranks for kind in ("optimizer_states", "gradients", "parameters", "activations")
         )
-        first.up += through * (states + gradients) + parameters
+        fetched = parameters if setup.sizing.split_master and states else 0  # for the update, beside the gather
+        first.up += through * (states + gradients + fetched) + parameters
         first.down += through * (states + parameters) + checkpoints
         rest.up += parameters * (2 * passes - 1) + gradients * (passes - 1) + checkpoints * passes
         rest.down += gradients * passes + checkpoints * (passes - 1)
         if tier == "nvme":
             kept = min(parameters, setup.read_ahead_nbytes)  # per pass, what is still in the read-ahead cache
-            first.disk += ranks * (2 * states + gradients + 2 * parameters - kept + checkpoints)
+            first.disk += ranks * (2 * states + gradients + fetched + 2 * parameters - kept + checkpoints)
             rest.disk += ranks * ((parameters - kept) * (2 * passes - 1) + gradients * (2 * passes - 1))
             rest.disk += ranks * checkpoints * (2 * passes - 1)
     if on_cpu:
@@ -156,4 +163,5 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
             first.down += share * setup.grad_width
         if not any(plan.of("parameters", tier) for tier in off_device):
             first.up += share * setup.width
+            first.down += share * setup.width * setup.sizing.split_master
     return first, rest

@@ -54,8 +54,16 @@ class Setup(Sharding):
 
     @functools.cached_property
     def sizing(self) -> Sizing:
-        """What determines the sizes of the engine's buffers."""
-        return self.sizing_at(self.dp, self.num_states, self.device, self.updates_on_cpu)
+        """What decides the sizes of the engine's buffers."""
+        return self.sizing_at(
+            self.dp, self.num_states, self.device, self.precision, self.fuses_update, self.updates_on_cpu
+        )
+
+    @property
+    def fuses_update(self) -> bool:
+        """Whether one kernel makes the update; a GPU is taken to have triton, which torch brings."""
+        adam = self.optimizer.lower() in ("adam", "adamw") and not self.options.get("amsgrad")
+        return self.device == "cuda" and adam
 
     @property
     def updates_on_cpu(self) -> bool:
@@ -91,9 +99,9 @@ class Setup(Sharding):
         return num_states(self)
 
     @property
-    def num_record_arrays(self) -> int:
-        """Number of fp32 arrays besides the parameters, including the master if parameters are narrower."""
-        return self.sizing.num_arrays(self.width)
+    def state_width(self) -> int:
+        """Bytes per parameter of the optimizer's arrays and the master."""
+        return self.sizing.state_width(self.width)
 
     def placement(self) -> Placement:
         """Return the tiers of each kind, with one rank's budgets; UserError if the stage does not allow them."""

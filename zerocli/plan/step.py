@@ -121,7 +121,7 @@ class Replay:
         self._keep(*buffers.optimizer_states(flat, self._sizing))
         if flat.tiers["optimizer"] != HBM:
             chunk = min(flat.held.numel, self._sizing.chunk)
-            Storage(self._ledger, FP32 * self._sizing.num_arrays(flat.width) * chunk, "buffers")
+            Storage(self._ledger, self._sizing.record_nbytes(flat.width, chunk), "buffers")
 
     def _tables(self) -> list[int]:
         """Return the model's own buffers: cosines and sines of rotary positions."""

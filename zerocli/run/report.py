@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerocli.config import Config, sharding_of, to_dict
+from zerocli.config import Config, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.engine.engine import Engine
@@ -17,7 +17,7 @@ from zerocli.engine.precision import precision
 from zerocli.layout.categories import HELD, model_states
 from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
-from zerocli.plan.setup import num_states
+from zerocli.plan.setup import setup_of
 from zerocli.profile.lines import History, Line
 
 
@@ -102,7 +102,7 @@ def summary(
     settled = lines[1:] or lines  # the first step also warms up
     width = engine.precision.compute.itemsize
     grads = grad_width(width, config.train.accumulate, config.zero.reduce)
-    whole = model_states(engine.numel, 0, 1, width, grads, len(engine.rule.state_names))
+    whole = model_states(engine.numel, 0, 1, width, grads, engine.sizing.state_width(width))
     return {
         "schema": 1,
         "run_dir": options.run_dir,
@@ -176,10 +176,8 @@ def planned_memory(config: Config, numel: int, local: int) -> dict[str, dict[str
 
     `local` of the `numel` parameters are a rank's own share under tensor parallelism.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen, _ = precision(config.train.precision, device)
-    width = chosen.compute.itemsize
-    common = (width, grad_width(width, config.train.accumulate, config.zero.reduce), num_states(sharding_of(config)))
+    setup = setup_of(config, device="cuda" if torch.cuda.is_available() else "cpu")
+    common = (setup.width, setup.grad_width, setup.state_width)
     held = model_states(local, config.zero.stage, config.parallel.ranks // config.parallel.tp, *common)
     whole = model_states(numel, 0, 1, *common)
     return {category: {"held": held[category], "stage_0": whole[category]} for category in held}
