@@ -57,6 +57,12 @@ def assert_no_less_exact(got, plain, exact) -> None:
         assert error <= 1.5 * allowed + 8 * FP32_EPS * reference.norm(), (error, allowed, reference.norm())
 
 
+def requested() -> tuple[int, int]:
+    """Return the bytes that tensors ask of the GPU now, and the most since the last reset; no rounding in them."""
+    stats = torch.cuda.memory_stats()
+    return stats["requested_bytes.all.current"], stats["requested_bytes.all.peak"]
+
+
 def gradients(function, grad: Tensor | None, *inputs: Tensor) -> list[Tensor]:
     """Return the output and the gradient of each input."""
     inputs = tuple(t.detach().requires_grad_() for t in inputs)
@@ -136,13 +142,13 @@ def test_loss_takes_the_memory_of_its_formula(dtype) -> None:
     x.requires_grad_(), weight.requires_grad_()
     targets = torch.randint(vocab, (tokens,), device="cuda")
     linear_cross_entropy(x, weight, targets, chunk)  # what cuBLAS takes once
-    before = torch.cuda.memory_allocated()
+    before, _ = requested()
     torch.cuda.reset_peak_memory_stats()
     value = linear_cross_entropy(x, weight, targets, chunk)
-    taken = torch.cuda.max_memory_allocated() - before
+    taken = requested()[1] - before
     width = dtype.itemsize
     formula = chunk * padded_vocab(vocab) * width + tokens * hidden * width + vocab * hidden * 4
-    assert formula <= taken <= formula + 32 * tokens + 8 * 512
+    assert formula <= taken <= formula + 40 * tokens
     assert value.isfinite()
 
 
@@ -192,13 +198,14 @@ def test_edges_allocate_their_outputs_only(dtype) -> None:
     for function, given in ((fused.swiglu, gate_up), (rotary, x)):
         function(given).backward(function(given).detach())  # compiles both kernels
         given.grad = None
-        before = torch.cuda.memory_allocated()
+        before, _ = requested()
         torch.cuda.reset_peak_memory_stats()
         out = function(given)
         nbytes = out.numel() * dtype.itemsize
-        assert torch.cuda.max_memory_allocated() - before == torch.cuda.memory_allocated() - before == nbytes
+        assert requested() == (before + nbytes, before + nbytes)
         torch.autograd.grad(out, given, out.detach())
-        assert torch.cuda.max_memory_allocated() - before == nbytes + given.numel() * dtype.itemsize
+        assert requested()[1] == before + nbytes + given.numel() * dtype.itemsize
+        del out
 
 
 def test_results_are_reproducible() -> None:
