@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zerocli.models.fused import rotate, swiglu
 from zerocli.models.parts import Decoder, Embedding, Head, Linear, ModelConfig, attend, residual_std
 
 if TYPE_CHECKING:
@@ -71,9 +71,8 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, seq, heads, head_dim) rotated: computed in fp32, rounded once to the type of x."""
-        seq, head_dim = x.shape[1], x.shape[3]
-        swapped = torch.roll(x, head_dim // 2, dims=-1)
-        return torch.addcmul(x * self.cos[:seq], swapped, self.sin[:seq]).to(x.dtype)
+        seq = x.shape[1]
+        return rotate(x, self.cos[:seq], self.sin[:seq])
 
 
 class Block(nn.Module):
@@ -122,8 +121,7 @@ class MLP(nn.Module):
         self.down = Linear(width, config.hidden, init_std=residual_std(config.layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.down(F.silu(gate) * up)
+        out: Tensor = self.down(swiglu(self.gate_up(x)))
         return out
 
 

@@ -7,8 +7,12 @@ chunks, and nothing computed twice.
 
 Memory of a call, in bytes, for a chunk of c tokens (`chunk_tokens`), a padded vocabulary P and compute type size b:
 
-    c*P*(b + 4) in bf16 or fp16, c*P*4 in fp32    a chunk's logits, freed before the forward pass returns
-    N*H*b + V*H*4                                 the two gradients, kept until backward
+    c*P*b            a chunk's logits, freed before the forward pass returns
+    c*P*4            a copy of them in fp32, only in bf16 or fp16 and only without the kernel
+    N*H*b + V*H*4    the two gradients, kept until backward
+
+The kernel (`zerocli.models.kernels`) turns a chunk's logits into their gradient in place. It runs where
+`zerocli.models.fused` says, and where the vocabulary is whole.
 
 If the vocabulary is split over ranks, V and P are a rank's part of it. Ranks then exchange three numbers per token
 (the highest logit; the sum and the target's logit together) and sum the gradient of x.
@@ -28,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from zerocli.engine.events import RUNNING
 from zerocli.layout.constants import chunk_tokens, padded_vocab
+from zerocli.models.fused import kernels_for
 
 P = ParamSpec("P")
 
@@ -114,26 +119,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
 
         needs_grad = grad_x is not None or grad_weight is not None
-
-        valid = targets != IGNORED
-        mask = valid.float()[:, None]
-        num_targets = valid.sum().clamp_min(1)
-
+        num_targets = (targets != IGNORED).sum().clamp_min(1)
         num_tokens, vocab = x.shape[0], weight.shape[0]
-        here = targets - part.first if part is not None else targets
-        bound = None if part is None or part.last else vocab - 1
-        indices = here.clamp(0, bound)[:, None]  # any valid index will do for rows that the mask sets to zero
-        mine = None if part is None else here[:, None] == indices
-        losses = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
+        kernels = kernels_for(x) if part is None else None
+        losses = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
         buffer = x.new_empty(min(chunk, num_tokens), padded_vocab(vocab))
         for start in range(0, num_tokens, chunk):
             rows = slice(start, min(start + chunk, num_tokens))
             padded = buffer[: rows.stop - start]
             logits = padded[:, :vocab]
-            padded[:, vocab:].fill_(float("-inf"))
             torch.mm(x[rows], weight.t(), out=logits)
-            there = None if part is None or mine is None else (part, mine[rows])
-            losses[rows] = _softmax_loss_(padded, indices[rows], mask[rows], needs_grad, there)
+            if kernels is not None:
+                kernels.softmax_loss_(logits, targets[rows], losses[rows], IGNORED, needs_grad)
+            else:
+                padded[:, vocab:].fill_(float("-inf"))
+                losses[rows] = _softmax_loss_(padded, vocab, targets[rows], needs_grad, part)
             if grad_x is not None:
                 torch.mm(logits, weight, out=grad_x[rows])
             if grad_weight is not None:
@@ -160,30 +160,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None
 
 
-def _softmax_loss_(
-    logits: Tensor, indices: Tensor, mask: Tensor, needs_grad: bool, there: tuple[Part, Tensor] | None
-) -> Tensor:
-    """Return each row's loss, (rows, 1) fp32, and replace the logits by their gradient; masked rows give zeros.
+def _softmax_loss_(padded: Tensor, vocab: int, targets: Tensor, needs_grad: bool, part: Part | None) -> Tensor:
+    """Return each row's loss, (rows,) fp32, and replace the logits by their gradient; ignored rows give zeros.
 
-    The only other buffer of the logits' size is in fp32, and only if the logits are not fp32 themselves. `there` is the
-    part of the vocabulary of these logits, and the rows whose target is in it.
+    The only other buffer of the logits' size is in fp32, and only if the logits are not fp32 themselves. `part` is the
+    part of the vocabulary of these logits.
     """
-    highest = logits.amax(-1, keepdim=True).float()
-    if there is not None:
-        there[0].max_(highest)
-    shifted = logits.sub_(highest) if logits.dtype == torch.float32 else torch.sub(logits, highest)
+    mask = (targets != IGNORED).float()[:, None]
+    here = targets - part.first if part is not None else targets
+    bound = None if part is None or part.last else vocab - 1
+    indices = here.clamp(0, bound)[:, None]  # any index serves a row that its mask sets to zero
+    mine = None if part is None else here[:, None] == indices
+
+    highest = padded.amax(-1, keepdim=True).float()
+    if part is not None:
+        part.max_(highest)
+    shifted = padded.sub_(highest) if padded.dtype == torch.float32 else torch.sub(padded, highest)
     of_target = shifted.gather(1, indices)
     total = shifted.exp_().sum(-1, keepdim=True)
-    if there is not None:
-        both = there[0].sum_(torch.cat((total, of_target.where(there[1], 0)), 1))
+    if part is not None and mine is not None:
+        both = part.sum_(torch.cat((total, of_target.where(mine, 0)), 1))
         total, of_target = both[:, :1], both[:, 1:]
     if needs_grad:
-        torch.mul(shifted, mask / total, out=logits)
-        at_target = ((of_target.exp() / total - 1) * mask).to(logits.dtype)
-        if there is not None:
-            at_target = torch.where(there[1], at_target, logits.gather(1, indices))
-        logits.scatter_(1, indices, at_target)
-    return (total.log() - of_target) * mask
+        torch.mul(shifted, mask / total, out=padded)
+        at_target = ((of_target.exp() / total - 1) * mask).to(padded.dtype)
+        if mine is not None:
+            at_target = torch.where(mine, at_target, padded.gather(1, indices))
+        padded.scatter_(1, indices, at_target)
+    return ((total.log() - of_target) * mask)[:, 0]
 
 
 def _add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:

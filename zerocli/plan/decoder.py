@@ -7,6 +7,8 @@ What each operation saves and allocates differs between devices; both are facts 
 - Attention keeps queries, keys, values, output and one fp32 number per head and token (flash kernels). With fewer
   key heads than query heads, half-precision GPU kernels read them in place; otherwise keys and values are repeated.
 - On a CPU attention with dropout falls back to a kernel that keeps scores of seq x seq.
+- SwiGLU keeps its input and rotary positions keep nothing, everywhere. In half precision on a GPU both are Triton
+  kernels (`zerocli.models.kernels`), which allocate only their output: plans for GPUs assume that triton is installed.
 """
 
 from __future__ import annotations
@@ -34,6 +36,11 @@ class Batch:
     @property
     def tokens(self) -> int:
         return self.batch * self.seq
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the models' own kernels run, as `zerocli.models.fused` chooses them."""
+        return self.cuda and self.width < FP32
 
 
 class Decoder:
@@ -120,15 +127,19 @@ class Decoder:
         """Rotate (and norm) queries and keys: in fp32, rounded once; only the result is kept."""
         both = self._queries + self._keys
         wide = both * FP32 // self.batch.width
-        params = self._params("block", "q_norm", "k_norm", block=block)
-        saved = [t.new(wide)] if self.shape.qk_norm else []
+        half = self.batch.width < FP32
+        if self.shape.qk_norm:  # an estimate: no built-in model has these norms
+            params = self._params("block", "q_norm", "k_norm", block=block)
+            temporary, backward_temporary = both + wide * (2 if half else 1), 2 * wide
+            saved = [t.new(wide)]
+        else:
+            # The rolled copy, and the product in fp32 where that is not the result itself.
+            temporary = backward_temporary = 0 if self.batch.has_kernels else both + (wide if half else 0)
+            params, saved = [], []
         rotated = t.op(
-            *("rotary", [parts], both),
-            saved=saved,
-            grads=[both],
-            # The rolled copy, the product and the sum; backward has as many.
-            temporary=both + wide * (2 if self.batch.width < FP32 else 1),
-            backward_temporary=2 * wide,
+            *("rotary", [parts], both, saved, [both]),
+            temporary=temporary,
+            backward_temporary=backward_temporary,
             params=params,
             unit=unit,
         )
@@ -181,19 +192,20 @@ class Decoder:
     def _feed(
         self, t: Tape, x: Tensor, tokens: int, mlp_hidden: int, up: list[int], down: list[int], unit: int
     ) -> Tensor:
-        """Run `tokens` rows through one MLP."""
+        """Run `tokens` rows through one MLP; that of experts, which no built-in model has, gates in two operations."""
         shape, width = self.shape, self.batch.width
         inner = mlp_hidden // self.batch.tp
         nbytes, hidden = tokens * inner * width, tokens * shape.hidden * width
         double = 2 if shape.gated else 1
         first = t.op("up", [x], double * nbytes, [x.storage], [hidden], params=up, unit=unit)
-        if shape.gated:
+        if shape.gated and shape.experts:
             parts = t.split(first, 2 * nbytes)
             gate = t.op("silu", [parts], nbytes, [first.storage], [nbytes])
             act = t.op("gate", [gate, parts], nbytes, [gate.storage, first.storage], [nbytes, nbytes])
             del gate
         else:
-            act = t.op("gelu", [first], nbytes, [first.storage], [nbytes])
+            label = "swiglu" if shape.gated else "gelu"
+            act = t.op(label, [first], nbytes, [first.storage], [double * nbytes])
             del first
         return t.op("down", [act], hidden, [act.storage], [nbytes], params=down, unit=unit)
 

@@ -248,12 +248,14 @@ class Replay:
         rows = chunk * constants.padded_vocab(vocab)
         grad_x = Storage(ledger, tokens * shape.hidden * width, "logits")
         grad_weight = Storage(ledger, vocab * shape.hidden * FP32, "logits")
-        small = Storage(ledger, (29 if setup.tp == 1 else 54) * tokens, "logits")  # losses, targets and masks
+        small = Storage(ledger, 5 * tokens, "logits")  # losses, and which targets count
         buffer = Storage(ledger, rows * width, "logits")
-        if width < FP32:
-            Storage(ledger, rows * FP32 + 3 * chunk * FP32, "logits")
-            if setup.device == "cpu":
-                Storage(ledger, chunk * (vocab + shape.hidden) * FP32, "logits")
+        if not decoder.batch.has_kernels or vocab != shape.vocab:
+            # Indices and masks of a chunk, its maxima and sums, and in half precision its logits in fp32.
+            few = (29 if setup.tp == 1 else 54) * chunk
+            Storage(ledger, few + (rows * FP32 if width < FP32 else 0), "logits")
+        if width < FP32 and setup.device == "cpu":
+            Storage(ledger, chunk * (vocab + shape.hidden) * FP32, "logits")
         del buffer, small
         kept = [grad_weight, grad_x]
         del grad_weight, grad_x
