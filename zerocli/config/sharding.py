@@ -100,6 +100,7 @@ class Sharding:
             update_on_cpu,
             split_master=self.master == "split" and precision == "bf16",
             fused_update=fused_update,
+            keep_gradients=device == "cpu",
         )
 
     def shared(self) -> dict[str, Any]:

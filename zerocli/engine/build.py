@@ -219,23 +219,26 @@ class Builder:
             flat.states = {name: torch.zeros_like(held, dtype=torch.float32) for name in self._states}
 
     def _allocate_gradients(self, flats: list[Flat]) -> None:
-        """Allocate the gradients of trainable flats: a shard each, or a part of one arena in backward order.
+        """Allocate the gradients of trainable flats that stay: a shard each, or a part of one arena in backward order.
 
         In one arena, gradients of neighbouring flats are contiguous and can be reduced together.
         """
-        if self._sizing.stage.gradients:
-            for flat in flats:
-                STARTUP.move()
-                spec, dtype = gradients(flat.spec, self._sizing), self._grad_dtype(flat)
-                if spec.tier == HBM:
-                    flat.grad = torch.zeros(spec.numel, dtype=dtype, device=self._device)
-                else:
-                    about = (self._tiers.open(spec.tier, "gradients"), "gradients", spec.numel, dtype)
-                    flat.grad_store = Store(*about, self._tiers.traffic, self._tiers.verifier)
-                    flat.grad_store.what = f"the gradients of {flat.unit.title}"
+        for flat in flats:
+            STARTUP.move()
+            flat.grad_dtype, flat.whole_grad = self._grad_dtype(flat), not self._sizing.stage.gradients
+            flat.keeps_grad = self._sizing.keep_gradients
+            if flat.whole_grad:
+                continue
+            spec = gradients(flat.spec, self._sizing)
+            if spec.tier != HBM:
+                about = (self._tiers.open(spec.tier, "gradients"), "gradients", spec.numel, flat.grad_dtype)
+                flat.grad_store = Store(*about, self._tiers.traffic, self._tiers.verifier)
+                flat.grad_store.what = f"the gradients of {flat.unit.title}"
+            elif flat.keeps_grad:
+                flat.open_grad(self._device)
         for spec in gradient_arenas([flat.spec for flat in flats], self._sizing):
             alike = [flat for flat in flats if self._sizing.grad_width(flat.spec.width) == spec.width]
-            arena = torch.zeros(spec.numel, dtype=self._grad_dtype(alike[0]), device=self._device)
+            arena = torch.zeros(spec.numel, dtype=alike[0].grad_dtype, device=self._device)
             at = 0
             for flat in alike:
                 flat.grad_full = arena[at : at + flat.layout.total]

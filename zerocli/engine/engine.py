@@ -92,6 +92,7 @@ class Engine:
         self.updates = torch.zeros((), device=self.device)
         self.passes = Backward(self, settings.accumulate)
         self.sizing: Sizing
+        self._closed = False
         self._held_whole = 0
 
         self.units = self._build_units()
@@ -150,6 +151,8 @@ class Engine:
         self.mover = Mover(settings.read_ahead_nbytes, self.tiers.open_cache)
         shape = (len(self.rule.state_names), self.device.type, self.precision.name, can_fuse(self.rule, self.device))
         self.sizing = settings.sizing_at(self.collectives.world, *shape)
+        if settings.keep_gradients is not None:
+            self.sizing = dataclasses.replace(self.sizing, keep_gradients=settings.keep_gradients)
         self._builder = Builder(
             *(self.model, settings, self.sizing, self.precision.compute, self.collectives, self.tensor_parallel),
             *(self.rule.state_names, self.placement, self.tiers, self.mover, self.arranged.group_of),
@@ -198,7 +201,7 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that this step has accumulated so far."""
-        self.reducer.drop_grads()
+        self.reducer.free_grads()
         self.passes.forget()
 
     def _apply_pending_updates(self, flat: Flat) -> None:
@@ -291,6 +294,8 @@ class Engine:
 
     def synchronize(self) -> None:
         """Make the current stream wait for all pending work of the engine except transfers between tiers."""
+        if self._closed:
+            raise Refused("the engine is closed, and its states are freed: read or save them before engine.close()")
         self.adopt_edits()
         self.updater.issue_updates()
         self.gatherer.release_all()
@@ -309,7 +314,12 @@ class Engine:
             self.verified.look_everywhere()
 
     def close(self) -> None:
-        """Free the memory and files on other tiers; the engine cannot train after this."""
+        """Free all memory and files but the model's own buffers and resident parameters, which stay usable.
+
+        The engine cannot be used after this.
+        """
+        if self._closed:
+            return
         self.updater.issue_updates()
         self.gatherer.release_all()
         self.hooks.close()
@@ -319,7 +329,16 @@ class Engine:
                 for parameter in flat.parameters:
                     unguard(parameter)
         self.mover.close()
+        if self.device.type == "cuda":  # kernels and copies on side streams may still use what is freed
+            torch.cuda.synchronize(self.device)
+        residents = [flat.resident for flat in self.flats() if flat.resident is not None]
+        kept = {tensor.untyped_storage().data_ptr() for tensor in (*residents, *self.model.buffers())}
+        # Freed here and not with the last reference: cycles would keep it until Python's collector runs.
+        for _, _, tensor in self.holdings():
+            if tensor.untyped_storage().data_ptr() not in kept:
+                tensor.untyped_storage().resize_(0)
         self.tiers.close()
+        self._closed = True
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of all persistent tensors; of several on one storage the first one counts."""

@@ -44,14 +44,13 @@ class Reducer:
         tensor_parallel: TensorParallel,
         unexpected: Callable[[str], None],
     ) -> None:
-        self._stage, self._collectives = sizing.stage, collectives
+        self._stage, self._collectives, self._device = sizing.stage, collectives, device
         self._eager, self._together, self._unexpected = eager, together, unexpected
         self._flats = [flat for unit in units for flat in unit.trainable]
         plans = BucketPlans(self._flats, sizing, collectives.world)
         self.norms = GradientNorms(self._flats, plans, tensor_parallel, device)
         """Norms of the reduced gradients, measured by the step's last pass."""
         self._reductions = Reductions(self._flats, sizing, plans, self.norms, collectives, device, waits, events)
-        self._places: dict[int, list[torch.Tensor]] = {}
         self._order = list(reversed(self._flats))
         self._ordered_by_use = False
         self._arrived: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
@@ -136,7 +135,7 @@ class Reducer:
             )
         if self._graph_task is not None and torch._C._current_graph_task_id() != self._graph_task:
             self._nested.add(id(flat))
-        if flat.grad_full is not None:
+        if flat.whole_grad:
             self._keep(flat, index, parameter, add=not self._first or index in arrived)
         arrived.add(index)
         if self._eager and len(arrived) == len(flat.parameters) and id(flat) not in self._nested:
@@ -145,14 +144,13 @@ class Reducer:
     def _keep(self, flat: Flat, index: int, parameter: nn.Parameter, add: bool) -> None:
         """Move a parameter's gradient into the flat's whole gradient."""
         grad = take_grad(parameter)
+        flat.open_grad(self._device)
         assert flat.grad_full is not None and grad is not None
-        places = self._places.get(id(flat))
-        if places is None:
-            places = self._places[id(flat)] = flat.views(flat.grad_full)
+        flat.grad_views = flat.grad_views or flat.views(flat.grad_full)
         if add:
-            places[index].add_(grad)
+            flat.grad_views[index].add_(grad)
         else:
-            places[index].copy_(grad)
+            flat.grad_views[index].copy_(grad)
 
     def drop_grads(self) -> None:
         """Drop all gradients that autograd has accumulated in the parameters."""
@@ -160,9 +158,17 @@ class Reducer:
             for parameter in flat.parameters:
                 drop_grad(parameter)
 
+    def free_grads(self) -> None:
+        """Drop all gradients of the step and free their memory."""
+        self.drop_grads()
+        for flat in self._flats:
+            flat.close_grad()
+
     def complete(self, flat: Flat) -> None:
         """Mark the flat's gradients as complete for this backward; gradients that have not arrived count as zero."""
-        if flat.grad_full is not None and self._first and len(self._arrived[id(flat)]) < len(flat.parameters):
+        if flat.whole_grad and self._first and len(self._arrived[id(flat)]) < len(flat.parameters):
+            flat.open_grad(self._device)
+            assert flat.grad_full is not None
             for index, entry in enumerate(flat.layout.entries):
                 if index not in self._arrived[id(flat)]:
                     flat.grad_full[entry.offset : entry.offset + entry.numel].zero_()
@@ -188,7 +194,7 @@ class Reducer:
         """Launch the reductions of the first `upto` flats of the launch order that are not launched yet."""
         while self._next < upto:
             flat = self._order[self._next]
-            if self._last or flat.grad_full is None:
+            if self._last or not flat.whole_grad:
                 self._launched.add(id(flat))
                 self._reductions.launch(flat)
             self._next += 1
@@ -224,7 +230,7 @@ class Reducer:
     def abandon(self) -> None:
         """Drop all gradients after an exception in backward; the step's gradients are lost."""
         self._reductions.abandon()
-        self.drop_grads()
+        self.free_grads()
         self.active = False
 
     def _adopt_order(self) -> None:

@@ -44,9 +44,9 @@ class Reductions:
         # Whole gradients are reduced in pieces with the same number of elements in fp32 as in the compute dtype.
         self._limits: dict[torch.dtype, int] = {}
         for flat in flats:
-            if flat.grad_full is not None:
+            if flat.whole_grad:
                 elements = max(1, sizing.bucket_nbytes // plans.dtype(flat).itemsize)
-                self._limits[flat.grad_full.dtype] = min(elements, self._limits.get(flat.grad_full.dtype, elements))
+                self._limits[flat.grad_dtype] = min(elements, self._limits.get(flat.grad_dtype, elements))
         count = bucket_limit([flat.spec for flat in flats], sizing)
         self._buckets, self._lift = Pool(count, device, waits), Pool(count, device, waits)
         self._run: list[torch.Tensor] = []
@@ -62,10 +62,11 @@ class Reductions:
 
     def launch(self, flat: Flat) -> None:
         """Launch the reduction of a flat's gradients, all of which have arrived or count as zero."""
-        if flat.grad_full is None:
-            self._reduce_buckets(flat)
-        else:
+        flat.open_grad(self._device)  # on the stream of backward; the reduction has another
+        if flat.whole_grad:
             self._reduce_whole(flat)
+        else:
+            self._reduce_buckets(flat)
 
     def finish(self) -> None:
         """Launch what is still held back, and complete all reductions."""

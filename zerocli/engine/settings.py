@@ -68,6 +68,9 @@ class Settings(Sharding):
     """Called with the engine once its axes of ranks are open, before anything is built: a watchdog observes them."""
     events: Events | Sequence[Events] = ()
     """Subscribers to the engine's events, such as `zerocli.ProfilerRanges()`; see engine/events.py."""
+    keep_gradients: bool | None = None
+    """Whether gradients on the device stay allocated between steps. Default: on a CPU, where new memory costs page
+    faults; on a GPU they exist from backward to the update."""
     chunk_device: str = ""
     """Device type whose update chunk size is used; by default the engine's own. For tracing a GPU's step on tensors
     without memory."""

@@ -67,9 +67,16 @@ class Flat:
     states: dict[str, torch.Tensor] = field(default_factory=dict)
     """Optimizer states of `held`, by name."""
     grad_full: torch.Tensor | None = None
-    """The whole gradient, if gradients are not partitioned."""
+    """The whole gradient, if gradients are not partitioned and it is allocated now."""
     grad: torch.Tensor | None = None
-    """The gradient of `held`, reduced over the ranks at the end of backward."""
+    """The gradient of `held`, reduced over the ranks at the end of backward, if it is allocated now."""
+    grad_dtype: torch.dtype = torch.float32
+    whole_grad: bool = False
+    """Whether gradients are not partitioned: the whole one is kept until it is reduced."""
+    keeps_grad: bool = True
+    """Whether the gradient on the device stays allocated between steps."""
+    grad_views: list[torch.Tensor] = field(default_factory=list)
+    """The parameters' parts of `grad_full`, made on first use."""
 
     param_store: Store | None = None
     """`own` in the compute dtype, if parameters are offloaded; `shard` is None then."""
@@ -149,6 +156,26 @@ class Flat:
         """Yield (category, name, tensor) of the one-element placeholder of released parameters."""
         if self._hollow:
             yield "buffers", "released parameters", self._hollow[0]
+
+    def open_grad(self, device: torch.device) -> None:
+        """Allocate the gradient on the device unless it is there or offloaded; the padding of a whole one is zero."""
+        if self.grad is not None or self.grad_store is not None:
+            return
+        if not self.whole_grad:
+            self.grad = torch.empty(self.held.numel, dtype=self.grad_dtype, device=device)
+            return
+        self.grad_full = torch.empty(self.layout.total, dtype=self.grad_dtype, device=device)
+        for gap in self.layout.gaps():
+            self.grad_full[gap.start : gap.stop].zero_()
+        self.grad = self.grad_full[self.held.start : self.held.stop]
+
+    def close_grad(self) -> None:
+        """Free the gradient after its last use on the current stream, unless it stays allocated."""
+        if self.grad is None or self.keeps_grad:
+            return
+        if self.grad.is_cuda:  # its memory belongs to the stream of backward
+            self.grad.record_stream(torch.cuda.current_stream(self.grad.device))
+        self.grad, self.grad_full, self.grad_views = None, None, []
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters as views of a buffer of the flat's length."""

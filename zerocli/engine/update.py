@@ -130,6 +130,10 @@ class Updater:
         """
         self.issue_updates()
         self._inactive = inactive
+        flats = list(flats)
+        for flat in flats:
+            if all(entry.name in inactive for entry in flat.layout.entries):
+                flat.close_grad()
         flats = [flat for flat in flats if any(entry.name not in inactive for entry in flat.layout.entries)]
         self._values = {place.type: values.to(place) for place in {self._place(flat) for flat in flats}}
         self._updated = updated
@@ -146,6 +150,7 @@ class Updater:
             with self._events.update(flat.unit):
                 update_whole(flat, self._rule, values, self._counts, inactive, self._collectives)
             flat.written = StreamEvent(self._device)
+            flat.close_grad()
         flats = [flat for flat in flats if flat not in together]
         for flat in flats:
             if not flat.offloaded:
@@ -198,6 +203,7 @@ class Updater:
         return id(flat) in self._left
 
     def _close(self, flat: Flat) -> None:
+        flat.close_grad()
         flat.written = StreamEvent(self._device)
         self._updated(flat)
 

@@ -53,7 +53,7 @@ def states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:
     yield parameters(flat, sizing)
     if flat.trainable:
         yield from optimizer_states(flat, sizing)
-        if sizing.stage.gradients:
+        if sizing.stage.gradients and (sizing.keep_gradients or flat.tiers["gradients"] != HBM):
             yield gradients(flat, sizing)
 
 
@@ -82,8 +82,11 @@ def gradients(flat: FlatSpec, sizing: Sizing) -> Spec:
 
 
 def gradient_arenas(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
-    """Yield the arenas of unpartitioned gradients, one per dtype, so that adjacent gradients are reduced together."""
-    if not sizing.stage.gradients:
+    """Yield the arenas of unpartitioned gradients, one per dtype, so that adjacent gradients are reduced together.
+
+    There are none if gradients do not stay allocated: each flat then has its own from backward to the update.
+    """
+    if not sizing.stage.gradients and sizing.keep_gradients:
         for width in dict.fromkeys(sizing.grad_width(flat.width) for flat in flats):
             total = sum(flat.total for flat in flats if sizing.grad_width(flat.width) == width)
             yield Spec("gradients", "gradients", total, width)

@@ -43,6 +43,8 @@ class Sizing:
     """Tiers whose memory the CPU can update in place."""
     split_master: bool = False
     """Whether the master of narrower parameters is kept as a 16-bit remainder beside them, not as fp32."""
+    keep_gradients: bool = True
+    """Whether gradients on the device stay allocated between steps; else they exist from backward to the update."""
     fused_update: bool = False
     """Whether one kernel updates narrower parameters on a GPU, without scratch memory."""
 

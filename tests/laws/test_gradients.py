@@ -1,0 +1,77 @@
+"""Laws of memory that comes and goes: gradients exist from backward to the update; a closed engine holds nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deep import WIDTH, Deep, live_nbytes
+from ranks import run_ranks
+from toys import train_uneven
+
+import zerocli
+
+CASES = [
+    {"stage": 0},
+    {"stage": 1, "precision": "bf16", "accumulate": 2},
+    {"stage": 2, "precision": "bf16"},
+    {"stage": 3, "accumulate": 3},
+    {"stage": 3, "precision": "bf16", "offload": "optimizer=cpu", "update": "stream", "staging_nbytes": 48000},
+    {"stage": 2, "offload": "grads=hbm:2KB+cpu,optimizer=cpu", "update": "cpu", "reduce": "fp32"},
+]
+
+
+def _train(settings: dict) -> list[list[float]]:
+    return [train_uneven(steps=4, keep_gradients=keep, **settings) for keep in (True, False)]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=lambda s: "-".join(map(str, s.values())))
+def test_freeing_gradients_changes_no_number(settings):
+    for kept, freed in run_ranks(2, _train, settings):
+        assert kept == freed
+
+
+def _held(stage: int) -> list[int]:
+    model = Deep(4)
+    engine = zerocli.shard(model, stage=stage, precision="bf16", keep_gradients=False)
+    found = []
+    for _ in range(2):
+        loss = model(torch.randn(4, WIDTH))
+        found.append(engine.memory()["gradients"])
+        engine.backward(loss)
+        found.append(engine.memory()["gradients"])
+        engine.step()
+    numel = sum(flat.layout.total if stage < 2 else flat.held.numel for flat in engine.trainable())
+    assert found == [0, 2 * numel, 0, 2 * numel]
+    engine.backward(model(torch.randn(4, WIDTH)))
+    engine.zero_grad()
+    return [engine.memory()["gradients"]]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_exist_from_backward_to_the_update(stage):
+    assert run_ranks(2, _held, stage) == [[0], [0]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"stage": 0, "precision": "bf16"}, {"stage": 3, "precision": "bf16", "offload": "params=cpu", "recompute": True}],
+    ids=["resident", "gathered"],
+)
+def test_a_closed_engine_holds_nothing_but_resident_parameters(settings):
+    """At once, while the engine itself is still referred to."""
+    model = Deep(4)
+    engine = zerocli.shard(model, **settings)
+    engine.backward(model(torch.randn(4, WIDTH)))
+    engine.step()
+    numel = sum(flat.held.numel for flat in engine.flats())
+    kept = sum(flat.resident.nbytes for flat in engine.flats() if flat.resident is not None)
+    held, before = [tensor for _, _, tensor in engine.holdings()], live_nbytes()
+    assert sum(engine.memory().values()) >= 10 * numel + kept
+    engine.close()
+    assert before - live_nbytes() >= 10 * numel
+    assert sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values()) == kept
+    with pytest.raises(zerocli.Refused, match="engine is closed"):
+        engine.state_dict()
+    engine.close()  # again: nothing to do
+    if kept:
+        assert torch.isfinite(model(torch.randn(4, WIDTH).bfloat16())).all()
