@@ -65,11 +65,10 @@ def test_a_closed_engine_holds_nothing_but_resident_parameters(settings):
     engine.step()
     numel = sum(flat.held.numel for flat in engine.flats())
     kept = sum(flat.resident.nbytes for flat in engine.flats() if flat.resident is not None)
-    held, before = [tensor for _, _, tensor in engine.holdings()], live_nbytes()
-    assert sum(engine.memory().values()) >= 10 * numel + kept
+    held, before = sum(engine.memory().values()), live_nbytes()
+    assert held >= 10 * numel + kept
     engine.close()
-    assert before - live_nbytes() >= 10 * numel
-    assert sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values()) == kept
+    assert before - live_nbytes() >= held - kept
     with pytest.raises(zerocli.Refused, match="engine is closed"):
         engine.state_dict()
     engine.close()  # again: nothing to do

@@ -76,9 +76,10 @@ def optimizer_states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:
 
 
 def gradients(flat: FlatSpec, sizing: Sizing) -> Spec:
-    """Return a flat's gradient when gradients are partitioned; it covers the span that this rank holds."""
+    """Return a flat's gradient: of the span that this rank holds if gradients are partitioned, else the whole."""
+    numel = flat.held.numel if sizing.stage.gradients else flat.total
     width = sizing.grad_width(flat.width)
-    return Spec("gradients", f"{flat.unit} gradients", flat.held.numel, width, flat.tiers["gradients"])
+    return Spec("gradients", f"{flat.unit} gradients", numel, width, flat.tiers["gradients"])
 
 
 def gradient_arenas(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:

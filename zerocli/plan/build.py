@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter, defaultdict
 
@@ -78,7 +79,8 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
     check(setup)
     flats = plan_flats(traced, setup)
     held: Counter[str] = Counter()
-    for spec in persistent(flats, setup.sizing):
+    # A traced engine keeps its gradients, so all of them count, also where they are freed after the update.
+    for spec in persistent(flats, dataclasses.replace(setup.sizing, keep_gradients=True)):
         held[spec.category] += spec.nbytes * (spec.tier == HBM)
     rows = [
         Row(
@@ -153,7 +155,7 @@ def _device_rows(shape: Shape, setup: Setup, peaks: Peaks) -> list[Row]:
     }
     rows = [
         Row(category, "hbm", nbytes, f"{formulas[category]} (at the peak: {peak.moment})")
-        if category in ("activations", "logits", "buffers")
+        if category in ("gradients", "activations", "logits", "buffers")
         else Row(category, "hbm", nbytes, formulas[category])
         for category, nbytes in peak.held.items()
         if category in formulas

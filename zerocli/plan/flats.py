@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import constants
 from zerocli.layout.flats import FlatSpec, flat_spec, place
@@ -23,13 +25,27 @@ def plan_flats(shape: Shape | Traced, setup: Setup) -> list[FlatSpec]:
         raise UserError(str(error), hint="a tier without a budget at the end", exit_code=DOES_NOT_FIT) from error
 
 
-def _flats_of(unit: Unit, setup: Setup) -> list[FlatSpec]:
-    """Return the flats of one unit: trainable parameters apart from frozen ones, each dtype by itself."""
+def by_unit(shape: Shape, flats: list[FlatSpec], setup: Setup) -> list[list[FlatSpec]]:
+    """Return the flats of `plan_flats` unit by unit: the first unit, each block, and a head of its own."""
+    found, left = [], iter(flats)
+    for unit, times in shape.units():
+        number = len(_kinds(unit, setup))
+        found += [list(itertools.islice(left, number)) for _ in range(times)]
+    return found
+
+
+def _kinds(unit: Unit, setup: Setup) -> dict[tuple[bool, int], list[Parameter]]:
+    """Return a unit's parameters by (trainable, bytes per element): each kind has a flat."""
     kinds: dict[tuple[bool, int], list[Parameter]] = {}
     for parameter in unit.parameters:
         kinds.setdefault((parameter.trainable, parameter.width or setup.width), []).append(parameter)
+    return kinds
+
+
+def _flats_of(unit: Unit, setup: Setup) -> list[FlatSpec]:
+    """Return the flats of one unit: trainable parameters apart from frozen ones, each dtype by itself."""
     found = []
-    for (trainable, width), members in kinds.items():
+    for (trainable, width), members in _kinds(unit, setup).items():
         places = [(p.name, p.local(setup.tp), _group(p, setup.tp) if trainable else 0) for p in members]
         layout = lay_out(places, setup.dp)
         found.append(flat_spec(unit.kind, layout, width, setup.zero, setup.dp, trainable=trainable))

@@ -11,7 +11,7 @@ from zerocli.layout import buffers, constants
 from zerocli.layout.buffers import Spec
 from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.plan.decoder import Batch, Decoder
-from zerocli.plan.flats import WHOLE
+from zerocli.plan.flats import WHOLE, by_unit
 from zerocli.plan.ledger import Ledger, Peak, Storage
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
@@ -42,10 +42,15 @@ class Replay:
         self._shape, self._setup, self._flats = shape, setup, flats
         self._sizing, self._trainable = setup.sizing, [flat for flat in flats if flat.trainable]
         self._ledger = Ledger(GRANULARITY[setup.device])
+        # With several micro-steps gradients are there in all forwards but the first.
+        self._frees_grads = not self._sizing.keep_gradients and setup.accumulate == 1
+        self._units = by_unit(shape, flats, setup)
         self._kept: list[Storage] = []
         """Allocations that live as long as the engine."""
         self._grads: dict[int, list[Storage]] = defaultdict(list)
         """Gradients of units in backward, until they are reduced."""
+        self._flat_grads: dict[int, list[Storage]] = {}
+        """Gradients of flats, by unit, if they do not stay allocated: from backward to the update."""
         self._tied: list[Storage] = []
         """The head's part of a tied weight's gradient, which autograd keeps until the embedding's part arrives."""
         self._slots: list[str] = []
@@ -105,9 +110,10 @@ class Replay:
             if flat.trainable:
                 self._place_states(flat)
             del whole
-        if setup.zero.gradients:
-            self._keep(*(buffers.gradients(flat, self._sizing) for flat in self._trainable))
-        self._keep(*buffers.gradient_arenas(self._trainable, self._sizing))
+        if not self._frees_grads:
+            if setup.zero.gradients or not self._sizing.keep_gradients:
+                self._keep(*(buffers.gradients(flat, self._sizing) for flat in self._trainable))
+            self._keep(*buffers.gradient_arenas(self._trainable, self._sizing))
         Storage(ledger, 8 * sum(self._tables()), "buffers")  # the tables' angles, in fp64, with copies
 
     def _place_parameters(self, flat: FlatSpec) -> None:
@@ -157,7 +163,9 @@ class Replay:
         assert root is not None
         del loss
         tape.backward(root, [Storage(ledger, 4)])
-        self._grads.clear()
+        for unit in list(self._grads):
+            self._reduce(unit)
+        self._flat_grads.clear()
         del inputs
 
     def _block(self, tape: Tape, decoder: Decoder, x: Tensor, block: int) -> Tensor:
@@ -229,7 +237,7 @@ class Replay:
         def reached(gradient: list[Storage]) -> list[Storage]:
             self._ledger.moment = moment
             if done:
-                self._grads.pop(done, None)
+                self._reduce(done)
             return [gradient.pop()]
 
         node.backward = reached
@@ -282,3 +290,19 @@ class Replay:
             self._tied.clear()
         if self._setup.zero.gradients:
             self._grads[unit].append(grad)
+        else:
+            self._open_grads(unit)
+
+    def _reduce(self, unit: int) -> None:
+        """Reduce a unit's gradients into those of its flats, and free them."""
+        if unit in self._grads:
+            self._open_grads(unit)
+            del self._grads[unit]
+
+    def _open_grads(self, unit: int) -> None:
+        """Allocate the gradients of a unit's flats, unless they are there."""
+        if self._frees_grads and unit not in self._flat_grads:
+            specs = [buffers.gradients(flat, self._sizing) for flat in self._units[unit] if flat.trainable]
+            self._flat_grads[unit] = [
+                Storage(self._ledger, spec.nbytes, spec.category) for spec in specs if spec.nbytes and spec.tier == HBM
+            ]
