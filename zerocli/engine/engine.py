@@ -335,8 +335,9 @@ class Engine:
         kept = {tensor.untyped_storage().data_ptr() for tensor in (*residents, *self.model.buffers())}
         # Freed here and not with the last reference: cycles would keep it until Python's collector runs.
         for _, _, tensor in self.holdings():
-            if tensor.untyped_storage().data_ptr() not in kept:
-                tensor.untyped_storage().resize_(0)
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in kept and storage.resizable():  # others share memory with numpy: small ones
+                storage.resize_(0)
         self.tiers.close()
         self._closed = True
 
