@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py --preset cpu
     python benchmarks/compare.py --preset h200 --json compare.json
+    python benchmarks/compare.py --family hf-llama --heads 6 --kv-heads 2 --contestants zero3,fsdp2
 
 Every turn is a fresh set of processes, so no contestant inherits another's memory or caches, and the contestants
 alternate, so a machine that slows down slows all of them down. A ratio is the median over rounds of the ratio of two
@@ -11,6 +12,7 @@ turns of the same round.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import platform
@@ -40,6 +42,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "seq": 1024, "batch": 16, "recompute": True, "clip": 1.0, "steps": 15, "warmup": 3,
     },
 }  # fmt: skip
+FAMILIES = ("gpt2", "llama", "hf-llama")
+LOSSES = ("built-in", "plain")
 PEERS = {"zero0": "ddp", "zero1": "ds1", "zero2": "fsdp2-keep", "zero3": "fsdp2"}
 """Who does the same partitioning: the ratio in the table."""
 TARGETS = {
@@ -140,6 +144,14 @@ def ratio(turns: Mapping[str, Sequence[Turn | None]], name: str, peer: str) -> f
     return statistics.median(each) if each and len(each) == len(pairs) else None
 
 
+def loss_difference(turns: Mapping[str, Sequence[Turn | None]], name: str, peer: str) -> float | None:
+    """Return the largest difference between the two losses of any step, or None if a turn is missing."""
+    pairs = list(zip(turns.get(name, ()), turns.get(peer, ()), strict=False))
+    both = [zip(mine.losses, theirs.losses, strict=True) for mine, theirs in pairs if mine and theirs]
+    each = [abs(a - b) for steps in both for a, b in steps]
+    return max(each) if each and len(both) == len(pairs) else None
+
+
 def summarise(turns: Mapping[str, Sequence[Turn | None]]) -> list[dict[str, Any]]:
     """Return a row for each contestant that finished every turn."""
     rows = []
@@ -161,6 +173,7 @@ def summarise(turns: Mapping[str, Sequence[Turn | None]]) -> list[dict[str, Any]
             "last_loss": done[-1].losses[-1],
             "peer": peer,
             "ratio": ratio(turns, name, peer),
+            "loss_difference": loss_difference(turns, name, peer),
         }
         rows.append(row)
     return rows
@@ -232,13 +245,27 @@ def resolve(device: str, ranks: int) -> tuple[str, int]:
     return device, ranks or gpus
 
 
+def check_shape(job: Job) -> None:
+    """Refuse a model that cannot be built here."""
+    if job.hidden % job.heads:
+        raise click.UsageError(f"hidden {job.hidden} does not divide into {job.heads} heads")
+    if job.kv_heads and job.family == "gpt2":
+        raise click.UsageError("gpt2 has no --kv-heads; try --family llama")
+    if job.kv_heads and job.heads % job.kv_heads:
+        raise click.UsageError(f"{job.heads} heads do not divide into {job.kv_heads} heads of keys and values")
+    if job.family == "hf-llama" and importlib.util.find_spec("transformers") is None:
+        raise click.UsageError("hf-llama needs transformers: pip install 'zerocli[hf]'")
+
+
 def describe(job: Job, parameters: int, rounds: int) -> str:
     """Return the line that says what was compared, and on what."""
     where = torch.cuda.get_device_name() if job.device == "cuda" else f"{platform.machine()}, one thread a rank"
     extras = "".join(f", {name}" for name in ("recompute", "compile") if getattr(job, name))
+    loss = "plain" if job.family == "hf-llama" else job.loss
+    heads = f"{job.heads} heads" + (f" ({job.kv_heads} of keys and values)" if job.kv_heads else "")
     return (
-        f"{job.family} {parameters / 1e6:,.1f}M ({job.layers} layers x {job.hidden}, {job.heads} heads,"
-        f" vocab {job.vocab}), seq {job.seq}, batch {job.batch} x {job.ranks} ranks, {job.precision},"
+        f"{job.family} {parameters / 1e6:,.1f}M ({job.layers} layers x {job.hidden}, {heads},"
+        f" vocab {job.vocab}), {loss} loss, seq {job.seq}, batch {job.batch} x {job.ranks} ranks, {job.precision},"
         f" clip {job.clip:g}{extras}; {where}, torch {torch.__version__}; medians of {rounds} rounds"
     )
 
@@ -248,12 +275,14 @@ def describe(job: Job, parameters: int, rounds: int) -> str:
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to train.")
 @click.option("--ranks", type=click.IntRange(0), default=0, help="Processes; 0: two on a CPU, one a GPU.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", help="What parameters compute in.")
-@click.option("--family", type=click.Choice(["gpt2", "llama"]), default="gpt2", help="Model family.")
+@click.option("--family", type=click.Choice(FAMILIES), default="gpt2", help="Model; hf-llama: transformers' own.")
 @click.option("--layers", type=click.IntRange(1), default=6, help="Blocks.")
 @click.option("--hidden", type=click.IntRange(1), default=384, help="Width.")
 @click.option("--heads", type=click.IntRange(1), default=6, help="Attention heads.")
+@click.option("--kv-heads", type=click.IntRange(0), default=0, help="Heads of keys and values (Llamas); 0: all.")
 @click.option("--vocab", type=click.IntRange(2), default=4096, help="Token ids.")
 @click.option("--tie/--no-tie", default=True, help="Whether the head is the embedding.")
+@click.option("--loss", type=click.Choice(LOSSES), default="built-in", help="plain: cross-entropy of whole logits.")
 @click.option("--seq", type=click.IntRange(1), default=128, help="Tokens a sequence.")
 @click.option("--batch", type=click.IntRange(1), default=2, help="Sequences a rank and step.")
 @click.option("--recompute/--no-recompute", default=False, help="Recompute each block in backward.")
@@ -271,8 +300,7 @@ def main(
     """Train the same model and batches with zerocli and its peers, turn by turn, and compare them."""
     options["device"], options["ranks"] = resolve(options["device"], options["ranks"])
     job = Job(**options)
-    if job.hidden % job.heads:
-        raise click.UsageError(f"hidden {job.hidden} does not divide into {job.heads} heads")
+    check_shape(job)
     names, skipped = choose_names(contestants, job)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leaves no rank behind
     turns = run_rounds(job, names, rounds, timeout)
@@ -285,6 +313,10 @@ def main(
     click.echo(what)
     for line in table(rows, job.device):
         click.echo(line)
+    for row in rows:
+        if row["loss_difference"] is not None:
+            pair = f"{row['contestant']} and {row['peer']}"
+            click.echo(f"losses of {pair} differ by at most {row['loss_difference']:.3g}")
     for name, reason in skipped.items():
         click.echo(f"{name:<11} skipped: {reason}")
     for name in failed:

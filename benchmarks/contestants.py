@@ -1,6 +1,7 @@
 """The contestants of `compare.py`: each makes the same model into a training step; run as a script it is one rank.
 
-Everyone has the same model code, initial values, batches, fused AdamW (weight decay on matrices only) and clipping.
+Everyone has the same model code and loss, initial values, batches, fused AdamW (weight decay on matrices only) and
+clipping. The model is a built-in family, or Llama of the transformers library, whose loss is always `plain`.
 bf16 means bf16 parameters and gradients in computation and on the wire, and fp32 masters for the optimizer: zerocli's
 own; FSDP2's mixed-precision policy over fp32 parameters; DDP around a bf16 model, with masters kept by hand.
 """
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -45,8 +47,12 @@ class Job:
     layers: int
     hidden: int
     heads: int
+    kv_heads: int
+    """Heads of keys and values; 0: as many as `heads`."""
     vocab: int
     tie: bool
+    loss: str
+    """`built-in`, which never holds all the logits, or `plain`: torch's cross-entropy of all the logits."""
     seq: int
     batch: int
     recompute: bool
@@ -121,7 +127,8 @@ def make_ddp(job: Job, model: nn.Module, device: torch.device) -> Step:
         masters = [nn.Parameter(p.detach().clone()) for p in parameters]
         for master in masters:
             master.grad = torch.zeros_like(master)
-        model.to(job.dtype)
+        for parameter in parameters:  # not the buffers: rotary frequencies stay in fp32, as everyone else has them
+            parameter.data = parameter.data.to(job.dtype)
     optimizer = make_adamw(masters)
     replica = nn.parallel.DistributedDataParallel(
         model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
@@ -272,15 +279,71 @@ def work(job: Job, name: str, result: Path) -> None:
 
 
 def make_model(job: Job, device: torch.device) -> nn.Module:
-    """Return the model with the same initial values for every contestant and rank."""
+    """Return the model with the same initial values for every contestant and rank; its forward returns the loss."""
     from zerocli.config import ModelConfig
     from zerocli.models import build
 
     torch.manual_seed(SEED)
-    config = ModelConfig(
-        family=job.family, layers=job.layers, hidden=job.hidden, heads=job.heads, vocab=job.vocab, tie=job.tie
-    )
-    return build(config, job.seq, device)
+    if job.family == "hf-llama":
+        return PlainLoss(TransformersLlama(job, device))
+    shape = {name: getattr(job, name) for name in ("family", "layers", "hidden", "heads", "kv_heads", "vocab", "tie")}
+    model = build(ModelConfig(**shape), job.seq, device)
+    return PlainLoss(model) if job.loss == "plain" else model
+
+
+class PlainLoss(nn.Module):
+    """A model whose forward returns logits, with torch's cross-entropy of all of them, computed in their type."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.blocks  # type: ignore[return-value]
+
+    def unit_modules(self) -> list[nn.Module]:
+        return self.model.unit_modules()  # type: ignore[operator]
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+
+
+class TransformersLlama(nn.Module):
+    """The transformers library's Llama, in the shape that the built-in one has; its forward returns the logits."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        config = LlamaConfig(
+            num_hidden_layers=job.layers,
+            hidden_size=job.hidden,
+            intermediate_size=-(-8 * job.hidden // (3 * 256)) * 256,  # the rule of zerocli.models.llama
+            num_attention_heads=job.heads,
+            num_key_value_heads=job.kv_heads or job.heads,
+            vocab_size=job.vocab,
+            tie_word_embeddings=job.tie,
+            max_position_embeddings=job.seq,
+            rms_norm_eps=1e-5,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+        with device:
+            self.llama = LlamaForCausalLM(config)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.llama.model.layers
+
+    def unit_modules(self) -> list[nn.Module]:
+        """Return the modules that are units, by the same rule as the built-in models."""
+        if self.llama.config.tie_word_embeddings:
+            return list(self.blocks)
+        return [self.llama.model.embed_tokens, *self.blocks, self.llama.lm_head]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.llama(input_ids=tokens).logits
 
 
 def make_batches(job: Job, rank: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:

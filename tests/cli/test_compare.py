@@ -12,13 +12,18 @@ SMALL = "--device cpu --ranks 2 --layers 2 --hidden 32 --heads 2 --vocab 64 --se
 
 
 @pytest.mark.long
-def test_contestants_train_alike(tmp_path):
+@pytest.mark.parametrize("model", ["gpt2", "gpt2 --loss plain", "hf-llama --kv-heads 1"])
+def test_contestants_train_alike(tmp_path, model):
+    if model.startswith("hf"):
+        pytest.importorskip("transformers")
     document = tmp_path / "compare.json"
-    command = [sys.executable, str(COMPARE), *SMALL.split(), "--contestants", "zero3,fsdp2", "--json", str(document)]
+    options = [*SMALL.split(), "--family", *model.split(), "--contestants", "zero3,fsdp2", "--json", str(document)]
+    command = [sys.executable, str(COMPARE), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     result = json.loads(document.read_text())
     ours, theirs = (result["turns"][name][0]["losses"] for name in ("zero3", "fsdp2"))
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert len(ours) == 3
+    assert result["rows"][0]["loss_difference"] == max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     assert [target["target"].split()[0] for target in result["targets"]] == ["zero3"]

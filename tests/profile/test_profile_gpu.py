@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,15 @@ WAYS = {
 
 
 def run(folder: Path, sets: tuple[str, ...], plain: bool = False) -> dict:
-    """Train or profile in this process, alone on the GPU; return what was recorded."""
+    """Train or profile in a process of its own, where nothing of other tests is on the GPU; return what it recorded."""
+    folder.mkdir()
+    (folder / "text.txt").write_text("where the bytes lie and where the seconds go\n" * 2000)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as process:
+        process.submit(_work, folder, sets, plain).result()
+    return json.loads((folder / "profile.json").read_text())
+
+
+def _work(folder: Path, sets: tuple[str, ...], plain: bool) -> None:
     from zerocli import config as configs
     from zerocli.config.options import RunOptions
     from zerocli.profile.observer import Observer
@@ -31,15 +40,9 @@ def run(folder: Path, sets: tuple[str, ...], plain: bool = False) -> dict:
     from zerocli.run import trainer
     from zerocli.run.watchdog import Watchdog
 
-    gc.collect()  # the engine before this one, of which the allocator's counters would still tell
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    folder.mkdir()
-    (folder / "text.txt").write_text("where the bytes lie and where the seconds go\n" * 2000)
     given = (*SETS, "train.precision=bf16", "data.tokenizer=bytes", f"data.path={folder / 'text.txt'}", *sets)
     config = configs.load("tiny", sets=given, flags={})
     trainer._train(config, RunOptions(str(folder)), Observer() if plain else Profiler(), Watchdog(None, 0))
-    return json.loads((folder / "profile.json").read_text())
 
 
 @pytest.mark.parametrize("way", WAYS)
