@@ -16,6 +16,8 @@ import triton.language as tl
 from zerocli.engine.optim import At, Group, StepValues
 
 _BLOCK = 2048
+"""Elements per program. Triton compiles the kernel once more for pieces whose length is no multiple of 16: only with
+such a length known can it read and write whole vectors up to the end, which is three times as fast."""
 
 
 class FusedAdamUpdate:
@@ -59,7 +61,7 @@ class FusedAdamUpdate:
         )
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit
 def _adam(
     parameters,
     masters,
