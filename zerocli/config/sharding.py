@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.placement import Placement
+from offload.placement import ACTIVATIONS, Placement
 from zerocli.config.placement import read_placement
 from zerocli.config.schema import (
     MASTERS,
@@ -27,6 +27,8 @@ from zerocli.errors import UserError
 from zerocli.layout.flats import Sizing
 from zerocli.layout.sizes import count_of
 from zerocli.layout.stage import stage as stage_of
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,10 @@ class Sharding:
     """Backward passes per step; their gradients are averaged, in fp32 if there is more than one."""
     clip: float | None = TrainConfig.clip
     """Largest global gradient norm; None: gradients are not clipped."""
-    recompute: bool = ActivationsConfig.policy == "recompute"
-    """Keep only the input of each repeated block and rerun its forward in backward. A placement of `activations`, which
-    says where the inputs are kept, implies this."""
+    recompute: bool | int | str = ActivationsConfig.policy == "recompute"
+    """Keep only the input of each repeated block and rerun its forward in backward; a number: of so many blocks, the
+    first ones. A placement of `activations`, which says where the inputs are kept, implies True. `auto`: not decided
+    yet; a plan decides by the device's memory (zerocli/plan/recompute.py), and no engine takes it."""
     partition_activations: bool = ActivationsConfig.partition
     """Whether tensor-parallel ranks, whose inputs are equal, each keep only a part of them."""
     bucket_nbytes: int = ZeroConfig.bucket
@@ -118,7 +121,7 @@ def sharding_of(config: Config) -> Sharding:
         master=config.optimizer.master,
         accumulate=config.train.accumulate,
         clip=config.train.clip or None,
-        recompute=config.activations.policy == "recompute",
+        recompute=recompute_of(config),
         partition_activations=config.activations.partition,
         bucket_nbytes=config.zero.bucket,
         gather_buffers=config.zero.buffers,
@@ -130,6 +133,14 @@ def sharding_of(config: Config) -> Sharding:
         verify=config.offload.verify,
         tp=config.parallel.tp,
     )
+
+
+def recompute_of(config: Config) -> bool | str:
+    """Return what a config's policy says of recomputation: True, False or `auto`."""
+    policy = config.activations.policy
+    if policy != AUTO:
+        return policy == "recompute"
+    return ACTIVATIONS in config.offload.placement.shares or AUTO  # a placement of checkpoints means that all are made
 
 
 def arguments_of(config: OptimizerConfig) -> dict[str, Any]:
