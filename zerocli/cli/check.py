@@ -179,6 +179,8 @@ def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, 
             zero=dataclasses.replace(config.zero, stage=0),
             offload=dataclasses.replace(config.offload, placement=Placement()),
         )
+        if config.activations.policy == configs.AUTO:
+            alone = dataclasses.replace(alone, activations=configs.ActivationsConfig())
         plan = plan_config(alone, "cuda" if num_gpus else "cpu")
         assert plan is not None
         whole = plan.needed("hbm")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.placement import ACTIVATIONS, Placement
+from offload.placement import Placement
 from zerocli.config.placement import read_placement
 from zerocli.config.schema import (
     MASTERS,
@@ -29,6 +29,8 @@ from zerocli.layout.sizes import count_of
 from zerocli.layout.stage import stage as stage_of
 
 AUTO = "auto"
+RECOMPUTE: Mapping[str, bool | str] = {"keep": False, "recompute": True, "auto": AUTO}
+"""`Sharding.recompute` by the config's policy."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def sharding_of(config: Config) -> Sharding:
         master=config.optimizer.master,
         accumulate=config.train.accumulate,
         clip=config.train.clip or None,
-        recompute=recompute_of(config),
+        recompute=RECOMPUTE[config.activations.policy],
         partition_activations=config.activations.partition,
         bucket_nbytes=config.zero.bucket,
         gather_buffers=config.zero.buffers,
@@ -133,14 +135,6 @@ def sharding_of(config: Config) -> Sharding:
         verify=config.offload.verify,
         tp=config.parallel.tp,
     )
-
-
-def recompute_of(config: Config) -> bool | str:
-    """Return what a config's policy says of recomputation: True, False or `auto`."""
-    policy = config.activations.policy
-    if policy != AUTO:
-        return policy == "recompute"
-    return ACTIVATIONS in config.offload.placement.shares or AUTO  # a placement of checkpoints means that all are made
 
 
 def arguments_of(config: OptimizerConfig) -> dict[str, Any]:
