@@ -325,6 +325,8 @@ def dry_run(config: Config, options: RunOptions) -> int:
         held = report.planned_memory(config, numel, local)
     except ValueError as error:
         raise UserError(str(error)) from error
+    if config.model.factory and config.activations.policy == AUTO:
+        say("activations: chosen when a run starts: the factory's model is traced then")
     document = {"schema": 1, "config": to_dict(config), "parameters": numel, "memory": held}
     planned = plan_config(config, "cuda" if torch.cuda.is_available() else "cpu")
     if planned is not None:
