@@ -16,6 +16,7 @@ from toy_tiers import NVME
 import zerocli
 from tiers.errors import TierFull
 from tiers.registry import register
+from zerocli.engine.unit import recomputed_units
 
 WAYS: list[dict[str, Any]] = [
     {"recompute": True},
@@ -24,6 +25,8 @@ WAYS: list[dict[str, Any]] = [
     {"offload": "activations=nvme"},
     {"offload": f"activations=hbm:{CHECKPOINT}B+cpu:{2 * CHECKPOINT}B+nvme"},
 ]
+PARTIAL = [{"recompute": count} for count in (0, 1, LAYERS - 1, LAYERS)]
+PARTIAL.append({"recompute": 2, "offload": "activations=cpu"})
 
 
 def _losses(settings: dict) -> list[float]:
@@ -39,7 +42,10 @@ def _every_way(settings: dict, ways: list[dict]) -> list[list[float]]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3] if "ZEROCLI_TEST_LONG" in os.environ else [0, 3])
 def test_checkpoints_never_change_a_loss(tmp_path, stage):
-    cases = [({"accumulate": 2}, WAYS), *([({"precision": "bf16"}, [WAYS[0], WAYS[2]])] if stage == 3 else [])]
+    cases = [
+        ({"accumulate": 2}, WAYS + PARTIAL),
+        *([({"precision": "bf16"}, [WAYS[0], WAYS[2], PARTIAL[1]])] if stage == 3 else []),
+    ]
     for variant, ways in cases:
         common = {"stage": stage, "nvme_path": (str(tmp_path),), **variant}
         for kept, *others in run_ranks(2, _every_way, common, ways):
@@ -239,6 +245,19 @@ def test_units_can_be_chosen():
     assert first.memory()["activations"] == CHECKPOINT
     with pytest.raises(ValueError, match="no unit of the model matches recompute="):
         make(recompute=nn.Conv2d)
+
+
+def test_a_number_recomputes_the_first_blocks():
+    for count, first in ((0, []), (1, [0]), (LAYERS - 1, range(LAYERS - 1)), (LAYERS, range(LAYERS))):
+        engine = make(dropout=0.0, recompute=count)
+        assert recomputed_units(engine.units, count) == [engine.units[1 + block] for block in first]
+        train(engine)
+        assert engine.memory()["activations"] == count * CHECKPOINT
+    for bad in (-1, LAYERS + 1):
+        with pytest.raises(ValueError, match=f"recompute={bad}: the model has {LAYERS} repeated blocks"):
+            make(recompute=bad)
+    with pytest.raises(ValueError, match="recompute='auto': pass True, False, a number of blocks, or the units"):
+        make(recompute="auto")
 
 
 class FirstOnly:

@@ -130,6 +130,20 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"vocab": 3000, "layers": 1}, {"stage": 1, "accumulate": 2}),
     ({"layers": 6}, {"stage": 2, "accumulate": 2, "offload": "grads=cpu", "bucket_nbytes": 8192}),
 ]
+PARTIAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"layers": 6}, {"stage": 0, "recompute": 1}),
+    ({"layers": 6, "tie": False}, {"stage": 3, "recompute": 3}),
+    ({"layers": 6, "dropout": 0.1}, {"stage": 2, "recompute": 5}),
+    ({"layers": 6}, {"stage": 1, "recompute": 0}),
+    ({"layers": 6, "family": "llama"}, {"stage": 0, "recompute": 5}),
+    ({"layers": 6, "family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "recompute": 2}),
+    ({"layers": 6, "family": "llama"}, {"stage": 2, "offload": "cpu", "recompute": 6}),
+    ({"layers": 6}, {"stage": 3, "tp": 2, "recompute": 4}),
+    ({"layers": 6, "family": "llama"}, {"stage": 2, "tp": 2, "recompute": 2, "partition_activations": False}),
+    ({"layers": 6}, {"stage": 1, "recompute": 4, "offload": "activations=cpu"}),
+    ({"layers": 6, "family": "llama"}, {"stage": 3, "recompute": 3, "offload": "params=cpu,activations=hbm:64KiB+cpu"}),
+]
+"""Some blocks are recomputed and the others kept."""
 HALF = [
     ({}, {"stage": 0}),
     ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "recompute": True}),
@@ -207,6 +221,13 @@ def test_a_plan_holds_where_layers_are_split_and_checkpoints_leave(tmp_path):
         model = dataclasses.replace(SMALL, **changes)
         planned = planned_peak(model, 4, 24, setup | {"precision": "fp32"}, 2)
         assert peak <= planned <= peak * 1.05, (changes, setup)
+
+
+def test_a_plan_holds_where_only_the_first_blocks_are_recomputed():
+    measured = most(run_ranks(2, _measure_all, PARTIAL, 4, 24, "fp32"))
+    for (changes, setup), peak in zip(PARTIAL, measured, strict=True):
+        planned = planned_peak(dataclasses.replace(SMALL, **changes), 4, 24, setup | {"precision": "fp32"}, 2)
+        assert peak <= planned <= peak * 1.02, (changes, setup)
 
 
 @pytest.mark.parametrize("batch,seq", [(1, 4), (1, 64), (2, 160)])

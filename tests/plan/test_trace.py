@@ -46,6 +46,8 @@ def quiet_environment(monkeypatch, tmp_path):
         ({"tie": False}, {"stage": 3, "ranks": 1024, "tp": 4, "recompute": True}),
         ({"family": "llama", "kv_heads": 2}, {"stage": 3, "ranks": 8, "tp": 2}),
         ({"vocab": 3001}, {"stage": 2, "ranks": 8, "tp": 2, "recompute": True, "partition_activations": False}),
+        ({}, {"stage": 0, "ranks": 2, "recompute": 1}),
+        ({"family": "llama"}, {"stage": 3, "ranks": 64, "recompute": 3}),
     ],
 )
 def test_formula_and_trace_agree(changes, setup):

@@ -85,7 +85,7 @@ def command(
     if worker:
         die_with_parent()
         flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
-    config = _smaller(configs.load(source, sets=sets, flags=flags), sets, flags)
+    config = _without_auto(_smaller(configs.load(source, sets=sets, flags=flags), sets, flags))
     _refuse(config, offload)
     if worker:
         os.environ.update(worker)
@@ -112,6 +112,13 @@ def _smaller(config: configs.Config, sets: tuple[str, ...], flags: dict[str, Any
     if "train.global_batch" not in said and train.global_batch:
         train = dataclasses.replace(train, global_batch=0, accumulate=2)
     return dataclasses.replace(config, train=train)
+
+
+def _without_auto(config: configs.Config) -> configs.Config:
+    """Return the config with activations kept instead of `auto`: each row says itself whether blocks are recomputed."""
+    if config.activations.policy != configs.AUTO:
+        return config
+    return dataclasses.replace(config, activations=dataclasses.replace(config.activations, policy="keep"))
 
 
 def _refuse(config: configs.Config, offloads: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ import click
 
 from offload.placement import Placement
 from zerocli import machine
+from zerocli.config import AUTO
 from zerocli.console import printable, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.layout.sizes import format_bytes, parse_bytes
@@ -79,7 +80,8 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     else:
         candidates = search.weigh_all(planned, setup, hardware, stages, offload)
         best = search.best_of(candidates)
-        change = None if best else search.smallest_change(planned, candidates[-1].setup, hardware)
+        asked = dataclasses.replace(candidates[-1].setup, recompute=setup.recompute)
+        change = None if best else search.smallest_change(planned, asked, hardware)
         verdict = Verdict(planned, printable(source.name), hardware, candidates, best, change)
     if (saved := verdict.candidates[0].plan.saved) is not None:
         notes.append(_on_saves(saved))
@@ -231,8 +233,9 @@ def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Mode
         return build(built_in, shape.positions or setup.seq, "meta")
 
     # The placement of states does not change the temporary memory of a step.
-    alike = dataclasses.replace(setup, offload=Placement(), recompute=setup.recomputes)
-    return trace(source.name, make, [dataclasses.replace(alike, stage=stage) for stage in stages])
+    ways = (False, True) if setup.recompute == AUTO else (setup.recomputes,)
+    alike = [dataclasses.replace(setup, offload=Placement(), recompute=each) for each in ways]
+    return trace(source.name, make, [dataclasses.replace(each, stage=stage) for each in alike for stage in stages])
 
 
 def _largest(

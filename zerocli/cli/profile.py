@@ -160,6 +160,9 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
         "peak": {tier: {"predicted": plan.needed(tier), "measured": None} for tier in plan.tiers},
         "step": {"seconds": None, "compute": None, "wait": None},
     }
+    if plan.activations:
+        document["activations"] = plan.activations
+        say(f"activations: {plan.activations}")
     show(json.dumps(document) if as_json else "\n".join(table.dry(document)))
     say("nothing was run")
     return OK

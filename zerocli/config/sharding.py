@@ -28,6 +28,10 @@ from zerocli.layout.flats import Sizing
 from zerocli.layout.sizes import count_of
 from zerocli.layout.stage import stage as stage_of
 
+AUTO = "auto"
+RECOMPUTE: Mapping[str, bool | str] = {"keep": False, "recompute": True, "auto": AUTO}
+"""`Sharding.recompute` by the config's policy."""
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -50,9 +54,10 @@ class Sharding:
     """Backward passes per step; their gradients are averaged, in fp32 if there is more than one."""
     clip: float | None = TrainConfig.clip
     """Largest global gradient norm; None: gradients are not clipped."""
-    recompute: bool = ActivationsConfig.policy == "recompute"
-    """Keep only the input of each repeated block and rerun its forward in backward. A placement of `activations`, which
-    says where the inputs are kept, implies this."""
+    recompute: bool | int | str = ActivationsConfig.policy == "recompute"
+    """Keep only the input of each repeated block and rerun its forward in backward; a number: of so many blocks, the
+    first ones. A placement of `activations`, which says where the inputs are kept, implies True. `auto`: not decided
+    yet; a plan decides by the device's memory (zerocli/plan/recompute.py), and no engine takes it."""
     partition_activations: bool = ActivationsConfig.partition
     """Whether tensor-parallel ranks, whose inputs are equal, each keep only a part of them."""
     bucket_nbytes: int = ZeroConfig.bucket
@@ -119,7 +124,7 @@ def sharding_of(config: Config) -> Sharding:
         master=config.optimizer.master,
         accumulate=config.train.accumulate,
         clip=config.train.clip or None,
-        recompute=config.activations.policy == "recompute",
+        recompute=RECOMPUTE[config.activations.policy],
         partition_activations=config.activations.partition,
         bucket_nbytes=config.zero.bucket,
         gather_buffers=config.zero.buffers,

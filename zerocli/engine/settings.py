@@ -42,8 +42,9 @@ class Settings(Sharding):
     and parameter. In a model that has parameters of the compute dtype already, those in fp32 stay so anyway."""
     clip: float | None = None
     units: UnitChoice = None
-    recompute: bool | UnitChoice = Sharding.recompute  # type: ignore[assignment]
-    """As `Sharding.recompute`; or the units selected by a class, a predicate or a list of modules."""
+    recompute: bool | int | str | UnitChoice = Sharding.recompute  # type: ignore[assignment]
+    """True, False or a number of blocks, as in `Sharding.recompute`; or the units selected by a class, a predicate or a
+    list of modules."""
     compile: bool | str = False
     """Whether repeated blocks go through torch.compile; `auto`: on a GPU, if `steps` are enough to pay for it."""
     compile_backend: str = "inductor"

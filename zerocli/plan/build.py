@@ -175,10 +175,15 @@ def _runtime_rows(setup: Setup, peak: Peak) -> list[Row]:
 
 def _activation_formula(shape: Shape, setup: Setup) -> str:
     tokens = f"{setup.batch} x {setup.seq} tokens"
-    if not setup.recomputes:
-        return f"what {shape.layers} blocks keep for backward of {tokens}, {setup.width} B per element"
+    again = setup.num_recomputed(shape.layers)
+    kept = f"what {shape.layers - again} blocks keep for backward of {tokens}, {setup.width} B per element"
+    if not again:
+        return kept
     part = f" / {setup.parts}" if setup.parts > 1 else ""
-    return f"{shape.layers} x {tokens} x {shape.hidden} x {setup.width} B{part}, and one block recomputed"
+    checkpoints = f"{again} x {tokens} x {shape.hidden} x {setup.width} B{part}"
+    if again == shape.layers:
+        return f"{checkpoints}, and one block recomputed"
+    return f"{kept}; then {checkpoints}, and one block recomputed: {again} of {shape.layers} blocks are recomputed"
 
 
 def _logits_formula(shape: Shape, setup: Setup) -> str:

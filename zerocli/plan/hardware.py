@@ -10,6 +10,8 @@ from typing import Any
 from zerocli.errors import UserError, closest
 
 GIB, TIB = 2**30, 2**40
+USABLE = 0.985
+"""Share of a GPU's memory that a process can allocate; the driver keeps the rest."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
     changes: dict[str, Any] = {
         "name": gpus[0]["name"],
         "gpus": len(gpus),
-        "gpu_memory": int(gpus[0]["memory"] * 0.985),
+        "gpu_memory": int(gpus[0]["memory"] * USABLE),
         "host_memory": facts["memory"]["available"],
         "nvme_space": max((disk["free"] for disk in facts["disks"].values()), default=0),
         "source": f"this machine, rates of {known}",

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerocli import config as configs
-from zerocli.config import Config, ModelConfig
+from zerocli.config import AUTO, Config, ModelConfig
 from zerocli.config import file as configfile
 from zerocli.errors import ConfigError, Problem, UserError
 from zerocli.layout.sizes import parse_count
 from zerocli.plan.build import plan_model
 from zerocli.plan.families import read_shape
+from zerocli.plan.recompute import decide, room_here
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import setup_of
 from zerocli.plan.shape import Shape
@@ -105,7 +106,10 @@ def plan_config(config: Config, device: str) -> Plan | None:
         return None
     ranks = max(1, config.parallel.ranks)
     setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=ranks)
-    return plan_model(shape_of(config.model, config.train.seq), setup)
+    shape, reason = shape_of(config.model, config.train.seq), ""
+    if setup.recompute == AUTO:
+        setup, reason = decide(shape, setup, room_here(device, ranks, config.train.gpu_memory))
+    return dataclasses.replace(plan_model(shape, setup), activations=reason)
 
 
 def shape_of(model: ModelConfig, seq: int) -> Shape:

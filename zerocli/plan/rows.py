@@ -39,6 +39,8 @@ class Plan:
     """False for a bare parameter count: model states alone."""
     saved: Row | None = None
     """Checkpoints in the run folder (see saves.py); also one of the rows unless nodes share the folder."""
+    activations: str = ""
+    """What `activations.policy=auto` chose, and why; empty for another policy."""
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -59,10 +61,14 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-able values."""
-        tiers = {tier: self.needed(tier) for tier in self.tiers}
-        rows = [row.as_dict() for row in self.rows]
-        saved = self.saved.as_dict() if self.saved else None
-        return {"needed": tiers, "peaks": self.peaks, "moment": self.moment, "rows": rows, "checkpoints": saved}
+        return {
+            "needed": {tier: self.needed(tier) for tier in self.tiers},
+            "peaks": self.peaks,
+            "moment": self.moment,
+            "rows": [row.as_dict() for row in self.rows],
+            "checkpoints": self.saved.as_dict() if self.saved else None,
+            "activations": self.activations or None,
+        }
 
     def lines(self) -> list[str]:
         """Return every row with its formula, and the peaks, as readable lines."""
@@ -79,6 +85,8 @@ class Plan:
         if self.saved is not None and self.saved not in self.rows:
             size = format_bytes(self.saved.nbytes)
             found.append(f"  {'disk':<{width}}{self.saved.tier:<18}{size:>11}  {self.saved.formula} (on no tier)")
+        if self.activations:
+            found.append(f"  activations: {self.activations}")
         if self.peaks:
             phases = ", ".join(f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in self.peaks.items())
             found.append(f"  peak of torch's allocations by phase: {phases}; highest at: {self.moment}")

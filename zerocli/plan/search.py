@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.placement import ACTIVATIONS, Placement
-from zerocli.config import read_placement
+from zerocli.config import AUTO, read_placement
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan.build import plan_count, plan_model, plan_traced
 from zerocli.plan.hardware import Hardware
+from zerocli.plan.recompute import decide
 from zerocli.plan.rows import TIERS as OWN_TIERS
 from zerocli.plan.rows import Plan
 from zerocli.plan.seconds import Estimate, estimate
@@ -71,7 +72,8 @@ def plan_of(model: Model, setup: Setup) -> Plan:
 
 def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
     """Return the candidate of a setup on this machine."""
-    plan = plan_of(model, setup)
+    setup, reason = decide(model, setup, hardware.gpu_memory)
+    plan = replace(plan_of(model, setup), activations=reason)
     available = {"hbm": hardware.gpu_memory, "dram": hardware.host_memory, "nvme": hardware.nvme_space}
     timed = estimate(plan, model, hardware) if isinstance(model, Shape) else None
     return Candidate(plan, {tier: available.get(tier) for tier in plan.tiers}, timed)
@@ -216,6 +218,8 @@ def largest_shape(
 
 def _any_fits(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> bool:
     numel = model if isinstance(model, int) else model.numel
+    if setup.recompute == AUTO:
+        setup = replace(setup, recompute=True)  # nothing more can be recomputed
     for each in setups(setup, sorted(stages, reverse=True), offload):
         try:
             # Model states alone are quick to count, and often too large already.

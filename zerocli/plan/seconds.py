@@ -99,7 +99,7 @@ def _stretches(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Stretch, S
         {"compute": forward, "tensor parallel": sums, "collectives": wire * gathers[0]},
         {
             "compute": forward * again + backward * setup.accumulate,
-            "tensor parallel": sums * again + sums * (2 if setup.recomputes else 1) * setup.accumulate,
+            "tensor parallel": sums * again + sums * (1 + _recomputed_share(shape, setup)) * setup.accumulate,
             "collectives": wire * (gathers[1] + reduces),
         },
     ]
@@ -120,7 +120,12 @@ def _flops(shape: Shape, setup: Setup) -> tuple[float, float]:
     attention = 2 * shape.layers * shape.width_q * setup.seq  # scores and values, 2 each: causal is half of 4
     through = (2 * blocks + attention) * tokens / setup.tp
     heads = 6 * head * tokens * shape.local_vocab(setup.tp) / shape.vocab
-    return through + heads, through * (3 if setup.recomputes else 2)
+    return through + heads, through * (2 + _recomputed_share(shape, setup))
+
+
+def _recomputed_share(shape: Shape, setup: Setup) -> float:
+    """Return the share of the blocks whose forward runs again in backward."""
+    return setup.num_recomputed(shape.layers) / shape.layers
 
 
 def _sum_seconds(shape: Shape, setup: Setup, hardware: Hardware) -> float:

@@ -80,8 +80,19 @@ class Setup(Sharding):
 
     @property
     def recomputes(self) -> bool:
-        """Whether blocks keep only their input."""
-        return self.recompute or ACTIVATIONS in self.offload.shares
+        """Whether any block keeps only its input."""
+        return bool(self.recompute) or ACTIVATIONS in self.offload.shares
+
+    def num_recomputed(self, layers: int) -> int:
+        """Return how many of a model's blocks, the first ones, keep only their input; `auto` must be decided before."""
+        if isinstance(self.recompute, str):
+            raise UserError(
+                f"recompute={self.recompute!r} is decided by a device's memory, and none is given",
+                hint="True, False or a number of blocks; or zerocli fit --set activations.policy=auto",
+            )
+        if not 0 <= self.recompute <= max(1, layers):
+            raise UserError(f"recompute={self.recompute}: the model has {layers} blocks")
+        return layers if self.recompute is True else int(self.recompute) or layers * self.recomputes
 
     @property
     def parts(self) -> int:

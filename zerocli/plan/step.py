@@ -61,6 +61,7 @@ class Replay:
         """Checkpoints prefetched before their block's backward."""
         self._checkpoints_away: dict[str, int] = {}
         self._has_buckets = False
+        self._num_recomputed = setup.num_recomputed(shape.layers)
 
     def run(self) -> Peaks:
         """Replay initialisation, the first step and a later one."""
@@ -175,7 +176,7 @@ class Replay:
             return decoder.block(t, y, block, unit)
 
         self._mark(tape, x, f"end of backward of block {unit}", done=unit)
-        if self._setup.recomputes:
+        if block < self._num_recomputed:
             size = x.storage.nbytes
             self._keep_checkpoint(x, block)
             out = tape.checkpoint(run, x, lambda: self._bring_back(block, size))
@@ -199,21 +200,19 @@ class Replay:
 
     def _open_slots(self, part: int) -> None:
         """Assign the blocks to tiers, and allocate the device's arena, which is kept."""
-        layers = self._shape.layers
+        checkpoints = self._num_recomputed
         for share in self._setup.checkpoint_shares():
             align = {HBM: 512 if self._setup.device == "cuda" else 64}.get(share.tier, constants.PAGE_NBYTES)
             each = -(-part // align) * align
-            left = layers - len(self._slots)
+            left = checkpoints - len(self._slots)
             count = left if share.budget is None else min(left, share.budget // each)
             self._slots += [share.tier] * count
             if share.tier == HBM:
                 self._keep_bytes("activations", count * each)
             elif count:
                 self._checkpoints_away[share.tier] = self._checkpoints_away.get(share.tier, 0) + count * each
-        if len(self._slots) < layers:
-            fact = (
-                f"activations: {layers - len(self._slots)} of {layers} checkpoints have no place left in their budgets"
-            )
+        if (left := checkpoints - len(self._slots)) > 0:
+            fact = f"activations: {left} of {checkpoints} checkpoints have no place left in their budgets"
             raise UserError(fact, hint="name another tier after them: activations=cpu+nvme", exit_code=DOES_NOT_FIT)
 
     def _bring_back(self, block: int, size: int) -> Storage:

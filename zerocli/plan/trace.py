@@ -42,7 +42,7 @@ HELD = ("parameters", "gradients", "optimizer_states", "gathered", "buffers")
 
 def trace(name: str, make: Any, setups: list[Setup]) -> Traced:
     """Trace the model that `make()` builds on the meta device, once for each kind of step that the setups have."""
-    moving: dict[tuple[bool, bool], int] = {}
+    moving: dict[tuple[bool, int], int] = {}
     try:
         parts, buffers = units_of(make(), setups[0].tp)
     except ValueError as error:
@@ -86,7 +86,8 @@ def run(model: nn.Module, setup: Setup, recompute: UnitChoice = None) -> int:
     sums = _Sums()
     # Only temporary memory of a step is measured. States are computed by arithmetic: here they stay on the device.
     own: dict[str, Any] = {"accumulate": 1, "clip": 1.0, "units": _choice(model), "device": "cpu", "tp": 1}
-    own |= {"recompute": setup.recomputes if recompute is None else recompute, "offload": Placement()}
+    asked = (setup.recompute or setup.recomputes) if recompute is None else recompute
+    own |= {"recompute": asked, "offload": Placement()}
     own |= {"optimizer": Sharding.optimizer, "options": {}, "update": Sharding.update}
     own |= {"watch": _prepare, "events": sums, "chunk_device": "cuda"}
     settings = Settings(**(setup.shared() | own))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Unit
 
+ALL = 1 << 30
+
 
 @dataclass(frozen=True)
 class Traced:
@@ -17,7 +19,7 @@ class Traced:
     parts: tuple[Unit, ...]
     buffers: int
     """Bytes of the model's own buffers."""
-    moving: dict[tuple[bool, bool], int]
+    moving: dict[tuple[bool, int], int]
     """Activations, logits and gradients in backward, by `way`."""
 
     def units(self) -> Iterator[tuple[Unit, int]]:
@@ -29,6 +31,9 @@ class Traced:
         return sum(each.numel for unit in self.parts for each in unit.parameters)
 
 
-def way(setup: Setup) -> tuple[bool, bool]:
-    """Return what in a setup changes the temporary bytes: (gradients are partitioned, blocks are recomputed)."""
-    return setup.zero.gradients, setup.recomputes
+def way(setup: Setup) -> tuple[bool, int]:
+    """Return what in a setup changes the temporary bytes: (gradients are partitioned, blocks that are recomputed).
+
+    All blocks are `ALL`, however many there are.
+    """
+    return setup.zero.gradients, setup.num_recomputed(ALL)

@@ -72,7 +72,7 @@ def document(verdict: Verdict) -> dict[str, Any]:
         "hardware": dataclasses.asdict(verdict.hardware),
         "fits": verdict.fits,
         "best": None,
-        "candidates": [_candidate(each) for each in verdict.candidates],
+        "candidates": [_candidate(each, shape) for each in verdict.candidates],
         "change": None,
         "notes": list(verdict.notes),
     }
@@ -81,7 +81,7 @@ def document(verdict: Verdict) -> dict[str, Any]:
         setup = verdict.best.setup
         made["best"] = {"index": index, "stage": setup.stage, "offload": str(setup.offload), "reason": verdict.reason}
     if verdict.change is not None:
-        made["change"] = {"arguments": verdict.change[0], **_candidate(verdict.change[1])}
+        made["change"] = {"arguments": verdict.change[0], **_candidate(verdict.change[1], shape)}
     if verdict.largest is not None:
         grown, count = verdict.largest
         made["max"] = {
@@ -92,7 +92,11 @@ def document(verdict: Verdict) -> dict[str, Any]:
     return made
 
 
-def _candidate(candidate: Candidate) -> dict[str, Any]:
+def _policy(candidate: Candidate) -> str:
+    return "auto" if candidate.plan.activations else "recompute" if candidate.setup.recomputes else "keep"
+
+
+def _candidate(candidate: Candidate, shape: Shape | None) -> dict[str, Any]:
     plan, setup, timed = candidate.plan, candidate.setup, candidate.estimate
     return {
         "stage": setup.stage,
@@ -103,7 +107,9 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "batch": setup.batch,
         "seq": setup.seq,
         "precision": setup.precision,
-        "policy": "recompute" if setup.recomputes else "keep",
+        "policy": _policy(candidate),
+        "recomputed": setup.num_recomputed(shape.layers) if shape else None,
+        "activations": plan.activations or None,
         "fits": candidate.fits,
         "tiers": {name: {"needed": plan.needed(name), "available": has} for name, has in candidate.available.items()},
         "over": candidate.over,
@@ -137,6 +143,8 @@ def render(verdict: Verdict, explain: bool, colour: bool) -> str:
         lines.append(paint(f"fits: --stage {setup.stage}{offload}", fg="green", bold=True) + f" ({verdict.reason})")
         for tier, nbytes in verdict.best.unknown.items():
             lines.append(f"  {tier}: {format_bytes(nbytes)} needed per node, {UNKNOWN}; its time is not estimated")
+        if verdict.best.plan.activations:
+            lines.append(f"  activations: {verdict.best.plan.activations}")
         if verdict.best.plan.moment:
             lines.append(f"  its GPU peak comes at: {verdict.best.plan.moment}")
     else:
@@ -168,7 +176,7 @@ def _terms(verdict: Verdict) -> str:
     tokens = (
         ""
         if isinstance(verdict.model, int)
-        else f", batch {setup.batch} x seq {setup.seq}, {'recompute' if setup.recomputes else 'keep'}"
+        else f", batch {setup.batch} x seq {setup.seq}, {_policy(verdict.candidates[0])}"
     )
     tp = f", tp {setup.tp}" if setup.tp > 1 else ""
     room = f"{format_bytes(hardware.gpu_memory)} per GPU"
@@ -177,7 +185,9 @@ def _terms(verdict: Verdict) -> str:
 
 
 def _table(verdict: Verdict, paint: Callable[..., str]) -> list[str]:
+    chosen = any(each.plan.activations for each in verdict.candidates)
     head = ["stage", "offload", "GPU", "host", "nvme", "step", "bound by", "verdict"]
+    head[2:2] = ["recomputed"] if chosen else []
     rows = [head]
     for each in verdict.candidates:
         timed = each.estimate
@@ -187,7 +197,8 @@ def _table(verdict: Verdict, paint: Callable[..., str]) -> list[str]:
         words = best if each is verdict.best else "fits" if each.fits else over
         time = ["-", "-"] if timed is None else [f"~{_seconds(timed.seconds)}", timed.bound]
         words += "".join(f", {tier} {UNKNOWN}" for tier in each.unknown if each.fits)
-        rows.append([str(each.setup.stage), str(each.setup.offload) or "-", *sizes, *time, words])
+        again = [_recomputed(each, verdict.model)] if chosen else []
+        rows.append([str(each.setup.stage), str(each.setup.offload) or "-", *again, *sizes, *time, words])
     widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
     lines = []
     for number, row in enumerate(rows):
@@ -197,6 +208,12 @@ def _table(verdict: Verdict, paint: Callable[..., str]) -> list[str]:
             text = paint(text, fg="green" if each.fits else "red", bold=each is verdict.best)
         lines.append(text)
     return lines
+
+
+def _recomputed(candidate: Candidate, model: Model) -> str:
+    if not isinstance(model, Shape):
+        return "all" if candidate.setup.recomputes else "none"
+    return f"{candidate.setup.num_recomputed(model.layers)} of {model.layers}"
 
 
 def _excess(candidate: Candidate) -> int:

@@ -104,6 +104,7 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
         "ranks_per_node": facts["ranks_per_node"],
         "precision": facts["precision"],
         "device": facts["device"],
+        "recompute": facts["recompute"],
         "checkpoints": 0,  # a profile records the tiers, not the run folder
     }
     if facts["device"] == "cuda":

@@ -123,4 +123,5 @@ def facts(engine: Engine) -> dict[str, Any]:
         "ranks_per_node": engine.local_world,
         "tp": engine.tensor_parallel.world,
         "update_on_cpu": engine.updater.on_cpu,
+        "recompute": engine.settings.recompute,
     }

@@ -21,8 +21,11 @@ from zerocli.plan.setup import setup_of
 from zerocli.profile.lines import History, Line
 
 
-def opening(config: Config, engine: Engine) -> str:
-    """Return the lines that open a run: what is trained, and each automatic choice with its reason."""
+def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
+    """Return the lines that open a run: what is trained, and each automatic choice with its reason.
+
+    `recomputed` is the choice of `activations.policy=auto`.
+    """
     _, reason = precision(config.train.precision, engine.device)
     world, tp, train = engine.collectives.world, engine.tensor_parallel.world, config.train
     tokens = train.batch * train.accumulate * world * train.seq
@@ -36,6 +39,7 @@ def opening(config: Config, engine: Engine) -> str:
             f"{config.zero.stage}, {count_of(world * tp, 'rank')}{axes} on {engine.device.type}",
             f"precision {engine.precision.name} ({reason})",
             f"compile {'true' if engine.hooks.blocks.on else 'false'} ({engine.hooks.blocks.reason})",
+            *([f"activations: {recomputed}"] if recomputed else []),
             *_vocabulary(config, engine),
             f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {world} {each} x accumulate "
             f"{train.accumulate} x seq {train.seq}",

@@ -21,7 +21,7 @@ from offload.verify import Corrupted
 from tiers.errors import TierError
 from zerocli import machine
 from zerocli.checkpoint.folder import Folder
-from zerocli.config import Config, num_micro_steps, sharding_of, to_dict
+from zerocli.config import AUTO, Config, num_micro_steps, sharding_of, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say, show
 from zerocli.engine.api import open_process_group
@@ -37,12 +37,14 @@ from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
 from zerocli.models import Decoder, build
 from zerocli.plan.factory import build_factory
 from zerocli.plan.inputs import plan_config
+from zerocli.plan.traced import Traced
 from zerocli.profile.lines import History, Line
 from zerocli.profile.observer import Observer
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run import rank_loss, report
 from zerocli.run.data import Batches, open_source
 from zerocli.run.launch import JOB_FILE, open_files
+from zerocli.run.recompute import NOT_TRACED, choose_blocks, trace_factory
 from zerocli.run.run_lock import lock_run_folder
 from zerocli.run.schedule import make_schedule
 from zerocli.run.steps import Diverged, micro_step, run_steps
@@ -57,6 +59,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
         # KeyboardInterrupt could be raised anywhere, even in torch's callbacks; end the process at once instead.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     machine.allow_open_files(open_files(int(os.environ.get("WORLD_SIZE", "1"))))
+    traced = trace_factory(config)
     watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir))
     try:
         with watchdog, STARTUP.events.including(options.events):
@@ -64,7 +67,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
             # Our own launcher has locked the folder already; under torchrun or SLURM, rank 0 locks it.
             first = "ZEROCLI_PARENT" not in os.environ and (not dist.is_initialized() or dist.get_rank() == 0)
             with lock_run_folder(options.run_dir) if first else contextlib.nullcontext():
-                return _train(config, options, observer or Observer(), watchdog)
+                return _train(config, options, observer or Observer(), watchdog, traced)
     except Corrupted as error:
         fact, hint = rank_loss.standing(options.run_dir)
         raise UserError(f"{error}; nothing of this step is saved; {fact}", hint=hint, exit_code=FAILURE) from error
@@ -100,7 +103,9 @@ def join_ranks(config: Config, watchdog: Watchdog) -> None:
         watchdog.connect(dist.get_rank(), dist.get_world_size())
 
 
-def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Watchdog) -> int:
+def _train(
+    config: Config, options: RunOptions, observer: Observer, watchdog: Watchdog, traced: Traced | str = NOT_TRACED
+) -> int:
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     config = resolve(config, world)
@@ -108,16 +113,18 @@ def _train(config: Config, options: RunOptions, observer: Observer, watchdog: Wa
         batches = open_batches(config, check=rank == 0)
     run_dir = Path(options.run_dir)
     cap_device(config)
+    recompute, reason = choose_blocks(config, traced)
     with STARTUP.by_itself("building the model"):
         refuse_overwriting(options)
-        engine = observer.build(lambda: make_engine(config, events=options.events, watch=watchdog.attach))
+        changes: dict[str, Any] = {"recompute": recompute, "events": options.events, "watch": watchdog.attach}
+        engine = observer.build(lambda: make_engine(config, **changes))
     config = with_choices(config, engine)
     with STARTUP.by_itself("preparing the run folder"):
         if rank == 0:
             own_folder(run_dir / "checkpoints")
             for folder in (run_dir, run_dir.absolute().parent):  # or a power failure could lose the run folder itself
                 sync_folder(folder)
-            say(report.opening(config, engine))
+            say(report.opening(config, engine, reason))
     with STARTUP.by_itself("loading"):
         first = begin(config, options, engine, batches, rank)
     with STARTUP.by_itself("writing the run folder"):
@@ -260,7 +267,10 @@ def compare(
     result = [0.0, 0.0]
     if rank == 0:
         accumulate = config.train.accumulate
-        engine = make_engine(config, stage=0, accumulate=accumulate * replicas, group=alone, tp=1, offload="")
+        changes: dict[str, Any] = {"stage": 0, "accumulate": accumulate * replicas, "tp": 1, "offload": ""}
+        if config.activations.policy == AUTO:
+            changes["recompute"] = True  # an unsharded model needs more memory than the choice was made for
+        engine = make_engine(config, group=alone, **changes)
         engine.load_state_dict(start)
         for line in lines:
             total = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -315,6 +325,8 @@ def dry_run(config: Config, options: RunOptions) -> int:
         held = report.planned_memory(config, numel, local)
     except ValueError as error:
         raise UserError(str(error)) from error
+    if config.model.factory and config.activations.policy == AUTO:
+        say("activations: chosen when a run starts: the factory's model is traced then")
     document = {"schema": 1, "config": to_dict(config), "parameters": numel, "memory": held}
     planned = plan_config(config, "cuda" if torch.cuda.is_available() else "cpu")
     if planned is not None:

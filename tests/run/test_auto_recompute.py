@@ -1,0 +1,133 @@
+"""Laws of `activations.policy=auto` on real ranks: one choice for all, and the losses of any other policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from runs import TINY, Death, losses, train
+from torch import nn
+
+from zerocli import config as configs
+from zerocli.config import Config
+from zerocli.plan.build import plan_model
+from zerocli.plan.inputs import shape_of
+from zerocli.plan.recompute import MARGIN, needed_by
+from zerocli.plan.setup import setup_of
+from zerocli.plan.traced import Traced
+from zerocli.run.recompute import choose_blocks, trace_factory
+
+SETS = ("model.layers=4", "model.dropout=0.1", "train.seq=64")
+AUTO = "activations.policy=auto"
+
+
+def config_of(*sets: str) -> Config:
+    return configs.load("tiny", [*TINY, *SETS, *sets])
+
+
+def room_for(count: int, *sets: str) -> int:
+    """Return the memory per rank with which exactly `count` blocks of a run on two ranks are recomputed."""
+    config = config_of(*sets)
+    setup = setup_of(config, ranks=2, ranks_per_node=2, device="cpu", recompute=count)
+    needed = needed_by(plan_model(shape_of(config.model, config.train.seq), setup))
+    return int(needed / (1 - MARGIN)) + 1
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_auto_changes_no_loss_and_says_what_it_chose(tmp_path, stage):
+    """Neither does a resume that finds another device: it chooses anew."""
+    sets = (f"zero.stage={stage}", "activations.policy=keep")
+    assert train(tmp_path / "keep", *SETS, *sets).codes == [0, 0]
+    whole = losses(tmp_path / "keep")
+    sets = (sets[0], AUTO)
+    folder, said = tmp_path / "auto", {}
+    for count, death, codes in ((1, Death((0, 1), 3, "checkpoint write"), [-9, -9]), (2, None, [0, 0])):
+        room = f"train.gpu_memory={room_for(count, *sets)}"
+        ended = train(folder, *SETS, *sets, room, death=death, resume=death is None)
+        said[count] = ended.said[0]
+        assert ended.codes == codes
+        assert f"\nactivations: {4 - count} of 4 blocks kept, {count} recomputed (" in said[count]
+        assert "activations:" not in ended.said[1]
+    assert "resuming after step" in said[2]
+    assert losses(folder) == whole
+    assert configs.load(str(folder / "config.json")).activations.policy == "auto"
+
+
+def _choices(sets: list[str], rooms: list[list[int]]) -> list[tuple[Any, str]]:
+    import torch.distributed as dist
+
+    config = configs.load("tiny", sets)
+    return [choose_blocks(config, room=each[dist.get_rank()]) for each in rooms]
+
+
+def test_unequal_ranks_agree_on_what_the_smallest_needs():
+    sets = [*TINY, *SETS, "zero.stage=2", AUTO]
+    rooms = [room_for(count, *sets) for count in range(4)]
+    pairs = [[rooms[0], rooms[3]], [rooms[3], rooms[0]], [rooms[1], rooms[2]], [rooms[0], rooms[0]], [rooms[0], 1]]
+    first, second = run_ranks(2, _choices, sets, pairs)
+    assert first == second
+    assert [count for count, _ in first[:4]] == [3, 3, 2, 0]
+    assert "no choice leaves" in first[4][1]
+    assert run_ranks(2, _choices, [*TINY, "activations.policy=recompute"], [[1, 1]]) == [[(True, "")]] * 2
+
+
+class Stack(nn.Module):
+    """A model of which only a factory knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(x.flatten(0, 1), targets.flatten() % 32)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.dropout(F.gelu(self.up(x)), 0.1))
+
+
+class Values(Stack):
+    """Cannot be traced: its forward asks a tensor for its value."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens, targets) * float(self.embed.weight.sum().item() > -1e9)
+
+
+def factory(name: str) -> Config:
+    config = config_of(AUTO, "train.batch=8")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, factory=f"{__name__}:{name}"))
+
+
+def test_a_factorys_model_is_traced_and_keeps_all_or_recomputes_all(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    traced = trace_factory(factory("Stack"))
+    assert isinstance(traced, Traced)
+    assert torch.equal(torch.get_rng_state(), before)
+    for room, whole in ((1 << 40, False), (1, True)):
+        recompute, reason = choose_blocks(factory("Stack"), traced, room)
+        assert recompute is whole and "traced: all blocks are kept or all recomputed" in reason
+
+
+def test_a_factorys_model_that_cannot_be_traced_is_recomputed(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    problem = trace_factory(factory("Values"))
+    assert isinstance(problem, str)
+    recompute, reason = choose_blocks(factory("Values"), problem, 1 << 40)
+    assert recompute is True
+    assert reason.startswith("all blocks recomputed (it cannot be traced: the model did not run on (tokens, targets)")

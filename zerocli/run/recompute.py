@@ -1,0 +1,114 @@
+"""`activations.policy=auto` in a run: the memory of every rank's device, and one choice for all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.placement import Placement
+from zerocli.config import AUTO, Config, sharding_of
+from zerocli.engine.precision import precision
+from zerocli.engine.startup import STARTUP
+from zerocli.errors import UserError
+from zerocli.plan.factory import build_factory
+from zerocli.plan.inputs import shape_of
+from zerocli.plan.recompute import decide, room_here
+from zerocli.plan.setup import Setup, setup_of
+from zerocli.plan.traced import Traced
+
+NOT_TRACED = "it was not traced"
+_ROUNDS = itertools.count()
+"""Every rank chooses equally often; each number is used once in the store."""
+
+
+def choose_blocks(config: Config, traced: Traced | str = NOT_TRACED, room: int | None = None) -> tuple[bool | int, str]:
+    """Return which blocks a run recomputes, as `Settings.recompute` has it, and why ("" unless the policy is `auto`).
+
+    The same on all ranks: the smallest device decides. `traced` is what `trace_factory` returned, for a factory's
+    model; `room` replaces this rank's memory. Collective.
+    """
+    asked = sharding_of(config).recompute
+    if asked != AUTO:
+        assert not isinstance(asked, str)
+        return asked, ""
+    setup = _setup(config)
+    room = device_room(config, setup) if room is None else room
+    problem = traced if config.model.factory and isinstance(traced, str) else ""
+    room, problem = _agree(room, problem)
+    if problem:
+        return True, f"all blocks recomputed ({problem})"
+    try:
+        model = traced if isinstance(traced, Traced) else shape_of(config.model, config.train.seq)
+        decided, reason = decide(model, setup, room)
+    except UserError as error:  # the engine says it in its own words, or knows better
+        return True, f"all blocks recomputed (there is no plan: {error})"
+    assert not isinstance(decided.recompute, str)
+    return decided.recompute, reason
+
+
+def _setup(config: Config) -> Setup:
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)  # as the engine does; else every rank would open a context on the first GPU
+    name = precision(config.train.precision, device)[0].name
+    local = math.gcd(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    return setup_of(config, device=device.type, precision=name, ranks=world, ranks_per_node=local)
+
+
+def device_room(config: Config, setup: Setup) -> int:
+    """Return the bytes that this rank may take of its device: what is free, and what its allocator holds already."""
+    cap = config.train.gpu_memory
+    if setup.device != "cuda":
+        return room_here(setup.device, setup.local_ranks, cap)
+    free, _ = torch.cuda.mem_get_info()
+    sharing = -(-setup.local_ranks // torch.cuda.device_count())
+    room = (free + torch.cuda.memory_reserved()) // sharing
+    return min(room, cap) if cap else room
+
+
+def _agree(room: int, problem: str) -> tuple[int, str]:
+    """Return the smallest room of all ranks and the first rank's problem. Collective.
+
+    Uses the store: a collective of NCCL would open a communicator that the engine may not need.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return room, problem
+    store, key = dist.distributed_c10d._get_default_store(), f"zerocli/recompute/{next(_ROUNDS)}"
+    keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
+    with STARTUP.waiting("agreeing on the blocks that are recomputed"):
+        store.set(keys[dist.get_rank()], json.dumps([room, problem]))
+        if dist.get_rank() == 0:
+            everyone = [json.loads(store.get(each)) for each in keys]
+            problems = [text for _, text in everyone if text]
+            store.set(key, json.dumps([min(room for room, _ in everyone), (problems or [""])[0]]))
+        smallest, first = json.loads(store.get(key))
+    return smallest, first
+
+
+def trace_factory(config: Config) -> Traced | str:
+    """Trace a factory's model, with its blocks kept and recomputed, where `auto` needs it; or say why there is none.
+
+    Call it before the process group is opened: a trace has a group of its own.
+    """
+    if not config.model.factory or config.activations.policy != AUTO:
+        return NOT_TRACED
+    from zerocli.plan.trace import trace
+
+    def make() -> Any:
+        return build_factory(config.model.factory)
+
+    try:
+        setup = replace(_setup(config), offload=Placement())
+        with torch.random.fork_rng(devices=()):  # the run's own random numbers stay what they are
+            return trace(config.name, make, [replace(setup, recompute=each) for each in (False, True)])
+    except UserError as error:
+        return f"it cannot be traced: {error}"
