@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from small_gpt import BATCH, CHECKPOINT, HIDDEN, LAYERS, SEQ, make, train
 from torch import nn
 from toy_tiers import NVME
@@ -40,7 +39,7 @@ def _every_way(settings: dict, ways: list[dict]) -> list[list[float]]:
     return [_losses(settings | way) for way in ({}, *ways)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3] if "ZEROCLI_TEST_LONG" in os.environ else [0, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(s, marks=pytest.mark.long) for s in (1, 2)), 3])
 def test_checkpoints_never_change_a_loss(tmp_path, stage):
     cases = [
         ({"accumulate": 2}, WAYS + PARTIAL),
@@ -55,9 +54,10 @@ def test_checkpoints_never_change_a_loss(tmp_path, stage):
 
 
 def test_checkpoints_go_together_with_model_states_elsewhere(tmp_path):
-    kept = run_ranks(2, _losses, {})
     text = "params=nvme,grads=cpu,optimizer=cpu,activations=cpu"
-    assert run_ranks(2, _losses, {"offload": text, "nvme_path": (str(tmp_path),), "update": "stream"}) == kept
+    away = {"offload": text, "nvme_path": (str(tmp_path),), "update": "stream"}
+    kept, moved = run_cases(2, _losses, [({},), (away,)])
+    assert moved == kept
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

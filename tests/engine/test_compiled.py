@@ -6,6 +6,8 @@ generating code, so its numbers are those of eager blocks bit for bit.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -20,6 +22,7 @@ from zerocli.engine.engine import Engine
 from zerocli.models import build, loss
 
 COMPILED = {"compile": True, "compile_backend": "aot_eager"}
+MAYBE_RECOMPUTED = [pytest.param(False, marks=pytest.mark.long), True]
 
 
 @pytest.fixture(autouse=True)
@@ -55,19 +58,21 @@ def _step(engine: Engine, step: int, seq: int = SEQ) -> list[float]:
 # -- the number of compilations ----------------------------------------------------------------------------------------
 
 STEADY = [
-    {"stage": 0},
-    {"stage": 2, "accumulate": 2},
     {"stage": 3, "accumulate": 2},
-    {"stage": 3, "offload": "cpu"},
-    {"stage": 3, "recompute": True, "accumulate": 2},
     {"stage": 3, "offload": "params=cpu,optimizer=cpu,activations=cpu"},
     {"stage": 2, "recompute": True, "precision": "bf16"},
+]
+MORE = [
+    {"stage": 0},
+    {"stage": 2, "accumulate": 2},
+    {"stage": 3, "offload": "cpu"},
+    {"stage": 3, "recompute": True, "accumulate": 2},
     {"stage": 3, "recompute": True, "precision": "fp16"},
 ]
 
 
-def _steady() -> None:
-    for settings in STEADY:
+def _steady(cases: list[dict[str, Any]]) -> None:
+    for settings in cases:
         expected = _graphs_and_losses(**settings)[1]
         graphs, losses = _graphs_and_losses(**settings, **COMPILED)
         assert graphs == [1] * 4, settings
@@ -78,21 +83,22 @@ def _steady() -> None:
     assert not counters["graph_break"]
 
 
-def test_equal_blocks_are_one_graph_that_is_never_recompiled_and_changes_no_number():
-    run_ranks(2, _steady, seconds=300)
+@pytest.mark.parametrize("cases", [STEADY, pytest.param(MORE, marks=pytest.mark.long)], ids=["some", "more"])
+def test_equal_blocks_are_one_graph_that_is_never_recompiled_and_changes_no_number(cases):
+    run_ranks(2, _steady, cases, seconds=300)
 
 
-def _split() -> None:
-    for recompute in (False, True):
-        settings = {"tp": 2, "stage": 0, "dropout": 0.0, "recompute": recompute}
-        expected = _graphs_and_losses(**settings)[1]
-        graphs, losses = _graphs_and_losses(**settings, **COMPILED)
-        assert graphs[1] == graphs[-1]
-        assert losses == expected, recompute
+def _split(recompute: bool) -> None:
+    settings = {"tp": 2, "stage": 0, "dropout": 0.0, "recompute": recompute}
+    expected = _graphs_and_losses(**settings)[1]
+    graphs, losses = _graphs_and_losses(**settings, **COMPILED)
+    assert graphs[1] == graphs[-1]
+    assert losses == expected
 
 
-def test_blocks_split_over_ranks_are_compiled_between_their_exchanges():
-    run_ranks(2, _split, seconds=300)
+@pytest.mark.parametrize("recompute", MAYBE_RECOMPUTED)
+def test_blocks_split_over_ranks_are_compiled_between_their_exchanges(recompute):
+    run_ranks(2, _split, recompute, seconds=300)
 
 
 class Numbered(nn.Module):
@@ -132,7 +138,7 @@ def _numbered(num_blocks: int, broken: bool = False, **settings) -> tuple[Engine
     return engine, losses
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", MAYBE_RECOMPUTED)
 def test_blocks_that_differ_in_a_number_are_all_compiled_beyond_the_limit_of_one_function(recompute):
     _, expected = _numbered(12, recompute=recompute)
     engine, losses = _numbered(12, recompute=recompute, **COMPILED)
@@ -207,19 +213,19 @@ def test_recomputed_graphs_save_only_the_blocks_inputs_and_recompute_no_more_tha
     assert matmuls["compiled"] == LAYERS * (4 * 2 + 3) <= matmuls["eager"]
 
 
-def _offloaded() -> None:
-    for settings in ({}, COMPILED):
-        kept = _graphs_and_losses(stage=3, recompute=True, **settings)[1]
-        engine = make(stage=3, offload="activations=cpu", **settings)
-        losses = [each for step in range(4) for each in _step(engine, step)]
-        assert losses == kept
-        moved = engine.tiers.traffic
-        assert engine.activations.stack.nbytes().get("dram", 0) >= LAYERS * CHECKPOINT, moved
-        engine.close()
+def _offloaded(settings: dict[str, Any]) -> None:
+    kept = _graphs_and_losses(stage=3, recompute=True, **settings)[1]
+    engine = make(stage=3, offload="activations=cpu", **settings)
+    losses = [each for step in range(4) for each in _step(engine, step)]
+    assert losses == kept
+    moved = engine.tiers.traffic
+    assert engine.activations.stack.nbytes().get("dram", 0) >= LAYERS * CHECKPOINT, moved
+    engine.close()
 
 
-def test_checkpoints_of_compiled_blocks_go_to_their_tier_and_change_no_number():
-    run_ranks(2, _offloaded, seconds=300)
+@pytest.mark.parametrize("settings", [COMPILED, pytest.param({}, marks=pytest.mark.long)], ids=["compiled", "eager"])
+def test_checkpoints_of_compiled_blocks_go_to_their_tier_and_change_no_number(settings):
+    run_ranks(2, _offloaded, settings, seconds=300)
 
 
 def test_dropout_of_compiled_blocks_is_the_same_when_recomputed():
@@ -241,8 +247,15 @@ def _broken_backward(graph, inputs):
     return aot_autograd(fw_compiler=boxed_nop, bw_compiler=_broken)(graph, inputs)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("backend", [_broken, _broken_backward])
+@pytest.mark.parametrize(
+    ("backend", "recompute"),
+    [
+        (_broken, False),
+        (_broken_backward, True),
+        pytest.param(_broken, True, marks=pytest.mark.long),
+        pytest.param(_broken_backward, False, marks=pytest.mark.long),
+    ],
+)
 def test_blocks_that_cannot_be_compiled_run_eagerly_with_one_line(backend, recompute):
     name = f"zerocli_test{backend.__name__}"
     if name not in torch._dynamo.list_backends(None):
@@ -313,7 +326,9 @@ def test_a_users_own_compilation_leaves_the_loss_out(monkeypatch, sharded):
     assert compiling == [False, False]
 
 
-@pytest.mark.parametrize("settings", [{"stage": 0}, {"stage": 3, "recompute": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [pytest.param({"stage": 0}, marks=pytest.mark.long), {"stage": 3, "recompute": True}], ids=str
+)
 def test_llama_of_transformers_is_one_graph_although_it_gives_each_block_a_cache(settings):
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 10, "num_attention_heads": 2}

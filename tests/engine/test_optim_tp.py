@@ -29,14 +29,14 @@ def _trained(tp: int, stage: int):
     return whole, engine.counts.by_name()
 
 
-def test_groups_and_frozen_parameters_are_those_of_one_process():
+@pytest.mark.parametrize(("world", "stage"), [pytest.param(2, 0, marks=pytest.mark.long), (4, 2)])
+def test_groups_and_frozen_parameters_are_those_of_one_process(world, stage):
     expected, counts = _trained(1, 2)
     assert set(counts.values()) == {2, 4}
-    for world, stage in ((2, 0), (4, 2)):
-        for found, its_counts in run_ranks(world, _trained, 2, stage):
-            assert its_counts == counts
-            for name, value in expected.items():
-                assert torch.allclose(torch.tensor(found[name]), torch.tensor(value), rtol=1e-3, atol=1e-5), name
+    for found, its_counts in run_ranks(world, _trained, 2, stage):
+        assert its_counts == counts
+        for name, value in expected.items():
+            assert torch.allclose(torch.tensor(found[name]), torch.tensor(value), rtol=1e-3, atol=1e-5), name
 
 
 def _refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from torch import nn
 from toys import Uneven, train_uneven, uneven_batch
 
@@ -19,12 +19,14 @@ def _initialised(stage: int, seed: int, meta: bool):
     return {name: value.tolist() for name, value in engine.state_dict().items()}
 
 
-def test_a_meta_model_starts_the_same_everywhere():
+@pytest.mark.parametrize(
+    ("world", "stages"), [(2, (0, 3)), *(pytest.param(w, (s,), marks=pytest.mark.long) for w, s in ((3, 1), (4, 3)))]
+)
+def test_a_meta_model_starts_the_same_everywhere(world, stages):
     reference = _initialised(0, 5, True)
     assert reference == _initialised(3, 5, True) != _initialised(0, 6, True)
-    for world, stage in ((2, 0), (2, 3), (3, 1), (4, 3)):
-        for result in run_ranks(world, _initialised, stage, 5, True):
-            assert result == reference, (world, stage)
+    for stage, results in zip(stages, run_cases(world, _initialised, [(s, 5, True) for s in stages]), strict=True):
+        assert results == [reference] * world, stage
 
 
 def _rank_seeded(stage: int):
@@ -38,8 +40,7 @@ def _rank_seeded(stage: int):
 def test_rank_zeros_values_win():
     torch.manual_seed(0)
     expected = {name: value.tolist() for name, value in Uneven().state_dict().items()}
-    for stage in (0, 3):
-        assert run_ranks(2, _rank_seeded, stage) == [expected, expected]
+    assert run_cases(2, _rank_seeded, [(0,), (3,)]) == [[expected, expected]] * 2
 
 
 def _peak_while_sharding() -> tuple[int, int, int]:
@@ -120,17 +121,17 @@ def _resume(stage: int, model_state, optimizer_state, steps: int):
     return losses
 
 
-def test_states_load_at_any_stage_and_world():
+@pytest.mark.parametrize(("world", "stage"), [(3, 2), *(pytest.param(2, s, marks=pytest.mark.long) for s in (3, 1))])
+def test_states_load_at_any_stage_and_world(world, stage):
     model_state, optimizer_state = _states(0, 3)
     expected = _resume(0, model_state, optimizer_state, 4)
     names = set(Uneven().state_dict())
-    for world, stage in ((2, 3), (2, 1), (3, 2)):
-        saved = run_ranks(world, _states, stage, 3)
-        assert set(saved[0][0]) == names
-        for name in names:
-            assert torch.allclose(saved[0][0][name], model_state[name], rtol=1e-4, atol=1e-6)
-        assert _resume(0, *saved[-1], 4) == pytest.approx(expected, rel=1e-5)
-        assert run_ranks(world, _resume, stage, model_state, optimizer_state, 4)[0] == pytest.approx(expected, rel=1e-5)
+    saved = run_ranks(world, _states, stage, 3)
+    assert set(saved[0][0]) == names
+    for name in names:
+        assert torch.allclose(saved[0][0][name], model_state[name], rtol=1e-4, atol=1e-6)
+    assert _resume(0, *saved[-1], 4) == pytest.approx(expected, rel=1e-5)
+    assert run_ranks(world, _resume, stage, model_state, optimizer_state, 4)[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_state_dict_that_does_not_match_is_refused_by_name():

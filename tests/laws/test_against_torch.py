@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from torch import nn
 from toys import Uneven, split, train_uneven, uneven_batch
 
@@ -52,5 +52,5 @@ def _ours(stage: int) -> list[float]:
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.long), "fsdp2"])
 def test_losses_equal_torchs_own(kind):
     theirs = run_ranks(2, _peer, kind)[0]
-    for stage in range(4):
-        assert run_ranks(2, _ours, stage)[0] == pytest.approx(theirs, rel=1e-5), f"stage {stage}"
+    for stage, ours in enumerate(run_cases(2, _ours, [(stage,) for stage in range(4)])):
+        assert ours[0] == pytest.approx(theirs, rel=1e-5), f"stage {stage}"

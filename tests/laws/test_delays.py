@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 
-from ranks import run_ranks
+import pytest
+from ranks import run_cases
 from toys import train_uneven
 
 from zerocli.engine.events import Probe
-
-LONG = "ZEROCLI_TEST_LONG" in os.environ
 
 
 def _delayed(stage: int, recompute: bool, seed: int | None):
@@ -29,10 +27,9 @@ def _delayed(stage: int, recompute: bool, seed: int | None):
     return losses, sorted(met)
 
 
-def test_random_delays_change_no_number():
-    for stage in (0, 1, 2, 3):
-        expected = ["forward", "gather", "optimizer", "reduce"] if stage else ["forward", "optimizer", "reduce"]
-        plain = run_ranks(2, _delayed, stage, False, None)
-        assert plain[0][1] == expected
-        for seed in (1, 2) if LONG or stage in (1, 3) else (1 + (stage == 2),):
-            assert run_ranks(2, _delayed, stage, seed == 2, seed) == plain, f"stage {stage}"
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1)), 2, 3])
+def test_random_delays_change_no_number(stage):
+    plain, *delayed = run_cases(2, _delayed, [(stage, False, None), (stage, False, 1), (stage, True, 2)])
+    met = ["forward", "gather", "optimizer", "reduce"]
+    assert plain[0][1] == (met if stage else [name for name in met if name != "gather"])
+    assert delayed == [plain, plain]

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from torch import nn
 
 import zerocli
@@ -164,19 +164,19 @@ def _case(name: str, stage: int, settings: dict):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_the_same_at_every_stage(name):
-    reference = run_ranks(2, _case, name, 0, {})
+    reference, *others = run_cases(2, _case, [(name, stage, {}) for stage in STAGES])
     assert reference[0][0][-1] < reference[0][0][0]  # the batches repeat, so the loss falls
-    for stage in STAGES[1:]:
-        assert run_ranks(2, _case, name, stage, {}) == reference, f"stage {stage}"
+    for stage, other in zip(STAGES[1:], others, strict=True):
+        assert other == reference, f"stage {stage}"
 
 
 @pytest.mark.parametrize(
     "name", ["plain", *(pytest.param(n, marks=pytest.mark.long) for n in ("used twice", "frozen"))]
 )
 def test_recomputation_changes_no_number(name):
-    reference = run_ranks(2, _case, name, 0, {})
-    for stage in (0, 3):
-        assert run_ranks(2, _case, name, stage, {"recompute": True}) == reference, f"stage {stage}"
+    again = {"recompute": True}
+    reference, *others = run_cases(2, _case, [(name, 0, {}), (name, 0, again), (name, 3, again)])
+    assert others == [reference, reference]
 
 
 def test_frozen_parameters_never_change():
@@ -206,8 +206,8 @@ def _dropout_with_user_checkpoint(stage: int):
 
 
 def test_a_users_own_checkpointing_works():
-    reference = run_ranks(2, _dropout_with_user_checkpoint, 0)
-    assert run_ranks(2, _dropout_with_user_checkpoint, 3) == reference
+    reference, other = run_cases(2, _dropout_with_user_checkpoint, [(0,), (3,)])
+    assert other == reference
 
 
 def _two_forwards(stage: int):
@@ -231,9 +231,8 @@ def _two_forwards(stage: int):
 
 
 def test_two_forwards_before_a_backward_and_evaluation_between():
-    reference = run_ranks(2, _two_forwards, 0)
-    for stage in STAGES[1:]:
-        assert run_ranks(2, _two_forwards, stage) == reference
+    reference, *others = run_cases(2, _two_forwards, [(stage,) for stage in STAGES])
+    assert others == [reference] * 3
 
 
 def _forwards_then_backwards(stage: int):
@@ -255,9 +254,9 @@ def _forwards_then_backwards(stage: int):
 
 
 def test_two_forwards_then_two_backwards():
-    reference = run_ranks(2, _forwards_then_backwards, 0)
-    for stage in STAGES[1:]:
-        for mine, other in zip(run_ranks(2, _forwards_then_backwards, stage), reference, strict=True):
+    reference, *others = run_cases(2, _forwards_then_backwards, [(stage,) for stage in STAGES])
+    for stage, ranks in zip(STAGES[1:], others, strict=True):
+        for mine, other in zip(ranks, reference, strict=True):
             assert mine == pytest.approx(other, rel=1e-6), stage
 
 
@@ -318,10 +317,10 @@ def _interrupted(stage: int, in_backward: bool, fail: bool):
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1)), 2, 3])
 def test_training_goes_on_after_an_exception(stage, in_backward):
-    expected = run_ranks(2, _interrupted, stage, in_backward, False)
-    assert run_ranks(2, _interrupted, stage, in_backward, True) == expected
+    expected, interrupted = run_cases(2, _interrupted, [(stage, in_backward, False), (stage, in_backward, True)])
+    assert interrupted == expected
 
 
 def _unused_on_one_rank(stage: int):
@@ -344,10 +343,9 @@ def _unused_on_one_rank(stage: int):
 
 
 def test_parameters_unused_on_one_rank_still_meet():
-    reference = run_ranks(2, _unused_on_one_rank, 0)
+    reference, *others = run_cases(2, _unused_on_one_rank, [(stage,) for stage in STAGES])
     assert reference[0] == reference[1]
-    for stage in STAGES[1:]:
-        assert run_ranks(2, _unused_on_one_rank, stage) == reference
+    assert others == [reference] * 3
 
 
 def _named_units(choice: str):
@@ -360,8 +358,8 @@ def _named_units(choice: str):
 
 def test_units_can_be_named_by_class_predicate_or_list():
     reference = [result[0] for result in run_ranks(2, _case, "plain", 0, {})]
-    for choice in ("class", "predicate", "list"):
-        assert run_ranks(2, _named_units, choice) == reference
+    choices = [("class",), ("predicate",), ("list",)]
+    assert run_cases(2, _named_units, choices) == [reference] * len(choices)
 
 
 def test_units_that_match_nothing_are_refused():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from deep import WIDTH, Deep
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from toy_tiers import NVME
 from toys import Uneven, uneven_batch
 
@@ -88,30 +88,32 @@ def _equal(left: dict, right: dict) -> None:
             assert torch.equal(value, right[name]), name
 
 
-CASES = [
-    {"stage": 0},
+SOME = [
     {"stage": 1, "accumulate": 2},
-    {"stage": 2, "offload": "optimizer=cpu", "update": "stream"},
     {"stage": 2, "offload": "cpu", "update": "cpu"},
     {"stage": 3},
-    {"stage": 3, "offload": "cpu", "update": "stream"},
     {"stage": 3, "offload": "params=cpu", "optimizer": "sgd", "momentum": 0.9},
+    {"stage": 3, "offload": "params=hbm:2KB+cpu,optimizer=hbm:6KB+cpu", "update": "stream"},
+]
+MORE = [
+    {"stage": 0},
+    {"stage": 2, "offload": "optimizer=cpu", "update": "stream"},
+    {"stage": 3, "offload": "cpu", "update": "stream"},
     {"stage": 3, "offload": "params=nvme,optimizer=nvme,grads=cpu", "accumulate": 2, "reduce": "fp32"},
     {"stage": 3, "offload": "params=nvme", "optimizer": "sgd"},
-    {"stage": 3, "offload": "params=hbm:2KB+cpu,optimizer=hbm:6KB+cpu", "update": "stream"},
     {"stage": 2, "optimizer": "muon"},
 ]
 
 
-@pytest.mark.parametrize("settings", CASES, ids=lambda s: "-".join(map(str, s.values())))
-def test_a_split_master_trains_bit_for_bit_as_a_whole_one(tmp_path, settings):
-    settings = {**settings, **NVME, "nvme_path": (str(tmp_path),), "staging_nbytes": 9000}
-    for ranks in run_ranks(2, _both, settings):
-        (losses, state, optimizer, split), (losses2, state2, optimizer2, whole) = ranks
-        assert losses == losses2
-        _equal(state, state2)
-        _equal(optimizer, optimizer2)
-        assert split["optimizer_states"] <= whole["optimizer_states"]
+@pytest.mark.parametrize("cases", [SOME, pytest.param(MORE, marks=pytest.mark.long)], ids=["some", "more"])
+def test_a_split_master_trains_bit_for_bit_as_a_whole_one(tmp_path, cases):
+    common = {**NVME, "nvme_path": (str(tmp_path),), "staging_nbytes": 9000}
+    for case, ranks in zip(cases, run_cases(2, _both, [({**case, **common},) for case in cases]), strict=True):
+        for (losses, state, optimizer, split), (losses2, state2, optimizer2, whole) in ranks:
+            assert losses == losses2, case
+            _equal(state, state2)
+            _equal(optimizer, optimizer2)
+            assert split["optimizer_states"] <= whole["optimizer_states"], case
 
 
 def _numel_held(stage: int) -> tuple[int, dict[str, int]]:
@@ -122,10 +124,11 @@ def _numel_held(stage: int) -> tuple[int, dict[str, int]]:
     return sum(flat.held.numel for flat in engine.flats()), engine.memory()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_states_take_ten_bytes_per_parameter(stage):
-    for numel, memory in run_ranks(2, _numel_held, stage):
-        assert memory["optimizer_states"] == (2 + 4 + 4) * numel
+def test_states_take_ten_bytes_per_parameter():
+    stages = (0, 1, 3)
+    for stage, ranks in zip(stages, run_cases(2, _numel_held, [(stage,) for stage in stages]), strict=True):
+        for numel, memory in ranks:
+            assert memory["optimizer_states"] == (2 + 4 + 4) * numel, stage
 
 
 def _resumed(saved: str, loaded: str, stage: int) -> tuple[list[float], list[float]]:
@@ -153,11 +156,11 @@ def _resumed(saved: str, loaded: str, stage: int) -> tuple[list[float], list[flo
     return steps(model, engine, 3), expected
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("split", "fp32"), ("fp32", "split")])
-def test_states_are_read_both_ways(saved, loaded):
-    for stage in (0, 3):
-        for got, expected in run_ranks(2, _resumed, saved, loaded, stage):
-            assert got == expected
+def test_states_are_read_both_ways():
+    cases = [(*way, stage) for way in (("split", "fp32"), ("fp32", "split")) for stage in (0, 3)]
+    for case, ranks in zip(cases, run_cases(2, _resumed, cases), strict=True):
+        for got, expected in ranks:
+            assert got == expected, case
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from torch import nn
 
 import zerocli
@@ -67,11 +67,9 @@ def _shard_all(stage: int) -> list[Any]:
 @pytest.fixture(scope="module")
 def sharded() -> dict[int, dict[str, Any]]:
     """What two ranks make of each family at a stage, and one rank alone."""
-    return {
-        0: dict(zip(FAMILIES, _shard_all(0), strict=True)),
-        1: dict(zip(FAMILIES, run_ranks(2, _shard_all, 1)[0], strict=True)),
-        3: dict(zip(FAMILIES, run_ranks(2, _shard_all, 3)[1], strict=True)),
-    }
+    (first, _), (_, second) = run_cases(2, _shard_all, [(1,), (3,)])
+    found = {0: _shard_all(0), 1: first, 3: second}
+    return {stage: dict(zip(FAMILIES, results, strict=True)) for stage, results in found.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,7 +115,7 @@ def _given(family: str, stage: int, lazily: bool) -> float:
         return model(**batch(family)).loss.item()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5", "bert"])
+@pytest.mark.parametrize("family", ["gpt2", *(pytest.param(f, marks=pytest.mark.long) for f in ("t5", "bert"))])
 def test_given_weights_are_loaded_unit_by_unit(family):
     expected = make(family, "cpu").eval()(**batch(family)).loss.item()
     assert run_ranks(2, _given, family, 3, True) == [pytest.approx(expected, rel=1e-5)] * 2

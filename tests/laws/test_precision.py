@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from torch import nn
 from toys import train_uneven, uneven_batch
 
@@ -20,10 +20,9 @@ def _train(settings):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_is_the_same_at_every_stage_and_close_to_fp32(precision):
     exact = train_uneven(stage=0)
-    reference = run_ranks(2, _train, {"stage": 0, "precision": precision})
+    reference, *others = run_cases(2, _train, [({"stage": stage, "precision": precision},) for stage in range(4)])
     assert reference[0] == pytest.approx(exact, rel=0.05)
-    for stage in (1, 2, 3):
-        assert run_ranks(2, _train, {"stage": stage, "precision": precision}) == reference
+    assert others == [reference] * 3
 
 
 def test_accumulation_is_in_fp32():
@@ -62,10 +61,10 @@ def _overflow(stage: int, precision: str):
     return seen
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_ranks_overflow_skips_the_step_on_all(stage):
-    first, second = run_ranks(2, _overflow, stage, "fp16")
+def test_one_ranks_overflow_skips_the_step_on_all():
+    (first, second), *others = run_cases(2, _overflow, [(stage, "fp16") for stage in range(4)])
     assert first == second
+    assert others == [[first, first]] * 3
     assert [row[0] for row in first] == [0.0, 1.0, 0.0, 0.0]
     assert [row[1] for row in first] == [2.0**16, 2.0**15, 2.0**15, 2.0**15]
     weights = [row[2] for row in first]
@@ -75,8 +74,7 @@ def test_one_ranks_overflow_skips_the_step_on_all(stage):
 
 
 def test_gradients_that_are_not_finite_never_reach_the_weights():
-    for precision in ("fp32", "bf16"):
-        rows = run_ranks(2, _overflow, 2, precision)[0]
+    for rows, _ in run_cases(2, _overflow, [(2, "fp32"), (2, "bf16")]):
         assert rows[1][0] == 1.0 and rows[1][2] == rows[0][2]
         assert all(math.isfinite(row[2]) for row in rows)
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from deep import BLOCK_NUMEL, WIDTH, Deep, live_nbytes
-from ranks import run_ranks
+from ranks import run_cases
 
 import zerocli
 from zerocli.layout.shards import PARAM_ALIGN, SHARD_ALIGN
@@ -28,6 +28,7 @@ def _wire(stage: int, layers: int, recompute: bool) -> tuple[dict[str, int], int
 
         return counted
 
+    unwatched = comm._all_gather, comm._reduce_scatter, dist.all_reduce
     comm._all_gather = spy("all_gather", comm._all_gather, lambda full, shard: full.nbytes)
     comm._reduce_scatter = spy("reduce_scatter", comm._reduce_scatter, lambda shard, full: full.nbytes)
     dist.all_reduce = spy("all_reduce", dist.all_reduce, lambda t: 2 * t.nbytes)
@@ -41,14 +42,18 @@ def _wire(stage: int, layers: int, recompute: bool) -> tuple[dict[str, int], int
         engine.step()
     padded = sum(flat.layout.total for flat in engine.flats())
     assert padded - engine.numel <= len(engine.units) * dist.get_world_size() * SHARD_ALIGN
+    comm._all_gather, comm._reduce_scatter, dist.all_reduce = unwatched
     return engine.collectives.take_nbytes(), padded, seen
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
-@pytest.mark.parametrize("layers", [2, 7])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_communication_is_the_papers(stage, layers, recompute):
-    counted, padded, seen = run_ranks(2, _wire, stage, layers, recompute)[0]
+def test_communication_is_the_papers(stage):
+    cases = [(stage, layers, recompute) for layers in (2, 7) for recompute in (False, True)]
+    for (_, layers, _), ranks in zip(cases, run_cases(2, _wire, cases), strict=True):
+        _check_wire(stage, layers, *ranks[0])
+
+
+def _check_wire(stage: int, layers: int, counted: dict[str, int], padded: int, seen: Counter) -> None:
     # All-reduced in fp64: the global norm, and of each parameter whether it got a gradient.
     control = 2 * 8 * (1 + 4 * layers + 2)
     whole = padded * 4
@@ -82,10 +87,13 @@ def _held(stage: int, layers: int, master: str = "split") -> tuple[int, dict, in
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("master", ["fp32", "split"])
-def test_memory_is_the_papers(master, stage, world):
-    layers = 6
-    live, held, psi = run_ranks(world, _held, stage, layers, master)[0]
+def test_memory_is_the_papers(stage, world):
+    layers, masters = 6, ("fp32", "split")
+    for master, ranks in zip(masters, run_cases(world, _held, [(stage, layers, m) for m in masters]), strict=True):
+        _check_held(stage, world, layers, master, *ranks[0])
+
+
+def _check_held(stage: int, world: int, layers: int, master: str, live: int, held: dict, psi: int) -> None:
     n, k = world, {"fp32": 12, "split": 10}[master]  # bytes of master and moments
     states = {0: (2 + 2 + k) * psi, 1: 4 * psi + k * psi // n, 2: 2 * psi + (2 + k) * psi // n, 3: (4 + k) * psi // n}
     states = states[stage]
@@ -103,5 +111,5 @@ def test_memory_is_the_papers(master, stage, world):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_buffers_do_not_grow_with_layers(stage):
-    sizes = [run_ranks(2, _held, stage, layers)[0][1] for layers in (4, 8, 16)]
+    sizes = [ranks[0][1] for ranks in run_cases(2, _held, [(stage, layers) for layers in (4, 8, 16)])]
     assert len({(held["gathered"], held["buffers"]) for held in sizes}) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 
@@ -121,7 +120,7 @@ def _every_room(settings: dict, folder: str) -> list[list[float]]:
     return [_losses(settings), *(_losses(settings | away | {"read_ahead_nbytes": n}) for n in (0, 1, 20_000, 1 << 20))]
 
 
-@pytest.mark.parametrize("world", [1, 2] if "ZEROCLI_TEST_LONG" in os.environ else [2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_reading_ahead_never_changes_a_loss(tmp_path, world):
     for variant in ({}, {"precision": "bf16", "accumulate": 2}):
         for plain, *others in run_ranks(world, _every_room, variant, str(tmp_path)):

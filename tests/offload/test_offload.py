@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from deep import BLOCK_NUMEL, WIDTH, Deep, live_nbytes
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from toy_tiers import NVME
 from toys import train_uneven
 
@@ -36,10 +36,11 @@ def _train(settings: dict):
     return train_uneven(**settings)
 
 
-def losses(world: int, **settings) -> list[float]:
+def losses(world: int, *cases: dict) -> list[list[float]]:
+    """Return the first rank's losses with the settings of each case."""
     if world == 1:
-        return train_uneven(**settings)
-    return run_ranks(world, _train, settings)[0]
+        return [train_uneven(**settings) for settings in cases]
+    return [results[0] for results in run_cases(world, _train, [(settings,) for settings in cases])]
 
 
 CASES = [
@@ -47,7 +48,7 @@ CASES = [
     pytest.param(2, 3, "stream", marks=pytest.mark.long),
     (2, 2, "stream"),
     (2, 3, "cpu"),
-    (2, 1, "cpu"),
+    pytest.param(2, 1, "cpu", marks=pytest.mark.long),
 ]
 HALF = {"precision": "bf16", "accumulate": 3}
 
@@ -59,28 +60,26 @@ def test_placement_never_changes_a_loss(tmp_path, world, stage, update):
     some = [{"accumulate": 3}, {"precision": "bf16"}] if (world, stage, update) == (2, 3, "stream") else []
     for variant in ({}, HALF, *some):
         steps = 8 if variant else 20
-        reference = losses(world, stage=stage, steps=steps, **variant)
         placements = PLACEMENTS[stage][:2] if variant or update == "cpu" else PLACEMENTS[stage]
-        for placement in placements:
-            got = losses(world, offload=placement, steps=steps, **common, **variant)
+        away = [{"offload": placement, "steps": steps, **common, **variant} for placement in placements]
+        reference, *found = losses(world, {"stage": stage, "steps": steps, **variant}, *away)
+        for placement, got in zip(placements, found, strict=True):
             assert got == reference, (placement, variant)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["sgd", pytest.param("NAdam", marks=pytest.mark.long)])
 def test_every_optimizer_can_be_offloaded(name):
-    for update in ("cpu", "stream"):
-        settings = {"stage": 3, "optimizer": name, "steps": 5}
-        assert losses(2, offload="cpu", update=update, staging_nbytes=48000, **settings) == losses(2, **settings)
-
-
-def _recomputed(settings: dict):
-    return train_uneven(recompute=True, **settings)
+    settings = {"stage": 3, "optimizer": name, "steps": 5}
+    away = [{"offload": "cpu", "update": update, "staging_nbytes": 48000, **settings} for update in ("cpu", "stream")]
+    plain, *found = losses(2, settings, *away)
+    assert found == [plain, plain]
 
 
 def test_recomputation_and_offload_go_together():
-    plain = run_ranks(2, _train, {"stage": 3, "steps": 6})
-    assert run_ranks(2, _recomputed, {"stage": 3, "steps": 6, "offload": "cpu", **STREAM}) == plain
+    settings = {"stage": 3, "steps": 6}
+    plain, away = run_cases(2, _train, [(settings,), ({**settings, "recompute": True, "offload": "cpu", **STREAM},)])
+    assert away == plain
 
 
 # -- delays and disorder -----------------------------------------------------------------------------------------------
@@ -122,7 +121,7 @@ def _live() -> int:
 
 
 def test_device_memory_does_not_grow_with_layers():
-    results = [run_ranks(2, _bounded, layers, "cpu")[0] for layers in (4, 8, 16)]
+    results = [ranks[0] for ranks in run_cases(2, _bounded, [(layers, "cpu") for layers in (4, 8, 16)])]
     for held, _, _ in results:
         assert held["parameters"] == held["gradients"] == held["optimizer_states"] == 0
         gathered = 2 * (2 * BLOCK_NUMEL + (WIDTH + 1) * WIDTH + 3 * 128)

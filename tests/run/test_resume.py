@@ -19,8 +19,8 @@ from runs import Death, deaths, losses, train
 from zerocli.checkpoint.folder import Folder
 from zerocli.cli import main as cli
 
-NUM_DEATHS = int(os.environ.get("ZEROCLI_TEST_DEATHS", "6"))
-"""50 in a long run: ZEROCLI_TEST_DEATHS=50 pytest tests/run/test_resume.py"""
+NUM_DEATHS = int(os.environ.get("ZEROCLI_TEST_DEATHS", "6" if "ZEROCLI_TEST_LONG" in os.environ else "3"))
+"""More of them: ZEROCLI_TEST_DEATHS=50 pytest tests/run/test_resume.py"""
 
 
 def steps_of(folder: Path) -> list[int]:

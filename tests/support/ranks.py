@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 OWN_MODULES = r"(zerocli|offload|tiers)(\..*)?$"
@@ -70,3 +71,19 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: flo
                 if process.is_alive():
                     process.kill()
         return results
+
+
+def run_cases(
+    world: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]], seconds: float = 120
+) -> list[list[Any]]:
+    """Return `run_ranks(world, function, *case)` of each case; all run in one set of ranks, whose start costs most."""
+    everyone = run_ranks(world, _each_case, function, cases, seconds=seconds)
+    return [list(results) for results in zip(*everyone, strict=True)]
+
+
+def _each_case(function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    results = []
+    for case in cases:
+        results.append(function(*case))
+        gc.collect()  # the engine of one case is gone before the next begins
+    return results

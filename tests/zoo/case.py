@@ -89,7 +89,7 @@ def case(
     needs: tuple[str, ...] = (),
     gpu: bool = False,
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Enter a program into the zoo; `also` names variants of the short suite beside stages 2 and 3."""
+    """Enter a program into the zoo; `also` names other variants of interest, of which the short suite has stage 1."""
 
     def enter(program: Callable[[Any], None]) -> Callable[[Any], None]:
         assert name not in CASES, name
