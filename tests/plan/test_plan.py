@@ -135,6 +135,8 @@ PARTIAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"layers": 6, "tie": False}, {"stage": 3, "recompute": 3}),
     ({"layers": 6, "dropout": 0.1}, {"stage": 2, "recompute": 5}),
     ({"layers": 6}, {"stage": 1, "recompute": 0}),
+    ({"layers": 1, "tie": False}, {"stage": 2, "recompute": 1}),
+    ({"layers": 1, "tie": False}, {"stage": 3, "recompute": True}),
     ({"layers": 6, "family": "llama"}, {"stage": 0, "recompute": 5}),
     ({"layers": 6, "family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "recompute": 2}),
     ({"layers": 6, "family": "llama"}, {"stage": 2, "offload": "cpu", "recompute": 6}),

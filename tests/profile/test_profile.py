@@ -8,16 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from profiled import after_forward, profile, rows
+from profiled import SMALL, after_forward, profile, rows
 from ranks import run_ranks
 from toys import Uneven, split, uneven_batch
 
 import zerocli
+from zerocli import config as configs
 from zerocli.config import Config, ModelConfig
 from zerocli.engine.events import Probe
 from zerocli.engine.streams import Waits
 from zerocli.layout.categories import CATEGORIES
+from zerocli.plan.build import plan_model
 from zerocli.plan.inputs import shape_of
+from zerocli.plan.recompute import MARGIN, needed_by
+from zerocli.plan.setup import setup_of
 from zerocli.profile import clock as clocks
 from zerocli.profile.clock import Segment, Span
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger
@@ -30,11 +34,19 @@ OFFLOAD = (*STAGE_3, "offload.placement=cpu")
 RECOMPUTE = (*STAGE_3, "activations.policy=recompute")
 
 
+def auto(count: int) -> tuple[str, ...]:
+    """Return the settings of a run whose device has room for all but `count` blocks' activations."""
+    config = configs.load("tiny", [*SMALL, *STAGE_3])
+    setup = setup_of(config, ranks=2, ranks_per_node=2, device="cpu", recompute=count)
+    needed = needed_by(plan_model(shape_of(config.model, config.train.seq), setup))
+    return (*STAGE_3, "activations.policy=auto", f"train.gpu_memory={int(needed / (1 - MARGIN)) + 1}")
+
+
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
     """One profiled run of each way to train that the laws compare."""
     folder = tmp_path_factory.mktemp("runs")
-    ways = {"stage 0": STAGE_0, "stage 3": STAGE_3, "offload": OFFLOAD, "recompute": RECOMPUTE}
+    ways = {"stage 0": STAGE_0, "stage 3": STAGE_3, "offload": OFFLOAD, "recompute": RECOMPUTE, "auto": auto(2)}
     nvme = (*STAGE_3, "offload.placement=nvme", f"offload.nvme_path={json.dumps([str(folder)])}")
     return {
         name: profile(folder / name.replace(" ", "-"), *sets) | {"folder": str(folder / name.replace(" ", "-"))}
@@ -56,9 +68,12 @@ def test_rows_and_unattributed_add_up_to_the_peak_on_every_tier(documents, way):
     assert used == {"hbm", *{"offload": ["dram"], "nvme": ["dram", "nvme"]}.get(way, [])}
 
 
-@pytest.mark.parametrize("way", ["stage 0", "stage 3", "offload", "recompute"])
+@pytest.mark.parametrize("way", ["stage 0", "stage 3", "offload", "recompute", "auto"])
 def test_predicted_is_beside_measured(documents, way):
     document = documents[way]
+    if way == "auto":  # two of three blocks are recomputed
+        held = {each: documents[each]["peak"]["hbm"]["measured"] for each in ("recompute", "auto", "stage 3")}
+        assert held["auto"] < held["stage 3"] and held["auto"] != held["recompute"]
     for tier, peak in document["peak"].items():
         assert peak["measured"] * 0.999 <= peak["predicted"] <= peak["measured"] * 1.05 + 8192, tier
     for row in document["rows"]:  # and so are the rows: the plan's categories are the ledger's

@@ -280,17 +280,18 @@ def chooses(choice: Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.
 def recomputed_units(units: Sequence[Unit], choice: bool | int | str | UnitChoice) -> list[Unit]:
     """Return the units that are recomputed: those chosen, all repeated blocks (True), or the first so many of them.
 
-    Repeated blocks are units that share their class with another unit; if there are none, all units but the rest. An
-    embedding has next to no activations to save. Layers after the last block are needed again as soon as backward
-    begins, so recomputing them would only double their cost. For the same reason the first blocks are recomputed and
-    the last ones kept: backward needs the first ones last.
+    Repeated blocks are units that share their class with another unit; if there are none, the members of a list of
+    modules (a model of one block), and else all units but the rest. An embedding has next to no activations to save.
+    Layers after the last block are needed again as soon as backward begins, so recomputing them would only double their
+    cost. For the same reason a number of blocks means the first ones: backward needs them last.
     """
     inner = [unit for unit in units if unit.index > 0]
     if isinstance(choice, str):
         raise ValueError(f"recompute={choice!r}: pass True, False, a number of blocks, or the units")
     if choice is None or isinstance(choice, int):
         classes = [type(unit.module) for unit in inner]
-        blocks = [unit for unit in inner if classes.count(type(unit.module)) > 1] or inner
+        blocks = [unit for unit in inner if classes.count(type(unit.module)) > 1]
+        blocks = blocks or [unit for unit in inner if unit.name.rpartition(".")[2].isdigit()] or inner
         count = len(blocks) if choice is True else int(choice or 0)
         if not 0 <= count <= len(blocks):
             raise ValueError(f"recompute={choice}: the model has {len(blocks)} repeated blocks")
