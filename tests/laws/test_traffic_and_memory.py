@@ -99,7 +99,7 @@ def _check_held(stage: int, world: int, layers: int, master: str, live: int, hel
     states = states[stage]
     # Constants, none of which grows with the number of layers (but padding, a unit's worth of alignment each):
     padding = (layers + 1) * (n * SHARD_ALIGN + 4 * PARAM_ALIGN) * 16
-    scratch = 4 * (1 << 20) * {"fp32": 1, "split": 3}[master]  # update chunks in fp32: a gradient; a master, its bits
+    scratch = {"fp32": 4 * (1 << 20), "split": 3 * 4 * (1 << 16)}[master]  # fp32: a gradient; a master and its bits
     buckets = 2 * 2 * (BLOCK_NUMEL + n * SHARD_ALIGN) if stage >= 2 else 0
     gathered = 2 * (2 * BLOCK_NUMEL + (WIDTH + 1) * WIDTH + 3 * n * SHARD_ALIGN) if stage == 3 else 0
     small = 4096  # scalars: loss scale, counters, poison

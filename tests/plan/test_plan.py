@@ -21,6 +21,7 @@ from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
+from zerocli.layout import buffers as layout_buffers
 from zerocli.layout import constants
 from zerocli.layout.categories import CATEGORIES
 from zerocli.models import build
@@ -112,7 +113,8 @@ def test_a_gradient_is_added_in_place_only_where_nobody_else_holds_it():
 
 # -- against the real engine -------------------------------------------------------------------------------------------
 
-FP32_SCRATCH = 4 * constants.UPDATE_CHUNK["cpu"]
+HALF_SCRATCH = 3 * 4 * constants.SPLIT_UPDATE_CHUNK["cpu"]
+"""A chunk's gradient, master and its bits, in fp32."""
 
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"stage": 0}),
@@ -255,7 +257,7 @@ def test_a_plan_holds_in_half_precision(tmp_path):
         model = dataclasses.replace(SMALL, **changes)
         planned = planned_peak(model, 2, 16, setup | {"precision": "bf16"}, 2)
         # The update's scratch is a constant that would hide everything else: it is taken out of the tolerance.
-        assert peak <= planned <= peak + 0.02 * (peak - FP32_SCRATCH), (changes, setup)
+        assert peak <= planned <= peak + 0.02 * (peak - HALF_SCRATCH), (changes, setup)
 
 
 def test_the_ledger_would_notice_what_is_left_out():
@@ -326,7 +328,10 @@ def test_more_ranks_batches_and_layers_are_monotone():
 
     assert needed(ranks=8) <= needed() <= needed(batch=3) and needed() <= needed(layers=5)
     stages = [needed(stage=stage, layers=40, batch=1) for stage in range(4)]
-    assert stages == sorted(stages, reverse=True)
+    setup = Setup(stage=2, ranks=4, batch=1, seq=32)
+    flats = plan_flats(shape_of(dataclasses.replace(SMALL, layers=40), 32), setup)
+    buckets = sum(spec.nbytes for spec in layout_buffers.buckets(flats, setup.sizing))  # which begin at stage 2
+    assert stages[0] >= stages[1] >= stages[2] - buckets and stages[2] >= stages[3]
     assert needed(recompute=True, layers=40) < needed(layers=40)
     assert needed(recompute=True, layers=40, offload="activations=cpu") < needed(recompute=True, layers=40)
 

@@ -110,7 +110,7 @@ class Engine:
         self._owners = Owners(self.model, names)
         self._connect()
         offloaded = any(flat.offloaded for flat in self.flats())
-        on_cpu, self.update_reason = choose_update(settings.update, self.device, offloaded)
+        on_cpu, self.update_reason = choose_update(settings.update, self.device, offloaded, self.sizing.split_master)
         self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
         self.updater = Updater(
             *(self.rule, self.counts, self.collectives, self.device),
@@ -329,16 +329,16 @@ class Engine:
                 for parameter in flat.parameters:
                     unguard(parameter)
         self.mover.close()
-        if self.device.type == "cuda":  # kernels and copies on side streams may still use what is freed
-            torch.cuda.synchronize(self.device)
         residents = [flat.resident for flat in self.flats() if flat.resident is not None]
         kept = {tensor.untyped_storage().data_ptr() for tensor in (*residents, *self.model.buffers())}
+        held = [tensor.untyped_storage() for _, _, tensor in self.holdings()]
+        self.tiers.close()  # ends their transfers, which may still read or write what is freed below
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         # Freed here and not with the last reference: cycles would keep it until Python's collector runs.
-        for _, _, tensor in self.holdings():
-            storage = tensor.untyped_storage()
+        for storage in held:
             if storage.data_ptr() not in kept and storage.resizable():  # others share memory with numpy: small ones
                 storage.resize_(0)
-        self.tiers.close()
         self._closed = True
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -27,7 +27,7 @@ from zerocli.engine.torchrule import WholeOptimizer
 from zerocli.engine.unit import MASTER, REPLICATED, Flat
 from zerocli.engine.whole_update import update_whole
 from zerocli.layout.buffers import slot_widths
-from zerocli.layout.constants import NUM_SLOTS, UPDATE_CHUNK
+from zerocli.layout.constants import NUM_SLOTS
 from zerocli.layout.flats import Sizing
 from zerocli.layout.shards import Span
 from zerocli.layout.stage import STAGES
@@ -82,7 +82,7 @@ class Updater:
         chunk_device: str = "",
     ) -> None:
         self._events = events
-        self._in_cache = dict.fromkeys(UPDATE_CHUNK, UPDATE_CHUNK[chunk_device]) if chunk_device else UPDATE_CHUNK
+        self._chunk_device = chunk_device
         self._rule, self._counts, self._collectives, self._device = rule, counts, collectives, device
         self.on_cpu = sizing.update_on_cpu
         self._sizing = sizing
@@ -209,7 +209,7 @@ class Updater:
 
     def _jobs_of(self, flat: Flat) -> list[Job]:
         """Return the chunks that have something to update; one empty chunk if this rank has none."""
-        spans = flat.spec.chunks(self._sizing.chunk if flat.offloaded else self._in_cache[self._device.type])
+        spans = flat.spec.chunks(self._sizing.chunk if flat.offloaded else self._chunk(flat.dtype, self._device))
         passing = frozenset(slot_widths(flat.spec, self._sizing))
         segments = self._counts.segments(flat.layout, self._inactive)
         chosen: list[tuple[int, Span, tuple[tuple[Span, int], ...]]]
@@ -285,7 +285,7 @@ class Updater:
         cached = place.type == "cpu" or not flat.offloaded
         for segment, history in job.segments:
             at = values.at(history)
-            for piece in segment.pieces(self._in_cache[place.type] if cached else span.numel):
+            for piece in segment.pieces(self._chunk(flat.dtype, place) if cached else span.numel):
                 self._update_piece(slice(piece.start, piece.stop), arrays, grad, target, group, at)
         self._send_back(job, slot)
 
@@ -379,11 +379,15 @@ class Updater:
             return slot.parts["parameters"]
         return self._take(job, slot, "parameters", flat.dtype, span.numel)
 
+    def _chunk(self, dtype: torch.dtype, place: torch.device) -> int:
+        """Return the elements of parameters that are updated at a time in memory of this device."""
+        return self._sizing.update_chunk(dtype.itemsize, self._chunk_device or place.type)
+
     def _scratch_of(self, use: str, device: torch.device, numel: int) -> torch.Tensor:
-        """Return `numel` elements of fp32 scratch memory."""
+        """Return `numel` elements of fp32 scratch memory, in which narrower parameters are updated."""
         scratch = self._scratch.get((use, device.type))
         if scratch is None or scratch.numel() < numel:
-            scratch = self._allocate(max(numel, self._in_cache[device.type]), torch.float32, device)
+            scratch = self._allocate(max(numel, self._chunk(torch.bfloat16, device)), torch.float32, device)
             self._scratch[use, device.type] = scratch
         return scratch[:numel]
 
@@ -398,7 +402,7 @@ class Updater:
         return (grad if values.grad_scale == 1 else grad.mul_(1 / values.grad_scale)), None
 
 
-def choose_update(asked: str, device: torch.device, offloaded: bool) -> tuple[bool, str]:
+def choose_update(asked: str, device: torch.device, offloaded: bool, split: bool = False) -> tuple[bool, str]:
     """Return whether offloaded states are updated on the CPU, and why."""
     if asked not in ("auto", "cpu", "stream"):
         raise ValueError(f"update {asked!r} is not one of auto, cpu, stream")
@@ -406,7 +410,7 @@ def choose_update(asked: str, device: torch.device, offloaded: bool) -> tuple[bo
         return asked == "cpu", "as asked"
     if device.type == "cpu":
         return True, "the device is the CPU"
-    stream, cpu = measure_stream(device), measure_cpu()
+    stream, cpu = measure_stream(device), measure_cpu(split)
     facts = f"{stream * 1e9:.2f} s for a billion parameters through the GPU, {cpu * 1e9:.2f} s on the CPU, measured"
     return cpu < stream, facts
 
@@ -429,22 +433,23 @@ def measure_stream(device: torch.device, nbytes: int = 96 << 20) -> float:
     return best / (nbytes / 12)
 
 
-def measure_cpu(numel: int = 32 << 20) -> float:
+def measure_cpu(split: bool, numel: int = 32 << 20) -> float:
     """Return the seconds per parameter of a fused Adam update on this host, casts and memory reads included."""
-    arrays = {name: torch.rand(numel) for name in ("master", "exp_avg", "exp_avg_sq")}
-    grad, out = torch.rand(numel).bfloat16(), torch.empty(numel, dtype=torch.bfloat16)
+    arrays = {name: torch.rand(numel) for name in ("exp_avg", "exp_avg_sq", *(() if split else (MASTER,)))}
+    grad, out = torch.rand(numel).bfloat16(), torch.rand(numel).bfloat16()
+    if split:
+        arrays[REMAINDER] = torch.zeros(numel, dtype=torch.int16)
     one = torch.ones(())
     rule, cpu = FusedAdam(True), torch.device("cpu")
     group = Group(1e-4, 0.0, rule.defaults)
-    updater = Updater(
-        rule, Counts(cpu), Collectives.alone(cpu), cpu, Sizing(STAGES[1], device="cpu", update_on_cpu=True)
-    )
+    sizing = Sizing(STAGES[1], device="cpu", update_on_cpu=True, split_master=split)
+    updater = Updater(rule, Counts(cpu), Collectives.alone(cpu), cpu, sizing)
     values = StepValues((group,), torch.ones(1), one, torch.zeros(()))
     updater._values = {"cpu": values}
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
-        for span in Span(0, numel).pieces(UPDATE_CHUNK["cpu"]):
+        for span in Span(0, numel).pieces(sizing.update_chunk(out.itemsize, "cpu")):
             updater._update_piece(slice(span.start, span.stop), arrays, grad, out, group, values.at(0))
         best = min(best, time.perf_counter() - began)
     return best / numel

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.placement import HBM
-from zerocli.layout.constants import MAX_BUCKETS, NUM_SLOTS, UPDATE_CHUNK
+from zerocli.layout.constants import MAX_BUCKETS, NUM_SLOTS
 from zerocli.layout.flats import FP32, FlatSpec, Sizing
 from zerocli.layout.shards import SHARD_ALIGN
 
@@ -243,7 +243,7 @@ def update_scratch(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
             alike = [flat for flat in alike if not fuses(flat, sizing)]
             if not alike:
                 continue
-            numel = UPDATE_CHUNK[device]
+            numel = max(sizing.update_chunk(flat.width, device) for flat in alike)
             if device != "cpu":  # a GPU converts a fetched chunk in one piece
                 fetched = [flat for flat in alike if flat.offloaded]
                 numel = max([numel, *(size for flat in fetched for _, size in _chunk_runs(flat, sizing.chunk))])

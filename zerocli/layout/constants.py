@@ -13,6 +13,8 @@ ROW_ALIGNMENT = 64
 UPDATE_CHUNK = {"cpu": 1 << 20, "cuda": 16 << 20}
 """Elements updated at a time, through an fp32 copy of their gradients. On a CPU the working set stays in cache; on a
 GPU torch's fused kernel gives a block of threads 64 K elements, so fewer would leave multiprocessors idle."""
+SPLIT_UPDATE_CHUNK = {"cpu": 1 << 16, "cuda": 16 << 20}
+"""The same for parameters with a split master, which passes over a chunk several times: on a CPU through its caches."""
 NUM_SLOTS = 6
 """Chunks of an update that are in flight at once."""
 MAX_BUCKETS = 8

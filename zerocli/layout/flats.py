@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from offload.placement import HBM, KINDS, Placement, Spill
-from zerocli.layout.constants import stream_chunk
+from zerocli.layout.constants import SPLIT_UPDATE_CHUNK, UPDATE_CHUNK, stream_chunk
 from zerocli.layout.shards import Layout, Span, owned
 from zerocli.layout.stage import Stage
 
@@ -69,6 +69,11 @@ class Sizing:
     def record_nbytes(self, width: int, numel: int) -> int:
         """Return the bytes of `numel` elements of master and states in one chunk of a record: whole fp32 words."""
         return -(-numel * self.state_width(width) // FP32) * FP32
+
+    def update_chunk(self, width: int, device: str) -> int:
+        """Return the elements of `width` bytes that are updated at a time on this type of device."""
+        split = self.split_master and width < FP32
+        return (SPLIT_UPDATE_CHUNK if split else UPDATE_CHUNK)[device]
 
     @property
     def chunk(self) -> int:
