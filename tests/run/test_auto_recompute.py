@@ -30,10 +30,10 @@ def config_of(*sets: str) -> Config:
     return configs.load("tiny", [*TINY, *SETS, *sets])
 
 
-def room_for(count: int, *sets: str) -> int:
-    """Return the memory per rank with which exactly `count` blocks of a run on two ranks are recomputed."""
+def room_for(count: int, *sets: str, world: int = 2, device: str = "cpu") -> int:
+    """Return the memory per rank with which exactly `count` blocks of a run are recomputed."""
     config = config_of(*sets)
-    setup = setup_of(config, ranks=2, ranks_per_node=2, device="cpu", recompute=count)
+    setup = setup_of(config, ranks=world, ranks_per_node=world, device=device, recompute=count)
     needed = needed_by(plan_model(shape_of(config.model, config.train.seq), setup))
     return int(needed / (1 - MARGIN)) + 1
 
@@ -56,6 +56,17 @@ def test_auto_changes_no_loss_and_says_what_it_chose(tmp_path, stage):
     assert "resuming after step" in said[2]
     assert losses(folder) == whole
     assert configs.load(str(folder / "config.json")).activations.policy == "auto"
+
+
+@pytest.mark.gpu
+def test_auto_counts_a_gpus_memory(tmp_path):
+    sets = (*SETS, "train.batch=64", "train.seq=256", "model.hidden=256", "model.heads=4", AUTO)
+    for name, room, line in (
+        ("part", room_for(2, *sets, world=1, device="cuda"), "2 of 4 blocks kept, 2 recomputed"),
+        ("whole", 0, "nothing recomputed"),
+    ):
+        ended = train(tmp_path / name, *sets, f"train.gpu_memory={room}", world=1)
+        assert ended.codes == [0] and f"\nactivations: {line} (" in ended.said[0], ended.said
 
 
 def _choices(sets: list[str], rooms: list[list[int]]) -> list[tuple[Any, str]]:
