@@ -108,7 +108,10 @@ def fill(memory: torch.Tensor, plan: BucketPlan, sources: list[torch.Tensor | No
                 target.zero_()
         else:
             into.append(target)
-            out_of.append(source.as_strided(copy.source[0], copy.source[1], source.storage_offset() + copy.source[2]))
+            size, stride, offset = copy.source
+            if size != source.shape:  # a part of it
+                source = source.as_strided(size, stride, source.storage_offset() + offset)
+            out_of.append(source)
     if into:
         (torch._foreach_add_ if add else torch._foreach_copy_)(into, out_of)
 

@@ -21,6 +21,8 @@ class Counts:
         self.values = torch.zeros(1, device=device)
         """By class (fp32, as torch's fused kernels need it). A new tensor each step: an update may read the old one."""
         self._class_of: dict[str, int] = {}
+        self.version = 0
+        """Incremented when a parameter's class changes."""
         self._split = split
         """Called with a class and the new one that some of its parameters move to."""
 
@@ -36,9 +38,11 @@ class Counts:
         # Before the first update every class is at 0, so class 0 serves.
         at = 0 if not self._class_of else self._new_class(None)
         self._class_of.update(dict.fromkeys(new, at))
+        self.version += 1
 
     def drop(self, names: Iterable[str]) -> None:
         """Stop counting these parameters."""
+        self.version += 1
         for name in names:
             self._class_of.pop(name, None)
 
@@ -70,6 +74,7 @@ class Counts:
         merged = {name: (count, None) for name, count in self.by_name().items()}
         merged |= {name: (int(count), alike(name)) for name, count in counts.items()}  # type: ignore[misc]
         places: dict[Hashable, int] = {}
+        self.version += 1
         self._class_of = {name: places.setdefault(key, len(places)) for name, key in merged.items()}
         self.values = torch.tensor([float(key[0]) for key in places] or [0.0], device=self.values.device)  # type: ignore[index]
 
@@ -89,6 +94,7 @@ class Counts:
             elif behind:
                 new = self._new_class(at)
                 self._class_of.update(dict.fromkeys(behind, new))
+                self.version += 1
                 active[new] = 0.0
         mask = torch.tensor([active[at] for at in range(self.num_classes)]).to(self.values.device, non_blocking=True)
         self.values = self.values + mask * counted

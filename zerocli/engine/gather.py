@@ -232,6 +232,8 @@ class Gatherer:
 
     def refresh(self, flat: Flat) -> None:
         """Start all-gathering the updated slices of resident parameters."""
+        if self._collectives.world == 1:  # its slice is the whole
+            return
         if flat.trainable and flat.resident is not None and flat.shard is not None and flat.held == flat.own:
             with self._side.run(after=flat.written), self._events.gather(flat.unit):
                 what = f"parameters of {flat.unit.title}"

@@ -60,6 +60,8 @@ class Reducer:
         self._received: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
         """Parameters of each flat that got a gradient on this rank in any of the step's micro-steps."""
         self._completed: list[Flat] = []
+        self._done: set[int] = set()
+        """The flats in `_completed`."""
         self._launched: set[int] = set()
         """Flats whose reduction was launched in this pass: no gradient can be added to them any more."""
         self._next = 0
@@ -79,6 +81,7 @@ class Reducer:
         self._first, self._last, self.active = first, last, True
         self.reduced = False
         self._next, self._completed = 0, []
+        self._done.clear()
         self._launched.clear()
         self._nested.clear()
         self._graph_task = None
@@ -173,6 +176,7 @@ class Reducer:
                 if index not in self._arrived[id(flat)]:
                     flat.grad_full[entry.offset : entry.offset + entry.numel].zero_()
         self._completed.append(flat)
+        self._done.add(id(flat))
         if not self._together:
             self.launch(self.ready)
 
@@ -181,9 +185,10 @@ class Reducer:
         """Number of flats, counted from the start of the launch order, whose gradients are complete in this pass."""
         if not self.active:
             return 0
-        done = {id(flat) for flat in self._completed}
-        waiting = (at for at, flat in enumerate(self._order) if at >= self._next and id(flat) not in done)
-        return next(waiting, len(self._order))
+        at = self._next
+        while at < len(self._order) and id(self._order[at]) in self._done:
+            at += 1
+        return at
 
     @property
     def newest(self) -> Flat | None:
@@ -201,8 +206,7 @@ class Reducer:
 
     def finish(self) -> None:
         """End the backward pass: reduce all remaining gradients, counting those that never arrived as zero."""
-        done = {id(flat) for flat in self._completed}
-        for flat in [flat for flat in self._order if id(flat) not in done]:
+        for flat in [flat for flat in self._order if id(flat) not in self._done]:
             self.complete(flat)
         self.launch(len(self._order))
         self._reductions.finish()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,7 +36,7 @@ LEAD = NUM_SLOTS // 2
 """Number of chunks prefetched ahead of the one being updated; the other slots are being written back."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Job:
     """One chunk of a flat: its group, and its span within what this rank holds."""
 
@@ -49,6 +49,10 @@ class Job:
     """Whether it is the last chunk of its flat."""
     passing: frozenset[str] = frozenset()
     """Names of the parts that are copied through a slot instead of updated in place: see `layout.slot_widths`."""
+    arrays: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Its master and states if they are on the device, made on first use."""
+    target: torch.Tensor | None = None
+    """Its parameters, likewise."""
 
 
 class Slot:
@@ -98,6 +102,11 @@ class Updater:
         """By device type. The device may read them until the next step replaces them."""
         self._updated: Callable[[Flat], None] = lambda flat: None
         self._jobs: list[Job] = []
+        self._known: dict[int, list[Job]] = {}
+        """Jobs by flat's id, if all parameters are updated; they are made again when classes of counts change."""
+        self._known_version = -1
+        self._inverse: tuple[StepValues, torch.Tensor | None] | None = None
+        """The step's values on the CPU, and the factor that stands for dividing by their scale; None: it is 1."""
         self._left: set[int] = set()
         """Flats whose update has not been fully issued."""
         self._at = LEAD
@@ -152,11 +161,12 @@ class Updater:
             flat.written = StreamEvent(self._device)
             flat.close_grad()
         flats = [flat for flat in flats if flat not in together]
+        in_place = Slot()
         for flat in flats:
             if not flat.offloaded:
                 with self._events.update(flat.unit):
                     for job in self._jobs_of(flat):
-                        self._update(job, Slot())
+                        self._update(job, in_place)
                 self._close(flat)
         self._jobs = [job for flat in flats if flat.offloaded for job in self._jobs_of(flat)]
         self._left = {id(job.flat) for job in self._jobs}
@@ -209,6 +219,16 @@ class Updater:
 
     def _jobs_of(self, flat: Flat) -> list[Job]:
         """Return the chunks that have something to update; one empty chunk if this rank has none."""
+        if self._inactive:
+            return self._make_jobs(flat)
+        if self._known_version != self._counts.version:
+            self._known, self._known_version = {}, self._counts.version
+        jobs = self._known.get(id(flat))
+        if jobs is None or jobs[0].flat is not flat:  # another flat may have had the id before
+            jobs = self._known[id(flat)] = self._make_jobs(flat)
+        return jobs
+
+    def _make_jobs(self, flat: Flat) -> list[Job]:
         spans = flat.spec.chunks(self._sizing.chunk if flat.offloaded else self._chunk(flat.dtype, self._device))
         passing = frozenset(slot_widths(flat.spec, self._sizing))
         segments = self._counts.segments(flat.layout, self._inactive)
@@ -271,9 +291,11 @@ class Updater:
         self.before_update(flat)
         for transfer in slot.arriving:
             transfer.wait() if place == self._device else transfer.synchronize()
-        arrays = self._arrays(job, slot)
+        if not flat.offloaded and not job.arrays:
+            job.arrays, job.target = self._arrays(job, slot), self._target(job, slot)
+        arrays = job.arrays or self._arrays(job, slot)
+        target = job.target if job.arrays else self._target(job, slot)
         grad = self._grad(job, slot)
-        target = self._target(job, slot)
         values = self._values[place.type]
         group = values.groups[job.group]
         partly = sum(s.numel for s, _ in job.segments) < span.numel
@@ -399,7 +421,10 @@ class Updater:
             return grad, values.grad_scale
         # The CPU kernel is 20% slower when it scales, and division costs more than multiplication. The piece is in
         # cache, and the scale is in host memory.
-        return (grad if values.grad_scale == 1 else grad.mul_(1 / values.grad_scale)), None
+        if self._inverse is None or self._inverse[0] is not values:
+            self._inverse = values, None if values.grad_scale == 1 else 1 / values.grad_scale
+        factor = self._inverse[1]
+        return (grad if factor is None else grad.mul_(factor)), None
 
 
 def choose_update(asked: str, device: torch.device, offloaded: bool, split: bool = False) -> tuple[bool, str]:

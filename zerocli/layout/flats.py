@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -101,7 +102,7 @@ class FlatSpec:
     def total(self) -> int:
         return self.layout.total
 
-    @property
+    @functools.cached_property
     def offloaded(self) -> bool:
         """Whether any of its states is offloaded."""
         return any(tier != HBM for tier in self.tiers.values())
