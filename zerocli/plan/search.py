@@ -126,7 +126,7 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
 
 def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str, Candidate] | None:
     """Return the smallest change of the setup that fits, as command-line arguments, and its candidate."""
-    for words, changed in _changes(model, setup, hardware):
+    for words, changed in changes(model, setup):
         try:
             candidate = weigh(model, changed, hardware)
         except UserError:
@@ -136,7 +136,7 @@ def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str
     return None
 
 
-def _changes(model: Model, setup: Setup, hardware: Hardware) -> Iterator[tuple[str, Setup]]:
+def changes(model: Model, setup: Setup) -> Iterator[tuple[str, Setup]]:
     """Yield (arguments, setup), from changes that only cost time to those that change the run."""
     lighter = [("", setup)]
     if isinstance(model, Shape):
