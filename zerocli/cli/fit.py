@@ -16,7 +16,7 @@ from zerocli import machine
 from zerocli.config import AUTO
 from zerocli.console import printable, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
-from zerocli.layout.sizes import format_bytes, parse_bytes
+from zerocli.layout.sizes import format_bytes, parse_memory
 from zerocli.plan import search
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
 from zerocli.plan.inputs import Source, model_of, read_source
@@ -145,7 +145,7 @@ def _rate(flag: str, text: str) -> float:
 
 def _size(flag: str, text: str, zero: bool = False) -> int:
     try:
-        nbytes = parse_bytes(text.strip())
+        nbytes = parse_memory(text.strip())
     except ValueError as error:
         raise UserError(f"{flag} {error}") from error
     if nbytes <= 0 and not zero:
