@@ -150,6 +150,19 @@ def test_the_largest_model(capsys):
     assert answer["max"]["model_states_parameters"] == pytest.approx(room / (16 / 64), rel=1e-6)
 
 
+def test_the_largest_model_is_a_whole_one_or_nothing(capsys):
+    """A GPU that has no room for a process and two blocks fits nothing, whatever the disks could hold."""
+    words = ("llama3-8b", "--max", "--ranks", "1")
+    code, answer = ask(capsys, *words, "--gpu-memory", "1GiB")
+    assert code == 3 and answer["fits"] is False and answer["max"]["parameters"] is None
+    assert cli.run(["fit", *words, "--gpu-memory", "1GiB"]) == 3
+    assert "nothing of this shape fits" in capsys.readouterr().out
+    code, answer = ask(capsys, *words, "--gpu-memory", "10GiB")
+    assert code == 0 and answer["model"]["whole"] and answer["model"]["parameters"] == answer["max"]["parameters"]
+    best = answer["candidates"][answer["best"]["index"]]
+    assert all(sizes["needed"] <= sizes["available"] for sizes in best["tiers"].values())
+
+
 def tiny_factory():
     from torch import nn
 

@@ -76,6 +76,8 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     offload = setup.offload if given["offload"] is not None else None
     planned = _model(source, trace, setup, stages, notes)
     if largest:
+        if not isinstance(planned, Shape):
+            notes.append("--max counts model states alone; with a MODEL that has a shape it counts everything")
         verdict = _largest(planned, setup, hardware, stages, offload)
     else:
         candidates = search.weigh_all(planned, setup, hardware, stages, offload)
@@ -243,10 +245,15 @@ def _largest(
 ) -> Verdict:
     """Return the verdict on the largest model of the family's shape, and the largest count by model states alone."""
     count = search.largest_count(setup, hardware, stages, offload)
-    shape = planned if isinstance(planned, Shape) else None
-    grown = search.largest_shape(shape, setup, hardware, stages, offload) if shape is not None else None
-    model: search.Model = grown if grown is not None else max(1, count)
-    candidates = search.weigh_all(model, setup, hardware, stages, offload)
-    name = f"the largest {shape.family}" if shape is not None and grown is not None else "the largest"
-    best = search.best_of(candidates)
-    return Verdict(model, name, hardware, candidates, best, None, largest=(grown, count))
+    if not isinstance(planned, Shape):
+        model: search.Model = max(1, count)
+        candidates = search.weigh_all(model, setup, hardware, stages, offload)
+        best = search.best_of(candidates) if count else None
+        return Verdict(model, "the largest", hardware, candidates, best, None, largest=(None, count))
+    grown = search.largest_shape(planned, setup, hardware, stages, offload)
+    # If nothing fits, the smallest model shows why.
+    shape = grown or search.sized(planned, setup, search.LEAST_LAYERS)
+    candidates = search.weigh_all(shape, setup, hardware, stages, offload)
+    best = search.best_of(candidates) if grown else None
+    name = f"the {'largest' if grown else 'smallest'} {planned.family}"
+    return Verdict(shape, name, hardware, candidates, best, None, largest=(grown, count))

@@ -149,7 +149,9 @@ def render(verdict: Verdict, explain: bool, colour: bool) -> str:
             lines.append(f"  its GPU peak comes at: {verdict.best.plan.moment}")
     else:
         lines.append(paint("does not fit", fg="red", bold=True) + f": {_nearest(verdict.candidates)}")
-        if verdict.change is not None:
+        if verdict.largest is not None:
+            lines.append("nothing of this shape fits")
+        elif verdict.change is not None:
             lines.append(f"the smallest change that fits: {verdict.change[0]}")
         else:
             lines.append(f"no change of stage, placement, batch or ranks (from {first.ranks} on) was found that fits")
