@@ -10,6 +10,7 @@ import click
 import pytest
 from published import PUBLISHED
 
+from zerocli import machine
 from zerocli.cli import fit
 from zerocli.cli import main as cli
 from zerocli.layout.categories import CATEGORIES
@@ -161,6 +162,46 @@ def test_the_largest_model_is_a_whole_one_or_nothing(capsys):
     assert code == 0 and answer["model"]["whole"] and answer["model"]["parameters"] == answer["max"]["parameters"]
     best = answer["candidates"][answer["best"]["index"]]
     assert all(sizes["needed"] <= sizes["available"] for sizes in best["tiers"].values())
+
+
+@pytest.mark.parametrize("name", ["v100", "V100-32", "v100-16", "T4", "p100"])
+def test_hardware_without_bf16_is_planned_in_fp16(name, capsys):
+    words = ("gpt2-xl", "--hardware", name)
+    for precision in (["--precision", "auto"], []):  # the bundled config says bf16
+        _, answer = ask(capsys, *words, *precision)
+    assert all(each["precision"] == "fp16" for each in answer["candidates"]) and not answer["hardware"]["bf16"]
+    assert any("has no bf16" in note for note in answer["notes"])
+    assert cli.run(["fit", *words, "--precision", "bf16"]) == 2
+    assert "does not compute in bf16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [("A100", "a100-80"), ("a100-40", "a100-40"), ("MI300X", "mi300x"), ("l40s", "l40s"), ("RTX4090", "rtx4090")],
+)
+def test_presets_are_found_in_any_case(name, preset, capsys):
+    _, answer = ask(capsys, "tiny", "--hardware", name)
+    assert answer["hardware"]["name"] == preset and answer["hardware"]["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "known"),
+    [
+        ("NVIDIA Frobnicator 9000", True, False),
+        ("NVIDIA GeForce RTX 2080 Ti", False, False),
+        ("Tesla T4", False, True),
+        ("NVIDIA A100 80GB PCIe", True, True),
+    ],
+)
+def test_the_driver_is_asked_and_an_unknown_gpu_is_named(name, bf16, known, capsys, monkeypatch):
+    """Also where torch is built without CUDA: sizes are the driver's, rates an H100's, and a note says so."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(machine, "_nvidia_smi", lambda: [machine.Gpu(name, 20 * 2**30)] * 3)
+    _, answer = ask(capsys, "tiny")
+    found = answer["hardware"]
+    assert found["name"] == name and found["gpus"] == 3 and 19 * 2**30 < found["gpu_memory"] < 20 * 2**30
+    assert found["bf16"] is bf16 and found["known"] is known
+    assert any("rates of an H100" in note for note in answer["notes"]) is not known
 
 
 def tiny_factory():

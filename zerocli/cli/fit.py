@@ -164,10 +164,15 @@ def choose_hardware(given: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
         from zerocli.plan import bench
 
         here = None
-        if machine.gpus():
-            facts = bench.gather(())
+        if gpus := machine.driver_gpus():
+            facts = bench.gather(()) | {"gpus": [{"name": gpu.name, "memory": gpu.nbytes} for gpu in gpus]}
             here = this_machine(facts, bench.remembered(facts, ()))
         hardware = here or PRESETS[DEFAULT_HARDWARE]
+        if not hardware.known:
+            notes.append(
+                f"{printable(hardware.name)} is in no preset: its memory is the driver's figure, and times use the "
+                f"rates of an {DEFAULT_HARDWARE.upper()} (--set hardware.tflops=... and others change them)"
+            )
         asked = [name for name in ("gpu_memory", "host_memory", "nvme_space") if given[name]]
         if here is None and len(asked) < 3:
             rest = "the rest of the node" if asked else "the node"
@@ -195,9 +200,13 @@ def choose_setup(
         if ranks > per_node and ranks % per_node:
             per_node = math.gcd(ranks, per_node)
     setup = setup_of(source.config, ranks=ranks, tp=tp, ranks_per_node=per_node, runtime=runtime)
-    if source.config.train.precision == "auto" and "v100" in hardware.name.lower():
+    if setup.precision == "bf16" and not hardware.bf16:
+        sets = [text.partition("=")[0].strip() for text in given["sets"]]
+        asked = given["precision"] is not None or "train.precision" in sets
+        if asked and source.config.train.precision == "bf16":
+            raise UserError(f"precision bf16: {hardware.name} does not compute in bf16", hint="--precision fp16")
         setup = dataclasses.replace(setup, precision="fp16")
-        notes.append(f"precision fp16 ({hardware.name} has no bf16)")
+        notes.append(f"precision fp16 ({hardware.name} has no bf16; train with --precision fp16)")
     return setup, notes
 
 
