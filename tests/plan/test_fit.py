@@ -112,7 +112,10 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
 
 
 def test_the_table_marks_the_fastest_and_explains_every_row(capsys):
-    assert cli.run(["fit", "gpt2-xl", "--ranks", "8", "--batch", "2", "--explain"]) == 0
+    assert (
+        cli.run(["fit", "gpt2-xl", "--ranks", "8", "--batch", "2", "--set", "activations.policy=keep", "--explain"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "fastest" in out and "bound by" in out and "\x1b" not in out
     for word in ("parameters", "optimizer states", "activations", "logits", "CUDA context", "initialisation"):
@@ -204,6 +207,69 @@ def test_the_driver_is_asked_and_an_unknown_gpu_is_named(name, bf16, known, caps
     assert any("rates of an H100" in note for note in answer["notes"]) is not known
 
 
+def test_several_kinds_of_machines_have_a_row_each(capsys):
+    words = ("llama3-70b", "--hardware", "h100,H200,b200,t4")
+    code, answer = ask(capsys, *words, "--tokens", "1T", "--price", "2")
+    machines = answer["machines"]
+    assert code == 0 and [each["hardware"] for each in machines] == ["h100", "h200", "b200", "t4"]
+    assert [each["fits"] for each in machines] == [True, True, True, False]
+    steps = [each["candidate"]["step"] for each in machines]
+    assert steps[2]["tokens_per_second"] > steps[0]["tokens_per_second"] and answer["hardware"]["name"] == "b200"
+    assert all(0 < each["candidate"]["used"]["hbm"] <= 1 for each in machines[:3])
+    assert cli.run(["fit", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "%" in line] == ["h100", "h200", "b200", "t4"]
+    assert [line.split()[0] for line in lines if "--stage" in line] == ["h100:", "h200:", "b200:", "t4:"]
+
+
+def test_days_and_cost_follow_from_the_tokens(capsys):
+    words = ("llama3-8b", "--hardware", "h100", "--ranks", "16", "--tokens", "1T", "--price", "2.5")
+    _, answer = ask(capsys, *words)
+    for each in answer["candidates"]:
+        training, rate = each["training"], each["step"]["tokens_per_second"]
+        assert training["days"] == pytest.approx(1e12 / rate / 86400)
+        assert training["gpu_hours"] == pytest.approx(training["days"] * 24 * 16)
+        assert training["cost"] == pytest.approx(2.5 * training["gpu_hours"])
+    assert cli.run(["fit", *words]) == 0
+    out = capsys.readouterr().out
+    assert "1T tokens: " in out and "GPU-hours, cost" in out and " days " in out
+    _, answer = ask(capsys, "7.5B", "--tokens", "1T")
+    assert answer["candidates"][0]["training"] is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["llama3-8b", "--ranks", "8", "--explain"],
+        ["llama3-70b", "--ranks", "8", "--set", "activations.policy=auto", "--tokens", "15T", "--price", "3"],
+        ["zero-1t", "--ranks", "1024", "--hardware", "v100", "--explain"],
+        ["7.5B", "--ranks", "64"],
+        ["1T", "--ranks", "1"],
+        ["llama3-8b", "--ranks", "1", "--gpu-memory", "1GiB", "--explain"],
+        [
+            "llama3-8b",
+            "--ranks",
+            "8",
+            "--stage",
+            "3",
+            "--offload",
+            "params=cpu,grads=cpu,optimizer=hbm:2GiB+cpu:9GiB+nvme",
+        ],
+        ["llama3-70b", "--hardware", "h100,h200,b200,mi300x,l40s,v100", "--tokens", "15T", "--price", "2.5"],
+        ["--max", "--ranks", "64", "--hardware", "v100-32"],
+    ],
+)
+def test_no_line_is_longer_than_80_columns(words, capsys):
+    assert cli.run(["fit", *words]) in (0, 3)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    # Numbers end in the column where their heading ends.
+    [head] = [line for line in lines if "GPU GiB  " in line and "used" in line]
+    end = head.index("used") + len("used")
+    rows = [line for line in lines if line[: end + 1].rstrip().endswith("%")]
+    assert rows and all(line[end - 1] == "%" for line in rows)
+
+
 def tiny_factory():
     from torch import nn
 
@@ -245,6 +311,8 @@ def test_a_factory_is_counted(capsys):
         (["test_fit:no_such_name"], "cannot import"),
         (["json:dumps"], "failed"),
         (["sys:exit"], "failed"),
+        (["llama3-8b", "--tokens", "many"], "not a number of tokens"),
+        (["llama3-8b", "--price", "2"], "how many tokens"),
         ([], "which MODEL"),
     ],
 )
@@ -292,7 +360,7 @@ def test_the_flags_of_fit_are_these():
     options = [name for param in fit.command.params if isinstance(param, click.Option) for name in param.opts]
     assert sorted(options) == sorted(
         "--stage --offload --ranks --ranks-per-node --tp --gpu-memory --host-memory --nvme-space --batch --seq "
-        "--precision --max --explain --trace --json --hardware --set".split()
+        "--precision --max --explain --trace --json --hardware --set --tokens --price".split()
     )
 
 

@@ -59,6 +59,11 @@ class Candidate:
         return not self.over
 
     @property
+    def used(self) -> dict[str, float]:
+        """Return the share of each tier that is needed."""
+        return {tier: self.plan.needed(tier) / there for tier, there in self.available.items() if there}
+
+    @property
     def unknown(self) -> dict[str, int]:
         """Return the bytes needed on each tier of another package, whose capacity is unknown."""
         return {tier: self.plan.needed(tier) for tier in self.plan.tiers if tier not in OWN_TIERS}
