@@ -103,14 +103,17 @@ def disk(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 def gpus(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
     """Return the GPUs that torch will see, without importing torch where the driver can tell."""
-    if not torch_has_cuda():
-        return []
+    return driver_gpus(environ) if torch_has_cuda() else []
+
+
+def driver_gpus(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """Return the GPUs that this process may use by the driver's word, whatever torch was built for."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.split(",")[0].strip() in ("", "-1", "NoDevFiles"):
         return []
     listed = _nvidia_smi()
     if listed is None:
-        return _gpus_of_torch()
+        return _gpus_of_torch() if torch_has_cuda() else []
     return listed if visible is None else _select(listed, visible)
 
 

@@ -10,6 +10,7 @@ import click
 import pytest
 from published import PUBLISHED
 
+from zerocli import machine
 from zerocli.cli import fit
 from zerocli.cli import main as cli
 from zerocli.layout.categories import CATEGORIES
@@ -111,7 +112,10 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
 
 
 def test_the_table_marks_the_fastest_and_explains_every_row(capsys):
-    assert cli.run(["fit", "gpt2-xl", "--ranks", "8", "--batch", "2", "--explain"]) == 0
+    assert (
+        cli.run(["fit", "gpt2-xl", "--ranks", "8", "--batch", "2", "--set", "activations.policy=keep", "--explain"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "fastest" in out and "bound by" in out and "\x1b" not in out
     for word in ("parameters", "optimizer states", "activations", "logits", "CUDA context", "initialisation"):
@@ -150,6 +154,122 @@ def test_the_largest_model(capsys):
     assert answer["max"]["model_states_parameters"] == pytest.approx(room / (16 / 64), rel=1e-6)
 
 
+def test_the_largest_model_is_a_whole_one_or_nothing(capsys):
+    """A GPU that has no room for a process and two blocks fits nothing, whatever the disks could hold."""
+    words = ("llama3-8b", "--max", "--ranks", "1")
+    code, answer = ask(capsys, *words, "--gpu-memory", "1GiB")
+    assert code == 3 and answer["fits"] is False and answer["max"]["parameters"] is None
+    assert cli.run(["fit", *words, "--gpu-memory", "1GiB"]) == 3
+    assert "nothing of this shape fits" in capsys.readouterr().out
+    code, answer = ask(capsys, *words, "--gpu-memory", "10GiB")
+    assert code == 0 and answer["model"]["whole"] and answer["model"]["parameters"] == answer["max"]["parameters"]
+    best = answer["candidates"][answer["best"]["index"]]
+    assert all(sizes["needed"] <= sizes["available"] for sizes in best["tiers"].values())
+
+
+@pytest.mark.parametrize("name", ["v100", "V100-32", "v100-16", "T4", "p100"])
+def test_hardware_without_bf16_is_planned_in_fp16(name, capsys):
+    words = ("gpt2-xl", "--hardware", name)
+    for precision in (["--precision", "auto"], []):  # the bundled config says bf16
+        _, answer = ask(capsys, *words, *precision)
+    assert all(each["precision"] == "fp16" for each in answer["candidates"]) and not answer["hardware"]["bf16"]
+    assert any("has no bf16" in note for note in answer["notes"])
+    assert cli.run(["fit", *words, "--precision", "bf16"]) == 2
+    assert "does not compute in bf16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [("A100", "a100-80"), ("a100-40", "a100-40"), ("MI300X", "mi300x"), ("l40s", "l40s"), ("RTX4090", "rtx4090")],
+)
+def test_presets_are_found_in_any_case(name, preset, capsys):
+    _, answer = ask(capsys, "tiny", "--hardware", name)
+    assert answer["hardware"]["name"] == preset and answer["hardware"]["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "known"),
+    [
+        ("NVIDIA Frobnicator 9000", True, False),
+        ("NVIDIA GeForce RTX 2080 Ti", False, False),
+        ("Tesla T4", False, True),
+        ("NVIDIA A100 80GB PCIe", True, True),
+    ],
+)
+def test_the_driver_is_asked_and_an_unknown_gpu_is_named(name, bf16, known, capsys, monkeypatch):
+    """Also where torch is built without CUDA: sizes are the driver's, rates an H100's, and a note says so."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(machine, "_nvidia_smi", lambda: [machine.Gpu(name, 20 * 2**30)] * 3)
+    _, answer = ask(capsys, "tiny")
+    found = answer["hardware"]
+    assert found["name"] == name and found["gpus"] == 3 and 19 * 2**30 < found["gpu_memory"] < 20 * 2**30
+    assert found["bf16"] is bf16 and found["known"] is known
+    assert any("rates of an H100" in note for note in answer["notes"]) is not known
+
+
+def test_several_kinds_of_machines_have_a_row_each(capsys):
+    words = ("llama3-70b", "--hardware", "h100,H200,b200,t4")
+    code, answer = ask(capsys, *words, "--tokens", "1T", "--price", "2")
+    machines = answer["machines"]
+    assert code == 0 and [each["hardware"] for each in machines] == ["h100", "h200", "b200", "t4"]
+    assert [each["fits"] for each in machines] == [True, True, True, False]
+    steps = [each["candidate"]["step"] for each in machines]
+    assert steps[2]["tokens_per_second"] > steps[0]["tokens_per_second"] and answer["hardware"]["name"] == "b200"
+    assert all(0 < each["candidate"]["used"]["hbm"] <= 1 for each in machines[:3])
+    assert cli.run(["fit", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "%" in line] == ["h100", "h200", "b200", "t4"]
+    assert [line.split()[0] for line in lines if "--stage" in line] == ["h100:", "h200:", "b200:", "t4:"]
+
+
+def test_days_and_cost_follow_from_the_tokens(capsys):
+    words = ("llama3-8b", "--hardware", "h100", "--ranks", "16", "--tokens", "1T", "--price", "2.5")
+    _, answer = ask(capsys, *words)
+    for each in answer["candidates"]:
+        training, rate = each["training"], each["step"]["tokens_per_second"]
+        assert training["days"] == pytest.approx(1e12 / rate / 86400)
+        assert training["gpu_hours"] == pytest.approx(training["days"] * 24 * 16)
+        assert training["cost"] == pytest.approx(2.5 * training["gpu_hours"])
+    assert cli.run(["fit", *words]) == 0
+    out = capsys.readouterr().out
+    assert "1T tokens: " in out and "GPU-hours, cost" in out and " days " in out
+    _, answer = ask(capsys, "7.5B", "--tokens", "1T")
+    assert answer["candidates"][0]["training"] is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["llama3-8b", "--ranks", "8", "--explain"],
+        ["llama3-70b", "--ranks", "8", "--set", "activations.policy=auto", "--tokens", "15T", "--price", "3"],
+        ["zero-1t", "--ranks", "1024", "--hardware", "v100", "--explain"],
+        ["7.5B", "--ranks", "64"],
+        ["1T", "--ranks", "1"],
+        ["llama3-8b", "--ranks", "1", "--gpu-memory", "1GiB", "--explain"],
+        [
+            "llama3-8b",
+            "--ranks",
+            "8",
+            "--stage",
+            "3",
+            "--offload",
+            "params=cpu,grads=cpu,optimizer=hbm:2GiB+cpu:9GiB+nvme",
+        ],
+        ["llama3-70b", "--hardware", "h100,h200,b200,mi300x,l40s,v100", "--tokens", "15T", "--price", "2.5"],
+        ["--max", "--ranks", "64", "--hardware", "v100-32"],
+    ],
+)
+def test_no_line_is_longer_than_80_columns(words, capsys):
+    assert cli.run(["fit", *words]) in (0, 3)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    # Numbers end in the column where their heading ends.
+    [head] = [line for line in lines if "GPU GiB  " in line and "used" in line]
+    end = head.index("used") + len("used")
+    rows = [line for line in lines if line[: end + 1].rstrip().endswith("%")]
+    assert rows and all(line[end - 1] == "%" for line in rows)
+
+
 def tiny_factory():
     from torch import nn
 
@@ -170,6 +290,11 @@ def test_a_factory_is_counted(capsys):
         (["no-such-model"], "no bundled config"),
         (["llama3-8b", "--gpu-memory", "0"], "not above 0"),
         (["llama3-8b", "--gpu-memory", "lots"], "not a size"),
+        (["llama3-8b", "--gpu-memory", "80"], "80 has no unit: did you mean 80GiB?"),
+        (["llama3-8b", "--host-memory", "2048"], "2048 has no unit: did you mean 2048GiB?"),
+        (["llama3-8b", "--nvme-space", "4000"], "4000 has no unit: did you mean 4000GiB?"),
+        (["llama3-8b", "--set", "runtime.context=1"], "1 has no unit"),
+        (["llama3-8b", "--set", "train.gpu_memory=80"], "80 has no unit: did you mean 80GiB?"),
         (["llama3-8b", "--host-memory", "-4GiB"], "not a size"),
         (["llama3-8b", "--ranks", "0"], "below 1"),
         (["llama3-8b", "--ranks", "6", "--tp", "4"], "tp 4 does not divide ranks 6"),
@@ -186,6 +311,8 @@ def test_a_factory_is_counted(capsys):
         (["test_fit:no_such_name"], "cannot import"),
         (["json:dumps"], "failed"),
         (["sys:exit"], "failed"),
+        (["llama3-8b", "--tokens", "many"], "not a number of tokens"),
+        (["llama3-8b", "--price", "2"], "how many tokens"),
         ([], "which MODEL"),
     ],
 )
@@ -233,7 +360,7 @@ def test_the_flags_of_fit_are_these():
     options = [name for param in fit.command.params if isinstance(param, click.Option) for name in param.opts]
     assert sorted(options) == sorted(
         "--stage --offload --ranks --ranks-per-node --tp --gpu-memory --host-memory --nvme-space --batch --seq "
-        "--precision --max --explain --trace --json --hardware --set".split()
+        "--precision --max --explain --trace --json --hardware --set --tokens --price".split()
     )
 
 

@@ -157,7 +157,7 @@ def test_fit_shows_what_each_candidate_recomputes(capsys):
     assert found["keep"]["step"]["seconds"] < auto["step"]["seconds"] < found["recompute"]["step"]["seconds"]
     cli.run([*FIT, "--set", "activations.policy=auto", "--gpu-memory", "36GiB"])
     shown = capsys.readouterr().out
-    assert f"  activations: {auto['activations']}" in shown and f"{count} of 48 " in shown
+    assert f"  activations: {auto['activations']}" in shown and f" {count}/48 " in shown
 
 
 def test_fit_suggests_a_change_and_a_largest_model_under_auto(capsys):

@@ -90,8 +90,8 @@ def test_check_compares_with_unsharded_training(tmp_path):
 def test_dry_run_trains_nothing(tmp_path):
     shape = ["gpt2-xl", "--stage", "3", "--ranks", "8", "--precision", "bf16", "--set", "model.vocab=256"]
     done = run(tmp_path, "train", *shape, "--dry-run", "--json")
-    assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
+    assert done.returncode == (0 if document["fits"] else 3), done.stderr  # 34 GiB without a GPU
     psi = document["parameters"]
     held = {category: row["held"] for category, row in document["memory"].items()}
     assert held == {k: -(-n * psi // 8) for k, n in (("parameters", 2), ("gradients", 2), ("optimizer_states", 10))}

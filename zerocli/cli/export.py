@@ -10,7 +10,7 @@ import click
 
 from zerocli.console import say, show
 from zerocli.errors import OK, UserError
-from zerocli.layout.sizes import format_bytes, format_count, parse_bytes
+from zerocli.layout.sizes import format_bytes, format_count, parse_memory
 
 
 @click.command()
@@ -27,7 +27,7 @@ def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as
     `zerocli train --init-from OUT` starts from them.
     """
     try:
-        file_nbytes = parse_bytes(file_size)
+        file_nbytes = parse_memory(file_size)
     except ValueError as error:
         raise UserError(f"--file-size {file_size}: {error}") from None
     from zerocli.checkpoint import export

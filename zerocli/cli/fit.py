@@ -16,16 +16,17 @@ from zerocli import machine
 from zerocli.config import AUTO
 from zerocli.console import printable, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
-from zerocli.layout.sizes import format_bytes, parse_bytes
+from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
 from zerocli.plan import search
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
 from zerocli.plan.inputs import Source, model_of, read_source
+from zerocli.plan.render import render, render_machines
 from zerocli.plan.rows import Row
 from zerocli.plan.runtime import RUNTIME
 from zerocli.plan.saves import SHARED
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.shape import Shape
-from zerocli.plan.verdict import Verdict, document, render
+from zerocli.plan.verdict import Budget, Verdict, document, machines_document
 
 DEFAULT_HARDWARE = "h100"
 STAGES = (0, 1, 2, 3)
@@ -44,7 +45,11 @@ STAGES = (0, 1, 2, 3)
 @click.option("--batch", type=int, metavar="N", help="Sequences per data-parallel rank and micro-step.")
 @click.option("--seq", type=int, metavar="N", help="Tokens per sequence.")
 @click.option("--precision", metavar="NAME", help="bf16 (the default), fp16 or fp32.")
-@click.option("--hardware", metavar="NAME", help=f"Sizes and rates of a kind of node: {', '.join(PRESETS)}.")
+@click.option("--hardware", metavar="NAMES", help=f"Kinds of node, one or several with commas: {', '.join(PRESETS)}.")
+@click.option("--tokens", metavar="N", help="Days and GPU-hours of a run of so many tokens, such as 1T.")
+@click.option(
+    "--price", type=click.FloatRange(0, min_open=True), metavar="X", help="Price per GPU-hour; with --tokens."
+)
 @click.option("--max", "largest", is_flag=True, help="The largest model that fits; MODEL gives the proportions.")
 @click.option("--explain", is_flag=True, help="Show every row with its formula.")
 @click.option("--trace", is_flag=True, help="Run the real engine on fake tensors instead of the formulas.")
@@ -64,18 +69,48 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     """
     if not model and not largest:
         raise UserError("which MODEL?", hint="zerocli fit llama3-8b, or zerocli fit 7.5B")
+    budget = _budget(given)
     sets, runtime, rates = _split_sets(given["sets"])
     source = read_source(model or "zero-7.5b", sets, _flags(given))
-    hardware, notes = choose_hardware(given)
-    hardware = dataclasses.replace(hardware, **rates)
-    setup, more = choose_setup(source, given, hardware, runtime)
+    notes = [] if model else ["proportions, batch and seq of zero-7.5b (no MODEL was named)"]
+    ask = Question(source, given, runtime, rates, largest, trace, budget)
+    names = [name for name in (given["hardware"] or "").split(",") if name.strip()]
+    if len(names) > 1:
+        return _side_by_side(ask, names, [*source.notes, *notes], as_json)
+    hardware, more = choose_hardware(given)
+    verdict = _judge(ask, hardware, [*more, *notes])
+    if as_json:
+        show(json.dumps(document(verdict)))
+    else:
+        click.echo(render(verdict, explain, sys.stdout.isatty()))
+    return OK if verdict.fits else DOES_NOT_FIT
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What the command line asks, apart from the machine."""
+
+    source: Source
+    given: Mapping[str, Any]
+    runtime: dict[str, int]
+    rates: dict[str, Any]
+    largest: bool
+    trace: bool
+    budget: Budget | None
+
+
+def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
+    """Return the verdict for one kind of machine."""
+    source, given = ask.source, ask.given
+    hardware = dataclasses.replace(hardware, **ask.rates)
+    setup, more = choose_setup(source, given, hardware, ask.runtime)
     notes = [*source.notes, *notes, *more]
-    if not model:
-        notes.append("proportions, batch and seq of zero-7.5b (no MODEL was named)")
     stages = STAGES if given["stage"] is None else (given["stage"],)
     offload = setup.offload if given["offload"] is not None else None
-    planned = _model(source, trace, setup, stages, notes)
-    if largest:
+    planned = _model(source, ask.trace, setup, stages, notes)
+    if ask.largest:
+        if not isinstance(planned, Shape):
+            notes.append("--max counts model states alone; with a MODEL that has a shape it counts everything")
         verdict = _largest(planned, setup, hardware, stages, offload)
     else:
         candidates = search.weigh_all(planned, setup, hardware, stages, offload)
@@ -85,13 +120,41 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
         verdict = Verdict(planned, printable(source.name), hardware, candidates, best, change)
     if (saved := verdict.candidates[0].plan.saved) is not None:
         notes.append(_on_saves(saved))
-    verdict = dataclasses.replace(verdict, notes=tuple(notes))
+    if ask.budget is not None and verdict.candidates[0].estimate is None:
+        notes.append("--tokens needs the time of a step, which is estimated for models with a shape")
+    return dataclasses.replace(verdict, notes=tuple(notes), budget=ask.budget)
+
+
+def _side_by_side(ask: Question, names: list[str], notes: list[str], as_json: bool) -> int:
+    """Print one row for each kind of machine; exit code 0 if the model fits one of them."""
+    found: list[tuple[Hardware, Verdict | str]] = []
+    for name in names:
+        hardware, _ = choose_hardware({**ask.given, "hardware": name})
+        try:
+            found.append((hardware, _judge(ask, hardware, [])))
+        except UserError as error:
+            found.append((hardware, str(error)))
+    judged = [verdict for _, verdict in found if isinstance(verdict, Verdict)]
+    if not judged:
+        raise UserError(str(found[0][1]))
+    fitting = [each for each in judged if each.best is not None]
     if as_json:
-        show(json.dumps(document(verdict)))
+        first = min(fitting, key=lambda each: each.seconds, default=judged[0])
+        show(json.dumps(document(first) | {"machines": machines_document(found)}))
     else:
-        colour = sys.stdout.isatty()
-        click.echo(render(verdict, explain, colour))
-    return OK if verdict.fits else DOES_NOT_FIT
+        click.echo(render_machines(found, notes, sys.stdout.isatty()))
+    return OK if fitting else DOES_NOT_FIT
+
+
+def _budget(given: Mapping[str, Any]) -> Budget | None:
+    if given["tokens"] is None:
+        if given["price"] is not None:
+            raise UserError("--price is of a run's GPU-hours: how many tokens?", hint="--tokens 1T --price 2.5")
+        return None
+    try:
+        return Budget(parse_count(given["tokens"]), given["price"] or 0.0)
+    except ValueError as error:
+        raise UserError(f"--tokens {str(error).replace('parameter count', 'number of tokens')}") from error
 
 
 def _on_saves(saved: Row) -> str:
@@ -145,7 +208,7 @@ def _rate(flag: str, text: str) -> float:
 
 def _size(flag: str, text: str, zero: bool = False) -> int:
     try:
-        nbytes = parse_bytes(text.strip())
+        nbytes = parse_memory(text.strip())
     except ValueError as error:
         raise UserError(f"{flag} {error}") from error
     if nbytes <= 0 and not zero:
@@ -162,10 +225,15 @@ def choose_hardware(given: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
         from zerocli.plan import bench
 
         here = None
-        if machine.gpus():
-            facts = bench.gather(())
+        if gpus := machine.driver_gpus():
+            facts = bench.gather(()) | {"gpus": [{"name": gpu.name, "memory": gpu.nbytes} for gpu in gpus]}
             here = this_machine(facts, bench.remembered(facts, ()))
         hardware = here or PRESETS[DEFAULT_HARDWARE]
+        if not hardware.known:
+            notes.append(
+                f"{printable(hardware.name)} is in no preset: its memory is the driver's figure, and times use the "
+                f"rates of an {DEFAULT_HARDWARE.upper()} (--set hardware.tflops=... and others change them)"
+            )
         asked = [name for name in ("gpu_memory", "host_memory", "nvme_space") if given[name]]
         if here is None and len(asked) < 3:
             rest = "the rest of the node" if asked else "the node"
@@ -193,9 +261,13 @@ def choose_setup(
         if ranks > per_node and ranks % per_node:
             per_node = math.gcd(ranks, per_node)
     setup = setup_of(source.config, ranks=ranks, tp=tp, ranks_per_node=per_node, runtime=runtime)
-    if source.config.train.precision == "auto" and "v100" in hardware.name.lower():
+    if setup.precision == "bf16" and not hardware.bf16:
+        sets = [text.partition("=")[0].strip() for text in given["sets"]]
+        asked = given["precision"] is not None or "train.precision" in sets
+        if asked and source.config.train.precision == "bf16":
+            raise UserError(f"precision bf16: {hardware.name} does not compute in bf16", hint="--precision fp16")
         setup = dataclasses.replace(setup, precision="fp16")
-        notes.append(f"precision fp16 ({hardware.name} has no bf16)")
+        notes.append(f"precision fp16 ({hardware.name} has no bf16; train with --precision fp16)")
     return setup, notes
 
 
@@ -243,10 +315,15 @@ def _largest(
 ) -> Verdict:
     """Return the verdict on the largest model of the family's shape, and the largest count by model states alone."""
     count = search.largest_count(setup, hardware, stages, offload)
-    shape = planned if isinstance(planned, Shape) else None
-    grown = search.largest_shape(shape, setup, hardware, stages, offload) if shape is not None else None
-    model: search.Model = grown if grown is not None else max(1, count)
-    candidates = search.weigh_all(model, setup, hardware, stages, offload)
-    name = f"the largest {shape.family}" if shape is not None and grown is not None else "the largest"
-    best = search.best_of(candidates)
-    return Verdict(model, name, hardware, candidates, best, None, largest=(grown, count))
+    if not isinstance(planned, Shape):
+        model: search.Model = max(1, count)
+        candidates = search.weigh_all(model, setup, hardware, stages, offload)
+        best = search.best_of(candidates) if count else None
+        return Verdict(model, "the largest", hardware, candidates, best, None, largest=(None, count))
+    grown = search.largest_shape(planned, setup, hardware, stages, offload)
+    # If nothing fits, the smallest model shows why.
+    shape = grown or search.sized(planned, setup, search.LEAST_LAYERS)
+    candidates = search.weigh_all(shape, setup, hardware, stages, offload)
+    best = search.best_of(candidates) if grown else None
+    name = f"the {'largest' if grown else 'smallest'} {planned.family}"
+    return Verdict(shape, name, hardware, candidates, best, None, largest=(grown, count))

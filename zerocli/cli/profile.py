@@ -131,6 +131,7 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
     if not worker:
         return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
     os.environ.update(worker)
+    launch.refuse_worker(config, worker)
     launch.create_run_dir(run_dir)
     from zerocli.profile.profiler import Profiler
     from zerocli.profile.reporter import Reporter, recording

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -107,6 +106,7 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
         return _dry_run(config, options, worker)
     if worker:
         os.environ.update(worker)
+        launch.refuse_worker(config, worker)
         launch.create_run_dir(run_dir)
         from zerocli.run import trainer
 
@@ -120,7 +120,7 @@ def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, s
     if not config.parallel.ranks:
         num_ranks, reason = launch.choose_ranks(0, config.parallel.tp, len(machine.gpus()))
         say(f"ranks {num_ranks} ({reason})")
-        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=num_ranks))
+        config = launch.with_ranks(config, num_ranks)
     from zerocli.run import trainer
 
     return trainer.dry_run(config, options)

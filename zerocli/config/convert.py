@@ -9,7 +9,7 @@ from offload.placement import Placement, PlacementError
 from zerocli.config import file as configfile
 from zerocli.config.placement import read_placement
 from zerocli.errors import quote
-from zerocli.layout.sizes import parse_bytes
+from zerocli.layout.sizes import parse_bytes, parse_memory
 
 
 def convert(field: dataclasses.Field[Any], value: object, raw: str | None) -> object:
@@ -27,6 +27,8 @@ def convert(field: dataclasses.Field[Any], value: object, raw: str | None) -> ob
         if not isinstance(value, bool | str):
             raise ValueError(f"{quote(value)} is not text, true or false")
         return value
+    if kind is int and field.metadata.get("memory") and (raw is not None or isinstance(value, str)):
+        return _whole(parse_memory(value if isinstance(value, str) else str(raw)))
     if kind is int:
         return _whole(parse_bytes(value) if field.metadata.get("size") and isinstance(value, str) else value)
     if kind is float:

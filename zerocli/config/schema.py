@@ -11,7 +11,10 @@ from zerocli.config.file import FACTORY
 
 
 def setting(default: Any, **law: Any) -> Any:
-    """Return a field and the law of its value: `choices`, `least`, `most`, `above`, `below`, `size` (of bytes)."""
+    """Return a field and the law of its value: `choices`, `least`, `most`, `above`, `below`, `size` (of bytes).
+
+    `memory` marks the size of a device: of text, a small number without a unit is refused.
+    """
     return dataclasses.field(default=default, metadata=law)
 
 
@@ -74,7 +77,7 @@ class TrainConfig:
     """Decides the first weights, the order of the data and dropout."""
     on_nan: str = setting("stop", choices=("stop", "continue"))
     """What a loss that is not finite does to the run."""
-    gpu_memory: int = setting(0, least=0, size=True)
+    gpu_memory: int = setting(0, least=0, size=True, memory=True)
     """Bytes of each GPU that the run may take, to try a smaller one; 0 = all."""
     init_from: str = setting("")
     """Folder with safetensors whose weights the run starts from; empty = new ones."""

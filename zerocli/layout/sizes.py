@@ -38,6 +38,14 @@ def parse_bytes(value: str | int) -> int:
     return int(number * BYTE_UNITS[unit])
 
 
+def parse_memory(value: str | int) -> int:
+    """Return the bytes of a memory or a disk; a bare number from 1 to 1 MiB is refused: its unit is missing."""
+    nbytes = parse_bytes(value)
+    if 0 < nbytes < 2**20 and str(value).strip().isdigit():
+        raise ValueError(f"{nbytes} has no unit: did you mean {nbytes}GiB?")
+    return nbytes
+
+
 def format_bytes(nbytes: float) -> str:
     """Return `nbytes` in GiB with three digits or more; in MiB, KiB or B if that would print below 1."""
     sign, size = ("-", -nbytes) if nbytes < 0 else ("", nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,11 @@ class Hardware:
     """Of the node's disks together, reading or writing."""
     adam: float = 4.0
     """Billions of parameters per second that the node's CPUs update."""
+    bf16: bool = True
+    """Whether the GPU computes in bf16; NVIDIA's do from compute capability 8.0 on."""
     source: str = "preset"
+    known: bool = True
+    """False for a GPU that is in no preset: its rates are those of another."""
 
     @property
     def efficiency(self) -> float:
@@ -52,6 +57,10 @@ class Hardware:
         return 0.55
 
 
+# Dense half-precision TFLOPS, memory bandwidth and links are those of the vendors' data sheets: NVIDIA A100, H100,
+# H200, L40S, V100, T4 and Tesla P100 data sheets, NVIDIA DGX B200 data sheet, NVIDIA Ada GPU architecture white paper
+# (RTX 4090), AMD Instinct MI300X data sheet. Figures with sparsity are halved, links are of one direction.
+# PCIe rates are what pinned copies reach: about 12, 22 and 50 GB/s of generations 3, 4 and 5.
 PRESETS: Mapping[str, Hardware] = {
     each.name: each
     for each in (
@@ -62,22 +71,64 @@ PRESETS: Mapping[str, Hardware] = {
         ),
         Hardware("h200", int(139.7 * GIB), 989, 4800, 450, 50, 50, host_memory=2 * TIB, nvme_space=28 * TIB),
         Hardware("b200", int(178.0 * GIB), 2250, 8000, 900, 50, 55, host_memory=2 * TIB, nvme_space=28 * TIB),
+        Hardware("mi300x", int(189.0 * GIB), 1307, 5300, 448, 50, 50, host_memory=2 * TIB, nvme_space=28 * TIB),
+        Hardware("l40s", int(44.3 * GIB), 362, 864, 22, nvme_space=7 * TIB, disk=6),
         Hardware("rtx4090", int(23.5 * GIB), 165, 1008, 20, 3, 22, host_memory=256 * GIB, nvme_space=4 * TIB, disk=6),
-        Hardware("v100-32", int(31.7 * GIB), 125, 900, 150, 12, 12, host_memory=768 * GIB, nvme_space=7 * TIB, disk=6),
+        Hardware(
+            "v100-16",
+            int(15.6 * GIB),
+            125,
+            900,
+            150,
+            12,
+            12,
+            host_memory=768 * GIB,
+            nvme_space=7 * TIB,
+            disk=6,
+            bf16=False,
+        ),
+        Hardware(
+            "v100-32",
+            int(31.7 * GIB),
+            125,
+            900,
+            150,
+            12,
+            12,
+            host_memory=768 * GIB,
+            nvme_space=7 * TIB,
+            disk=6,
+            bf16=False,
+        ),
+        Hardware(
+            "t4", int(14.7 * GIB), 65, 320, 12, 6, 12, gpus=4, host_memory=192 * GIB, nvme_space=TIB, disk=3, bf16=False
+        ),
+        Hardware(
+            "p100", int(15.6 * GIB), 21, 732, 80, 12, 12, host_memory=512 * GIB, nvme_space=4 * TIB, disk=3, bf16=False
+        ),
     )
 }
 """By name. `gpu_memory` is what a process can allocate: the driver reserves some of each GPU's memory."""
 
+ALIASES = {"a100": "a100-80", "v100": "v100-32", "4090": "rtx4090"}
+
 _GPU_NAMES = {
-    "b200": "b200",
-    "h200": "h200",
-    "h100": "h100",
-    "a100-sxm4-80": "a100-80",
-    "a100 80": "a100-80",
-    "a100": "a100-40",
-    "4090": "rtx4090",
-    "v100": "v100-32",
+    r"b200": "b200",
+    r"h200": "h200",
+    r"h100": "h100",
+    r"mi300x": "mi300x",
+    r"l40s": "l40s",
+    r"a100.*80": "a100-80",
+    r"a100": "a100-40",
+    r"4090": "rtx4090",
+    r"v100.*16": "v100-16",
+    r"v100": "v100-32",
+    r"\bp100\b": "p100",
+    r"\bt4\b": "t4",
 }
+"""Pattern in the driver's name of a GPU -> preset; the first that is found counts."""
+_WITHOUT_BF16 = re.compile(r"\b(gtx|titan|tesla [kmpt]\d+|[kmp]\d0|rtx 20\d\d|quadro (rtx|gv|gp|[kmp]))")
+"""Names of GPUs before compute capability 8.0 that are in no preset."""
 
 
 RATES = ("tflops", "hbm", "links", "network", "pcie", "disk", "adam")
@@ -85,12 +136,14 @@ RATES = ("tflops", "hbm", "links", "network", "pcie", "disk", "adam")
 
 
 def preset(name: str) -> Hardware:
-    """Return the preset of this name, or raise UserError that lists the presets."""
-    if name not in PRESETS:
-        meant = closest(name, PRESETS)
+    """Return the preset of this name in upper or lower case, or raise UserError that lists the presets."""
+    found = name.strip().lower()
+    found = ALIASES.get(found, found)
+    if found not in PRESETS:
+        meant = closest(found, [*PRESETS, *ALIASES])
         question = f"; did you mean {meant}?" if meant else ""
-        raise UserError(f"--hardware {name}: there are {', '.join(PRESETS)}{question}")
-    return PRESETS[name]
+        raise UserError(f"--hardware {name.strip()}: there are {', '.join(PRESETS)}{question}")
+    return PRESETS[found]
 
 
 def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardware | None:
@@ -102,7 +155,8 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
     if not gpus:
         return None
     lowered = gpus[0]["name"].lower()
-    known = next((name for word, name in _GPU_NAMES.items() if word in lowered), "h100")
+    found = next((name for pattern, name in _GPU_NAMES.items() if re.search(pattern, lowered)), "")
+    known = found or "h100"
     changes: dict[str, Any] = {
         "name": gpus[0]["name"],
         "gpus": len(gpus),
@@ -110,6 +164,8 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
         "host_memory": facts["memory"]["available"],
         "nvme_space": max((disk["free"] for disk in facts["disks"].values()), default=0),
         "source": f"this machine, rates of {known}",
+        "known": bool(found),
+        "bf16": PRESETS[known].bf16 and not _WITHOUT_BF16.search(lowered),
     }
     for name, entry in measured.items():
         result = entry.get("result", {}) if isinstance(entry, dict) else {}

@@ -59,6 +59,11 @@ class Candidate:
         return not self.over
 
     @property
+    def used(self) -> dict[str, float]:
+        """Return the share of each tier that is needed."""
+        return {tier: self.plan.needed(tier) / there for tier, there in self.available.items() if there}
+
+    @property
     def unknown(self) -> dict[str, int]:
         """Return the bytes needed on each tier of another package, whose capacity is unknown."""
         return {tier: self.plan.needed(tier) for tier in self.plan.tiers if tier not in OWN_TIERS}
@@ -126,7 +131,7 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
 
 def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str, Candidate] | None:
     """Return the smallest change of the setup that fits, as command-line arguments, and its candidate."""
-    for words, changed in _changes(model, setup, hardware):
+    for words, changed in changes(model, setup):
         try:
             candidate = weigh(model, changed, hardware)
         except UserError:
@@ -136,7 +141,7 @@ def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str
     return None
 
 
-def _changes(model: Model, setup: Setup, hardware: Hardware) -> Iterator[tuple[str, Setup]]:
+def changes(model: Model, setup: Setup) -> Iterator[tuple[str, Setup]]:
     """Yield (arguments, setup), from changes that only cost time to those that change the run."""
     lighter = [("", setup)]
     if isinstance(model, Shape):
@@ -192,28 +197,32 @@ def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offlo
     return _largest(fits, 1, 1 << 50)
 
 
+LEAST_LAYERS = 2
+"""A model of the family's proportions has at least so many blocks; if that does not fit, nothing does."""
+
+
+def sized(shape: Shape, setup: Setup, layers: int, hidden: int | None = None) -> Shape:
+    """Return the family's model of so many layers, in its proportions unless its width is given."""
+    step = max(64, shape.head_size * (shape.heads // (shape.kv_heads or shape.heads)) * setup.tp)
+    width = hidden if hidden is not None else max(step, round(shape.hidden / shape.layers * layers / step) * step)
+    grown = shape.scaled(layers, width)
+    return dataclasses.replace(grown, positions=max(shape.positions, setup.seq) if shape.positions else 0)
+
+
 def largest_shape(
     shape: Shape, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None
 ) -> Shape | None:
     """Return the largest model of the family's proportions that fits: as wide as it can be, then as deep."""
-    aspect = shape.hidden / shape.layers
-    step = shape.head_size * (shape.heads // (shape.kv_heads or shape.heads)) * setup.tp
-    step = max(step, 64)
-
-    def sized(layers: int, hidden: int | None = None) -> Shape:
-        width = hidden if hidden is not None else max(step, round(aspect * layers / step) * step)
-        grown = shape.scaled(layers, width)
-        return dataclasses.replace(grown, positions=max(shape.positions, setup.seq) if shape.positions else 0)
 
     def fits(each: Shape) -> bool:
         return _any_fits(each, setup, hardware, stages, offload)
 
-    layers = _largest(lambda n: fits(sized(n)), 1, 4096)
+    layers = _largest(lambda n: fits(sized(shape, setup, n)), LEAST_LAYERS, 4096)
     if not layers:
         return None
-    wide = sized(layers)
-    deeper = _largest(lambda n: fits(sized(n, wide.hidden)), layers, 2 * layers + 2)
-    return sized(deeper, wide.hidden)
+    wide = sized(shape, setup, layers)
+    deeper = _largest(lambda n: fits(sized(shape, setup, n, wide.hidden)), layers, 2 * layers + 2)
+    return sized(shape, setup, deeper, wide.hidden)
 
 
 def _any_fits(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> bool:

@@ -1,22 +1,32 @@
-"""The verdict of `zerocli fit`: as a JSON document, and as a text table."""
+"""The verdict of `zerocli fit`, and its JSON document; `render.py` has the text."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import click
-
-from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.plan.hardware import Hardware
-from zerocli.plan.rows import TIERS, WORDS
 from zerocli.plan.search import Candidate, Model
 from zerocli.plan.shape import Shape
 
-UNKNOWN = "capacity unknown"
-"""Shown for a tier of another package."""
+
+@dataclass(frozen=True)
+class Budget:
+    """A training run of so many tokens, and the price of a GPU-hour (0: none is given)."""
+
+    tokens: int
+    price: float = 0.0
+
+    def of(self, candidate: Candidate) -> dict[str, float | int | None] | None:
+        """Return the days, GPU-hours and cost of the run by a candidate's estimate; None if it has none."""
+        if candidate.estimate is None:
+            return None
+        seconds = self.tokens / candidate.estimate.tokens_per_second
+        hours = seconds / 3600 * candidate.setup.ranks
+        cost = hours * self.price if self.price else None
+        return {"tokens": self.tokens, "days": seconds / 86400, "gpu_hours": hours, "cost": cost}
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,8 @@ class Verdict:
     largest: tuple[Shape | None, int] | None = None
     """With `--max`: the largest shape, and the largest count by model states alone."""
     notes: tuple[str, ...] = ()
+    budget: Budget | None = None
+    """With `--tokens`: what a whole training run takes."""
 
     @property
     def fits(self) -> bool:
@@ -41,6 +53,16 @@ class Verdict:
     @property
     def numel(self) -> int:
         return self.model if isinstance(self.model, int) else self.model.numel
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step of the best candidate; 0 if there is no estimate."""
+        return self.best.estimate.seconds if self.best is not None and self.best.estimate is not None else 0.0
+
+    @property
+    def nearest(self) -> Candidate:
+        """The best candidate, or the one that exceeds the machine least."""
+        return self.best or min(self.candidates, key=lambda each: sum(each.over.values()))
 
     @property
     def reason(self) -> str:
@@ -52,7 +74,7 @@ class Verdict:
         if timed is None:
             return "the first that fits: it moves least"
         ground = "the only one that fits" if number == 1 else f"the fastest of {number} that fit"
-        return f"{ground}: about {_seconds(timed.seconds)} per step, bound by {timed.bound}"
+        return f"{ground}: about {format_seconds(timed.seconds)} per step, bound by {timed.bound}"
 
 
 # -- for programs ------------------------------------------------------------------------------------------------------
@@ -72,7 +94,7 @@ def document(verdict: Verdict) -> dict[str, Any]:
         "hardware": dataclasses.asdict(verdict.hardware),
         "fits": verdict.fits,
         "best": None,
-        "candidates": [_candidate(each, shape) for each in verdict.candidates],
+        "candidates": [_candidate(each, shape, verdict.budget) for each in verdict.candidates],
         "change": None,
         "notes": list(verdict.notes),
     }
@@ -81,7 +103,7 @@ def document(verdict: Verdict) -> dict[str, Any]:
         setup = verdict.best.setup
         made["best"] = {"index": index, "stage": setup.stage, "offload": str(setup.offload), "reason": verdict.reason}
     if verdict.change is not None:
-        made["change"] = {"arguments": verdict.change[0], **_candidate(verdict.change[1], shape)}
+        made["change"] = {"arguments": verdict.change[0], **_candidate(verdict.change[1], shape, verdict.budget)}
     if verdict.largest is not None:
         grown, count = verdict.largest
         made["max"] = {
@@ -92,11 +114,11 @@ def document(verdict: Verdict) -> dict[str, Any]:
     return made
 
 
-def _policy(candidate: Candidate) -> str:
+def policy_of(candidate: Candidate) -> str:
     return "auto" if candidate.plan.activations else "recompute" if candidate.setup.recomputes else "keep"
 
 
-def _candidate(candidate: Candidate, shape: Shape | None) -> dict[str, Any]:
+def _candidate(candidate: Candidate, shape: Shape | None, budget: Budget | None) -> dict[str, Any]:
     plan, setup, timed = candidate.plan, candidate.setup, candidate.estimate
     return {
         "stage": setup.stage,
@@ -107,11 +129,12 @@ def _candidate(candidate: Candidate, shape: Shape | None) -> dict[str, Any]:
         "batch": setup.batch,
         "seq": setup.seq,
         "precision": setup.precision,
-        "policy": _policy(candidate),
+        "policy": policy_of(candidate),
         "recomputed": setup.num_recomputed(shape.layers) if shape else None,
         "activations": plan.activations or None,
         "fits": candidate.fits,
         "tiers": {name: {"needed": plan.needed(name), "available": has} for name, has in candidate.available.items()},
+        "used": candidate.used,
         "over": candidate.over,
         "peaks": plan.peaks,
         "moment": plan.moment,
@@ -119,136 +142,32 @@ def _candidate(candidate: Candidate, shape: Shape | None) -> dict[str, Any]:
         "checkpoints": plan.saved.as_dict() if plan.saved else None,
         "step": None
         if timed is None
-        else {"seconds": timed.seconds, "parts": timed.parts, "bound": timed.bound, "estimate": True},
+        else {
+            "seconds": timed.seconds,
+            "parts": timed.parts,
+            "bound": timed.bound,
+            "tokens_per_second": timed.tokens_per_second,
+            "estimate": True,
+        },
+        "training": budget.of(candidate) if budget else None,
     }
 
 
-# -- for people --------------------------------------------------------------------------------------------------------
+def machines_document(verdicts: Sequence[tuple[Hardware, Verdict | str]]) -> list[dict[str, Any]]:
+    """Return one entry for each kind of machine: its best candidate, or the one that is nearest to fitting."""
+    found: list[dict[str, Any]] = []
+    for hardware, verdict in verdicts:
+        entry: dict[str, Any] = {"hardware": hardware.name, "fits": False, "reason": verdict, "candidate": None}
+        if isinstance(verdict, Verdict):
+            shape = verdict.model if isinstance(verdict.model, Shape) else None
+            entry |= {"fits": verdict.fits, "reason": verdict.reason or "does not fit"}
+            entry["candidate"] = _candidate(verdict.nearest, shape, verdict.budget)
+        found.append(entry)
+    return found
 
 
-def render(verdict: Verdict, explain: bool, colour: bool) -> str:
-    """Return the verdict as text, with colour if the terminal supports it."""
-
-    def paint(text: str, **style: Any) -> str:
-        return click.style(text, **style) if colour else text
-
-    first = verdict.candidates[0].setup
-    lines = [_title(verdict), _terms(verdict)]
-    lines += [f"  {note}" for note in verdict.notes]
-    lines += ["", *_table(verdict, paint), ""]
-    shown = verdict.best or (verdict.candidates[0] if len(verdict.candidates) == 1 else None)
-    if verdict.best is not None:
-        setup = verdict.best.setup
-        offload = f" --offload {setup.offload}" if setup.offload else ""
-        lines.append(paint(f"fits: --stage {setup.stage}{offload}", fg="green", bold=True) + f" ({verdict.reason})")
-        for tier, nbytes in verdict.best.unknown.items():
-            lines.append(f"  {tier}: {format_bytes(nbytes)} needed per node, {UNKNOWN}; its time is not estimated")
-        if verdict.best.plan.activations:
-            lines.append(f"  activations: {verdict.best.plan.activations}")
-        if verdict.best.plan.moment:
-            lines.append(f"  its GPU peak comes at: {verdict.best.plan.moment}")
-    else:
-        lines.append(paint("does not fit", fg="red", bold=True) + f": {_nearest(verdict.candidates)}")
-        if verdict.change is not None:
-            lines.append(f"the smallest change that fits: {verdict.change[0]}")
-        else:
-            lines.append(f"no change of stage, placement, batch or ranks (from {first.ranks} on) was found that fits")
-    if verdict.largest is not None:
-        lines += ["", *_max(verdict.largest)]
-    if explain:
-        lines += ["", *_explain(shown or min(verdict.candidates, key=_excess))]
-    return "\n".join(lines)
-
-
-def _title(verdict: Verdict) -> str:
-    model = verdict.model
-    count = f"{verdict.numel:,} parameters"
-    if isinstance(model, int):
-        return f"{verdict.name}: {count}; model states alone"
-    if not isinstance(model, Shape):
-        return f"{verdict.name}: {count} in {len(model.parts)} units; traced"
-    active = f", {format_count(model.active_numel)} of them active" if model.experts else ""
-    return f"{verdict.name}: {count}{active} ({model.family}, {model.layers} x {model.hidden})"
-
-
-def _terms(verdict: Verdict) -> str:
-    setup, hardware = verdict.candidates[0].setup, verdict.hardware
-    tokens = (
-        ""
-        if isinstance(verdict.model, int)
-        else f", batch {setup.batch} x seq {setup.seq}, {_policy(verdict.candidates[0])}"
-    )
-    tp = f", tp {setup.tp}" if setup.tp > 1 else ""
-    room = f"{format_bytes(hardware.gpu_memory)} per GPU"
-    room += f", {format_bytes(hardware.host_memory)} and {format_bytes(hardware.nvme_space)} nvme per node"
-    return f"{count_of(setup.ranks, 'rank')}, {setup.local_ranks} per node{tp}, {setup.precision}{tokens}; {room}"
-
-
-def _table(verdict: Verdict, paint: Callable[..., str]) -> list[str]:
-    chosen = any(each.plan.activations for each in verdict.candidates)
-    head = ["stage", "offload", "GPU", "host", "nvme", "step", "bound by", "verdict"]
-    head[2:2] = ["recomputed"] if chosen else []
-    rows = [head]
-    for each in verdict.candidates:
-        timed = each.estimate
-        sizes = [format_bytes(each.plan.needed(tier)) if each.plan.needed(tier) else "-" for tier in TIERS]
-        over = ", ".join(f"{WORDS[tier]} over by {format_bytes(nbytes)}" for tier, nbytes in each.over.items())
-        best = "fastest" if timed is not None else "first"
-        words = best if each is verdict.best else "fits" if each.fits else over
-        time = ["-", "-"] if timed is None else [f"~{_seconds(timed.seconds)}", timed.bound]
-        words += "".join(f", {tier} {UNKNOWN}" for tier in each.unknown if each.fits)
-        again = [_recomputed(each, verdict.model)] if chosen else []
-        rows.append([str(each.setup.stage), str(each.setup.offload) or "-", *again, *sizes, *time, words])
-    widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
-    lines = []
-    for number, row in enumerate(rows):
-        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        if number:
-            each = verdict.candidates[number - 1]
-            text = paint(text, fg="green" if each.fits else "red", bold=each is verdict.best)
-        lines.append(text)
-    return lines
-
-
-def _recomputed(candidate: Candidate, model: Model) -> str:
-    if not isinstance(model, Shape):
-        return "all" if candidate.setup.recomputes else "none"
-    return f"{candidate.setup.num_recomputed(model.layers)} of {model.layers}"
-
-
-def _excess(candidate: Candidate) -> int:
-    return sum(candidate.over.values())
-
-
-def _nearest(candidates: list[Candidate]) -> str:
-    nearest = min(candidates, key=_excess)
-    over = ", ".join(f"{WORDS[tier]} by {format_bytes(nbytes)}" for tier, nbytes in nearest.over.items())
-    offload = f" --offload {nearest.setup.offload}" if nearest.setup.offload else ""
-    moment = f" (peak at: {nearest.plan.moment})" if nearest.plan.moment else ""
-    return f"the nearest is --stage {nearest.setup.stage}{offload}, over on the {over}{moment}"
-
-
-def _explain(candidate: Candidate) -> list[str]:
-    plan, setup = candidate.plan, candidate.setup
-    offload = f" --offload {setup.offload}" if setup.offload else ""
-    lines = [f"--stage {setup.stage}{offload}: every row (GPU: per GPU; host and nvme: per node)"]
-    lines += plan.lines()
-    if candidate.estimate is not None:
-        parts = ", ".join(f"{name} {_seconds(s)}" for name, s in candidate.estimate.parts.items() if s)
-        lines.append(f"  estimated step: {_seconds(candidate.estimate.seconds)}; alone each would take: {parts}")
-    return lines
-
-
-def _max(largest: tuple[Shape | None, int]) -> list[str]:
-    grown, count = largest
-    lines = []
-    if grown is not None:
-        lines.append(f"largest of this shape: {format_count(grown.numel)} ({grown.layers} x {grown.hidden})")
-    lines.append(f"largest by model states alone: {format_count(count)} parameters")
-    return lines
-
-
-def _seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """Return a duration with three digits, in the unit that suits it."""
     for limit, unit, scale in ((1e-3, "us", 1e6), (1.0, "ms", 1e3), (600.0, "s", 1.0)):
         if seconds < limit:
             return f"{seconds * scale:.3g} {unit}"

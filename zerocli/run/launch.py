@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zerocli import machine
+from zerocli.config import Config
 from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.errors import UserError
+from zerocli.plan import preflight
 from zerocli.regular_files import own_folder
 from zerocli.run.job import Job
 from zerocli.run.run_lock import lock_run_folder
@@ -36,8 +39,11 @@ def launch(
     `arguments` are zerocli's own (the command first); `fresh` asks for a run folder that no other run has taken;
     `worker` is the command of a rank, for tests.
     """
-    num_ranks, reason = choose_ranks(config.parallel.ranks or 0, config.parallel.tp or 1, len(machine.gpus()))
+    gpus = machine.gpus()
+    num_ranks, reason = choose_ranks(config.parallel.ranks or 0, config.parallel.tp or 1, len(gpus))
     machine.allow_open_files(open_files(num_ranks))
+    if isinstance(config, Config):
+        preflight.refuse(with_ranks(config, num_ranks), gpus)
     run_dir = create_run_dir(options.run_dir, fresh)
     say(f"ranks {num_ranks} ({reason})")
     say(f"equivalent torchrun command: {torchrun_line(num_ranks, arguments)}")
@@ -48,6 +54,22 @@ def launch(
         code = job.run()
     job.report()
     return code
+
+
+def with_ranks(config: Config, num_ranks: int) -> Config:
+    """Return the config with its number of ranks filled in."""
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=num_ranks))
+
+
+def refuse_worker(config: Config, worker: Mapping[str, str]) -> None:
+    """Compare the plan with this node, on its first rank, unless the launcher has done so.
+
+    Under SLURM a task may see only its own part of the host's memory, so that is not compared.
+    """
+    if "ZEROCLI_PARENT" in os.environ or worker.get("LOCAL_RANK") != "0":
+        return
+    local = math.gcd(int(worker["WORLD_SIZE"]), int(worker.get("LOCAL_WORLD_SIZE", worker["WORLD_SIZE"])))
+    preflight.refuse(config, machine.gpus(), local, host="SLURM_PROCID" not in os.environ)
 
 
 def open_files(num_ranks: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import sys
@@ -36,7 +37,7 @@ from zerocli.engine.tensor_parallel import local_numel
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
 from zerocli.models import Decoder, build
 from zerocli.plan.factory import build_factory
-from zerocli.plan.inputs import plan_config
+from zerocli.plan.preflight import preflight, smallest_change
 from zerocli.plan.traced import Traced
 from zerocli.profile.lines import History, Line
 from zerocli.profile.observer import Observer
@@ -316,7 +317,7 @@ def count_parameters(config: Config) -> tuple[int, int]:
 
 
 def dry_run(config: Config, options: RunOptions) -> int:
-    """Print the resolved config and the memory that each rank would hold, without training."""
+    """Print the resolved config, the memory of each rank and whether this machine has it; return 0, or 3 if not."""
     began = time.perf_counter()
     config = resolve(config, max(1, config.parallel.ranks))
     open_batches(config)
@@ -328,14 +329,21 @@ def dry_run(config: Config, options: RunOptions) -> int:
     if config.model.factory and config.activations.policy == AUTO:
         say("activations: chosen when a run starts: the factory's model is traced then")
     document = {"schema": 1, "config": to_dict(config), "parameters": numel, "memory": held}
-    planned = plan_config(config, "cuda" if torch.cuda.is_available() else "cpu")
+    local = math.gcd(config.parallel.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.ranks)))
+    gpus = machine.gpus()
+    verdict = preflight(config, gpus, local if "LOCAL_WORLD_SIZE" in os.environ else 0, numel)
+    planned = verdict.plan
     if planned is not None:
         document["plan"] = planned.as_dict()
+    document |= verdict.as_dict()
     if options.json:
         show(json.dumps(document))
     else:
         show(report.dry(config, numel, held))
         if planned is not None:
             show("\n".join(["", "the whole plan of a rank's device, and of its node:", *planned.lines()]))
+        show("\n".join(["", *verdict.lines()]))
+        if not verdict.fits:
+            show(f"try: {smallest_change(config, verdict.setup, gpus)}")
     say(f"nothing was trained ({time.perf_counter() - began:.1f} s)")
-    return OK
+    return OK if verdict.fits else DOES_NOT_FIT

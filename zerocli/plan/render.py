@@ -1,0 +1,263 @@
+"""The verdict of `zerocli fit` as text: tables of at most 80 columns, numbers right-aligned."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from zerocli.layout.sizes import count_of, format_bytes, format_count
+from zerocli.plan.hardware import Hardware
+from zerocli.plan.rows import TIERS, WORDS
+from zerocli.plan.search import Candidate, Model
+from zerocli.plan.shape import Shape
+from zerocli.plan.verdict import Verdict, format_seconds, policy_of
+
+COLUMNS = 80
+UNKNOWN = "capacity unknown"
+"""Shown for a tier of another package."""
+GIB = 2**30
+
+Paint = Callable[..., str]
+
+
+def render(verdict: Verdict, explain: bool, colour: bool) -> str:
+    """Return the verdict as text, with colour if the terminal supports it."""
+    paint = _painter(colour)
+    lines = [_title(verdict), *wrap(_terms(verdict))]
+    lines += [line for note in verdict.notes for line in wrap(note, "  ")]
+    lines += ["", *_candidates(verdict, paint), ""]
+    lines += _fits(verdict, verdict.best, paint) if verdict.best is not None else _does_not_fit(verdict, paint)
+    if verdict.largest is not None:
+        lines += ["", *_max(verdict.largest)]
+    if explain:
+        lines += ["", *_explain(verdict.nearest)]
+    return "\n".join(lines)
+
+
+def render_machines(verdicts: Sequence[tuple[Hardware, Verdict | str]], notes: Sequence[str], colour: bool) -> str:
+    """Return one table row for each kind of machine, with its best candidate or the one nearest to fitting."""
+    paint = _painter(colour)
+    judged = [verdict for _, verdict in verdicts if isinstance(verdict, Verdict)]
+    budget = next((each.budget for each in judged if each.budget), None)
+    head = ["hardware", "ranks", "GPU GiB", "used", "step", "tokens/s"]
+    head += (["days"] if budget else []) + (["cost"] if budget and budget.price else [])
+    rows, styles = [[*head, "verdict"]], [""]
+    chosen: list[str] = []
+    for hardware, verdict in verdicts:
+        if isinstance(verdict, str):
+            rows.append([hardware.name, *["-"] * (len(head) - 1), "refused"])
+            chosen += wrap(f"{hardware.name}: {verdict}", "  ")
+            styles.append("red")
+            continue
+        each = verdict.nearest
+        timed = each.estimate
+        times = ["-", "-"] if timed is None else [format_seconds(timed.seconds), f"{timed.tokens_per_second:,.0f}"]
+        cells = [hardware.name, str(each.setup.ranks), _gib(each.plan.needed("hbm")), _percent(each), *times]
+        if budget and (taken := budget.of(each)):
+            cells += [_days(taken["days"])] + ([f"{taken['cost']:,.0f}"] if budget.price else [])
+        cells += ["-"] * (len(head) - len(cells))
+        rows.append([*cells, "fits" if verdict.fits else _over(each)])
+        chosen += wrap(
+            f"{hardware.name}: {'' if verdict.fits else 'nearest is '}{_arguments(each)} ({each.setup.precision})", "  "
+        )
+        styles.append("green" if verdict.fits else "red")
+    lines = [_title(judged[0]), *[line for note in notes for line in wrap(note, "  ")], ""] if judged else []
+    return "\n".join([*lines, *table(rows, styles, paint, words=(0, len(head))), "", *chosen])
+
+
+def wrap(text: str, indent: str = "") -> list[str]:
+    """Return the text in lines of at most 80 columns; words stay whole."""
+    later = indent + "  "
+    return textwrap.wrap(
+        text,
+        COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=later,
+        break_on_hyphens=False,
+        break_long_words=len(text) > 10 * COLUMNS,
+    ) or [""]
+
+
+def table(rows: list[list[str]], styles: Sequence[str], paint: Paint, words: Sequence[int]) -> list[str]:
+    """Return aligned rows of at most 80 columns: cells of the columns `words` are left-aligned and wrapped."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    for least in (10, 5):  # narrower cells only where wider ones do not do
+        for at in sorted(words, key=lambda at: -widths[at]):
+            room = COLUMNS - sum(widths) - 2 * (len(widths) - 1)
+            widths[at] = max(min(widths[at], least), widths[at] + min(0, room))
+    lines = []
+    for row, style in zip(rows, styles, strict=True):
+        cells = [_split(cell, widths[at]) if at in words else [cell] for at, cell in enumerate(row)]
+        for number in range(max(map(len, cells))):
+            parts = [cell[number] if number < len(cell) else "" for cell in cells]
+            text = "  ".join(
+                part.ljust(width) if at in words else part.rjust(width)
+                for at, (part, width) in enumerate(zip(parts, widths, strict=True))
+            ).rstrip()
+            lines.append(paint(text, fg=style.split()[0], bold="bold" in style) if style else text)
+    return lines
+
+
+def _split(text: str, width: int) -> list[str]:
+    """Return a cell's lines: broken after a space, comma or sign where one is, else anywhere."""
+    lines = [""]
+    for part in re.findall(r"[^ ,=+]*[ ,=+]*", text):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+        while len(lines[-1].rstrip()) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.rstrip() for line in lines]
+
+
+def _painter(colour: bool) -> Paint:
+    def paint(text: str, **style: Any) -> str:
+        return click.style(text, **style) if colour else text
+
+    return paint
+
+
+# -- parts of the verdict ----------------------------------------------------------------------------------------------
+
+
+def _title(verdict: Verdict) -> str:
+    model = verdict.model
+    count = f"{verdict.numel:,} parameters"
+    if isinstance(model, int):
+        return f"{verdict.name}: {count}; model states alone"
+    if not isinstance(model, Shape):
+        return f"{verdict.name}: {count} in {len(model.parts)} units; traced"
+    active = f", {format_count(model.active_numel)} of them active" if model.experts else ""
+    return f"{verdict.name}: {count}{active} ({model.family}, {model.layers} x {model.hidden})"
+
+
+def _terms(verdict: Verdict) -> str:
+    setup, hardware = verdict.candidates[0].setup, verdict.hardware
+    tokens = (
+        ""
+        if isinstance(verdict.model, int)
+        else f", batch {setup.batch} x seq {setup.seq}, {policy_of(verdict.candidates[0])}"
+    )
+    tp = f", tp {setup.tp}" if setup.tp > 1 else ""
+    room = f"{format_bytes(hardware.gpu_memory)} per GPU"
+    room += f", {format_bytes(hardware.host_memory)} and {format_bytes(hardware.nvme_space)} nvme per node"
+    return f"{count_of(setup.ranks, 'rank')}, {setup.local_ranks} per node{tp}, {setup.precision}{tokens}; {room}"
+
+
+def _candidates(verdict: Verdict, paint: Paint) -> list[str]:
+    chosen = any(each.plan.activations for each in verdict.candidates)
+    budget = verdict.budget
+    head = ["stage", "offload", *(["recomp."] if chosen else []), "GPU GiB", "used", "host", "nvme", "step"]
+    head += ["days"] if budget else []
+    rows, styles = [[*head, "verdict"]], [""]
+    for each in verdict.candidates:
+        again = [_recomputed(each, verdict.model)] if chosen else []
+        gpu, host, nvme = (_gib(each.plan.needed(tier)) for tier in TIERS)
+        timed = each.estimate
+        cells = [str(each.setup.stage), str(each.setup.offload) or "-", *again, gpu, _percent(each), host, nvme]
+        cells.append("-" if timed is None else format_seconds(timed.seconds))
+        if budget:
+            taken = budget.of(each)
+            cells.append(_days(taken["days"]) if taken else "-")
+        best = "fastest" if timed is not None else "first"
+        word = best if each is verdict.best else "fits" if each.fits else _over(each)
+        word += "".join(f", {tier} {UNKNOWN}" for tier in each.unknown if each.fits)
+        rows.append([*cells, word])
+        styles.append(("green" if each.fits else "red") + " bold" * (each is verdict.best))
+    return table(rows, styles, paint, words=(1, len(head)))
+
+
+def _fits(verdict: Verdict, best: Candidate, paint: Paint) -> list[str]:
+    lines = [paint(f"fits: {_arguments(best)}", fg="green", bold=True)]
+    lines += wrap(verdict.reason, "  ")
+    if verdict.budget is not None and (taken := verdict.budget.of(best)):
+        cost = f", cost {taken['cost']:,.0f} at {verdict.budget.price:g} per GPU-hour" if taken["cost"] else ""
+        text = f"{format_count(verdict.budget.tokens)} tokens: {_days(taken['days'])} days, "
+        text += f"{taken['gpu_hours']:,.0f} GPU-hours"
+        lines += wrap(f"{text}{cost} (by the estimate)", "  ")
+    for tier, nbytes in best.unknown.items():
+        lines += wrap(f"{tier}: {format_bytes(nbytes)} needed per node, {UNKNOWN}; its time is not estimated", "  ")
+    if best.plan.activations:
+        lines += wrap(f"activations: {best.plan.activations}", "  ")
+    if best.plan.moment:
+        lines.append(f"  its GPU peak comes at: {best.plan.moment}")
+    return lines
+
+
+def _does_not_fit(verdict: Verdict, paint: Paint) -> list[str]:
+    nearest = verdict.nearest
+    over = ", ".join(f"{WORDS[tier]} over by {format_bytes(nbytes)}" for tier, nbytes in nearest.over.items())
+    moment = f" (peak at: {nearest.plan.moment})" if nearest.plan.moment else ""
+    lines = [paint("does not fit", fg="red", bold=True) + "; the nearest:", *wrap(_arguments(nearest), "  ")]
+    lines += wrap(f"{over}{moment}", "  ")
+    if verdict.largest is not None:
+        return [*lines, "nothing of this shape fits"]
+    if verdict.change is not None:
+        return [*lines, "the smallest change that fits:", f"  {verdict.change[0]}"]
+    ranks = verdict.candidates[0].setup.ranks
+    return [*lines, *wrap(f"no change of stage, placement, batch or ranks (from {ranks} on) was found that fits")]
+
+
+def _arguments(candidate: Candidate) -> str:
+    setup = candidate.setup
+    return f"--stage {setup.stage}" + (f" --offload {setup.offload}" if setup.offload else "")
+
+
+def _over(candidate: Candidate) -> str:
+    return ", ".join(WORDS[tier] for tier in candidate.over) + " over"
+
+
+def _days(days: float | int | None) -> str:
+    assert days is not None
+    return f"{days:,.0f}" if days >= 100 else f"{days:.3g}"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:,.{1 if nbytes < 1000 * GIB else 0}f}" if nbytes else "-"
+
+
+def _percent(candidate: Candidate) -> str:
+    share = candidate.used.get("hbm", 0.0)
+    return f"{share:.0%}" if share < 100 else ">9999%"
+
+
+def _recomputed(candidate: Candidate, model: Model) -> str:
+    """Return how many blocks are recomputed."""
+    if not isinstance(model, Shape):
+        return "all" if candidate.setup.recomputes else "none"
+    return f"{candidate.setup.num_recomputed(model.layers)}/{model.layers}"
+
+
+def _explain(candidate: Candidate) -> list[str]:
+    lines = wrap(f"{_arguments(candidate)}: every row (GPU: per GPU; host and nvme: per node)")
+    for line in candidate.plan.lines():
+        lines += _explained(line)
+    if candidate.estimate is not None:
+        parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in candidate.estimate.parts.items() if s)
+        seconds = format_seconds(candidate.estimate.seconds)
+        lines += wrap(f"estimated step: {seconds}; alone each would take: {parts}", "  ")
+    return lines
+
+
+def _explained(line: str) -> list[str]:
+    """Return a row of the plan with its formula wrapped below itself."""
+    row = re.match(r"(  \S+ +\S+(?: \S+)* +[\d.]+ \S+  )(.+)", line)
+    if row is None:
+        return wrap(line.strip(), "  ")
+    first, formula = row.groups()
+    return textwrap.wrap(
+        formula, COLUMNS, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False
+    )
+
+
+def _max(largest: tuple[Shape | None, int]) -> list[str]:
+    grown, count = largest
+    lines = []
+    if grown is not None:
+        lines.append(f"largest of this shape: {format_count(grown.numel)} ({grown.layers} x {grown.hidden})")
+    lines.append(f"largest by model states alone: {format_count(count)} parameters")
+    return lines
