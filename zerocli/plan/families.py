@@ -62,8 +62,15 @@ class Fields:
 
 
 def read_shape(values: Mapping[str, Any], places: Mapping[str, str], path: str) -> Shape:
-    """Return the shape that a Hugging Face config describes; ConfigError names every invalid field."""
+    """Return the shape that a Hugging Face config describes; ConfigError names every invalid field.
+
+    Of a model of several parts (images and text) that is not a family itself, the text model is read.
+    """
     family = values.get("model_type")
+    if text := text_family(values):
+        inner = {key.removeprefix("text_config."): place for key, place in places.items() if "text_config." in key}
+        outer = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
+        return read_shape(outer | values["text_config"] | {"model_type": text}, inner, path)
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(FAMILIES)
         if family is None:
@@ -71,13 +78,22 @@ def read_shape(values: Mapping[str, Any], places: Mapping[str, str], path: str) 
             raise ConfigError([Problem(path, fact)], hint=f"model_type: one of {known}")
         fact = f"model_type {quote(family)} is not supported; supported are {known}"
         meant = closest(family, FAMILIES) if isinstance(family, str) else ""
-        hint = "zerocli fit package.module:factory --trace, with a function that builds the model"
+        hint = "pip install 'zerocli[hf]' (every family of transformers), or zerocli fit package.module:factory --trace"
         raise ConfigError([Problem(places.get("model_type", path), fact, meant)], hint=hint)
     fields = Fields(values, places, path)
     shape = FAMILIES[family](fields)
     if fields.problems:
         raise ConfigError(fields.problems)
     return shape
+
+
+def text_family(values: Mapping[str, Any]) -> str:
+    """Return the family of a config's text model; "" if the config is a family itself, or has no text model we know."""
+    text = values.get("text_config")
+    if not isinstance(text, dict) or values.get("model_type") in FAMILIES:
+        return ""
+    family = text.get("model_type", f"{values.get('model_type')}_text")
+    return family if isinstance(family, str) and family in FAMILIES else ""
 
 
 def _gpt2(f: Fields) -> Shape:
