@@ -1,4 +1,4 @@
-"""Small configs of 50 and more Hugging Face families, as their `config.json` would have them."""
+"""Small configs of 57 Hugging Face families, as their `config.json` would have them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "falcon-rw": _DECODER | dict(model_type="falcon", alibi=True, multi_query=False, parallel_attn=False, bias=True),
     "llama": _GQA,
     "mistral": _GQA,
-    "ministral": _GQA,
+    "ministral": _GQA | dict(head_dim=8),
     "mixtral": _MOE,
     "qwen2": _GQA,
     "qwen3": _GQA | dict(head_dim=16),

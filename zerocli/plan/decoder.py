@@ -83,7 +83,7 @@ class Decoder:
             rstd, normal = t.new(tokens * FP32), t.new(fp32)
             saved = [source, rstd, normal]
             return t.op("norm", [x], self.hidden, saved, [self.hidden], fp32, 3 * fp32, params, unit)
-        stats = tokens * (FP32 if self.batch.cuda else self.batch.width) * (2 if self.shape.norm == "layer" else 1)
+        stats = tokens * (FP32 if self.batch.cuda else self.batch.width) * (1 if self.shape.norm == "rms" else 2)
         return t.op("norm", [x], self.hidden, [x.storage, t.new(stats)], [self.hidden], params=params, unit=unit)
 
     def linear(self, t: Tape, label: str, x: Tensor, inputs: int, outputs: int, params: list[int], unit: int) -> Tensor:
@@ -115,7 +115,7 @@ class Decoder:
         qkv = self.linear(t, "qkv", x, shape.hidden, wide, self._params("block", "qkv", "qkv_bias", block=block), unit)
         parts = t.split(qkv, self._queries + 2 * self._keys)
         q = k = v = parts
-        if shape.rotary or shape.qk_norm:
+        if shape.rotary or shape.q_norm:
             q = k = self._rotate(t, parts, block, unit)
         out = self._attend(t, q, k, v)
         weight, bias = (self._params("block", name, block=block) for name in ("out", "out_bias"))
@@ -128,7 +128,7 @@ class Decoder:
         both = self._queries + self._keys
         wide = both * FP32 // self.batch.width
         half = self.batch.width < FP32
-        if self.shape.qk_norm:  # an estimate: no built-in model has these norms
+        if self.shape.q_norm:  # an estimate: no built-in model has these norms
             params = self._params("block", "q_norm", "k_norm", block=block)
             temporary, backward_temporary = both + wide * (2 if half else 1), 2 * wide
             saved = [t.new(wide)]
@@ -231,17 +231,31 @@ class Decoder:
     # -- the whole -------------------------------------------------------------------------------------------------
 
     def block(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
-        first = self._params("block", "norm1", "norm1_bias", block=block)
-        if self.shape.block_norms == 1:
-            y = self.norm(t, x, first, unit)
+        """Run one block; the norms of every arrangement but `pre` are an estimate: no built-in model has it."""
+        norms = self.shape.norms
+        if norms == "shared":
+            y = self._norm(t, x, 1, block, unit)
             return self.add(t, self.add(t, x, self.attention(t, y, block, unit)), self.mlp(t, y, block, unit))
-        x = self._attend_block(t, x, first, block, unit)
-        y = self.norm(t, x, self._params("block", "norm2", "norm2_bias", block=block), unit)
+        if norms == "parallel":
+            attended = self.add(t, x, self._attend_normed(t, x, block, unit))
+            return self.add(t, attended, self.mlp(t, self._norm(t, x, 2, block, unit), block, unit))
+        if norms == "post":
+            x = self.add(t, x, self._norm(t, self.attention(t, x, block, unit), 1, block, unit))
+            return self.add(t, x, self._norm(t, self.mlp(t, x, block, unit), 2, block, unit))
+        if norms == "sandwich":
+            x = self.add(t, x, self._norm(t, self._attend_normed(t, x, block, unit), 2, block, unit))
+            y = self.mlp(t, self._norm(t, x, 3, block, unit), block, unit)
+            return self.add(t, x, self._norm(t, y, 4, block, unit))
+        x = self.add(t, x, self._attend_normed(t, x, block, unit))
+        y = self._norm(t, x, 2, block, unit)
         return self.add(t, x, self.mlp(t, y, block, unit))
 
-    def _attend_block(self, t: Tape, x: Tensor, params: list[int], block: int, unit: int) -> Tensor:
-        y = self.norm(t, x, params, unit)
-        return self.add(t, x, self.attention(t, y, block, unit))
+    def _norm(self, t: Tape, x: Tensor, number: int, block: int, unit: int) -> Tensor:
+        return self.norm(t, x, self._params("block", f"norm{number}", f"norm{number}_bias", block=block), unit)
+
+    def _attend_normed(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
+        y = self._norm(t, x, 1, block, unit)
+        return self.attention(t, y, block, unit)
 
     def embed(self, t: Tape) -> Tensor:
         """Look up the tokens; the table's gradient is dense."""
@@ -262,6 +276,8 @@ class Decoder:
             rows = [shape.positions * shape.hidden * batch.width]
             sums = batch.seq * shape.hidden * batch.width
             x = t.op("positions", [x], self.hidden, (), [SHARED], backward_temporary=sums, params=rows, unit=0)
+        if shape.embed_norm:
+            x = self.norm(t, x, self._params("embed", "embed_norm", "embed_norm_bias"), 0)
         return self.dropout(t, x)
 
 

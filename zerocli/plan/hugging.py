@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zerocli.errors import ConfigError, Problem, UserError, closest, quote
-from zerocli.plan.families import MAX_LAYERS, MAX_SIZE
+from zerocli.plan.fields import MAX_LAYERS, MAX_SIZE
 
 if TYPE_CHECKING:
     import torch

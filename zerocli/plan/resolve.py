@@ -31,9 +31,6 @@ def plan_source(
         raise UserError(f"--tp {setup.tp}: models of transformers are not split over ranks", hint="--tp 1")
     config = hugging.read_config(source.file)
     model = hugging.build(config)
-    several = (
-        hasattr(model, "config") and config.get_text_config() is not config and "vision_config" in config.to_dict()
-    )
     numel = sum(each.numel() for each in model.parameters())
     name = type(model).__name__
     try:
@@ -51,8 +48,10 @@ def plan_source(
 def _trace(name: str, config: Any, setup: Setup, stages: Sequence[int]) -> Traced:
     from zerocli.plan.trace import kinds_of_step, trace
 
-    def loss(engine: Engine, each: Setup) -> Any:
-        return hugging.loss_of(engine(**hugging.batch_of(engine.model, each.batch, each.seq)))
-
     with hugging.offline():
         return trace(name, lambda: hugging.build(config), kinds_of_step(setup, stages), loss, whole=False)
+
+
+def loss(engine: Engine, setup: Setup) -> Any:
+    """Run a model of transformers on a batch that it takes, and return its loss."""
+    return hugging.loss_of(engine(**hugging.batch_of(engine.model, setup.batch, setup.seq)))

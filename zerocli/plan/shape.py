@@ -34,6 +34,14 @@ class Parameter:
         return tuple(size // tp if at == self.cut else size for at, size in enumerate(self.shape))
 
 
+NORMS = {"pre": 2, "shared": 1, "parallel": 2, "post": 2, "sandwich": 4}
+"""Norms of a block, by where they are.
+
+pre: before attention and before the MLP. shared: one before both, which run on its output. parallel: one before each,
+and both run on the block's input. post: after each. sandwich: before and after each.
+"""
+
+
 @dataclass(frozen=True)
 class Shape:
     """A decoder: embedding, `layers` blocks of attention and MLP, final norm, head."""
@@ -53,13 +61,16 @@ class Shape:
     gated: bool = False
     """Whether the MLP has a gate projection besides its up projection."""
     norm: str = "layer"
-    """`layer` (weight and bias) or `rms` (weight)."""
+    """`layer` (weight and bias), `rms` (weight) or `plain` (a layer norm without either)."""
     norm_bias: bool = True
-    block_norms: int = 2
-    """Norms over the hidden size per block: one if attention and MLP share it."""
+    norms: str = "pre"
+    """Where a block's norms over the hidden size are: a key of `NORMS`."""
+    embed_norm: bool = False
+    """Whether a norm follows the embedding."""
     final_norm: bool = True
-    qk_norm: int = 0
-    """Weights of the norm on queries, and of the one on keys; 0: none."""
+    q_norm: int = 0
+    """Weights of the norm on queries; 0: none."""
+    k_norm: int = 0
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -151,6 +162,8 @@ class Shape:
             found.append(Parameter("positions", (self.positions, self.hidden)))
         if width != self.hidden:
             found.append(Parameter("project_in", (self.hidden, width)))
+        if self.embed_norm:
+            found += self._norm("embed_norm", self.hidden)
         return tuple(found)
 
     def head_parameters(self) -> tuple[Parameter, ...]:
@@ -167,11 +180,11 @@ class Shape:
     def block_parameters(self, block: int = 0) -> tuple[Parameter, ...]:
         """Return a block's parameters: queries, keys and values are one matrix, and so are gate and up."""
         found: list[Parameter] = []
-        for index in range(self.block_norms):
+        for index in range(NORMS[self.norms]):
             found += self._norm(f"norm{index + 1}", self.hidden)
         found += self._linear("qkv", self.hidden, self.width_q + 2 * self.width_kv, self.qkv_bias, cut=0)
-        if self.qk_norm:
-            found += [Parameter("q_norm", (self.qk_norm,)), Parameter("k_norm", (self.qk_norm,))]
+        if self.q_norm:
+            found += [Parameter("q_norm", (self.q_norm,)), Parameter("k_norm", (self.k_norm,))]
         found += self._linear("out", self.width_q, self.hidden, self.out_bias, cut=1)
         found += self._experts() if self.is_sparse(block) else self._mlp("", self.mlp_hidden)
         return tuple(found)
@@ -197,6 +210,8 @@ class Shape:
         return weight + ([Parameter(f"{name}_bias", (outputs,), 0 if cut == 0 else None)] if bias else [])
 
     def _norm(self, name: str, width: int) -> list[Parameter]:
+        if self.norm == "plain":
+            return []
         bias = self.norm == "layer" and self.norm_bias
         return [Parameter(name, (width,)), *([Parameter(f"{name}_bias", (width,))] if bias else [])]
 
@@ -217,6 +232,9 @@ class Shape:
             "expert_hidden": _near(self.expert_hidden * ratio),
             "shared_hidden": _near(self.shared_hidden * ratio),
         }
+        # A norm over a head keeps its weights; one over all heads grows with them.
+        if self.q_norm == self.width_q:
+            changes |= {"q_norm": heads * head, "k_norm": heads // share * head}
         if not self.head_dim and hidden % heads:
             changes["head_dim"] = head
         return dataclasses.replace(self, **changes)
