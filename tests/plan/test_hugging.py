@@ -64,11 +64,12 @@ def test_every_family_is_planned_with_its_exact_count(name, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", some(FORMULAS, ("falcon-40b", "gemma2")))
 def test_a_formula_scales_and_is_replayed(name, tmp_path, capsys):
-    """Every arrangement of norms is replayed, with recomputation too, and `--max` finds a larger model."""
+    """Every arrangement of norms is replayed, with recomputation too; twice the width is the same family."""
     code, answer, _ = fit(CONFIGS[name], tmp_path, capsys, "--seq", "16", "--set", "activations.policy=recompute")
     assert code == 0 and answer["model"]["whole"]
-    code, answer, _ = fit(CONFIGS[name], tmp_path, capsys, "--seq", "16", "--max", "--gpu-memory", "4GiB")
-    assert code == 0 and answer["max"]["parameters"] > read_shape(CONFIGS[name], {}, name).numel
+    shape = read_shape(CONFIGS[name], {}, name)
+    wide = shape.scaled(shape.layers, 2 * shape.hidden)
+    assert (wide.q_norm == wide.width_q) == (shape.q_norm == shape.width_q) and wide.numel > shape.numel
 
 
 def test_without_transformers_formulas_count_and_others_are_refused(monkeypatch, tmp_path, capsys):
@@ -89,9 +90,10 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path, capsys):
     assert hugging.build(config).config._attn_implementation in ("sdpa", "eager")
 
 
-def test_a_model_that_cannot_be_traced_is_counted(tmp_path, capsys):
+def test_a_model_that_cannot_be_traced_is_counted(tmp_path, capsys, monkeypatch):
     """Mamba without its kernels loops over tokens: too many operations for fake tensors."""
-    code, answer, _ = fit(CONFIGS["mamba"], tmp_path, capsys, "--seq", "3000")
+    monkeypatch.setattr("zerocli.plan.trace.MAX_OPERATIONS", 100)
+    code, answer, _ = fit(CONFIGS["mamba"], tmp_path, capsys, "--seq", "16")
     assert code == 0 and answer["model"]["parameters"] == count(CONFIGS["mamba"]) and not answer["model"]["whole"]
     assert any("activations are not counted" in note for note in answer["notes"])
 
@@ -103,7 +105,7 @@ def test_sizes_that_no_model_has_are_refused():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", some(["gemma2", "deepseek_v3", "t5", "vit"], ("gemma2",)))
+@pytest.mark.parametrize("name", some(["gemma2", "deepseek_v3", "t5", "vit"], ("vit",)))
 def test_a_shallow_trace_gives_the_bytes_of_the_whole_model(name, recompute):
     from zerocli.plan.resolve import loss
     from zerocli.plan.trace import trace
