@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from zerocli.plan.shape import Parameter, Shape
+from zerocli.plan.shape import Latent, Parameter, Shape
 from zerocli.plan.tape import SHARED, Tape, Tensor
 
 FP32 = 4
@@ -111,17 +111,45 @@ class Decoder:
 
     def attention(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
         shape, tp = self.shape, self.batch.tp
-        wide = (shape.width_q + 2 * shape.width_kv) // tp
-        qkv = self.linear(t, "qkv", x, shape.hidden, wide, self._params("block", "qkv", "qkv_bias", block=block), unit)
-        parts = t.split(qkv, self._queries + 2 * self._keys)
-        q = k = v = parts
-        if shape.rotary or shape.q_norm:
-            q = k = self._rotate(t, parts, block, unit)
+        if shape.latent:
+            q, k, v = self._latent(t, x, shape.latent, block, unit)
+        else:
+            wide = (shape.width_q + 2 * shape.width_kv) // tp
+            own = self._params("block", "qkv", "qkv_bias", block=block)
+            parts = t.split(self.linear(t, "qkv", x, shape.hidden, wide, own, unit), self._queries + 2 * self._keys)
+            q = k = v = parts
+            if shape.rotary or shape.q_norm:
+                q = k = self._rotate(t, parts, block, unit)
         out = self._attend(t, q, k, v)
-        weight, bias = (self._params("block", name, block=block) for name in ("out", "out_bias"))
+        weight = self._params("block", "out", "sinks", block=block)
+        bias = self._params("block", "out_bias", block=block)
         params = weight if tp > 1 else weight + bias
-        y = self.linear(t, "out", out, shape.width_q // tp, shape.hidden, params, unit)
+        y = self.linear(t, "out", out, shape.width_out // tp, shape.hidden, params, unit)
         return self.dropout(t, self.sum_out(t, y, bias, unit))
+
+    def _latent(self, t: Tape, x: Tensor, latent: Latent, block: int, unit: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Make queries, keys and values of latent attention. This is an estimate: no built-in model has it.
+
+        Values are padded to the size of keys, as flash kernels do.
+        """
+
+        def low(name: str, rank: int, rest: int = 0) -> Tensor:
+            own = self._params("block", name, f"{name}_bias", block=block)
+            y = self.linear(t, name, x, self.shape.hidden, rank + rest, own, unit)
+            nbytes = self.batch.tokens * rank * self.batch.width
+            norm = self._params("block", f"{name}_norm", block=block)
+            return t.op("norm", [y], nbytes, [y.storage], [y.storage.nbytes], params=norm, unit=unit)
+
+        shape, tp = self.shape, self.batch.tp
+        source = low("q_a", latent.q_rank) if latent.q_rank else x
+        params = self._params("block", "q_b", block=block)
+        q = self.linear(t, "q_b", source, latent.q_rank or shape.hidden, shape.width_q // tp, params, unit)
+        wide = shape.heads * (latent.nope + latent.value) // tp
+        params = self._params("block", "kv_b", block=block)
+        kv = self.linear(t, "kv_b", low("kv_a", latent.kv_rank, latent.rope), latent.kv_rank, wide, params, unit)
+        parts = t.split(kv, kv.storage.nbytes)
+        q, k = t.op("rotary", [q], self._queries), t.op("rotary", [parts], self._keys, grads=[parts.storage.nbytes])
+        return q, k, t.op("pad", [parts], self._keys, grads=[parts.storage.nbytes])
 
     def _rotate(self, t: Tape, parts: Tensor, block: int, unit: int) -> Tensor:
         """Rotate (and norm) queries and keys: in fp32, rounded once; only the result is kept."""

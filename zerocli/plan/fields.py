@@ -39,6 +39,10 @@ class Fields:
         """Return the first of these names of one field that the config has; the first of all if it has none."""
         return next((name for name in names if self._values.get(name) is not None), names[0])
 
+    def is_null(self, name: str) -> bool:
+        """Whether the config has this field and says null: there is no such part, where absent means the default."""
+        return name in self._values and self._values[name] is None
+
     def flag(self, name: str, default: bool) -> bool:
         value = self._values.get(name)
         if value is None:

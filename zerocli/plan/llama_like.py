@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from zerocli.plan.fields import MAX_LAYERS, Fields
-from zerocli.plan.shape import Shape
+from zerocli.plan.shape import Latent, Shape
 
 
 def llama_like(
@@ -152,3 +153,49 @@ def qwen2_moe(f: Fields) -> Shape:
 
 def qwen3_moe(f: Fields) -> Shape:
     return _qwen_moe(f, "qwen3_moe", head_dim=128, qk_norm="head")
+
+
+def _deepseek(f: Fields, family: str, row: dict[str, Any], experts: int, shared: int, per_token: int) -> Shape:
+    """Return a shape with latent attention, experts after the first blocks, and shared experts without a gate."""
+    heads, experts = f.whole("num_attention_heads", row["heads"]), f.whole("n_routed_experts", experts)
+    q_rank = 0 if f.is_null("q_lora_rank") else f.whole("q_lora_rank", 1536)
+    nope, rope, value = f.whole("qk_nope_head_dim", 128), f.whole("qk_rope_head_dim", 64), f.whole("v_head_dim", 128)
+    one, dense = f.whole("moe_intermediate_size", row.pop("expert")), row.pop("dense")
+    shape = llama_like(
+        f,
+        family,
+        **row,
+        mlp_bias=False,
+        experts=experts,
+        experts_per_token=f.whole("num_experts_per_tok", per_token, most=experts),
+        expert_hidden=one,
+        shared_hidden=0 if f.is_null("n_shared_experts") else one * f.whole("n_shared_experts", shared),
+        shared_gate=False,
+        dense_blocks=tuple(range(f.whole("first_k_dense_replace", dense, least=0, most=MAX_LAYERS))),
+        latent=Latent(q_rank, f.whole("kv_lora_rank", 512), nope, rope, value),
+    )
+    return dataclasses.replace(shape, heads=heads, kv_heads=0, head_dim=nope + rope)
+
+
+def deepseek_v2(f: Fields) -> Shape:
+    return _deepseek(f, "deepseek_v2", _row(32, 4096, 32, 0, 11008, 102400, expert=1407, dense=0), 64, 2, 6)
+
+
+def deepseek_v3(f: Fields) -> Shape:
+    row = _row(61, 7168, 128, 0, 18432, 129280, expert=2048, dense=3, positions=4096)
+    return _deepseek(f, "deepseek_v3", row, 256, 1, 8)
+
+
+def gpt_oss(f: Fields) -> Shape:
+    experts = f.whole("num_local_experts", 128)
+    row = _row(36, 2880, 64, 8, 2880, 201088, head_dim=64, positions=131072, biases=True, mlp_bias=True)
+    return llama_like(
+        f,
+        "gpt_oss",
+        **row,
+        experts=experts,
+        experts_per_token=f.whole("num_experts_per_tok", 4, most=experts),
+        expert_hidden=f.whole("intermediate_size", 2880),
+        router_bias=True,
+        sinks=True,
+    )
