@@ -17,6 +17,7 @@ from zerocli.engine.settings import Settings
 from zerocli.errors import UserError
 from zerocli.models import build
 from zerocli.models.hugging import config_json
+from zerocli.plan import hugging
 from zerocli.plan.build import plan_traced
 from zerocli.plan.flats import plan_flats
 from zerocli.plan.inputs import shape_of
@@ -100,7 +101,7 @@ def test_a_model_that_no_formula_knows_is_traced(capsys):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_hugging_face_config_is_traced_as_the_model_it_describes(family, capsys, tmp_path):
-    """What is run has the file's own parameters, and not another's; what is not built in is refused."""
+    """What is run has the file's own parameters, and not another's; what is not built in needs transformers."""
     model = dataclasses.replace(MODEL, family=family, kv_heads=0 if family == "gpt2" else 2)
     values = config_json(model, 256, "float32")
     path = tmp_path / "config.json"
@@ -117,7 +118,10 @@ def test_a_hugging_face_config_is_traced_as_the_model_it_describes(family, capsy
     code = cli.run(["fit", *words, "--trace"])
     captured = capsys.readouterr()
     # An MLP of another width is still a GPT-2 of ours; a Llama with biases is none.
-    assert code == 0 if family == "gpt2" else (code == 2 and "names none that is built in" in captured.err)
+    if family == "gpt2" or hugging.installed():
+        assert code == 0 and ("LlamaForCausalLM of transformers" in captured.out) == (family == "llama")
+    else:
+        assert code == 2 and "names none that is built in" in captured.err
 
 
 @pytest.mark.parametrize("model", ["tiny", "test_trace:builtin"])

@@ -13,7 +13,6 @@ import click
 
 from offload.placement import Placement
 from zerocli import machine
-from zerocli.config import AUTO
 from zerocli.console import printable, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
@@ -21,6 +20,7 @@ from zerocli.plan import search
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
 from zerocli.plan.inputs import Source, model_of, read_source
 from zerocli.plan.render import render, render_machines
+from zerocli.plan.resolve import plan_source
 from zerocli.plan.rows import Row
 from zerocli.plan.runtime import RUNTIME
 from zerocli.plan.saves import SHARED
@@ -272,6 +272,8 @@ def choose_setup(
 
 
 def _model(source: Source, traced: bool, setup: Setup, stages: tuple[int, ...], notes: list[str]) -> search.Model:
+    if (found := plan_source(source, traced, setup, stages, notes)) is not None:
+        return found
     if traced:
         notes.append("traced: the real engine on tensors without memory, with a CPU's operations and a GPU's chunks")
         return _trace(source, setup, stages)
@@ -295,7 +297,7 @@ def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Mode
             hint="zerocli fit package.module:factory --trace, with a function that builds the model",
         )
     from zerocli.plan.factory import build_factory
-    from zerocli.plan.trace import trace
+    from zerocli.plan.trace import kinds_of_step, trace
 
     def make() -> Any:
         if built_in is None or shape is None:
@@ -304,10 +306,7 @@ def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Mode
 
         return build(built_in, shape.positions or setup.seq, "meta")
 
-    # The placement of states does not change the temporary memory of a step.
-    ways = (False, True) if setup.recompute == AUTO else (setup.recomputes,)
-    alike = [dataclasses.replace(setup, offload=Placement(), recompute=each) for each in ways]
-    return trace(source.name, make, [dataclasses.replace(each, stage=stage) for each in alike for stage in stages])
+    return trace(source.name, make, kinds_of_step(setup, stages))
 
 
 def _largest(

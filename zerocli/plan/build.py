@@ -21,7 +21,7 @@ from zerocli.plan.runtime import SENTENCES, constant, fragments
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.step import Peaks, Replay
-from zerocli.plan.traced import Traced, way
+from zerocli.plan.traced import Traced
 
 _GATHERED = "{} buffers for each size of unit, whole, {} B per parameter"
 WORDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer_states"}
@@ -94,7 +94,7 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
     buffers = held["buffers"] + traced.buffers
     rows += [
         Row("gathered", "hbm", held["gathered"], _GATHERED.format(setup.gather_buffers, setup.width)),
-        Row("activations", "hbm", traced.moving[way(setup)], "peak of temporary memory in a traced step"),
+        Row("activations", "hbm", traced.moving_nbytes(setup), "peak of temporary memory in a traced step"),
         Row("buffers", "hbm", buffers, "reduction buckets, update slots and scratch, the model's own"),
     ]
     allocated = sum(row.nbytes for row in rows)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from zerocli.plan.shape import Parameter, Shape
+from zerocli.plan.shape import Latent, Parameter, Shape
 from zerocli.plan.tape import SHARED, Tape, Tensor
 
 FP32 = 4
@@ -83,7 +83,7 @@ class Decoder:
             rstd, normal = t.new(tokens * FP32), t.new(fp32)
             saved = [source, rstd, normal]
             return t.op("norm", [x], self.hidden, saved, [self.hidden], fp32, 3 * fp32, params, unit)
-        stats = tokens * (FP32 if self.batch.cuda else self.batch.width) * (2 if self.shape.norm == "layer" else 1)
+        stats = tokens * (FP32 if self.batch.cuda else self.batch.width) * (1 if self.shape.norm == "rms" else 2)
         return t.op("norm", [x], self.hidden, [x.storage, t.new(stats)], [self.hidden], params=params, unit=unit)
 
     def linear(self, t: Tape, label: str, x: Tensor, inputs: int, outputs: int, params: list[int], unit: int) -> Tensor:
@@ -111,24 +111,52 @@ class Decoder:
 
     def attention(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
         shape, tp = self.shape, self.batch.tp
-        wide = (shape.width_q + 2 * shape.width_kv) // tp
-        qkv = self.linear(t, "qkv", x, shape.hidden, wide, self._params("block", "qkv", "qkv_bias", block=block), unit)
-        parts = t.split(qkv, self._queries + 2 * self._keys)
-        q = k = v = parts
-        if shape.rotary or shape.qk_norm:
-            q = k = self._rotate(t, parts, block, unit)
+        if shape.latent:
+            q, k, v = self._latent(t, x, shape.latent, block, unit)
+        else:
+            wide = (shape.width_q + 2 * shape.width_kv) // tp
+            own = self._params("block", "qkv", "qkv_bias", block=block)
+            parts = t.split(self.linear(t, "qkv", x, shape.hidden, wide, own, unit), self._queries + 2 * self._keys)
+            q = k = v = parts
+            if shape.rotary or shape.q_norm:
+                q = k = self._rotate(t, parts, block, unit)
         out = self._attend(t, q, k, v)
-        weight, bias = (self._params("block", name, block=block) for name in ("out", "out_bias"))
+        weight = self._params("block", "out", "sinks", block=block)
+        bias = self._params("block", "out_bias", block=block)
         params = weight if tp > 1 else weight + bias
-        y = self.linear(t, "out", out, shape.width_q // tp, shape.hidden, params, unit)
+        y = self.linear(t, "out", out, shape.width_out // tp, shape.hidden, params, unit)
         return self.dropout(t, self.sum_out(t, y, bias, unit))
+
+    def _latent(self, t: Tape, x: Tensor, latent: Latent, block: int, unit: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Make queries, keys and values of latent attention. This is an estimate: no built-in model has it.
+
+        Values are padded to the size of keys, as flash kernels do.
+        """
+
+        def low(name: str, rank: int, rest: int = 0) -> Tensor:
+            own = self._params("block", name, f"{name}_bias", block=block)
+            y = self.linear(t, name, x, self.shape.hidden, rank + rest, own, unit)
+            nbytes = self.batch.tokens * rank * self.batch.width
+            norm = self._params("block", f"{name}_norm", block=block)
+            return t.op("norm", [y], nbytes, [y.storage], [y.storage.nbytes], params=norm, unit=unit)
+
+        shape, tp = self.shape, self.batch.tp
+        source = low("q_a", latent.q_rank) if latent.q_rank else x
+        params = self._params("block", "q_b", block=block)
+        q = self.linear(t, "q_b", source, latent.q_rank or shape.hidden, shape.width_q // tp, params, unit)
+        wide = shape.heads * (latent.nope + latent.value) // tp
+        params = self._params("block", "kv_b", block=block)
+        kv = self.linear(t, "kv_b", low("kv_a", latent.kv_rank, latent.rope), latent.kv_rank, wide, params, unit)
+        parts = t.split(kv, kv.storage.nbytes)
+        q, k = t.op("rotary", [q], self._queries), t.op("rotary", [parts], self._keys, grads=[parts.storage.nbytes])
+        return q, k, t.op("pad", [parts], self._keys, grads=[parts.storage.nbytes])
 
     def _rotate(self, t: Tape, parts: Tensor, block: int, unit: int) -> Tensor:
         """Rotate (and norm) queries and keys: in fp32, rounded once; only the result is kept."""
         both = self._queries + self._keys
         wide = both * FP32 // self.batch.width
         half = self.batch.width < FP32
-        if self.shape.qk_norm:  # an estimate: no built-in model has these norms
+        if self.shape.q_norm:  # an estimate: no built-in model has these norms
             params = self._params("block", "q_norm", "k_norm", block=block)
             temporary, backward_temporary = both + wide * (2 if half else 1), 2 * wide
             saved = [t.new(wide)]
@@ -231,17 +259,31 @@ class Decoder:
     # -- the whole -------------------------------------------------------------------------------------------------
 
     def block(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
-        first = self._params("block", "norm1", "norm1_bias", block=block)
-        if self.shape.block_norms == 1:
-            y = self.norm(t, x, first, unit)
+        """Run one block; the norms of every arrangement but `pre` are an estimate: no built-in model has it."""
+        norms = self.shape.norms
+        if norms == "shared":
+            y = self._norm(t, x, 1, block, unit)
             return self.add(t, self.add(t, x, self.attention(t, y, block, unit)), self.mlp(t, y, block, unit))
-        x = self._attend_block(t, x, first, block, unit)
-        y = self.norm(t, x, self._params("block", "norm2", "norm2_bias", block=block), unit)
+        if norms == "parallel":
+            attended = self.add(t, x, self._attend_normed(t, x, block, unit))
+            return self.add(t, attended, self.mlp(t, self._norm(t, x, 2, block, unit), block, unit))
+        if norms == "post":
+            x = self.add(t, x, self._norm(t, self.attention(t, x, block, unit), 1, block, unit))
+            return self.add(t, x, self._norm(t, self.mlp(t, x, block, unit), 2, block, unit))
+        if norms == "sandwich":
+            x = self.add(t, x, self._norm(t, self._attend_normed(t, x, block, unit), 2, block, unit))
+            y = self.mlp(t, self._norm(t, x, 3, block, unit), block, unit)
+            return self.add(t, x, self._norm(t, y, 4, block, unit))
+        x = self.add(t, x, self._attend_normed(t, x, block, unit))
+        y = self._norm(t, x, 2, block, unit)
         return self.add(t, x, self.mlp(t, y, block, unit))
 
-    def _attend_block(self, t: Tape, x: Tensor, params: list[int], block: int, unit: int) -> Tensor:
-        y = self.norm(t, x, params, unit)
-        return self.add(t, x, self.attention(t, y, block, unit))
+    def _norm(self, t: Tape, x: Tensor, number: int, block: int, unit: int) -> Tensor:
+        return self.norm(t, x, self._params("block", f"norm{number}", f"norm{number}_bias", block=block), unit)
+
+    def _attend_normed(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
+        y = self._norm(t, x, 1, block, unit)
+        return self.attention(t, y, block, unit)
 
     def embed(self, t: Tape) -> Tensor:
         """Look up the tokens; the table's gradient is dense."""
@@ -262,6 +304,8 @@ class Decoder:
             rows = [shape.positions * shape.hidden * batch.width]
             sums = batch.seq * shape.hidden * batch.width
             x = t.op("positions", [x], self.hidden, (), [SHARED], backward_temporary=sums, params=rows, unit=0)
+        if shape.embed_norm:
+            x = self.norm(t, x, self._params("embed", "embed_norm", "embed_norm_bias"), 0)
         return self.dropout(t, x)
 
 

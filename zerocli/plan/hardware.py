@@ -57,10 +57,9 @@ class Hardware:
         return 0.55
 
 
-# Dense half-precision TFLOPS, memory bandwidth and links are those of the vendors' data sheets: NVIDIA A100, H100,
-# H200, L40S, V100, T4 and Tesla P100 data sheets, NVIDIA DGX B200 data sheet, NVIDIA Ada GPU architecture white paper
-# (RTX 4090), AMD Instinct MI300X data sheet. Figures with sparsity are halved, links are of one direction.
-# PCIe rates are what pinned copies reach: about 12, 22 and 50 GB/s of generations 3, 4 and 5.
+# Dense half-precision TFLOPS, memory bandwidth and links as the vendors publish them; figures with sparsity are halved,
+# links are of one direction. Only the H200 was measured. PCIe rates are what pinned copies reach, about 12, 22 and 50
+# GB/s of generations 3, 4 and 5; host memory and disks are those of a usual node.
 PRESETS: Mapping[str, Hardware] = {
     each.name: each
     for each in (

@@ -12,8 +12,9 @@ from zerocli.config import AUTO, Config, ModelConfig
 from zerocli.config import file as configfile
 from zerocli.errors import ConfigError, Problem, UserError
 from zerocli.layout.sizes import parse_count
+from zerocli.plan import hugging
 from zerocli.plan.build import plan_model
-from zerocli.plan.families import read_shape
+from zerocli.plan.families import FAMILIES, read_shape, text_family
 from zerocli.plan.recompute import decide, room_here
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import setup_of
@@ -34,6 +35,8 @@ class Source:
     count: int
     factory: str = ""
     notes: tuple[str, ...] = ()
+    file: hugging.ConfigFile | None = None
+    """The Hugging Face config that was read."""
 
 
 def read_source(source: str, sets: Sequence[str], flags: Mapping[str, object]) -> Source:
@@ -72,21 +75,33 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
         config = configs.load(path, sets, flags)
         return Source(config.name, config, shape_of(config.model, config.train.seq), 0)
     _refuse_shapes(sets, f"{path} says what the model is")
-    shape = read_shape(values, places, path)
-    config = configs.assemble(configfile.Document(stem or shape.family, {}), sets, flags)
+    file = hugging.ConfigFile(values, places, path)
+    shape: Shape | None = None
     notes = []
+    if values.get("model_type") is None or values["model_type"] in FAMILIES or not hugging.installed():
+        shape = read_shape(values, places, path)
+        longest = shape.max_positions
+        if text_family(values):
+            notes.append(
+                "the text model alone (text_config): the other parts are counted where transformers is installed"
+            )
+    else:
+        longest = hugging.max_positions(hugging.read_config(file))
+    name = stem or str(values["model_type"])
+    config = configs.assemble(configfile.Document(name, {}), sets, flags)
     train = config.train
     if not _given("train.seq", sets, flags):
-        seq = min(shape.max_positions or DEFAULT_SEQ, DEFAULT_SEQ)
+        seq = min(longest or DEFAULT_SEQ, DEFAULT_SEQ)
         train = dataclasses.replace(train, seq=seq)
         notes.append(f"seq {seq} (not in the file; set it with --seq)")
     if not _given("train.batch", sets, flags):
         train = dataclasses.replace(train, batch=1)
         notes.append("batch 1 (not in the file; set it with --batch)")
-    if shape.family not in ("gpt2", "llama"):
-        notes.append(f"{shape.family} is planned as zerocli would build it; train it by a factory")
+    hint = " (--trace runs transformers' own model)" if hugging.installed() else ""
+    if shape is not None and shape.family not in ("gpt2", "llama"):
+        notes.append(f"{shape.family} is planned as zerocli would build it{hint}; train it by a factory")
     config = dataclasses.replace(config, train=train)
-    return Source(stem or shape.family, config, shape, 0, notes=tuple(notes))
+    return Source(name, config, shape, 0, notes=tuple(notes), file=file)
 
 
 def _refuse_shapes(sets: Sequence[str], why: str) -> None:

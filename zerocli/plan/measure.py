@@ -17,15 +17,22 @@ class LiveBytes(TorchDispatchMode):
     frees internally.
     """
 
-    def __init__(self, device: str = "cpu", granularity: int = 1) -> None:
+    def __init__(self, device: str = "cpu", granularity: int = 1, most: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._granularity = device, granularity
+        self._device, self._granularity, self._most = device, granularity, most
+        self._operations = 0
+        """Operations so far that autograd may record; RuntimeError if there are more than `most` (0: no limit)."""
         self._known: dict[int, int] = {}
         """Bytes of live storages by identity; 0 for those that are not counted."""
         self.nbytes = 0
         self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Not in backward: an exception there, in a thread of torch's, may end the process.
+        if self._most and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._operations += 1
+            if self._operations > self._most:
+                raise RuntimeError(f"it has more than {self._most} operations in forward")
         for tensor in tensors_in((args, kwargs or {})):
             self._see(tensor, ours=False)
         out = function(*args, **(kwargs or {}))

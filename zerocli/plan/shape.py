@@ -34,6 +34,29 @@ class Parameter:
         return tuple(size // tp if at == self.cut else size for at, size in enumerate(self.shape))
 
 
+NORMS = {"pre": 2, "shared": 1, "parallel": 2, "post": 2, "sandwich": 4}
+"""Norms of a block, by where they are.
+
+pre: before attention and before the MLP. shared: one before both, which run on its output. parallel: one before each,
+and both run on the block's input. post: after each. sandwich: before and after each.
+"""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: queries, keys and values are made from vectors of low rank."""
+
+    q_rank: int
+    """0: queries are made from the hidden state."""
+    kv_rank: int
+    nope: int
+    """Elements of a query or key without rotary positions, per head."""
+    rope: int
+    """Elements with them; those of keys are shared by all heads."""
+    value: int
+    """Elements of a value, per head."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """A decoder: embedding, `layers` blocks of attention and MLP, final norm, head."""
@@ -53,13 +76,16 @@ class Shape:
     gated: bool = False
     """Whether the MLP has a gate projection besides its up projection."""
     norm: str = "layer"
-    """`layer` (weight and bias) or `rms` (weight)."""
+    """`layer` (weight and bias), `rms` (weight) or `plain` (a layer norm without either)."""
     norm_bias: bool = True
-    block_norms: int = 2
-    """Norms over the hidden size per block: one if attention and MLP share it."""
+    norms: str = "pre"
+    """Where a block's norms over the hidden size are: a key of `NORMS`."""
+    embed_norm: bool = False
+    """Whether a norm follows the embedding."""
     final_norm: bool = True
-    qk_norm: int = 0
-    """Weights of the norm on queries, and of the one on keys; 0: none."""
+    q_norm: int = 0
+    """Weights of the norm on queries; 0: none."""
+    k_norm: int = 0
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -75,7 +101,13 @@ class Shape:
     experts_per_token: int = 0
     expert_hidden: int = 0
     shared_hidden: int = 0
-    """Width of the shared expert, which every token uses, with its gate; 0: none."""
+    """Width of the shared expert, which every token uses; 0: none."""
+    shared_gate: bool = True
+    router_bias: bool = False
+    sinks: bool = False
+    """Whether attention has a learned score per head that attends to nothing."""
+    latent: Latent | None = None
+    """Replaces the projection of queries, keys and values; `head_dim` is then that of queries and keys."""
     sparse_every: int = 1
     """A block is sparse if `(index + 1) % sparse_every == 0`."""
     dense_blocks: tuple[int, ...] = ()
@@ -92,6 +124,11 @@ class Shape:
     def width_kv(self) -> int:
         """Elements of all keys per token; values have as many."""
         return (self.kv_heads or self.heads) * self.head_size
+
+    @property
+    def width_out(self) -> int:
+        """Elements of attention's result per token."""
+        return self.heads * self.latent.value if self.latent else self.width_q
 
     @property
     def head_size(self) -> int:
@@ -113,10 +150,9 @@ class Shape:
     @property
     def active_numel(self) -> int:
         """Return the parameters that one token uses: of the experts, only those it is routed to."""
+        one = sum(each.numel for each in self._mlp("", self.expert_hidden))
         idle = sum(
-            (self.experts - self.experts_per_token) * 3 * self.hidden * self.expert_hidden
-            for block in range(self.layers)
-            if self.is_sparse(block)
+            (self.experts - self.experts_per_token) * one for block in range(self.layers) if self.is_sparse(block)
         )
         return self.numel - idle
 
@@ -151,6 +187,8 @@ class Shape:
             found.append(Parameter("positions", (self.positions, self.hidden)))
         if width != self.hidden:
             found.append(Parameter("project_in", (self.hidden, width)))
+        if self.embed_norm:
+            found += self._norm("embed_norm", self.hidden)
         return tuple(found)
 
     def head_parameters(self) -> tuple[Parameter, ...]:
@@ -167,14 +205,30 @@ class Shape:
     def block_parameters(self, block: int = 0) -> tuple[Parameter, ...]:
         """Return a block's parameters: queries, keys and values are one matrix, and so are gate and up."""
         found: list[Parameter] = []
-        for index in range(self.block_norms):
+        for index in range(NORMS[self.norms]):
             found += self._norm(f"norm{index + 1}", self.hidden)
-        found += self._linear("qkv", self.hidden, self.width_q + 2 * self.width_kv, self.qkv_bias, cut=0)
-        if self.qk_norm:
-            found += [Parameter("q_norm", (self.qk_norm,)), Parameter("k_norm", (self.qk_norm,))]
-        found += self._linear("out", self.width_q, self.hidden, self.out_bias, cut=1)
+        found += self._latent(self.latent) if self.latent else self._qkv()
+        if self.q_norm:
+            found += [Parameter("q_norm", (self.q_norm,)), Parameter("k_norm", (self.k_norm,))]
+        if self.sinks:
+            found.append(Parameter("sinks", (self.heads,), 0))
+        found += self._linear("out", self.width_out, self.hidden, self.out_bias, cut=1)
         found += self._experts() if self.is_sparse(block) else self._mlp("", self.mlp_hidden)
         return tuple(found)
+
+    def _qkv(self) -> list[Parameter]:
+        return self._linear("qkv", self.hidden, self.width_q + 2 * self.width_kv, self.qkv_bias, cut=0)
+
+    def _latent(self, latent: Latent) -> list[Parameter]:
+        found = []
+        if latent.q_rank:
+            found += self._linear("q_a", self.hidden, latent.q_rank, self.qkv_bias, cut=None)
+            found.append(Parameter("q_a_norm", (latent.q_rank,)))
+        found.append(Parameter("q_b", (self.width_q, latent.q_rank or self.hidden), 0))
+        found += self._linear("kv_a", self.hidden, latent.kv_rank + latent.rope, self.qkv_bias, cut=None)
+        found.append(Parameter("kv_a_norm", (latent.kv_rank,)))
+        found.append(Parameter("kv_b", (self.heads * (latent.nope + latent.value), latent.kv_rank), 0))
+        return found
 
     def _mlp(self, name: str, width: int) -> list[Parameter]:
         up = 2 * width if self.gated else width
@@ -185,18 +239,23 @@ class Shape:
 
     def _experts(self) -> list[Parameter]:
         found = [Parameter("router", (self.experts, self.hidden))]
+        if self.router_bias:
+            found.append(Parameter("router_bias", (self.experts,)))
         for index in range(self.experts):
             found += self._mlp(f"expert{index}.", self.expert_hidden)
         if self.shared_hidden:
-            found += [*self._mlp("shared.", self.shared_hidden), Parameter("shared_gate", (1, self.hidden))]
+            found += self._mlp("shared.", self.shared_hidden)
+            found += [Parameter("shared_gate", (1, self.hidden))] if self.shared_gate else []
         return found
 
-    def _linear(self, name: str, inputs: int, outputs: int, bias: bool, cut: int) -> list[Parameter]:
+    def _linear(self, name: str, inputs: int, outputs: int, bias: bool, cut: int | None) -> list[Parameter]:
         weight = [Parameter(name, (outputs, inputs), cut)]
         # A layer split by its inputs gives partial sums: its bias is added once, after their sum.
         return weight + ([Parameter(f"{name}_bias", (outputs,), 0 if cut == 0 else None)] if bias else [])
 
     def _norm(self, name: str, width: int) -> list[Parameter]:
+        if self.norm == "plain":
+            return []
         bias = self.norm == "layer" and self.norm_bias
         return [Parameter(name, (width,)), *([Parameter(f"{name}_bias", (width,))] if bias else [])]
 
@@ -217,6 +276,9 @@ class Shape:
             "expert_hidden": _near(self.expert_hidden * ratio),
             "shared_hidden": _near(self.shared_hidden * ratio),
         }
+        # A norm over a head keeps its weights; one over all heads grows with them.
+        if self.q_norm == self.width_q:
+            changes |= {"q_norm": heads * head, "k_norm": heads // share * head}
         if not self.head_dim and hidden % heads:
             changes["head_dim"] = head
         return dataclasses.replace(self, **changes)

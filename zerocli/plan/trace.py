@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from offload.placement import Placement
 from tiers.events import NOTHING, Scope
-from zerocli.config import Sharding
+from zerocli.config import AUTO, Sharding
 from zerocli.engine.comm import Collectives, Issued
 from zerocli.engine.engine import Engine
 from zerocli.engine.events import Events
@@ -30,18 +31,26 @@ from zerocli.engine.tensor_parallel import TensorParallel, open_axes, planned_cu
 from zerocli.engine.unit import UnitChoice, claim_parameters, find_units
 from zerocli.errors import UserError
 from zerocli.models.loss import chunks_of
+from zerocli.plan.depth import Bytes, extrapolate
 from zerocli.plan.measure import LiveBytes
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Unit
 from zerocli.plan.traced import Traced, way
 
 MAX_RANKS = 4096
+MAX_OPERATIONS = 50_000
+"""A shallow model with more operations in forward is not traced: a loop over tokens takes minutes on fake tensors."""
+Loss = Callable[[Engine, Setup], torch.Tensor]
 HELD = ("parameters", "gradients", "optimizer_states", "gathered", "buffers")
 """Categories that an engine holds between steps; an arena of checkpoints counts as activations."""
 
 
-def trace(name: str, make: Any, setups: list[Setup]) -> Traced:
-    """Trace the model that `make()` builds on the meta device, once for each kind of step that the setups have."""
+def trace(name: str, make: Any, setups: list[Setup], loss: Loss | None = None, whole: bool = True) -> Traced:
+    """Trace the model that `make()` builds on the meta device, once for each kind of step that the setups have.
+
+    `loss(engine, setup)` runs the engine on a batch; by default `engine(tokens, targets)` gives the loss. If not
+    `whole`, shallow models are traced and their bytes extrapolated.
+    """
     moving: dict[tuple[bool, int], int] = {}
     try:
         parts, buffers = units_of(make(), setups[0].tp)
@@ -49,8 +58,16 @@ def trace(name: str, make: Any, setups: list[Setup]) -> Traced:
         raise UserError(f"--trace: {error}", hint="--tp 1") from error
     for setup in setups:
         if way(setup) not in moving:
-            moving[way(setup)] = run(make(), setup)
+            measure = functools.partial(step_bytes, setup=setup, loss=loss, most=0 if whole else MAX_OPERATIONS)
+            moving[way(setup)] = measure(make()).peak if whole else extrapolate(make, measure)
     return Traced(name, parts, buffers, moving)
+
+
+def kinds_of_step(setup: Setup, stages: Sequence[int]) -> list[Setup]:
+    """Return the setups to trace: the placement of states does not change the temporary memory of a step."""
+    ways = (False, True) if setup.recompute == AUTO else (setup.recomputes,)
+    alike = [dataclasses.replace(setup, offload=Placement(), recompute=each) for each in ways]
+    return [dataclasses.replace(each, stage=stage) for each in alike for stage in stages]
 
 
 def units_of(model: nn.Module, tp: int = 1) -> tuple[tuple[Unit, ...], int]:
@@ -79,7 +96,18 @@ def units_of(model: nn.Module, tp: int = 1) -> tuple[tuple[Unit, ...], int]:
 def run(model: nn.Module, setup: Setup, recompute: UnitChoice = None) -> int:
     """Return the peak bytes of a step beyond what the engine holds between steps; runs two steps.
 
+    `recompute` is that of `step_bytes`.
+    """
+    return step_bytes(model, setup, recompute).peak
+
+
+def step_bytes(
+    model: nn.Module, setup: Setup, recompute: UnitChoice = None, loss: Loss | None = None, most: int = 0
+) -> Bytes:
+    """Return the bytes of a step beyond what the engine holds between steps; runs two steps.
+
     `recompute` chooses the units that are recomputed, as `Settings.recompute` does; by default the setup's policy does.
+    `most` limits the operations in forward (0: no limit).
     """
     if setup.ranks > MAX_RANKS:
         raise UserError(f"--trace is rank 0 of at most {MAX_RANKS} ranks, not {setup.ranks}")
@@ -91,21 +119,30 @@ def run(model: nn.Module, setup: Setup, recompute: UnitChoice = None) -> int:
     own |= {"optimizer": Sharding.optimizer, "options": {}, "update": Sharding.update}
     own |= {"watch": _prepare, "events": sums, "chunk_device": "cuda"}
     settings = Settings(**(setup.shared() | own))
-    live = LiveBytes(granularity=512)
+    live = LiveBytes(granularity=512, most=most)
     with _axes(setup.ranks, setup.tp) as axes, chunks_of("cuda"), _without_memory(), live:
         try:
             engine = Engine(model, dataclasses.replace(settings, **axes))
             for _ in range(2):
-                tokens = torch.zeros((2, setup.batch, setup.seq), dtype=torch.int64)
-                engine.backward(engine(tokens[0], tokens[1]))
+                value = (loss or _loss)(engine, setup)
+                forward = live.nbytes
+                engine.backward(value)
                 engine.step()
+                del value
             held = engine.memory()
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             raise UserError(
                 f"the model did not run on (tokens, targets) of {setup.batch} x {setup.seq}: {error}",
                 hint="forward(tokens, targets) gives the loss, and asks no tensor for its value",
             ) from error
-    return live.peak - sum(held[category] for category in HELD) + sums.largest
+    states = sum(held[category] for category in HELD)
+    return Bytes(live.peak - states + sums.largest, forward - states)
+
+
+def _loss(engine: Engine, setup: Setup) -> torch.Tensor:
+    tokens = torch.zeros((2, setup.batch, setup.seq), dtype=torch.int64)
+    loss: torch.Tensor = engine(tokens[0], tokens[1])
+    return loss
 
 
 def _choice(model: nn.Module) -> Any:
@@ -170,11 +207,17 @@ def _without_memory() -> Iterator[None]:
             return real(tensor)
         return of_storage(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
+    def numbers(tensor: torch.Tensor) -> Any:
+        # The engine asks which flats any rank has gradients of: all.
+        return [1.0] * len(tensor) if tensor.is_floating_point() and tensor.dim() == 1 else to_list(tensor)
+
+    to_list: Any = FakeTensor.tolist
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (torch.Tensor, "data_ptr", of_tensor),
             (torch.UntypedStorage, "data_ptr", of_storage),
             (FakeTensor, "__bool__", lambda tensor: False),
+            (FakeTensor, "tolist", numbers),
         ):
             stack.enter_context(_attribute(owner, name, value))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zerocli.errors import UserError
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Unit
 
@@ -25,6 +26,13 @@ class Traced:
     def units(self) -> Iterator[tuple[Unit, int]]:
         for unit in self.parts:
             yield unit, 1
+
+    def moving_nbytes(self, setup: Setup) -> int:
+        """Return the temporary bytes of a step of this setup; UserError if no such step was traced."""
+        found = self.moving.get(way(setup))
+        if found is None:
+            raise UserError(f"stage {setup.stage} with recompute={setup.recompute} was not traced")
+        return found
 
     @property
     def numel(self) -> int:

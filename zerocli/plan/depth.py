@@ -1,0 +1,70 @@
+"""A deep model traced as shallow ones: equal blocks keep equal bytes, so two depths give those of every depth."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+KEPT = 2
+"""Blocks of each kind that stay: with two, a unit is gathered and reduced while another one computes."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a traced step needs beyond what the engine holds between steps."""
+
+    peak: int
+    forward: int
+    """At the end of forward: what is kept for backward."""
+
+
+def extrapolate(make: Callable[[], nn.Module], measure: Callable[[nn.Module], Bytes]) -> int:
+    """Return the peak of the whole model, from shallow ones: `KEPT` blocks of each kind, then one more of one kind.
+
+    Never below the peak at full depth: a further block adds at most what it adds to the peak or to the end of forward,
+    whichever is more, since the moment of the peak may be another one in a deeper model.
+    """
+    left = {kind: number - KEPT for kind, number in kinds(make()).items() if number > KEPT + 1}
+    base = measure(shallow(make(), dict.fromkeys(left, KEPT)))
+    total = base.peak
+    for kind, number in left.items():
+        deeper = measure(shallow(make(), dict.fromkeys(left, KEPT) | {kind: KEPT + 1}))
+        total += number * max(deeper.peak - base.peak, deeper.forward - base.forward, 0)
+    return total
+
+
+def kinds(model: nn.Module) -> Counter[Any]:
+    """Return the number of blocks of each kind: equal classes with equal parameters, in one list of modules."""
+    return Counter(kind for name, blocks in _lists(model) for kind in _kinds(name, blocks))
+
+
+def shallow(model: nn.Module, keep: dict[Any, int]) -> nn.Module:
+    """Return the model with only the first `keep[kind]` blocks of each of these kinds; it is changed in place."""
+    for name, blocks in list(_lists(model)):
+        seen: Counter[Any] = Counter()
+        kept = []
+        for kind, block in zip(_kinds(name, blocks), blocks, strict=True):
+            seen[kind] += 1
+            if seen[kind] <= keep.get(kind, len(blocks)):
+                kept.append(block)
+        if len(kept) < len(blocks):
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, nn.ModuleList(kept))
+    return model
+
+
+def _lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+    """Yield the outermost lists of modules: those inside a block belong to it."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield f"{prefix}{name}", child
+        else:
+            yield from _lists(child, f"{prefix}{name}.")
+
+
+def _kinds(name: str, blocks: nn.ModuleList) -> list[Any]:
+    return [(name, type(b), tuple((n, p.shape, p.dtype) for n, p in b.named_parameters())) for b in blocks]
