@@ -137,7 +137,10 @@ def test_a_traced_rank_holds_its_part_of_split_layers(model, capsys):
             sum(row["bytes"] for row in each["rows"] if (row["tier"], row["category"]) == ("hbm", category))
             for each in (formula, traced)
         ]
-        assert sizes[0] == pytest.approx(sizes[1], rel=1e-3) and sizes[0] > 0
+        if category == "gradients":  # by formula those that exist at the peak; a trace counts all of them
+            assert sizes[0] <= sizes[1] and sizes[1] > 0
+        else:
+            assert sizes[0] == pytest.approx(sizes[1], rel=1e-3) and sizes[0] > 0
 
 
 def builtin() -> nn.Module:

@@ -92,7 +92,7 @@ def build(config: Any) -> nn.Module:
     with offline():
         try:
             with torch.device("meta"):
-                model: nn.Module = _class_of(config)._from_config(config)
+                model: nn.Module = _class_of(config)(config)
         except Exception as error:
             fact = f"transformers cannot build {config.model_type}: {type(error).__name__}: {first_line(error)}"
             raise UserError(fact) from error
