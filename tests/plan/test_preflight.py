@@ -125,3 +125,13 @@ def test_disks_of_one_file_system_count_once(tmp_path):
     config = tiny("zero.stage=3", "offload.placement=nvme", f"offload.nvme_path={paths}")
     [room] = [room for room in preflight(config, ()).rooms if room.tier == "nvme"]
     assert room.available == pytest.approx(machine.disk(tmp_path)[1], rel=0.05)
+
+
+def test_blocks_that_may_be_compiled_are_not_refused_for_what_eager_ones_keep():
+    eager = configs.load("tiny", ["parallel.ranks=1", "train.batch=4000", "model.compile=false"], {})
+    auto = configs.load("tiny", ["parallel.ranks=1", "train.batch=4000", "model.compile=auto"], {})
+    [room] = [each for each in preflight(eager, [Gpu("NVIDIA H100", 80 * GIB)]).rooms if each.tier == "hbm"]
+    smaller = [Gpu("NVIDIA H100", int(0.8 * room.needed))]
+    with pytest.raises(UserError, match="does not fit this machine"):
+        refuse(eager, smaller)
+    refuse(auto, smaller)

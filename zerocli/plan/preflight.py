@@ -30,6 +30,8 @@ ACCURACY = 0.05
 """Share by which a plan may exceed what a run takes (docs/accuracy.md): a run within it is not refused."""
 AT_MOST = ", at most"
 """In the formula of rows that a run allocates on demand: they are no reason to refuse it."""
+COMPILED_SHARE = 0.5
+"""Share of eager blocks' activations, which plans are of, that compiled blocks are taken to keep at least."""
 SEARCHED_LAYERS = 500
 """For deeper models no change is searched: a plan takes about 2 ms per layer, and a search makes up to hundreds."""
 WORDS = {"hbm": "GPU memory", "dram": "host memory", "nvme": "disk space"}
@@ -93,7 +95,7 @@ def preflight(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, nume
     if config.model.factory:
         return Preflight(setup, None, _compare(setup, _states(setup, numel), there))
     plan = plan_here(shape_of(config.model, config.train.seq), setup, _room(config, setup, there))
-    return Preflight(plan.setup, plan, _compare(setup, _certain(plan), there))
+    return Preflight(plan.setup, plan, _compare(setup, _certain(plan, config), there))
 
 
 def plan_here(shape: Shape, setup: Setup, room: int) -> Plan:
@@ -141,7 +143,7 @@ def smallest_change(config: Config, setup: Setup, gpus: Sequence[Gpu]) -> str:
             plan = plan_here(shape, changed, _room(config, changed, there))
         except UserError:
             continue
-        if all(room.fits for room in _compare(changed, _certain(plan), there)):
+        if all(room.fits for room in _compare(changed, _certain(plan, config), there)):
             return words
     return other
 
@@ -156,10 +158,18 @@ def _changes(config: Config, setup: Setup, shape: Shape) -> Iterator[tuple[str, 
 # -- what is needed, and what is there ---------------------------------------------------------------------------------
 
 
-def _certain(plan: Plan) -> dict[str, int]:
-    """Return the bytes that a run takes for certain: without saved checkpoints and buffers made on demand."""
-    rows = [row for row in plan.rows if row is not plan.saved and AT_MOST not in row.formula]
-    return {tier: sum(row.nbytes for row in rows if row.tier == tier) for tier in WORDS}
+def _certain(plan: Plan, config: Config) -> dict[str, int]:
+    """Return the bytes that a run takes for certain: without saved checkpoints and buffers made on demand.
+
+    Blocks that may be compiled may keep less than the plan says.
+    """
+    compiled = plan.setup.device == "cuda" and config.model.compile is not False
+    found = dict.fromkeys(WORDS, 0)
+    for row in plan.rows:
+        if row.tier in found and row is not plan.saved and AT_MOST not in row.formula:
+            share = COMPILED_SHARE if compiled and (row.category, row.tier) == ("activations", HBM) else 1
+            found[row.tier] += int(row.nbytes * share)
+    return found
 
 
 def _states(setup: Setup, numel: int) -> dict[str, int]:
