@@ -145,10 +145,12 @@ def _class_of(config: Any) -> Any:
     from transformers.models.auto import modeling_auto
 
     for name in config.architectures or ():
-        found = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
-        if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
-            if found.config_class is type(config) or found.config_class is None:
-                return found
+        found: Any = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+        if not (inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)):
+            continue
+        kind: Any = getattr(found, "config_class", None)
+        if kind is None or kind is type(config):
+            return found
     for table in AUTO_CLASSES:
         names = getattr(modeling_auto, f"{table}_MAPPING_NAMES").get(config.model_type)
         if names:
