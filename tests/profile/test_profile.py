@@ -39,7 +39,7 @@ def auto(count: int) -> tuple[str, ...]:
     config = configs.load("tiny", [*SMALL, *STAGE_3])
     setup = setup_of(config, ranks=2, ranks_per_node=2, device="cpu", recompute=count)
     needed = needed_by(plan_model(shape_of(config.model, config.train.seq), setup))
-    return (*STAGE_3, "activations.policy=auto", f"train.gpu_memory={int(needed / (1 - MARGIN)) + 1}")
+    return (*STAGE_3, "activations.policy=auto", f"train.gpu_memory={int(needed / (1 - MARGIN)) + 1}B")
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ def test_auto_changes_no_loss_and_says_what_it_chose(tmp_path, stage):
     sets = (sets[0], AUTO)
     folder, said = tmp_path / "auto", {}
     for count, death, codes in ((1, Death((0, 1), 3, "checkpoint write"), [-9, -9]), (2, None, [0, 0])):
-        room = f"train.gpu_memory={room_for(count, *sets)}"
+        room = f"train.gpu_memory={room_for(count, *sets)}B"
         ended = train(folder, *SETS, *sets, room, death=death, resume=death is None)
         said[count] = ended.said[0]
         assert ended.codes == codes
@@ -65,7 +65,7 @@ def test_auto_counts_a_gpus_memory(tmp_path):
         ("part", room_for(2, *sets, world=1, device="cuda"), "2 of 4 blocks kept, 2 recomputed"),
         ("whole", 0, "nothing recomputed"),
     ):
-        ended = train(tmp_path / name, *sets, f"train.gpu_memory={room}", world=1)
+        ended = train(tmp_path / name, *sets, f"train.gpu_memory={room}B", world=1)
         assert ended.codes == [0] and f"\nactivations: {line} (" in ended.said[0], ended.said
 
 
