@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from deep import WIDTH, Deep, live_nbytes
-from ranks import run_ranks
+from ranks import run_cases
 from toys import train_uneven
 
 import zerocli
@@ -24,10 +24,10 @@ def _train(settings: dict) -> list[list[float]]:
     return [train_uneven(steps=4, keep_gradients=keep, **settings) for keep in (True, False)]
 
 
-@pytest.mark.parametrize("settings", CASES, ids=lambda s: "-".join(map(str, s.values())))
-def test_freeing_gradients_changes_no_number(settings):
-    for kept, freed in run_ranks(2, _train, settings):
-        assert kept == freed
+def test_freeing_gradients_changes_no_number():
+    for settings, ranks in zip(CASES, run_cases(2, _train, [(settings,) for settings in CASES]), strict=True):
+        for kept, freed in ranks:
+            assert kept == freed, settings
 
 
 def _held(stage: int) -> list[int]:
@@ -47,9 +47,8 @@ def _held(stage: int) -> list[int]:
     return [engine.memory()["gradients"]]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_exist_from_backward_to_the_update(stage):
-    assert run_ranks(2, _held, stage) == [[0], [0]]
+def test_gradients_exist_from_backward_to_the_update():
+    assert run_cases(2, _held, [(stage,) for stage in range(4)]) == [[[0], [0]]] * 4
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,10 @@ def changed(value: Any, path: tuple, to: Any) -> Any:
 ODD = (..., None, True, -1, 0, 10**400, float("nan"), float("inf"), "<b>", [], {}, [[]], [None], {"": 0})
 
 
-@pytest.mark.parametrize("file", ["profile.json", "metrics.jsonl", "config.json"])
+OTHER_FILES = ("metrics.jsonl", "config.json")
+
+
+@pytest.mark.parametrize("file", ["profile.json", *(pytest.param(f, marks=pytest.mark.long) for f in OTHER_FILES)])
 def test_whatever_stands_in_a_file_the_run_is_shown_or_refused_in_words(run, file):
     """No value in any place leads to anything but a report, a page and a trace, or an error that says what is wrong."""
     text = (run / file).read_text()
