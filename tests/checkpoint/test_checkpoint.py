@@ -23,7 +23,7 @@ from toys import split, uneven_batch
 
 import zerocli
 from tiers.limits import HostLimits
-from zerocli.checkpoint import Folder, Mismatch, Saver, load, resume
+from zerocli.checkpoint import Folder, Mismatch, Saver, load, resume, sources
 from zerocli.checkpoint import saver as savers
 from zerocli.checkpoint import snapshot as snapshots
 from zerocli.checkpoint.boxes import Block, Box, Extent, boxes, boxes_of, tile, whole
@@ -107,7 +107,7 @@ STATES = [(stage, offload) for stage in (0, 1, 2, 3) for offload in ("", "cpu", 
 # stage meets every placement, and every precision some of both.
 PRECISIONS = {
     "fp32": [each for each in STATES if each not in ((1, "nvme"), (2, "cpu"), (3, "cpu"))],
-    "bf16": [(0, ""), (1, "nvme"), (3, "cpu")],
+    "bf16": [(0, ""), (1, "nvme"), (2, "cpu"), (3, "cpu")],
     "fp16": [(0, ""), (2, "cpu"), (3, "nvme")],
 }
 if "ZEROCLI_TEST_LONG" in os.environ:
@@ -132,6 +132,28 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
         for case, before, after in zip(CASES, saved[rank], resumed[rank], strict=True):
             # Parameters, states and counters when saved; the losses that follow; and where they lead.
             assert before == after, case
+
+
+def test_a_split_master_is_joined_once_however_many_wait_for_it(monkeypatch):
+    """The writer waits for a read, and so does an update: to join twice at a time would spoil what is written."""
+    joined = []
+    monkeypatch.setattr(sources, "join", lambda *parts, out: joined.append(out))
+
+    class Elsewhere(sources.Source):
+        dtype = torch.int16
+
+        def read(self, start, target):
+            return lambda: None
+
+        def write(self, start, values):
+            raise AssertionError
+
+    target = torch.empty(4)
+    wait = sources.SplitMaster(sources.Memory(torch.zeros(4, dtype=torch.bfloat16)), Elsewhere()).read(0, target)
+    assert not joined
+    wait()
+    wait()
+    assert len(joined) == 1 and joined[0] is target
 
 
 class Backwards(nn.Module):

@@ -6,6 +6,7 @@ overwriting what is not read yet.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -106,12 +107,16 @@ class SplitMaster(Source):
             return Memory(join(self._parameters.tensor[part], self._remainder.tensor[part])).read(0, target)
         parameters = torch.empty(target.numel(), dtype=self._parameters.dtype)
         remainder = torch.empty(target.numel(), dtype=self._remainder.dtype)
-        waits = self._parameters.read(start, parameters), self._remainder.read(start, remainder)
+        waits = [self._parameters.read(start, parameters), self._remainder.read(start, remainder)]
+        once = threading.Lock()
 
         def wait() -> None:
-            for each in waits:
-                each()
-            join(parameters, remainder, out=target)
+            with once:  # the writer and an update may both wait: joining twice at a time would spoil the target
+                if waits:
+                    for each in waits:
+                        each()
+                    join(parameters, remainder, out=target)
+                    waits.clear()
 
         return wait
 
