@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_gpt import BATCH, CHECKPOINT, HIDDEN, LAYERS, SEQ, make, train
+from small_gpt import BATCH, CHECKPOINT, HIDDEN, LAYERS, SEQ, make, train, train_step
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -36,23 +36,11 @@ def _graphs_and_losses(**settings) -> tuple[list[int], list[float]]:
     engine = make(**settings)
     graphs, losses = [], []
     for step in range(4):
-        losses += _step(engine, step)
+        losses += train_step(engine, step)
         graphs.append(engine.hooks.blocks.num_graphs)
     assert engine.hooks.blocks.on == bool(settings.get("compile"))
     engine.close()
     return graphs, losses
-
-
-def _step(engine: Engine, step: int, seq: int = SEQ) -> list[float]:
-    losses = []
-    for micro in range(engine.settings.accumulate):
-        torch.manual_seed(100 * step + 10 * micro + engine.collectives.rank)
-        tokens = torch.randint(0, 64, (BATCH, seq + 1))
-        loss = engine(tokens[:, :-1], tokens[:, 1:])
-        engine.backward(loss)
-        losses.append(loss.item())
-    engine.step()
-    return losses
 
 
 # -- the number of compilations ----------------------------------------------------------------------------------------
@@ -158,7 +146,7 @@ def test_a_block_that_breaks_the_graph_is_compiled_in_parts(recompute):
 def test_another_sequence_length_is_one_more_graph():
     engine = make(recompute=True, **COMPILED)
     for step, seq in enumerate((SEQ, SEQ // 2, SEQ // 2 - 1, SEQ)):
-        _step(engine, step, seq)
+        train_step(engine, step, seq)
     assert engine.hooks.blocks.num_graphs == 2
     engine.close()
 
@@ -169,7 +157,7 @@ def test_only_repeated_blocks_are_compiled():
     engine = zerocli.shard(model, units=model.unit_modules(), **COMPILED)
     included = [unit.name for unit in engine.units if engine.hooks.blocks.includes(unit)]
     assert included == ["blocks.0", "blocks.1"]
-    _step(engine, 0)
+    train_step(engine, 0)
     assert engine.hooks.blocks.num_graphs == 1
     engine.close()
 
@@ -199,7 +187,7 @@ def test_recomputed_graphs_save_only_the_blocks_inputs_and_recompute_no_more_tha
     saved, matmuls = {}, {}
     for name, settings in (("eager", {}), ("compiled", COMPILED)):
         engine = make(stage=0, dropout=0.0, recompute=True, **settings)
-        _step(engine, 0)
+        train_step(engine, 0)
         saved[name] = _saved_nbytes(engine)
         assert engine.activations.peak_nbytes == LAYERS * CHECKPOINT
         loss = engine(torch.zeros(BATCH, SEQ, dtype=torch.long), torch.zeros(BATCH, SEQ, dtype=torch.long))
@@ -216,7 +204,7 @@ def test_recomputed_graphs_save_only_the_blocks_inputs_and_recompute_no_more_tha
 def _offloaded(settings: dict[str, Any]) -> None:
     kept = _graphs_and_losses(stage=3, recompute=True, **settings)[1]
     engine = make(stage=3, offload="activations=cpu", **settings)
-    losses = [each for step in range(4) for each in _step(engine, step)]
+    losses = [each for step in range(4) for each in train_step(engine, step)]
     assert losses == kept
     moved = engine.tiers.traffic
     assert engine.activations.stack.nbytes().get("dram", 0) >= LAYERS * CHECKPOINT, moved
@@ -262,7 +250,7 @@ def test_blocks_that_cannot_be_compiled_run_eagerly_with_one_line(backend, recom
         torch._dynamo.register_backend(backend, name=name)
     expected = _graphs_and_losses(stage=3, recompute=recompute)[1]
     engine = make(stage=3, recompute=recompute, compile=True, compile_backend=name)
-    assert [each for step in range(4) for each in _step(engine, step)] == expected
+    assert [each for step in range(4) for each in train_step(engine, step)] == expected
     [note] = engine.hooks.blocks.notes
     assert note == "Block runs eagerly, it cannot be compiled: RuntimeError: no such instruction"
     engine.close()

@@ -10,7 +10,7 @@ from toy_tiers import NVME
 from toys import Uneven, uneven_batch
 
 import zerocli
-from zerocli.engine.master import join, narrow, split_
+from zerocli.engine.master import join, narrow, split
 
 EXTREMES = [0x00000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000]
 
@@ -18,12 +18,6 @@ EXTREMES = [0x00000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x7F7F7FFF, 0x7F7F80
 def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = uneven_batch(step, slice(0, 12))
     return x.bfloat16(), y.bfloat16()
-
-
-def _parts(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    parameters, remainder = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
-    split_(master.clone(), parameters, remainder)
-    return parameters, remainder
 
 
 def _samples() -> torch.Tensor:
@@ -38,7 +32,7 @@ def _samples() -> torch.Tensor:
 
 def test_splitting_loses_no_bit():
     master = _samples()
-    parameters, remainder = _parts(master)
+    parameters, remainder = split(master)
     assert torch.equal(join(parameters, remainder).view(torch.int32), master.view(torch.int32))
     assert torch.equal(narrow(master, torch.bfloat16).view(torch.int16), parameters.view(torch.int16))
 
@@ -46,7 +40,7 @@ def test_splitting_loses_no_bit():
 def test_the_parameter_is_the_nearest_bf16_and_ties_go_away_from_zero():
     master = _samples()
     master = master[master.abs() < 1e38]
-    parameters, even = _parts(master)[0].double(), master.bfloat16().double()
+    parameters, even = split(master)[0].double(), master.bfloat16().double()
     exact = master.double()
     assert ((parameters - exact).abs() <= (even - exact).abs()).all()
     other = parameters != even
@@ -57,7 +51,7 @@ def test_the_parameter_is_the_nearest_bf16_and_ties_go_away_from_zero():
 def test_nan_stays_nan():
     for bits in (0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001):
         nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
-        parameters, remainder = _parts(nan)
+        parameters, remainder = split(nan)
         assert parameters.isnan().all() and join(parameters, remainder).isnan().all()
 
 
@@ -109,11 +103,11 @@ MORE = [
 def test_a_split_master_trains_bit_for_bit_as_a_whole_one(tmp_path, cases):
     common = {**NVME, "nvme_path": (str(tmp_path),), "staging_nbytes": 9000}
     for case, ranks in zip(cases, run_cases(2, _both, [({**case, **common},) for case in cases]), strict=True):
-        for (losses, state, optimizer, split), (losses2, state2, optimizer2, whole) in ranks:
+        for (losses, state, optimizer, in_parts), (losses2, state2, optimizer2, whole) in ranks:
             assert losses == losses2, case
             _equal(state, state2)
             _equal(optimizer, optimizer2)
-            assert split["optimizer_states"] <= whole["optimizer_states"], case
+            assert in_parts["optimizer_states"] <= whole["optimizer_states"], case
 
 
 def _numel_held(stage: int) -> tuple[int, dict[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -10,10 +11,16 @@ import click
 import pytest
 from published import PUBLISHED
 
+from offload.placement import Placement
 from zerocli import machine
 from zerocli.cli import fit
 from zerocli.cli import main as cli
+from zerocli.config import ModelConfig
 from zerocli.layout.categories import CATEGORIES
+from zerocli.plan import search
+from zerocli.plan.hardware import PRESETS
+from zerocli.plan.inputs import shape_of
+from zerocli.plan.setup import Setup
 
 
 @pytest.fixture(autouse=True)
@@ -390,3 +397,14 @@ def test_no_torch_for_a_known_family():
     code = "import sys; from zerocli.cli import main as cli; cli.run(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     words = ["fit", "zero-1t", "--ranks", "1024"]
     assert subprocess.run([sys.executable, "-c", code, *words], capture_output=True).returncode == 0
+
+
+def test_one_block_more_than_the_largest_model_does_not_fit():
+    """Nothing that fits by its own plan is left out because the paper's whole master would not."""
+    setup = Setup(stage=0, ranks=1, batch=1, seq=128, recompute=True)
+    shape = shape_of(ModelConfig(layers=12, hidden=768, heads=12, vocab=1000), setup.seq)
+    hardware = dataclasses.replace(PRESETS["h200"], gpus=1, gpu_memory=20 * 2**30)
+    largest = search.largest_shape(shape, setup, hardware, [0], Placement())
+    assert largest is not None and search.weigh(largest, setup, hardware).fits
+    deeper = search.sized(shape, setup, largest.layers + 1, largest.hidden)
+    assert not search.weigh(deeper, setup, hardware).fits

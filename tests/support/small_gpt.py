@@ -23,13 +23,17 @@ def make(layers: int = LAYERS, dropout: float = 0.1, **settings: Any) -> zerocli
 
 
 def train(engine: zerocli.Engine, steps: int = 3, seq: int = SEQ) -> list[float]:
+    return [loss for step in range(steps) for loss in train_step(engine, step, seq)]
+
+
+def train_step(engine: zerocli.Engine, step: int, seq: int = SEQ) -> list[float]:
+    """Train one step on tokens drawn for it and the rank; return the losses of its micro-steps."""
     losses = []
-    for step in range(steps):
-        for micro in range(engine.settings.accumulate):
-            torch.manual_seed(100 * step + 10 * micro + engine.collectives.rank)
-            tokens = torch.randint(0, 64, (BATCH, seq + 1))
-            loss = engine(tokens[:, :-1], tokens[:, 1:])
-            engine.backward(loss)
-            losses.append(loss.item())
-        engine.step()
+    for micro in range(engine.settings.accumulate):
+        torch.manual_seed(100 * step + 10 * micro + engine.collectives.rank)
+        tokens = torch.randint(0, 64, (BATCH, seq + 1))
+        loss = engine(tokens[:, :-1], tokens[:, 1:])
+        engine.backward(loss)
+        losses.append(loss.item())
+    engine.step()
     return losses

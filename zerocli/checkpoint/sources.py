@@ -15,7 +15,7 @@ import torch
 from offload import Record, Store
 from offload.record import UNIT
 from tiers.transfer import Transfer
-from zerocli.engine.master import REMAINDER, join, split_
+from zerocli.engine.master import REMAINDER, join, split
 from zerocli.engine.unit import MASTER, Flat
 from zerocli.layout.shards import Span
 
@@ -121,9 +121,7 @@ class SplitMaster(Source):
         return wait
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        parameters = torch.empty(values.numel(), dtype=self._parameters.dtype)
-        remainder = torch.empty(values.numel(), dtype=self._remainder.dtype)
-        split_(values.clone(), parameters, remainder)
+        parameters, remainder = split(values)
         self._parameters.write(start, parameters)
         self._remainder.write(start, remainder)
 

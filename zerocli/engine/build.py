@@ -16,7 +16,7 @@ from offload.tierset import TierSet, shortage
 from tiers.base import Tier
 from zerocli.engine import materialise
 from zerocli.engine.comm import Collectives
-from zerocli.engine.master import REMAINDER, narrow, split_
+from zerocli.engine.master import REMAINDER, narrow, split
 from zerocli.engine.named import given, load_buffers
 from zerocli.engine.settings import Settings
 from zerocli.engine.startup import STARTUP
@@ -200,9 +200,7 @@ class Builder:
         arrays = self._arrays(flat)
         master = {MASTER: held} if MASTER in arrays else {}
         if REMAINDER in arrays:
-            remainder = torch.empty_like(held, dtype=torch.int16)
-            split_(held.clone(), torch.empty_like(held, dtype=flat.dtype), remainder)
-            master = {REMAINDER: remainder}
+            master = {REMAINDER: split(held)[1]}
         if tier != HBM:
             cuts = [0, *(span.stop for _, span in flat.spec.chunks(self._sizing.chunk))]
             opened = self._tiers.open(tier, "optimizer")

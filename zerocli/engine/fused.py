@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from zerocli.engine.optim import At, FlatOptimizer, FusedAdam, Group, StepValues
+from zerocli.engine.optim import FlatOptimizer, FusedAdam
 
-
-class FusedUpdate(Protocol):
-    """Updates bf16 or fp16 parameters with their master, which is given whole or as a remainder, and their states."""
-
-    def begin(self, values: StepValues) -> None:
-        """Prepare a step; its values are on the device."""
-
-    def update(
-        self,
-        parameters: torch.Tensor,
-        master: torch.Tensor | None,
-        remainder: torch.Tensor | None,
-        grad: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        scale: torch.Tensor,
-        group: Group,
-        at: At,
-    ) -> None:
-        """Update a piece in place. `grad`, of any dtype, is divided by `scale`; if `at.skip` is 1 nothing changes."""
+if TYPE_CHECKING:  # needs triton
+    from zerocli.engine.update_kernels import FusedAdamUpdate
 
 
 def can_fuse(rule: FlatOptimizer, device: torch.device) -> bool:
@@ -38,7 +20,7 @@ def can_fuse(rule: FlatOptimizer, device: torch.device) -> bool:
     return device.type == "cuda" and fits and _has_triton()
 
 
-def fused_update(rule: FlatOptimizer) -> FusedUpdate:
+def fused_update(rule: FlatOptimizer) -> FusedAdamUpdate:
     """Return the rule's fused update; see `can_fuse`."""
     from zerocli.engine.update_kernels import FusedAdamUpdate
 

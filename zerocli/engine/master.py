@@ -39,6 +39,14 @@ def split_(
     remainder.copy_(bits.sub_(rounded.view(torch.int32)))
 
 
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bf16 parameters and the int16 remainder of an fp32 master, which stays as it is."""
+    parameters = torch.empty_like(master, dtype=torch.bfloat16)
+    remainder = torch.empty_like(master, dtype=torch.int16)
+    split_(master.clone(), parameters, remainder)
+    return parameters, remainder
+
+
 def narrow(values: torch.Tensor, dtype: torch.dtype, copy: bool = False) -> torch.Tensor:
     """Return values in the compute dtype; fp32 is rounded to bf16 as `split_` does."""
     if dtype == torch.bfloat16 and values.dtype == torch.float32:

@@ -11,7 +11,7 @@ from torch import nn
 
 from zerocli.engine.comm import Collectives
 from zerocli.engine.counts import Counts
-from zerocli.engine.master import REMAINDER, join, narrow, split_
+from zerocli.engine.master import REMAINDER, join, narrow, split
 from zerocli.engine.named import IncompatibleKeys, match
 from zerocli.engine.optim import FlatOptimizer
 from zerocli.engine.tensor_parallel import TensorParallel
@@ -47,9 +47,7 @@ def _held_parameters(flat: Flat, device: torch.device) -> torch.Tensor:
 def write_held(flat: Flat, name: str, values: torch.Tensor) -> None:
     """Overwrite this rank's part of an optimizer array, or the fp32 master and with it the parameters."""
     if name == MASTER and flat.split:
-        parameters = torch.empty_like(values, dtype=flat.dtype)
-        remainder = torch.empty_like(values, dtype=torch.int16)
-        split_(values.clone(), parameters, remainder)
+        parameters, remainder = split(values)
         if flat.held_parameters is not None:
             flat.held_parameters.copy_(parameters)
         elif flat.param_store is not None:

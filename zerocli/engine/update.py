@@ -18,7 +18,7 @@ from tiers.transfer import Transfer
 from zerocli.engine.comm import Collectives
 from zerocli.engine.counts import Counts, within
 from zerocli.engine.events import SILENT, Events
-from zerocli.engine.fused import FusedUpdate, fused_update
+from zerocli.engine.fused import fused_update
 from zerocli.engine.master import REMAINDER, join, narrow, split_
 from zerocli.engine.optim import At, FlatOptimizer, FusedAdam, Group, StepValues
 from zerocli.engine.rules import MuonWithAdamW
@@ -92,7 +92,7 @@ class Updater:
         self._sizing = sizing
         self.before_update: Callable[[Flat], None] = lambda flat: None
         """Called before a flat's states change, on the update's stream: a checkpoint may still be reading them."""
-        self._fused: FusedUpdate | None = fused_update(rule) if sizing.fused_update else None
+        self._fused = fused_update(rule) if sizing.fused_update else None
         self._fetching, self._updating = SideStream(device), SideStream(device)
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
         self._scratch: dict[tuple[str, str], torch.Tensor] = {}
@@ -139,11 +139,12 @@ class Updater:
         """
         self.issue_updates()
         self._inactive = inactive
-        flats = list(flats)
-        for flat in flats:
+        flats, all_flats = [], flats
+        for flat in all_flats:
             if all(entry.name in inactive for entry in flat.layout.entries):
                 flat.close_grad()
-        flats = [flat for flat in flats if any(entry.name not in inactive for entry in flat.layout.entries)]
+            else:
+                flats.append(flat)
         self._values = {place.type: values.to(place) for place in {self._place(flat) for flat in flats}}
         self._updated = updated
         if self._fused is not None and self._device.type in self._values:
@@ -435,13 +436,13 @@ def choose_update(asked: str, device: torch.device, offloaded: bool, split: bool
         return asked == "cpu", "as asked"
     if device.type == "cpu":
         return True, "the device is the CPU"
-    stream, cpu = measure_stream(device), measure_cpu(split)
+    stream, cpu = measure_stream(device, 10 if split else 12), measure_cpu(split)
     facts = f"{stream * 1e9:.2f} s for a billion parameters through the GPU, {cpu * 1e9:.2f} s on the CPU, measured"
     return cpu < stream, facts
 
 
-def measure_stream(device: torch.device, nbytes: int = 96 << 20) -> float:
-    """Return the seconds per parameter to copy its 12 bytes of states in both directions at once, via pinned memory."""
+def measure_stream(device: torch.device, width: int, nbytes: int = 96 << 20) -> float:
+    """Return the seconds per parameter to copy its `width` bytes of states in both directions at once, pinned."""
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -455,7 +456,7 @@ def measure_stream(device: torch.device, nbytes: int = 96 << 20) -> float:
             host[1].copy_(there[1], non_blocking=True)
         torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)
-    return best / (nbytes / 12)
+    return best / (nbytes / width)
 
 
 def measure_cpu(split: bool, numel: int = 32 << 20) -> float:

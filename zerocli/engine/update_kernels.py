@@ -21,7 +21,7 @@ such a length known can it read and write whole vectors up to the end, which is 
 
 
 class FusedAdamUpdate:
-    """Adam, or AdamW if `decoupled`, without amsgrad; see `fused.FusedUpdate`."""
+    """Adam, or AdamW if `decoupled`, without amsgrad, of bf16 or fp16 parameters with their master and moments."""
 
     def __init__(self, decoupled: bool) -> None:
         self._decoupled = decoupled
@@ -29,6 +29,7 @@ class FusedAdamUpdate:
         """By betas: (1 - beta1 ** count, sqrt(1 - beta2 ** count)) of each class of counts."""
 
     def begin(self, values: StepValues) -> None:
+        """Prepare a step; its values are on the device."""
         counts = values.counts.double()
         self._corrections = {}
         for beta1, beta2 in {tuple(group.options["betas"]) for group in values.groups}:
@@ -46,6 +47,10 @@ class FusedAdamUpdate:
         group: Group,
         at: At,
     ) -> None:
+        """Update a piece in place; its master is given whole or as a remainder.
+
+        `grad`, of any dtype, is divided by `scale`. If `at.skip` is 1 nothing changes.
+        """
         if not (numel := parameters.numel()):
             return
         options: Mapping[str, Any] = group.options

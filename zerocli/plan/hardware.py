@@ -60,6 +60,9 @@ class Hardware:
 # Dense half-precision TFLOPS, memory bandwidth and links as the vendors publish them; figures with sparsity are halved,
 # links are of one direction. Only the H200 was measured. PCIe rates are what pinned copies reach, about 12, 22 and 50
 # GB/s of generations 3, 4 and 5; host memory and disks are those of a usual node.
+_V100 = Hardware(
+    *("v100-32", int(31.7 * GIB), 125, 900, 150, 12, 12), host_memory=768 * GIB, nvme_space=7 * TIB, disk=6, bf16=False
+)
 PRESETS: Mapping[str, Hardware] = {
     each.name: each
     for each in (
@@ -73,32 +76,8 @@ PRESETS: Mapping[str, Hardware] = {
         Hardware("mi300x", int(189.0 * GIB), 1307, 5300, 448, 50, 50, host_memory=2 * TIB, nvme_space=28 * TIB),
         Hardware("l40s", int(44.3 * GIB), 362, 864, 22, nvme_space=7 * TIB, disk=6),
         Hardware("rtx4090", int(23.5 * GIB), 165, 1008, 20, 3, 22, host_memory=256 * GIB, nvme_space=4 * TIB, disk=6),
-        Hardware(
-            "v100-16",
-            int(15.6 * GIB),
-            125,
-            900,
-            150,
-            12,
-            12,
-            host_memory=768 * GIB,
-            nvme_space=7 * TIB,
-            disk=6,
-            bf16=False,
-        ),
-        Hardware(
-            "v100-32",
-            int(31.7 * GIB),
-            125,
-            900,
-            150,
-            12,
-            12,
-            host_memory=768 * GIB,
-            nvme_space=7 * TIB,
-            disk=6,
-            bf16=False,
-        ),
+        dataclasses.replace(_V100, name="v100-16", gpu_memory=int(15.6 * GIB)),
+        _V100,
         Hardware(
             "t4", int(14.7 * GIB), 65, 320, 12, 6, 12, gpus=4, host_memory=192 * GIB, nvme_space=TIB, disk=3, bf16=False
         ),

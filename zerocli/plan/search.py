@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from offload.placement import ACTIVATIONS, Placement
 from zerocli.config import AUTO, read_placement
 from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.layout.flats import FP32
 from zerocli.plan.build import plan_count, plan_model, plan_traced
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.recompute import decide
@@ -226,7 +227,7 @@ def largest_shape(
 
 
 def _any_fits(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> bool:
-    numel = model if isinstance(model, int) else model.numel
+    numel = model if isinstance(model, int) else _least_count(model, setup)
     if setup.recompute == AUTO:
         setup = replace(setup, recompute=True)  # nothing more can be recomputed
     for each in setups(setup, sorted(stages, reverse=True), offload):
@@ -238,6 +239,15 @@ def _any_fits(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[i
             if error.exit_code != DOES_NOT_FIT and offload is not None and len(stages) == 1:
                 raise
     return False
+
+
+def _least_count(model: Shape | Traced, setup: Setup) -> int:
+    """Return a count whose model states, as the paper counts them, do not exceed the model's own on any tier.
+
+    The paper's master is whole; a split one takes less.
+    """
+    papers = FP32 * (setup.num_states + (setup.width < FP32))
+    return model.numel * setup.state_width // papers if papers else model.numel
 
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
