@@ -40,6 +40,7 @@ def _work(folder: Path, sets: tuple[str, ...], plain: bool) -> None:
     from zerocli.run import trainer
     from zerocli.run.watchdog import Watchdog
 
+    torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward adds in any order otherwise
     given = (*SETS, "train.precision=bf16", "data.tokenizer=bytes", f"data.path={folder / 'text.txt'}", *sets)
     config = configs.load("tiny", sets=given, flags={})
     trainer._train(config, RunOptions(str(folder)), Observer() if plain else Profiler(), Watchdog(None, 0))

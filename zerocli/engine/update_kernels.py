@@ -15,9 +15,9 @@ import triton.language as tl
 
 from zerocli.engine.optim import At, Group, StepValues
 
-_BLOCK = 2048
-"""Elements per program. Triton compiles the kernel once more for pieces whose length is no multiple of 16: only with
-such a length known can it read and write whole vectors up to the end, which is three times as fast."""
+_BLOCK, _WARPS = 512, 8
+"""Elements and warps per program: two elements a thread. With more, a piece whose length is no multiple of 16, of which
+Triton cannot read whole vectors, takes up to three times as long (H200: 4.1 and 4.0 TB/s with these)."""
 
 
 class FusedAdamUpdate:
@@ -62,7 +62,7 @@ class FusedAdamUpdate:
             *(group.lr, group.lr * group.weight_decay if self._decoupled else group.weight_decay),
             *(1 - beta1, beta2, 1 - beta2, options["eps"]),
             *(self._decoupled, options["maximize"], split, parameters.dtype == torch.bfloat16, _BLOCK),
-            num_warps=8,
+            num_warps=_WARPS,
         )
 
 
