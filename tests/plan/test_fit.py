@@ -150,7 +150,7 @@ def test_a_config_json_alone_says_what_the_model_is(capsys, tmp_path):
 def test_the_largest_model(capsys):
     """By model states alone: 16 bytes a parameter over N ranks (stage 3), or all of them on one (stage 0).
 
-    A whole model also has activations and a process, but the engine's split master takes two bytes less than the paper's.
+    A whole model also has activations and a process, but the engine's split master takes two bytes less than theirs.
     """
     room = 32 * 10**9
     words = ("--max", "--ranks", "64", "--gpu-memory", "32GB", "--offload", "")
