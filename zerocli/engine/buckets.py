@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,8 @@ class BucketPlan:
     columns: Span
     numel: int
     copies: tuple[Copy, ...]
+    sizes: tuple[int, ...] = ()
+    """Lengths of the copies if they tile the bucket one after another: one call then makes all their views."""
 
 
 def plan_buckets(layout: Layout, world: int, numel: int) -> list[BucketPlan]:
@@ -46,8 +48,20 @@ def plan_buckets(layout: Layout, world: int, numel: int) -> list[BucketPlan]:
         copies: list[Copy] = []
         for index, span in spans:
             copies.extend(_copies(index, span, columns, each, world))
-        plans.append(BucketPlan(columns, columns.numel * world, tuple(copies)))
+        copies.sort(key=lambda copy: copy.target[2])
+        plans.append(BucketPlan(columns, columns.numel * world, tuple(copies), _tiling(copies, columns.numel * world)))
     return plans
+
+
+def _tiling(copies: list[Copy], numel: int) -> tuple[int, ...]:
+    """Return the lengths of the copies' targets if, in order, they tile `numel` elements; else nothing."""
+    at = 0
+    for copy in copies:
+        size, _, offset = copy.target
+        if offset != at or len(size) > 1:
+            return ()
+        at += size[0]
+    return tuple(copy.target[0][0] for copy in copies) if at == numel else ()
 
 
 def _copies(index: int, span: Span, columns: Span, each: int, world: int) -> list[Copy]:
@@ -99,21 +113,29 @@ class BucketPlans:
 
 def fill(memory: torch.Tensor, plan: BucketPlan, sources: list[torch.Tensor | None], add: bool = False) -> None:
     """Copy the plan's part of the gradients into memory, or add it to the contents with `add`."""
-    into, out_of = [], []
-    for copy in plan.copies:
-        target = memory.as_strided(copy.target[0], copy.target[1], memory.storage_offset() + copy.target[2])
+    into, out_of, zeroed = [], [], []
+    for copy, target in zip(plan.copies, _targets(memory, plan), strict=True):
         source = sources[copy.entry] if copy.entry >= 0 else None
         if source is None:
-            if not add:
-                target.zero_()
+            zeroed.append(target)
         else:
             into.append(target)
             size, stride, offset = copy.source
             if size != source.shape:  # a part of it
                 source = source.as_strided(size, stride, source.storage_offset() + offset)
             out_of.append(source)
+    if zeroed and not add:
+        torch._foreach_zero_(zeroed)
     if into:
         (torch._foreach_add_ if add else torch._foreach_copy_)(into, out_of)
+
+
+def _targets(memory: torch.Tensor, plan: BucketPlan) -> Sequence[torch.Tensor]:
+    """Return the views of memory that the plan's copies go to."""
+    if plan.sizes:
+        return memory.split_with_sizes(plan.sizes)
+    start = memory.storage_offset()
+    return [memory.as_strided(size, stride, start + at) for size, stride, at in (each.target for each in plan.copies)]
 
 
 class Completion:

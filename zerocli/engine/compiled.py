@@ -31,10 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zerocli import machine
 from zerocli.engine.unit import Unit
+from zerocli.layout.constants import MIN_COMPILED_STEPS
 from zerocli.layout.sizes import count_of
-
-MIN_STEPS = 200
-"""`auto` compiles runs of at least this many steps: a compilation takes as long as tens of steps, or more."""
 
 NOT_RUN = object()
 """Returned in place of a block's output if the block could not be run in this way."""
@@ -53,8 +51,11 @@ def choose_compile(
         return False, "CPU"
     if not num_blocks:
         return False, "no repeated blocks"
-    if setting == "auto" and steps < MIN_STEPS:
-        return False, f"{count_of(steps, 'step')}, fewer than {MIN_STEPS}" if steps else "number of steps not known"
+    if setting == "auto" and steps < MIN_COMPILED_STEPS:
+        return (
+            False,
+            f"{count_of(steps, 'step')}, fewer than {MIN_COMPILED_STEPS}" if steps else "number of steps not known",
+        )
     if backend == "inductor" and (missing := machine.missing_compiler(on_gpu)):
         return False, missing
     if setting == "auto":

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tiers.events import NOTHING
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.events import Events
 from zerocli.engine.streams import SideStream, StreamEvent, Waits
@@ -61,6 +62,19 @@ class Buffer:
             self.views[id(flat)] = flat.views(self.tensor)
         self.own_uses = self.uses
         return self.views[id(flat)]
+
+
+class Pin:
+    """Counts the code that computes with a unit's parameters; a class, as it is entered for every call of a unit."""
+
+    def __init__(self, pins: dict[int, int], index: int) -> None:
+        self._pins, self._index = pins, index
+
+    def __enter__(self) -> None:
+        self._pins[self._index] += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._pins[self._index] -= 1
 
 
 @dataclass(frozen=True)
@@ -247,14 +261,9 @@ class Gatherer:
         """Whether the unit is pinned: some code computes with its parameters."""
         return self._pins[unit.index] > 0
 
-    @contextlib.contextmanager
-    def pinned(self, unit: Unit) -> Iterator[None]:
+    def pinned(self, unit: Unit) -> Pin:
         """Keep the unit's buffers from being released or evicted while the body runs."""
-        self._pins[unit.index] += 1
-        try:
-            yield
-        finally:
-            self._pins[unit.index] -= 1
+        return Pin(self._pins, unit.index)
 
     def release(self, unit: Unit) -> None:
         """Release the unit's buffers unless it is pinned; they are refilled after the compute issued so far."""
@@ -370,13 +379,15 @@ class Gatherer:
         view = view.conj() if saved.conjugate else view
         return torch._neg_view(view) if saved.negative else view
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> contextlib.AbstractContextManager[object]:
         """Keep autograd from saving views of gather buffers while the body runs."""
+        if not self.moves or not torch.is_grad_enabled():
+            return NOTHING
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if not self.moves or not torch.is_grad_enabled() or (outer is not None and outer in self._hooks):
-            yield
-            return
+        return NOTHING if outer is not None and outer in self._hooks else self._saving(outer)
+
+    @contextlib.contextmanager
+    def _saving(self, outer: Any) -> Iterator[None]:
         outer_pack, outer_unpack = outer if outer is not None else (None, None)
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -385,7 +396,7 @@ class Gatherer:
                 return saved
             return tensor if outer_pack is None else outer_pack(tensor)
 
-        def unpack(packed: Any) -> torch.Tensor:
+        def unpack(packed: Any) -> Any:
             if isinstance(packed, SavedView):
                 return self.resolve(packed)
             return packed if outer_unpack is None else outer_unpack(packed)

@@ -265,11 +265,14 @@ def _leave_in_place() -> None:
     """Do nothing; replaces RNNBase.flatten_parameters."""
 
 
-@contextlib.contextmanager
-def _plain_tensors() -> Iterator[None]:
+def _plain_tensors() -> contextlib.AbstractContextManager[object]:
     """Disable the caller's inference mode and torch.func transforms, so that training can use tensors made inside."""
     if not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
-        yield
-        return
+        return NOTHING
+    return _disabled_transforms()
+
+
+@contextlib.contextmanager
+def _disabled_transforms() -> Iterator[None]:
     with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
         yield

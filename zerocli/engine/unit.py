@@ -17,7 +17,7 @@ from offload import Record, Store
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.master import REMAINDER
 from zerocli.engine.parameters import attach, edited, edited_in_place, moved, note_values, release
-from zerocli.engine.streams import StreamEvent
+from zerocli.engine.streams import StreamEvent, current_stream
 from zerocli.errors import Refused
 from zerocli.layout.flats import FlatSpec, flat_spec
 from zerocli.layout.shards import Layout, Span, lay_out
@@ -174,7 +174,7 @@ class Flat:
         if self.grad is None or self.keeps_grad:
             return
         if self.grad.is_cuda:  # its memory belongs to the stream of backward
-            self.grad.record_stream(torch.cuda.current_stream(self.grad.device))
+            self.grad.record_stream(current_stream(self.grad.device))
         self.grad, self.grad_full, self.grad_views = None, None, []
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:

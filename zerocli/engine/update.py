@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,19 +33,21 @@ from zerocli.layout.flats import Sizing
 from zerocli.layout.shards import Span
 from zerocli.layout.stage import STAGES
 
+if TYPE_CHECKING:  # needs triton
+    from zerocli.engine.update_kernels import Parts
+
 LEAD = NUM_SLOTS // 2
 """Number of chunks prefetched ahead of the one being updated; the other slots are being written back."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One chunk of a flat: its group, and its span within what this rank holds."""
+    """One chunk of a flat, with its span within what this rank holds."""
 
     flat: Flat
-    group: int
     span: Span
-    segments: tuple[tuple[Span, int], ...]
-    """The spans to update, relative to the chunk's start, each with its class of counts; see counts.py."""
+    parts: tuple[tuple[Span, int, int], ...]
+    """The spans to update, relative to the chunk's start, each with its group and class of counts; see counts.py."""
     last: bool
     """Whether it is the last chunk of its flat."""
     passing: frozenset[str] = frozenset()
@@ -53,6 +56,8 @@ class Job:
     """Its master and states if they are on the device, made on first use."""
     target: torch.Tensor | None = None
     """Its parameters, likewise."""
+    kernel_parts: Parts | None = None
+    """Its parts for the fused update, made on first use."""
 
 
 class Slot:
@@ -230,20 +235,26 @@ class Updater:
         return jobs
 
     def _make_jobs(self, flat: Flat) -> list[Job]:
-        spans = flat.spec.chunks(self._sizing.chunk if flat.offloaded else self._chunk(flat.dtype, self._device))
         passing = frozenset(slot_widths(flat.spec, self._sizing))
-        segments = self._counts.segments(flat.layout, self._inactive)
-        chosen: list[tuple[int, Span, tuple[tuple[Span, int], ...]]]
-        if len(segments) == 1 and segments[0][0].numel == flat.layout.total:
-            chosen = [(group, span, ((Span(0, span.numel), segments[0][1]),)) for group, span in spans]
-        else:
-            held = [(segment.shifted(-flat.held.start), at) for segment, at in segments]
-            chosen = [(group, span, tuple(within(held, span))) for group, span in spans]
-            chosen = [job for job in chosen if job[2]] or [(0, Span(0, 0), ())]
-        return [
-            Job(flat, group % REPLICATED, span, parts, i == len(chosen) - 1, passing)
-            for i, (group, span, parts) in enumerate(chosen)
+        segments = [
+            (span.shifted(-flat.held.start), at) for span, at in self._counts.segments(flat.layout, self._inactive)
         ]
+        together = self._fuses(flat) and not flat.offloaded  # one launch for the whole flat
+        size = self._sizing.chunk if flat.offloaded else self._chunk(flat.dtype, self._device)
+        chunks = [
+            (span, tuple((part, group % REPLICATED, at) for part, at in within(segments, span)))
+            for group, span in flat.spec.chunks(max(1, flat.held.numel) if together else size)
+        ]
+        if together:
+            parts = [(part.shifted(span.start), group, at) for span, found in chunks for part, group, at in found]
+            chunks = [(Span(0, flat.held.numel), tuple(parts))]
+        chunks = [chunk for chunk in chunks if chunk[1]] or [(Span(0, 0), ())]
+        last = len(chunks) - 1
+        return [Job(flat, span, parts, i == last, passing) for i, (span, parts) in enumerate(chunks)]
+
+    def _fuses(self, flat: Flat) -> bool:
+        """Whether the fused update updates the flat."""
+        return self._fused is not None and self._place(flat).type == "cuda" and flat.dtype != torch.float32
 
     # -- one chunk -------------------------------------------------------------------------------------------------
 
@@ -253,7 +264,7 @@ class Updater:
         for transfer in slot.leaving:
             transfer.wait()
         slot.leaving, slot.arriving, slot.parts = [], [], {}
-        if not job.segments:
+        if not job.parts:
             return
         if "record" in job.passing:
             assert flat.record is not None
@@ -286,7 +297,7 @@ class Updater:
 
     def _update(self, job: Job, slot: Slot) -> None:
         """Update a chunk once its parts have arrived, and start writing them back."""
-        if not job.segments:
+        if not job.parts:
             return
         flat, span, place = job.flat, job.span, self._place(job.flat)
         self.before_update(flat)
@@ -297,19 +308,25 @@ class Updater:
         arrays = job.arrays or self._arrays(job, slot)
         target = job.target if job.arrays else self._target(job, slot)
         grad = self._grad(job, slot)
-        values = self._values[place.type]
-        group = values.groups[job.group]
-        partly = sum(s.numel for s, _ in job.segments) < span.numel
-        if "parameters" in slot.parts and partly and MASTER in arrays:
+        if "parameters" in slot.parts and MASTER in arrays and sum(part.numel for part, _, _ in job.parts) < span.numel:
             assert target is not None  # the whole chunk is written back, including parameters that are not updated
             target.copy_(narrow(arrays[MASTER], flat.dtype))
-        # Pieces that fit the cache save memory traffic. A GPU updating offloaded states waits for the host link anyway,
-        # so there the chunk is updated whole, with fewer launches.
-        cached = place.type == "cpu" or not flat.offloaded
-        for segment, history in job.segments:
-            at = values.at(history)
-            for piece in segment.pieces(self._chunk(flat.dtype, place) if cached else span.numel):
-                self._update_piece(slice(piece.start, piece.stop), arrays, grad, target, group, at)
+        values = self._values[place.type]
+        if self._fused is not None and self._fuses(flat):
+            assert target is not None
+            if job.kernel_parts is None:
+                job.kernel_parts = self._fused.parts(job.parts)
+            master = arrays[REMAINDER] if REMAINDER in arrays else arrays[MASTER]
+            self._fused.update(target, master, grad, arrays, values, job.kernel_parts)
+        else:
+            # Pieces that fit the cache save memory traffic. A GPU updating offloaded states waits for the host link
+            # anyway, so there the chunk is updated whole, with fewer launches.
+            cached = place.type == "cpu" or not flat.offloaded
+            for part, group, history in job.parts:
+                at = values.at(history)
+                for piece in part.pieces(self._chunk(flat.dtype, place) if cached else span.numel):
+                    where = slice(piece.start, piece.stop)
+                    self._update_piece(where, arrays, grad, target, values.groups[group], at)
         self._send_back(job, slot)
 
     def _send_back(self, job: Job, slot: Slot) -> None:
@@ -337,19 +354,14 @@ class Updater:
         """Update a piece that fits the cache: its master, states and parameters."""
         states = {name: arrays[name][part] for name in self._rule.state_names}
         values = self._values[grad.device.type]
-        remainder = arrays[REMAINDER][part] if REMAINDER in arrays else None
-        if self._fused is not None and grad.is_cuda and target is not None:
-            whole = None if remainder is not None else arrays[MASTER][part]
-            self._fused.update(target[part], whole, remainder, grad[part], states, values.grad_scale, group, at)
-            return
-        if remainder is None:
+        if REMAINDER not in arrays:
             master = arrays[MASTER][part]
             self._rule.update(master, *self._fp32(grad[part], values), states, group, at)
             if target is not None:
                 target[part].copy_(narrow(master, target.dtype), non_blocking=True)
             return
         assert target is not None
-        device = grad.device
+        remainder, device = arrays[REMAINDER][part], grad.device
         parameters = target[part].to(device)  # another memory if the CPU updates states whose parameters are on a GPU
         master, bits = (self._scratch_of(use, device, parameters.numel()) for use in ("master", "bits"))
         join(parameters, remainder, master, bits)
@@ -378,7 +390,8 @@ class Updater:
     def _grad(self, job: Job, slot: Slot) -> torch.Tensor:
         flat, span = job.flat, job.span
         if flat.grad is not None:
-            return flat.grad[span.start : span.stop].to(self._place(flat))
+            whole = span.numel == flat.grad.numel() and not self.on_cpu
+            return flat.grad if whole else flat.grad[span.start : span.stop].to(self._place(flat))
         assert flat.grad_store is not None
         if "grad" in slot.parts:
             return slot.parts["grad"]

@@ -15,6 +15,8 @@ UPDATE_CHUNK = {"cpu": 1 << 20, "cuda": 16 << 20}
 GPU torch's fused kernel gives a block of threads 64 K elements, so fewer would leave multiprocessors idle."""
 SPLIT_UPDATE_CHUNK = {"cpu": 1 << 16, "cuda": 16 << 20}
 """The same for parameters with a split master, which passes over a chunk several times: on a CPU through its caches."""
+MIN_COMPILED_STEPS = 200
+"""`model.compile=auto` compiles runs of at least this many steps: compiling takes as long as tens of steps, or more."""
 NUM_SLOTS = 6
 """Chunks of an update that are in flight at once."""
 MAX_BUCKETS = 8

@@ -41,20 +41,13 @@ class Hardware:
     """Of the node's disks together, reading or writing."""
     adam: float = 4.0
     """Billions of parameters per second that the node's CPUs update."""
+    products: float = 0.0
+    """TFLOPS that a large product in bf16 reached on this machine; 0: not measured."""
     bf16: bool = True
     """Whether the GPU computes in bf16; NVIDIA's do from compute capability 8.0 on."""
     source: str = "preset"
     known: bool = True
     """False for a GPU that is in no preset: its rates are those of another."""
-
-    @property
-    def efficiency(self) -> float:
-        """The share of the data sheet's rate that a compute-bound transformer reaches, over all executed operations.
-
-        Published shares of 0.38 to 0.46 do not count recomputed operations; estimates count them, and a large
-        product alone reaches about 0.8. Measured on one H200, recomputation counted: 0.57 and 0.59.
-        """
-        return 0.55
 
 
 # Dense half-precision TFLOPS, memory bandwidth and links as the vendors publish them; figures with sparsity are halved,
@@ -109,7 +102,7 @@ _WITHOUT_BF16 = re.compile(r"\b(gtx|titan|tesla [kmpt]\d+|[kmp]\d0|rtx 20\d\d|qu
 """Names of GPUs before compute capability 8.0 that are in no preset."""
 
 
-RATES = ("tflops", "hbm", "links", "network", "pcie", "disk", "adam")
+RATES = ("tflops", "products", "hbm", "links", "network", "pcie", "disk", "adam")
 """The fields that are rates; `--set hardware.NAME` overrides each."""
 
 

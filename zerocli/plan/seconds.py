@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from offload.placement import HBM
+from zerocli.plan.compute import UPDATE, Work, model_flops, passes
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 
 GB = 1e9
+LINK, DISK = 0.95, 0.83
+"""Shares of the rates that copies alone reach which a step's transfers reach (measured on an H200: 0.96 and 0.83)."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,10 @@ class Estimate:
     parts: dict[str, float]
     bound: str
     tokens_per_second: float
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of forward, backward and update; the update has what forward does not hide of it."""
+    mfu: float = 0.0
+    """The share of the GPUs' peak that the model's own operations reach."""
 
 
 @dataclass
@@ -38,33 +45,37 @@ class Moved:
 
     def pcie_seconds(self, hardware: Hardware) -> float:
         both = (self.up + self.down) / (2 * hardware.both_ways)
-        return max(self.up, self.down, both) / (hardware.pcie * GB)
+        return max(self.up, self.down, both) / (hardware.pcie * GB * LINK)
 
     def disk_seconds(self, hardware: Hardware) -> float:
-        return self.disk / (hardware.disk * GB)
+        return self.disk / (hardware.disk * GB * DISK)
 
 
 @dataclass
-class Stretch:
+class Phase:
     """Seconds of the concurrent parts of one phase, by name."""
 
     parts: dict[str, float] = field(default_factory=dict)
 
     @property
+    def computing(self) -> float:
+        """Its seconds without transfers: tensor-parallel sums do not overlap with compute, all else does."""
+        parts = self.parts
+        return max(parts["compute"] + parts["tensor parallel"], parts["host"], parts["collectives"])
+
+    @property
     def seconds(self) -> float:
-        """Return its seconds: tensor-parallel sums do not overlap with compute, everything else does."""
-        alone = [value for name, value in self.parts.items() if name not in ("compute", "tensor parallel")]
-        return max(self.parts["compute"] + self.parts["tensor parallel"], *alone)
+        return max(self.computing, *self.parts.values())
 
 
 def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     """Return the estimate of a step on this hardware."""
     setup = plan.setup
-    first, rest = _stretches(plan, shape, hardware)
+    first, rest = _phases(plan, shape, hardware)
     held = plan.numel / setup.tp / (setup.dp if setup.zero.optimizer else 1)
     offloaded = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
     # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
-    here = held * _update_nbytes(setup) / (hardware.hbm * GB)
+    here = held * _update_nbytes(setup) / (hardware.hbm * GB * UPDATE)
     if offloaded and setup.updates_on_cpu:
         states = plan.of("optimizer_states") * setup.local_ranks + offloaded
         first.parts["update"] = held * setup.local_ranks * (offloaded / states) / (hardware.adam * GB)
@@ -73,7 +84,11 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     parts = {name: first.parts[name] + rest.parts.get(name, 0.0) for name in first.parts}
     parts["update"] = parts.get("update", 0.0) + here
     bound = max(parts, key=lambda name: parts[name])
-    return Estimate(seconds, parts, bound, setup.batch * setup.seq * setup.accumulate * setup.dp / seconds)
+    forward = first.computing
+    phases = {"forward": forward, "backward": rest.seconds, "update": here + first.seconds - forward}
+    tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
+    mfu = model_flops(shape, setup) / (seconds * setup.ranks * hardware.tflops * 1e12)
+    return Estimate(seconds, parts, bound, tokens / seconds, phases, mfu)
 
 
 def _update_nbytes(setup: Setup) -> int:
@@ -84,54 +99,54 @@ def _update_nbytes(setup: Setup) -> int:
     return 2 * setup.state_width + setup.grad_width + setup.width * (2 if setup.sizing.split_master else 1)
 
 
-def _stretches(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Stretch, Stretch]:
+def _phases(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Phase, Phase]:
     """Return the two phases: the update with the first forward, and everything after it."""
     setup = plan.setup
     again = setup.accumulate - 1
-    rate = hardware.tflops * 1e12 * hardware.efficiency
-    forward, backward = (flops / rate for flops in _flops(shape, setup))
-    link = (hardware.links if setup.ranks <= setup.ranks_per_node else hardware.network) * GB
-    wire = plan.numel / setup.tp * setup.width * (setup.dp - 1) / setup.dp / link
+    work = passes(shape, setup)
+    local = plan.numel / setup.tp
+    # Gradients are copied into flats or buckets, and their norm is measured.
+    gradients = Work(moved=local * (2 * setup.width + setup.grad_width))
+    forward, backward = work.forward, work.backward + work.again + gradients
+    later = forward.times(again) + backward.times(setup.accumulate)
+    gather = local * setup.width
+    wire = _collective_seconds(gather, setup.dp, max(1, setup.ranks_per_node // setup.tp), hardware)
     gathers = (1, 2 * again + 1) if setup.zero.parameters else (int(setup.zero.optimizer), 0)
     reduces = (setup.accumulate if setup.zero.gradients else 1) * (1 if setup.zero.optimizer else 2)
-    sums = 2 * shape.layers * _sum_seconds(shape, setup, hardware)
+    hidden = setup.batch * setup.seq * shape.hidden * setup.width
+    # Two sums per block and direction, each a reduction and a gather.
+    sums = 2 * shape.layers * 2 * _collective_seconds(hidden, setup.tp, setup.ranks_per_node, hardware)
+    repeated = setup.num_recomputed(shape.layers) / shape.layers
     made = [
-        {"compute": forward, "tensor parallel": sums, "collectives": wire * gathers[0]},
         {
-            "compute": forward * again + backward * setup.accumulate,
-            "tensor parallel": sums * again + sums * (1 + _recomputed_share(shape, setup)) * setup.accumulate,
+            "compute": sum(forward.seconds(setup, hardware).values()),
+            "host": forward.host,
+            "tensor parallel": sums,
+            "collectives": wire * gathers[0],
+        },
+        {
+            "compute": sum(later.seconds(setup, hardware).values()),
+            "host": later.host,
+            "tensor parallel": sums * again + sums * (1 + repeated) * setup.accumulate,
             "collectives": wire * (gathers[1] + reduces),
         },
     ]
-    for parts, moved in zip(made, _moved(plan, plan.numel / setup.tp), strict=True):
+    for parts, moved in zip(made, _moved(plan, local), strict=True):
         parts["pcie"], parts["nvme"] = moved.pcie_seconds(hardware), moved.disk_seconds(hardware)
-    return Stretch(made[0]), Stretch(made[1])
+    return Phase(made[0]), Phase(made[1])
 
 
-def _flops(shape: Shape, setup: Setup) -> tuple[float, float]:
-    """Return the executed operations of one micro-step's forward and backward on one rank.
+def _collective_seconds(nbytes: float, ranks: int, ranks_per_node: int, hardware: Hardware) -> float:
+    """Return the seconds in which each of `ranks` gets all of `nbytes`, of which it has its part.
 
-    The loss computes its gradients in forward, so the head is never recomputed. An embedding that is only looked up
-    needs no operations.
+    Between nodes every rank of a node uses its own network adapter, and each of the other nodes' bytes crosses once, as
+    NCCL's rings do; inside a node they go over its links.
     """
-    tokens = setup.batch * setup.seq
-    head = shape.vocab * (shape.embed_dim or shape.hidden)
-    blocks = shape.active_numel - sum(each.numel for each in shape.embed_parameters()) - (0 if shape.tie else head)
-    attention = 2 * shape.layers * shape.width_q * setup.seq  # scores and values, 2 each: causal is half of 4
-    through = (2 * blocks + attention) * tokens / setup.tp
-    heads = 6 * head * tokens * shape.local_vocab(setup.tp) / shape.vocab
-    return through + heads, through * (2 + _recomputed_share(shape, setup))
-
-
-def _recomputed_share(shape: Shape, setup: Setup) -> float:
-    """Return the share of the blocks whose forward runs again in backward."""
-    return setup.num_recomputed(shape.layers) / shape.layers
-
-
-def _sum_seconds(shape: Shape, setup: Setup, hardware: Hardware) -> float:
-    """Return the seconds of one all-reduce of activations over tensor-parallel ranks; a block has two per direction."""
-    hidden = setup.batch * setup.seq * shape.hidden * setup.width
-    return hidden * 2 * (setup.tp - 1) / setup.tp / (hardware.links * GB)
+    here = min(ranks, ranks_per_node)
+    nodes = -(-ranks // here)
+    inside = nbytes * (ranks - 1) / ranks / (hardware.links * GB)
+    between = nbytes * (nodes - 1) / nodes / (here * hardware.network * GB)
+    return max(inside if here > 1 else 0.0, between)
 
 
 def _off_device(plan: Plan) -> list[str]:

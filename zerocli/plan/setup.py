@@ -9,8 +9,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.placement import ACTIVATIONS, Placement, Share, per_rank
-from zerocli.config import CheckpointConfig, Config, Sharding, TrainConfig, num_micro_steps, placement_at, sharding_of
+from zerocli.config import (
+    AUTO,
+    CheckpointConfig,
+    Config,
+    Sharding,
+    TrainConfig,
+    num_micro_steps,
+    placement_at,
+    sharding_of,
+)
 from zerocli.errors import UserError
+from zerocli.layout.constants import MIN_COMPILED_STEPS
 from zerocli.layout.flats import Sizing
 from zerocli.layout.stage import Stage
 from zerocli.layout.stage import stage as stage_of
@@ -30,6 +40,8 @@ class Setup(Sharding):
     """Maximum number of checkpoints in the run folder, including the one being written; 0: nothing is saved."""
     checkpoint_buffer: int = CheckpointConfig.buffer
     """Bytes of host memory per rank for writing checkpoints."""
+    compiled: bool = False
+    """Whether blocks are compiled, which changes seconds only: bytes are those of eager blocks."""
     device: str = "cuda"
     """`cuda`, or `cpu`: no GPU, and host memory is reported as hbm."""
     runtime: Mapping[str, int] = field(default_factory=dict)
@@ -169,6 +181,8 @@ def setup_of(config: Config, **changes: object) -> Setup:
         "seq": train.seq,
         "checkpoints": num_checkpoints(config),
         "checkpoint_buffer": config.checkpoint.buffer,
+        "compiled": config.model.compile is True
+        or (config.model.compile == AUTO and train.steps >= MIN_COMPILED_STEPS),
     }
     if "optimizer" in changes:
         given["options"] = {}  # those of the config's optimizer do not apply

@@ -1,0 +1,171 @@
+"""What a model computes on one rank: operations of products and attention, bytes of the other kernels, kernel launches.
+
+Bytes count each input that a kernel reads and each output that it writes once, as `zerocli.models` runs them eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zerocli.plan.hardware import Hardware
+from zerocli.plan.setup import Setup
+from zerocli.plan.shape import NORMS, Shape
+
+# Shares of the data sheet's rates, measured on an H200 with torch 2.11: 1.41B GPT-2, 16 x 1024 tokens, bf16.
+PRODUCTS = 0.73
+"""Matrix products of at least a thousand rows and columns."""
+ATTENTION = 0.40
+"""Causal attention, forward; its backward reaches 0.7 of that."""
+MEMORY = 0.64
+"""Element-wise kernels, norms and sums, of the memory bandwidth."""
+UPDATE = 0.83
+"""The update's one pass over all that a parameter has, of the memory bandwidth."""
+COMPILED = 0.8
+"""Bytes that compiled blocks move, relative to eager ones."""
+FP32_PRODUCTS = 0.068
+"""fp32 products without tensor cores, relative to half precision (an H200's 67 of 989 TFLOPS)."""
+BACKWARD_OPS = 2.5 / 0.7
+"""Attention's backward relative to its forward: 2.5 times the operations, at 0.7 of the rate."""
+
+HOST_FORWARD, HOST_BACKWARD, HOST_UPDATE = 300e-6, 350e-6, 60e-6
+"""Seconds of the host per block: launching the kernels of its forward and backward, and of its update."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations and bytes of one rank."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    """Operations, weighted: those of backward count as the forward operations that take as long."""
+    moved: float = 0.0
+    """Bytes of kernels that are bound by memory."""
+    host: float = 0.0
+    """Seconds in which the host launches it."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.moved + other.moved,
+            self.host + other.host,
+        )
+
+    def times(self, number: float) -> Work:
+        return Work(self.products * number, self.attention * number, self.moved * number, self.host * number)
+
+    def seconds(self, setup: Setup, hardware: Hardware) -> dict[str, float]:
+        """Return the device's seconds by kind of kernel; the kinds run one after the other."""
+        peak = hardware.tflops * 1e12 * (FP32_PRODUCTS if setup.width == 4 else 1.0)
+        rate = hardware.products * 1e12 if hardware.products and setup.width < 4 else peak * PRODUCTS
+        return {
+            "products": self.products / rate,
+            "attention": self.attention / (peak * ATTENTION),
+            "memory": self.moved / (hardware.hbm * 1e9 * MEMORY),
+        }
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The work of one micro-step: forward, backward, and what recomputation adds to backward."""
+
+    forward: Work
+    backward: Work
+    again: Work
+
+
+def passes(shape: Shape, setup: Setup) -> Passes:
+    """Return one rank's work of a micro-step."""
+    forward, backward, again = _ends(shape, setup)
+    recomputed = setup.num_recomputed(shape.layers)
+    for first, number in shape.runs():
+        there, back = _block(shape, setup, first)
+        forward, backward = forward + there.times(number), backward + back.times(number)
+        kept = max(0, min(number, first + number - recomputed))
+        again += _repeated(shape, setup, there, first).times(number - kept)
+    return Passes(forward, backward, again)
+
+
+def model_flops(shape: Shape, setup: Setup) -> float:
+    """Return the operations of a step of all ranks that the model itself needs, as MFU counts them: no repetition."""
+    tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
+    embedding = 0 if shape.tie else sum(each.numel for each in shape.embed_parameters())
+    attention = 6 * shape.layers * setup.seq * (shape.width_q + shape.width_out) / 2
+    return tokens * (6.0 * (shape.active_numel - embedding) + attention)
+
+
+def _block(shape: Shape, setup: Setup, block: int) -> tuple[Work, Work]:
+    """Return the forward and backward work of one block."""
+    tokens, tp, width = setup.batch * setup.seq, setup.tp, setup.width
+    hidden, queries, keys = shape.hidden, shape.width_q // tp, shape.width_kv // tp
+    products, inner = 0.0, 0.0
+    for rows, inputs, outputs in _matrices(shape, block):
+        products += 2 * rows * inputs * outputs / tp
+    for rows, mlp in _mlps(shape, block):
+        inner += rows * mlp / tp
+    attention = setup.seq * (shape.width_q + shape.width_out) / tp  # two products, each causal
+    norms = NORMS[shape.norms] * hidden + (queries + keys if shape.q_norm else 0)
+    rotated = queries + keys if shape.rotary else 0
+    visits = shape.experts_per_token * hidden if shape.is_sparse(block) else 0
+    dropped = 2 * hidden if shape.dropout else 0
+    biases = (queries + 2 * keys) * shape.qkv_bias + hidden * shape.out_bias + (inner + hidden) * shape.mlp_bias
+    gate, back = (3, 5) if shape.gated else (2, 3)
+    there = 2 * norms + 6 * hidden + gate * inner + 2 * rotated + 4 * visits + 2.5 * dropped
+    again = 5 * norms + 6 * hidden + back * inner + 2 * rotated + 6 * visits + 2.5 * dropped
+    again += biases + 2 * (queries + 2 * keys)  # sums over rows; gradients of queries, keys and values joined
+    factor = tokens * width * (COMPILED if setup.compiled else 1.0)
+    return (
+        Work(products * tokens, attention * tokens, there * factor, HOST_FORWARD),
+        Work(2 * products * tokens, attention * tokens * BACKWARD_OPS, again * factor, HOST_BACKWARD),
+    )
+
+
+def _repeated(shape: Shape, setup: Setup, forward: Work, block: int) -> Work:
+    """Return what recomputing a block runs again: all of its forward up to its last product, whose result is not used.
+
+    A compiled block's graph leaves it out as well.
+    """
+    rows, mlp = list(_mlps(shape, block))[-1]
+    last = 2 * setup.batch * setup.seq * rows * mlp * shape.hidden / setup.tp
+    return Work(forward.products - last, forward.attention, forward.moved, forward.host)
+
+
+def _matrices(shape: Shape, block: int) -> Iterator[tuple[float, int, int]]:
+    """Yield (rows per token, inputs, outputs) of a block's products."""
+    hidden, latent = shape.hidden, shape.latent
+    if latent:
+        if latent.q_rank:
+            yield 1, hidden, latent.q_rank
+        yield 1, latent.q_rank or hidden, shape.width_q
+        yield 1, hidden, latent.kv_rank + latent.rope
+        yield 1, latent.kv_rank, shape.heads * (latent.nope + latent.value)
+    else:
+        yield 1, hidden, shape.width_q + 2 * shape.width_kv
+    yield 1, shape.width_out, hidden
+    if shape.is_sparse(block):
+        yield 1, hidden, shape.experts
+    for rows, mlp in _mlps(shape, block):
+        yield rows, hidden, mlp * (2 if shape.gated else 1)
+        yield rows, mlp, hidden
+
+
+def _mlps(shape: Shape, block: int) -> Iterator[tuple[int, int]]:
+    """Yield (rows per token, width) of a block's MLPs."""
+    if not shape.is_sparse(block):
+        yield 1, shape.mlp_hidden
+        return
+    if shape.shared_hidden:
+        yield 1, shape.shared_hidden
+    yield shape.experts_per_token, shape.expert_hidden
+
+
+def _ends(shape: Shape, setup: Setup) -> tuple[Work, Work, Work]:
+    """Return forward, backward and recomputed work of embedding and head; the loss has its gradients in forward."""
+    tokens, width = setup.batch * setup.seq, setup.width
+    vocab, inputs = shape.local_vocab(setup.tp), shape.embed_dim or shape.hidden
+    hidden = tokens * shape.hidden * width
+    logits = tokens * vocab * width
+    table = vocab * inputs * width
+    forward = Work(6.0 * tokens * vocab * inputs, 0.0, 3 * logits + 4 * hidden + 3 * table, 2 * HOST_FORWARD)
+    return forward, Work(0.0, 0.0, 10 * hidden + 2 * table, 2 * HOST_BACKWARD), Work()
