@@ -17,6 +17,8 @@ from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular, write_text
 
 BENCH_NBYTES = 1 << 30
 BENCH_SECONDS = 5.0
+COMPUTE = "compute"
+"""Names the rates of `zerocli.engine.rates`."""
 
 
 def gather(paths: tuple[str, ...]) -> dict[str, Any]:
@@ -42,13 +44,13 @@ def gather(paths: tuple[str, ...]) -> dict[str, Any]:
 
 
 def measure(facts: dict[str, Any], paths: tuple[str, ...]) -> None:
-    """Measure host memory, GPU and the disks under `paths`, and store the results in the cache."""
+    """Measure compute, host memory, GPU and the disks under `paths`, and store the results in the cache."""
     try:
         from tiers import bench
     except ImportError as error:
         raise UserError(f"nothing to measure with: {error}", hint="zerocli env, without --bench") from error
     say("measuring; this takes some seconds per tier")
-    results = {bench_key(facts): bench.bench_dram_hbm(BENCH_NBYTES)}
+    results = {bench_key(facts): bench.bench_dram_hbm(BENCH_NBYTES), bench_key(facts, COMPUTE): _compute_rates()}
     for path in paths:
         folder = Path(path)
         try:
@@ -64,10 +66,18 @@ def measure(facts: dict[str, Any], paths: tuple[str, ...]) -> None:
     write_text(target, json.dumps(cache, indent=2))
 
 
+def _compute_rates() -> dict[str, float]:
+    import torch
+
+    from zerocli.engine.rates import measure_rates
+
+    return measure_rates(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def remembered(facts: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
     """Return this machine's cached measurements with their age in seconds, for `paths` or, without any, all disks."""
     prefix = bench_key(facts)
-    wanted = {prefix, *(bench_key(facts, path) for path in paths)}
+    wanted = {prefix, bench_key(facts, COMPUTE), *(bench_key(facts, path) for path in paths)}
     found = {}
     for key, entry in read_cache().items():
         if key in wanted or (not paths and key.startswith(f"{prefix} ")):
@@ -76,10 +86,11 @@ def remembered(facts: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def bench_key(facts: dict[str, Any], path: str = "") -> str:
-    """Return the cache key of a measurement: the host, its GPU and, for a disk, the folder."""
+def bench_key(facts: dict[str, Any], what: str = "") -> str:
+    """Return the cache key of a measurement: the host and its GPU, then `COMPUTE` or, for a disk, the folder."""
     gpu = facts["gpus"][0]["name"] if facts["gpus"] else "cpu"
-    return f"{facts['host']}/{gpu}" + (f" {Path(path).absolute()}" if path else "")
+    name = what if what == COMPUTE else str(Path(what).absolute())
+    return f"{facts['host']}/{gpu}" + (f" {name}" if what else "")
 
 
 def cache_path() -> Path:

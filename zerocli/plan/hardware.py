@@ -13,6 +13,10 @@ from zerocli.errors import UserError, closest
 GIB, TIB = 2**30, 2**40
 USABLE = 0.985
 """Share of a GPU's memory that a process can allocate; the driver keeps the rest."""
+SUSTAINED = 0.95
+"""Share of a large product's rate alone that the products of a training step reach."""
+COPIED = 0.855
+"""Share of the data sheet's memory bandwidth that a copy reaches (H200: 4.1 of 4.8 TB/s)."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,9 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
             if _rate(result.get("both")):
                 changes["both_ways"] = min(1.0, max(0.5, result["both"] / (2 * changes["pcie"])))
             changes["source"] = f"this machine, measured; other rates of {known}"
+        elif name == "compute" and all(_rate(result.get(each)) for each in ("products", "memory", "adam")):
+            changes |= {"products": result["products"] * SUSTAINED, "adam": result["adam"]}
+            changes["hbm"] = result["memory"] / COPIED
         elif _rate(result.get("read")) and _rate(result.get("write")):
             # A step reads and writes concurrently.
             changes["disk"] = result["both"] if _rate(result.get("both")) else min(result["read"], result["write"])
