@@ -12,6 +12,7 @@ from offload.placement import ACTIVATIONS, Placement, Share, per_rank
 from zerocli.config import CheckpointConfig, Config, Sharding, TrainConfig, num_micro_steps, placement_at, sharding_of
 from zerocli.errors import UserError
 from zerocli.layout.flats import Sizing
+from zerocli.layout.recompute import AUTO, Recompute
 from zerocli.layout.stage import Stage
 from zerocli.layout.stage import stage as stage_of
 
@@ -80,19 +81,20 @@ class Setup(Sharding):
 
     @property
     def recomputes(self) -> bool:
-        """Whether any block keeps only its input."""
-        return bool(self.recompute) or ACTIVATIONS in self.offload.shares
+        """Whether any block is recomputed, whole or selectively."""
+        return self.recompute == AUTO or bool(self.recomputed)
+
+    def blocks(self, layers: int) -> Recompute:
+        """Return how many of a model's blocks are recomputed, and how; UserError while `auto` is not decided."""
+        try:
+            return self.recomputed.of(layers)
+        except ValueError as error:
+            hint = "True, False, selective or a number of blocks; or zerocli fit --set activations.policy=auto"
+            raise UserError(str(error), hint=hint) from error
 
     def num_recomputed(self, layers: int) -> int:
-        """Return how many of a model's blocks, the first ones, keep only their input; `auto` must be decided before."""
-        if isinstance(self.recompute, str):
-            raise UserError(
-                f"recompute={self.recompute!r} is decided by a device's memory, and none is given",
-                hint="True, False or a number of blocks; or zerocli fit --set activations.policy=auto",
-            )
-        if not 0 <= self.recompute <= max(1, layers):
-            raise UserError(f"recompute={self.recompute}: the model has {layers} blocks")
-        return layers if self.recompute is True else int(self.recompute) or layers * self.recomputes
+        """Return how many of a model's blocks, the first ones, keep only their input: all they do is done again."""
+        return self.blocks(layers).whole
 
     @property
     def parts(self) -> int:
