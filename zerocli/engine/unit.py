@@ -20,7 +20,7 @@ from zerocli.engine.parameters import attach, edited, edited_in_place, moved, no
 from zerocli.engine.streams import StreamEvent
 from zerocli.errors import Refused
 from zerocli.layout.flats import FlatSpec, flat_spec
-from zerocli.layout.recompute import NOTHING, Recompute
+from zerocli.layout.recompute import Recompute, read_recompute
 from zerocli.layout.shards import Layout, Span, lay_out
 from zerocli.layout.stage import Stage
 
@@ -278,7 +278,7 @@ def chooses(choice: Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.
     return lambda module: id(module) in ids
 
 
-def recomputed_units(units: Sequence[Unit], choice: Recompute | UnitChoice) -> dict[Unit, bool]:
+def recomputed_units(units: Sequence[Unit], choice: bool | int | str | Recompute | UnitChoice) -> dict[Unit, bool]:
     """Return the units that are recomputed, each with whether selectively: those chosen, or the first repeated blocks.
 
     Repeated blocks are units that share their class with another unit; if there are none, the members of a list of
@@ -287,15 +287,16 @@ def recomputed_units(units: Sequence[Unit], choice: Recompute | UnitChoice) -> d
     cost. For the same reason a number of blocks means the first ones: backward needs them last.
     """
     inner = [unit for unit in units if unit.index > 0]
-    if isinstance(choice, str):
+    asked = read_recompute(choice)
+    if isinstance(asked, str):
         raise ValueError(f"recompute={choice!r}: pass True, False, 'selective', a number of blocks, or the units")
-    if choice is None or isinstance(choice, Recompute):
+    if isinstance(asked, Recompute):
         classes = [type(unit.module) for unit in inner]
         blocks = [unit for unit in inner if classes.count(type(unit.module)) > 1]
         blocks = blocks or [unit for unit in inner if unit.name.rpartition(".")[2].isdigit()] or inner
-        asked = (choice or NOTHING).of(len(blocks))
+        asked = asked.of(len(blocks))
         return {unit: at >= asked.whole for at, unit in enumerate(blocks[: asked.count])}
-    chosen = [unit for unit in inner if chooses(choice)(unit.module)]
+    chosen = [unit for unit in inner if chooses(asked)(unit.module)]
     if not chosen:
         raise ValueError(f"no unit of the model matches recompute={choice!r}")
     return dict.fromkeys(chosen, False)

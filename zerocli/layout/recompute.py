@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 AUTO = "auto"
 ALL = 1 << 30
@@ -52,7 +53,7 @@ POLICIES: dict[str, Recompute | str] = {"keep": NOTHING, SELECTIVE: SELECTIVELY,
 """What `activations.policy` stands for. `auto` is decided by a device's memory: see zerocli/plan/recompute.py."""
 
 
-def read_recompute(value: object) -> object:
+def read_recompute(value: Any) -> Any:
     """Return the `Recompute` that a setting means; `auto` and what only an engine knows (modules) as they are.
 
     True is all blocks, a number the first so many, both whole; a str is a policy. Raises ValueError for another str.

@@ -203,8 +203,11 @@ class Decoder:
         wide = self._queries * FP32 // self.batch.width
         saved = [t.new(wide), t.new(wide), t.new(wide), t.new(scores), t.new(scores), t.new(scores)]
         keys = [self._queries, self._keys, self._keys]
+        temporary = scores
+        if self.batch.width < FP32:  # queries, keys, values, scaled queries and the result in fp32; rounded weights
+            temporary = max(scores, 5 * wide + scores * self.batch.width // FP32)
         return t.op(
-            *("attention", [q, k, v], self._queries, saved, keys), temporary=scores, backward_temporary=2 * scores
+            *("attention", [q, k, v], self._queries, saved, keys), temporary=temporary, backward_temporary=2 * scores
         )
 
     # -- mlp -------------------------------------------------------------------------------------------------------

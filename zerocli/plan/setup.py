@@ -81,8 +81,15 @@ class Setup(Sharding):
 
     @property
     def recomputes(self) -> bool:
-        """Whether any block is recomputed, whole or selectively."""
+        """Whether any block is recomputed, whole or selectively, or may be."""
         return self.recompute == AUTO or bool(self.recomputed)
+
+    @property
+    def lighter(self) -> tuple[str, ...]:
+        """The policies that recompute more than this one, the cheapest first; `auto` recomputes what it must."""
+        if self.recompute == AUTO or self.recomputed.whole:
+            return ()
+        return ("recompute",) if self.recomputed.selective else ("selective", "recompute")
 
     def blocks(self, layers: int) -> Recompute:
         """Return how many of a model's blocks are recomputed, and how; UserError while `auto` is not decided."""
