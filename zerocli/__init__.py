@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zerocli.engine.groups import ParamGroup as ParamGroup
     from zerocli.engine.optim import FlatOptimizer as FlatOptimizer
     from zerocli.errors import Refused as Refused
+    from zerocli.layout.recompute import Recompute as Recompute
 
 _LAZY = {
     "shard": "zerocli.engine.api",
@@ -30,6 +31,7 @@ _LAZY = {
     "FlatOptimizer": "zerocli.engine.optim",
     "ParamGroup": "zerocli.engine.groups",
     "ProfilerRanges": "zerocli.engine.events",
+    "Recompute": "zerocli.layout.recompute",
     "Refused": "zerocli.errors",
     "Corrupted": "offload.verify",
 }

@@ -18,7 +18,8 @@ from zerocli.config.schema import (
     TrainConfig,
     ZeroConfig,
 )
-from zerocli.config.sharding import AUTO, Sharding, arguments_of, num_micro_steps, sharding_of
+from zerocli.config.sharding import Sharding, arguments_of, num_micro_steps, sharding_of
+from zerocli.layout.recompute import AUTO
 
 __all__ = [
     "AUTO",

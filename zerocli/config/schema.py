@@ -133,9 +133,10 @@ class ZeroConfig:
 class ActivationsConfig:
     """What becomes of activations between forward and backward."""
 
-    policy: str = setting("keep", choices=("keep", "recompute", "auto"))
-    """Keep them, or keep each block's input (its checkpoint) and recompute the rest; auto = recompute as few blocks as
-    the device's memory allows. `--offload activations=TIER` says where checkpoints rest, and means recompute."""
+    policy: str = setting("keep", choices=("keep", "selective", "recompute", "auto"))
+    """Keep them, or keep each block's input (its checkpoint) and recompute the rest; selective = keep the outputs of
+    matrix products and attention too, and recompute only the cheap operations between them; auto = recompute as little
+    as the device's memory allows. `--offload activations=TIER` says where checkpoints rest, and means recompute."""
     partition: bool = setting(True)
     """Whether tensor-parallel ranks, which have equal checkpoints, each keep a part of them (Pa)."""
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.placement import Placement
+from offload.placement import ACTIVATIONS, Placement
 from zerocli.config.placement import read_placement
 from zerocli.config.schema import (
     MASTERS,
@@ -25,12 +25,9 @@ from zerocli.config.schema import (
 )
 from zerocli.errors import UserError
 from zerocli.layout.flats import Sizing
+from zerocli.layout.recompute import NOTHING, POLICIES, WHOLE, Recompute, read_recompute
 from zerocli.layout.sizes import count_of
 from zerocli.layout.stage import stage as stage_of
-
-AUTO = "auto"
-RECOMPUTE: Mapping[str, bool | str] = {"keep": False, "recompute": True, "auto": AUTO}
-"""`Sharding.recompute` by the config's policy."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +51,11 @@ class Sharding:
     """Backward passes per step; their gradients are averaged, in fp32 if there is more than one."""
     clip: float | None = TrainConfig.clip
     """Largest global gradient norm; None: gradients are not clipped."""
-    recompute: bool | int | str = ActivationsConfig.policy == "recompute"
+    recompute: bool | int | str | Recompute = POLICIES[ActivationsConfig.policy]
     """Keep only the input of each repeated block and rerun its forward in backward; a number: of so many blocks, the
-    first ones. A placement of `activations`, which says where the inputs are kept, implies True. `auto`: not decided
-    yet; a plan decides by the device's memory (zerocli/plan/recompute.py), and no engine takes it."""
+    first ones; `selective`: but keep the outputs of matrix products and attention; a `Recompute` says how many blocks
+    of each. A placement of `activations`, which says where the inputs are kept, implies True. `auto`: not decided yet;
+    a plan decides by the device's memory (zerocli/plan/recompute.py), and no engine takes it."""
     partition_activations: bool = ActivationsConfig.partition
     """Whether tensor-parallel ranks, whose inputs are equal, each keep only a part of them."""
     bucket_nbytes: int = ZeroConfig.bucket
@@ -82,6 +80,17 @@ class Sharding:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offload", read_placement(self.offload))
+        object.__setattr__(self, "recompute", read_recompute(self.recompute))
+
+    @property
+    def recomputed(self) -> Recompute:
+        """Which blocks are recomputed: those asked for, or all if only a place for their inputs is given.
+
+        Raises ValueError while that is not decided, or where it is a choice of modules.
+        """
+        if not isinstance(self.recompute, Recompute):
+            raise ValueError(f"recompute={self.recompute!r} is decided by a device's memory, and none is given")
+        return self.recompute or (WHOLE if ACTIVATIONS in self.offload.shares else NOTHING)
 
     def sizing_at(
         self, world: int, num_states: int, device: str, precision: str, fused_update: bool, update_on_cpu: bool = False
@@ -124,7 +133,7 @@ def sharding_of(config: Config) -> Sharding:
         master=config.optimizer.master,
         accumulate=config.train.accumulate,
         clip=config.train.clip or None,
-        recompute=RECOMPUTE[config.activations.policy],
+        recompute=POLICIES[config.activations.policy],
         partition_activations=config.activations.partition,
         bucket_nbytes=config.zero.bucket,
         gather_buffers=config.zero.buffers,

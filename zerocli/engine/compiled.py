@@ -9,7 +9,8 @@ parameters as inputs of the graph, and every block of the same structure passes 
 A recomputed block is compiled with the checkpoint inside the graph. torch then partitions the graph so that forward
 saves only the block's inputs, and backward recomputes what it needs and no more. The saved inputs and parameters still
 pass through the saved-tensor hooks that are active at run time (gather.py, activations.py). A block that cannot be one
-graph is checkpointed outside its compiled parts, as an eager block is.
+graph is checkpointed outside its compiled parts, as an eager block is. Of a block that is recomputed selectively torch
+saves the outputs that selective.py names too; such a block that cannot be one graph runs eagerly.
 
 A failed compilation never ends a run. Backward graphs are compiled in forward too, so a failure comes before the block
 has computed anything; the call is then repeated eagerly.
@@ -30,9 +31,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from zerocli import machine
+from zerocli.engine.selective import compiled_contexts
 from zerocli.engine.unit import Unit
 from zerocli.layout.constants import MIN_COMPILED_STEPS
 from zerocli.layout.sizes import count_of
+
+NOT, WHOLE, SELECTIVE = "kept", "whole", "selective"
+"""How a block is recomputed in backward."""
 
 NOT_RUN = object()
 """Returned in place of a block's output if the block could not be run in this way."""
@@ -93,9 +98,9 @@ class CompiledFunction:
     """A forward compiled for all blocks that it is called with; it is not tried again after a failure."""
 
     def __init__(
-        self, forward: Callable[..., Any], recompute: bool, fullgraph: bool, backend: Backend, device: torch.device
+        self, forward: Callable[..., Any], recompute: str, fullgraph: bool, backend: Backend, device: torch.device
     ) -> None:
-        function = _with_own_code(_recomputing(forward) if recompute else _calling(forward))
+        function = _with_own_code(_HOW[recompute](forward))
         self._function = torch.compile(function, backend=backend, fullgraph=fullgraph)
         self._device = device
         self._proven = False
@@ -147,7 +152,7 @@ class CompiledBlocks:
         self._device, self._backend = device, Backend(backend)
         self._functions: dict[tuple[Any, ...], CompiledFunction] = {}
         """By forward, recompute and fullgraph; and by the unit's index where a unit has its own."""
-        self._own: set[tuple[int, bool]] = set()
+        self._own: set[tuple[int, str]] = set()
         """(index, recompute) of units that need graphs of their own: see `_attempt`."""
         self._ran: set[int] = set()
         self._seconds = 0.0
@@ -186,12 +191,14 @@ class CompiledBlocks:
         self._explain(unit, body)
         return output
 
-    def run_recomputed(self, unit: Unit, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_recomputed(
+        self, unit: Unit, body: Callable[..., Any], args: Any, kwargs: Any, selective: bool = False
+    ) -> Any:
         """Run a unit's forward as one compiled graph that is recomputed in backward; NOT_RUN if it cannot be one."""
-        return self._attempt(unit, body, args, kwargs, fullgraph=True, recompute=True)
+        return self._attempt(unit, body, args, kwargs, fullgraph=True, recompute=SELECTIVE if selective else WHOLE)
 
     def _attempt(
-        self, unit: Unit, body: Callable[..., Any], args: Any, kwargs: Any, fullgraph: bool, recompute: bool = False
+        self, unit: Unit, body: Callable[..., Any], args: Any, kwargs: Any, fullgraph: bool, recompute: str = NOT
     ) -> Any:
         """Return a unit's output, or NOT_RUN.
 
@@ -216,7 +223,7 @@ class CompiledBlocks:
             self._ran.add(unit.index)
         return output
 
-    def _function(self, unit: Unit, body: Callable[..., Any], fullgraph: bool, recompute: bool) -> CompiledFunction:
+    def _function(self, unit: Unit, body: Callable[..., Any], fullgraph: bool, recompute: str) -> CompiledFunction:
         forward = getattr(body, "__func__", body)
         key: tuple[Any, ...] = (forward, recompute, fullgraph)
         if (unit.index, recompute) in self._own:
@@ -227,7 +234,7 @@ class CompiledBlocks:
 
     def _explain(self, unit: Unit, body: Callable[..., Any]) -> None:
         """Note why a call of a unit was eager."""
-        function = self._function(unit, body, fullgraph=False, recompute=False)
+        function = self._function(unit, body, fullgraph=False, recompute=NOT)
         name = type(unit.module).__name__
         if function.failure:
             self._notes.setdefault(f"{name} runs eagerly, it cannot be compiled: {function.failure}")
@@ -270,6 +277,19 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(inner, use_reentrant=False)
 
     return block
+
+
+def _recomputing_selectively(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def block(*args: Any, **kwargs: Any) -> Any:
+        def inner() -> Any:
+            return forward(*args, **kwargs)
+
+        return checkpoint(inner, use_reentrant=False, context_fn=compiled_contexts)
+
+    return block
+
+
+_HOW = {NOT: _calling, WHOLE: _recomputing, SELECTIVE: _recomputing_selectively}
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

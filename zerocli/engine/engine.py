@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import ACTIVATIONS, per_rank
+from offload import per_rank
 from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
@@ -56,6 +56,7 @@ from zerocli.errors import Refused
 from zerocli.layout.buffers import Spec, persistent
 from zerocli.layout.categories import HELD
 from zerocli.layout.flats import Sizing
+from zerocli.layout.recompute import Recompute
 from zerocli.layout.stage import stage as stage_of
 
 
@@ -116,7 +117,8 @@ class Engine:
             *(self.rule, self.counts, self.collectives, self.device),
             *(self.sizing, self.events, settings.chunk_device),
         )
-        recomputed = recomputed_units(self.units, settings.recompute or ACTIVATIONS in self.placement.shares)
+        choice = settings.recomputed if isinstance(settings.recompute, Recompute) else settings.recompute
+        recomputed = recomputed_units(self.units, choice)
         # Tensor-parallel ranks have equal checkpoints, so each keeps only a part of them by default.
         equal = self.tensor_parallel if settings.partition_activations else Collectives.alone(self.device)
         self.activations = open_activations(len(recomputed), self.placement, self.tiers, equal, self.device, self.waits)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from zerocli.engine.compiled import NOT_RUN, CompiledBlocks
 from zerocli.engine.ends import Ends
 from zerocli.engine.events import BACKWARD, FORWARD, RUNNING
 from zerocli.engine.modules import Entry, outside_of_units, unwrap, wrap
+from zerocli.engine.selective import KeptOutputs, paused
 from zerocli.engine.unit import Unit
 from zerocli.errors import Refused
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 class Hooks:
     """Runs the calls of a sharded model's modules, and follows backward through its units."""
 
-    def __init__(self, engine: Engine, recomputed: list[Unit], blocks: CompiledBlocks) -> None:
+    def __init__(self, engine: Engine, recomputed: Mapping[Unit, bool], blocks: CompiledBlocks) -> None:
         self._engine, self.blocks = engine, blocks
         self._depth = 0
         self._recomputing = 0
@@ -51,7 +52,7 @@ class Hooks:
         for unit in engine.units:
             entry = wrap(unit.module, unit, self)
             if unit in recomputed:
-                entry.body = self._recomputed(unit, entry.body)
+                entry.body = self._recomputed(unit, entry.body, recomputed[unit])
             else:
                 entry.body = self._compiled(unit, entry.body)
         for module in outside_of_units(engine.model, engine.units):
@@ -108,7 +109,7 @@ class Hooks:
             gatherer = engine.gatherer
             if grad and engine.loss_scale.active:
                 self._ends.note_inputs((args, kwargs))
-        with _plain_tensors():
+        with _plain_tensors(), paused():
             gatherer.enter(unit, record=grad)
         self._depth += 1
         finished = False
@@ -142,16 +143,22 @@ class Hooks:
             return body
         return lambda *args, **kwargs: self.blocks.run(unit, body, args, kwargs)
 
-    def _recomputed(self, unit: Unit, eager: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `eager` with activation checkpointing: only its input is kept, and backward runs it again."""
-        engine, body = self._engine, self._compiled(unit, eager)
+    def _recomputed(self, unit: Unit, eager: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+        """Return `eager` with activation checkpointing: only its input is kept, and backward runs it again.
 
-        def inner(spec: TreeSpec, *leaves: Any) -> Any:
+        With `selective` the outputs of its expensive operations are kept too. It then runs as one compiled graph or
+        eagerly: torch would not compile parts of it under the mode that keeps outputs.
+        """
+        engine, body = self._engine, eager if selective else self._compiled(unit, eager)
+
+        def inner(kept: KeptOutputs | None, spec: TreeSpec, *leaves: Any) -> Any:
             args, kwargs = tree_unflatten(leaves, spec)
             engine.gatherer.need(unit)
             self._recomputing += 1
+            outputs = NOTHING if kept is None else kept.running()
             try:
-                with engine.gatherer.pinned(unit), engine.gatherer.saving():  # inside the checkpoint's own hooks
+                # Inside the checkpoint's own hooks.
+                with outputs, engine.gatherer.pinned(unit), engine.gatherer.saving():
                     return body(*args, **kwargs)
             finally:
                 self._recomputing -= 1
@@ -163,10 +170,11 @@ class Hooks:
                 return body(*args, **kwargs)
             with engine.activations.keeping(unit.name, leaves):
                 if self.blocks.includes(unit):  # see [Note: recomputation of compiled blocks]
-                    output = self.blocks.run_recomputed(unit, eager, args, kwargs)
+                    output = self.blocks.run_recomputed(unit, eager, args, kwargs, selective)
                     if output is not NOT_RUN:
                         return output
-                return checkpoint(inner, spec, *leaves, use_reentrant=False)
+                kept = KeptOutputs() if selective else None
+                return checkpoint(inner, kept, spec, *leaves, use_reentrant=False)
 
         return outer
 

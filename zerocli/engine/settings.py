@@ -16,6 +16,7 @@ from zerocli.engine.events import Events
 from zerocli.engine.groups import ParamGroup
 from zerocli.engine.rules import OptimizerChoice
 from zerocli.engine.unit import UnitChoice
+from zerocli.layout.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class Settings(Sharding):
     and parameter. In a model that has parameters of the compute dtype already, those in fp32 stay so anyway."""
     clip: float | None = None
     units: UnitChoice = None
-    recompute: bool | int | str | UnitChoice = Sharding.recompute  # type: ignore[assignment]
-    """True, False or a number of blocks, as in `Sharding.recompute`; or the units selected by a class, a predicate or a
-    list of modules."""
+    recompute: bool | int | str | Recompute | UnitChoice = Sharding.recompute  # type: ignore[assignment]
+    """True, False, `selective`, a number of blocks or a `Recompute`, as in `Sharding.recompute`; or the units selected
+    by a class, a predicate or a list of modules, which are recomputed whole."""
     compile: bool | str = False
     """Whether repeated blocks go through torch.compile; `auto`: on a GPU, if `steps` are enough to pay for it."""
     compile_backend: str = "inductor"

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerocli.engine.comm import Collectives
 from zerocli.engine.events import SILENT, Events
+from zerocli.engine.selective import change_once
 from zerocli.engine.startup import STARTUP
 from zerocli.engine.streams import SideStream, Waits
 from zerocli.layout.shards import nearest_divisor
@@ -145,8 +146,12 @@ class TensorParallel(Collectives):
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum an activation over the ranks in place; the result is ready on the current stream."""
-        with self._waits.waiting("collectives"):
-            self.all_reduce(tensor, "activations").wait()
+
+        def add() -> None:
+            with self._waits.waiting("collectives"):
+                self.all_reduce(tensor, "activations").wait()
+
+        change_once(tensor, add)
         return tensor
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:

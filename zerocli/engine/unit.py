@@ -20,6 +20,7 @@ from zerocli.engine.parameters import attach, edited, edited_in_place, moved, no
 from zerocli.engine.streams import StreamEvent, current_stream
 from zerocli.errors import Refused
 from zerocli.layout.flats import FlatSpec, flat_spec
+from zerocli.layout.recompute import Recompute, read_recompute
 from zerocli.layout.shards import Layout, Span, lay_out
 from zerocli.layout.stage import Stage
 
@@ -277,8 +278,8 @@ def chooses(choice: Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.
     return lambda module: id(module) in ids
 
 
-def recomputed_units(units: Sequence[Unit], choice: bool | int | str | UnitChoice) -> list[Unit]:
-    """Return the units that are recomputed: those chosen, all repeated blocks (True), or the first so many of them.
+def recomputed_units(units: Sequence[Unit], choice: bool | int | str | Recompute | UnitChoice) -> dict[Unit, bool]:
+    """Return the units that are recomputed, each with whether selectively: those chosen, or the first repeated blocks.
 
     Repeated blocks are units that share their class with another unit; if there are none, the members of a list of
     modules (a model of one block), and else all units but the rest. An embedding has next to no activations to save.
@@ -286,20 +287,19 @@ def recomputed_units(units: Sequence[Unit], choice: bool | int | str | UnitChoic
     cost. For the same reason a number of blocks means the first ones: backward needs them last.
     """
     inner = [unit for unit in units if unit.index > 0]
-    if isinstance(choice, str):
-        raise ValueError(f"recompute={choice!r}: pass True, False, a number of blocks, or the units")
-    if choice is None or isinstance(choice, int):
+    asked = read_recompute(choice)
+    if isinstance(asked, str):
+        raise ValueError(f"recompute={choice!r}: pass True, False, 'selective', a number of blocks, or the units")
+    if isinstance(asked, Recompute):
         classes = [type(unit.module) for unit in inner]
         blocks = [unit for unit in inner if classes.count(type(unit.module)) > 1]
         blocks = blocks or [unit for unit in inner if unit.name.rpartition(".")[2].isdigit()] or inner
-        count = len(blocks) if choice is True else int(choice or 0)
-        if not 0 <= count <= len(blocks):
-            raise ValueError(f"recompute={choice}: the model has {len(blocks)} repeated blocks")
-        return blocks[:count]
-    chosen = [unit for unit in inner if chooses(choice)(unit.module)]
+        asked = asked.of(len(blocks))
+        return {unit: at >= asked.whole for at, unit in enumerate(blocks[: asked.count])}
+    chosen = [unit for unit in inner if chooses(asked)(unit.module)]
     if not chosen:
         raise ValueError(f"no unit of the model matches recompute={choice!r}")
-    return chosen
+    return dict.fromkeys(chosen, False)
 
 
 def find_units(model: nn.Module, choice: UnitChoice = None) -> list[tuple[str, nn.Module]]:

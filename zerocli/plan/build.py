@@ -175,15 +175,22 @@ def _runtime_rows(setup: Setup, peak: Peak) -> list[Row]:
 
 def _activation_formula(shape: Shape, setup: Setup) -> str:
     tokens = f"{setup.batch} x {setup.seq} tokens"
-    again = setup.num_recomputed(shape.layers)
-    kept = f"what {shape.layers - again} blocks keep for backward of {tokens}, {setup.width} B per element"
+    blocks = setup.blocks(shape.layers)
+    again, kept = blocks.count, shape.layers - blocks.count
+    each = f"for backward of {tokens}, {setup.width} B per element"
     if not again:
-        return kept
+        return f"what {kept} blocks keep {each}"
     part = f" / {setup.parts}" if setup.parts > 1 else ""
-    checkpoints = f"{again} x {tokens} x {shape.hidden} x {setup.width} B{part}"
-    if again == shape.layers:
-        return f"{checkpoints}, and one block recomputed"
-    return f"{kept}; then {checkpoints}, and one block recomputed: {again} of {shape.layers} blocks are recomputed"
+    parts = [f"what {kept} blocks keep {each}"] if kept else []
+    if blocks.selective:
+        what = f"the matrix products and attention of {blocks.selective} blocks"
+        parts.append(what if kept else f"{what} {each}")
+    parts.append(f"{again} x {tokens} x {shape.hidden} x {setup.width} B{part}, and one block recomputed")
+    if again < shape.layers or blocks.selective:
+        words = {"recomputed": blocks.whole, "recomputed selectively": blocks.selective}
+        counts = [f"{number} of {shape.layers} blocks are {word}" for word, number in words.items() if number]
+        return f"{'; then '.join(parts)}: {', '.join(counts)}"
+    return parts[0]
 
 
 def _logits_formula(shape: Shape, setup: Setup) -> str:

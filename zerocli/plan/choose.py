@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from offload.placement import ACTIVATIONS, HBM, Placement, Share
 from zerocli.config import AUTO
 from zerocli.errors import UserError
+from zerocli.layout.recompute import NOTHING, Recompute
 from zerocli.plan.hardware import Hardware
-from zerocli.plan.recompute import MARGIN
+from zerocli.plan.recompute import MARGIN, TRACED, choices
 from zerocli.plan.search import Candidate, Model, weigh
 from zerocli.plan.setup import Setup
-from zerocli.plan.shape import Shape
 from zerocli.plan.traced import Traced
 
 HOST_MARGIN = 0.05
@@ -29,8 +29,8 @@ GRAIN = 64 << 20
 """Budgets are multiples of this many bytes."""
 TIE = 0.002
 """Of choices whose estimates differ by less than this share, the one that leaves most device memory free is taken."""
-LEVELS = 4
-"""Numbers of recomputed blocks are first tried in quarters of the model, then between the best and its neighbours."""
+LEVELS = 8
+"""Amounts of recomputation are first tried at so many steps, then between the best and its neighbours."""
 KINDS = ("optimizer", "gradients", "parameters")
 """States in the order in which they leave the device."""
 
@@ -78,7 +78,8 @@ def kind_of(setup: Setup) -> tuple[object, ...]:
     tiers = tuple(
         (kind, tuple(share.tier for share in shares)) for kind, shares in sorted(setup.offload.shares.items())
     )
-    return setup.stage, setup.batch, setup.offload.policy, tiers, bool(setup.recompute)
+    recompute = setup.recomputed
+    return setup.stage, setup.batch, setup.offload.policy, tiers, bool(recompute.whole), bool(recompute.selective)
 
 
 class _Search:
@@ -111,35 +112,31 @@ class _Search:
         return dataclasses.replace(candidate, available=available)
 
     def stage(self, stage: int, offload: Placement | None) -> None:
-        """Try a stage with all numbers of recomputed blocks that are worth it."""
+        """Try a stage with all amounts of recomputation that are worth it."""
         setup = replace(self._setup, stage=stage)
-        numbers = self._numbers()
-        tried: dict[int | bool, float] = {}
-        for number in numbers:
-            tried[number] = self._place(replace(setup, recompute=number), offload)
-        if not isinstance(self._model, Shape) or len(numbers) < 2:
-            return
-        best = min(tried, key=lambda number: tried[number])
-        step = max(1, self._model.layers // LEVELS)
-        while step > 1:
-            step //= 2
-            for number in (best - step, best + step):
-                if 0 < number < self._model.layers and number not in tried:
-                    tried[number] = self._place(replace(setup, recompute=number), offload)
-            best = min(tried, key=lambda number: tried[number])
+        order = self._amounts()
+        tried: dict[int, float] = {}
 
-    def _numbers(self) -> list[int | bool]:
-        """Return the numbers of recomputed blocks to begin with."""
-        asked = self._setup.recompute
-        if asked != AUTO:
-            assert not isinstance(asked, str)
-            return [asked]
+        def attempt(at: int) -> None:
+            if 0 <= at < len(order) and at not in tried:
+                tried[at] = self._place(replace(setup, recompute=order[at]), offload)
+
+        step = max(1, len(order) // LEVELS)
+        for at in (*range(0, len(order), step), len(order) - 1):
+            attempt(at)
+        while step > 1:
+            best = min(tried, key=lambda at: tried[at])
+            step //= 2
+            attempt(best - step)
+            attempt(best + step)
+
+    def _amounts(self) -> list[Recompute]:
+        """Return what may be recomputed, from nothing to all of every block."""
+        if self._setup.recompute != AUTO:
+            return [self._setup.recomputed]
         if isinstance(self._model, int):
-            return [False]
-        if isinstance(self._model, Traced):
-            return [False, True]
-        layers = self._model.layers
-        return sorted({layers * quarter // LEVELS for quarter in range(LEVELS + 1)})
+            return [NOTHING]
+        return list(TRACED) if isinstance(self._model, Traced) else choices(self._model.layers)
 
     def _place(self, setup: Setup, offload: Placement | None) -> float:
         """Try the placements of a setup until one fits; return the fewest seconds found, infinity if none fits."""
@@ -147,7 +144,7 @@ class _Search:
         if offload is not None:
             found = self._weigh(setup, offload)
             return _seconds(found) if found is not None and found.fits else seconds[0]
-        for checkpoints in ((), (Share("dram"),)) if setup.recompute else ((),):
+        for checkpoints in ((), (Share("dram"),)) if setup.recomputed.count else ((),):
             for placement in self._placements(setup, checkpoints):
                 found = self._weigh(setup, placement)
                 if found is not None and found.fits:

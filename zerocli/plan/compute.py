@@ -30,6 +30,8 @@ BACKWARD_OPS = 2.5 / 0.7
 
 HOST_FORWARD, HOST_BACKWARD, HOST_UPDATE = 300e-6, 350e-6, 60e-6
 """Seconds of the host per block: launching the kernels of its forward and backward, and of its update."""
+SELECTIVE_HOST = 2.0
+"""The host's time for a selective block, which looks at each operation twice, relative to that of its forward."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,13 @@ class Passes:
 def passes(shape: Shape, setup: Setup) -> Passes:
     """Return one rank's work of a micro-step."""
     forward, backward, again = _ends(shape, setup)
-    recomputed = setup.num_recomputed(shape.layers)
+    recompute = setup.blocks(shape.layers)
     for first, number in shape.runs():
         there, back = _block(shape, setup, first)
         forward, backward = forward + there.times(number), backward + back.times(number)
-        kept = max(0, min(number, first + number - recomputed))
-        again += _repeated(shape, setup, there, first).times(number - kept)
+        whole = max(0, min(number, recompute.whole - first))
+        part = max(0, min(number, recompute.count - first)) - whole
+        again += _repeated(shape, setup, there, first).times(whole) + _cheap(there).times(part)
     return Passes(forward, backward, again)
 
 
@@ -129,6 +132,11 @@ def _repeated(shape: Shape, setup: Setup, forward: Work, block: int) -> Work:
     rows, mlp = list(_mlps(shape, block))[-1]
     last = 2 * setup.batch * setup.seq * rows * mlp * shape.hidden / setup.tp
     return Work(forward.products - last, forward.attention, forward.moved, forward.host)
+
+
+def _cheap(forward: Work) -> Work:
+    """Return what selective recomputation of a block runs again: neither products nor attention."""
+    return Work(0.0, 0.0, forward.moved, SELECTIVE_HOST * forward.host)
 
 
 def _matrices(shape: Shape, block: int) -> Iterator[tuple[float, int, int]]:

@@ -89,7 +89,7 @@ class Decoder:
     def linear(self, t: Tape, label: str, x: Tensor, inputs: int, outputs: int, params: list[int], unit: int) -> Tensor:
         tokens, width = self.batch.tokens, self.batch.width
         grad = tokens * inputs * width
-        return t.op(label, [x], tokens * outputs * width, [x.storage], [grad], params=params, unit=unit)
+        return t.op(label, [x], tokens * outputs * width, [x.storage], [grad], params=params, unit=unit, product=True)
 
     def sum_out(self, t: Tape, y: Tensor, bias: list[int], unit: int) -> Tensor:
         """Sum an output over tensor-parallel ranks in place; its bias is added afterwards, out of place."""
@@ -188,8 +188,9 @@ class Decoder:
             # The sum of dq in fp32, one number per row, and keys' gradients per query head before they are summed.
             extra = batch.tokens * (self.shape.width_q // batch.tp) * FP32 + one
             extra += 2 * self._queries if self._groups > 1 and batch.width < FP32 else 0
-        out = t.new(self._queries)
-        saved = [q.storage, k.storage, v.storage, out, t.new(one)]
+        new = t.new if self.shape.dropout else t.product  # what draws random numbers is recomputed
+        out, stats = new(self._queries), new(one)
+        saved = [q.storage, k.storage, v.storage, out, stats]
         node = t.record("attention", [q, k, v], saved, [self._queries, keys, keys], backward_temporary=extra)
         return Tensor(out, node)
 
@@ -202,8 +203,11 @@ class Decoder:
         wide = self._queries * FP32 // self.batch.width
         saved = [t.new(wide), t.new(wide), t.new(wide), t.new(scores), t.new(scores), t.new(scores)]
         keys = [self._queries, self._keys, self._keys]
+        temporary = scores
+        if self.batch.width < FP32:  # queries, keys, values, scaled queries and the result in fp32; rounded weights
+            temporary = max(scores, 5 * wide + scores * self.batch.width // FP32)
         return t.op(
-            *("attention", [q, k, v], self._queries, saved, keys), temporary=scores, backward_temporary=2 * scores
+            *("attention", [q, k, v], self._queries, saved, keys), temporary=temporary, backward_temporary=2 * scores
         )
 
     # -- mlp -------------------------------------------------------------------------------------------------------
@@ -225,7 +229,7 @@ class Decoder:
         inner = mlp_hidden // self.batch.tp
         nbytes, hidden = tokens * inner * width, tokens * shape.hidden * width
         double = 2 if shape.gated else 1
-        first = t.op("up", [x], double * nbytes, [x.storage], [hidden], params=up, unit=unit)
+        first = t.op("up", [x], double * nbytes, [x.storage], [hidden], params=up, unit=unit, product=True)
         if shape.gated and shape.experts:
             parts = t.split(first, 2 * nbytes)
             gate = t.op("silu", [parts], nbytes, [first.storage], [nbytes])
@@ -235,7 +239,7 @@ class Decoder:
             label = "swiglu" if shape.gated else "gelu"
             act = t.op(label, [first], nbytes, [first.storage], [double * nbytes])
             del first
-        return t.op("down", [act], hidden, [act.storage], [nbytes], params=down, unit=unit)
+        return t.op("down", [act], hidden, [act.storage], [nbytes], params=down, unit=unit, product=True)
 
     def _experts(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
         """Route tokens evenly to experts. This is an estimate: no built-in model is sparse."""

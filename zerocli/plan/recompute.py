@@ -1,9 +1,10 @@
-"""`activations.policy=auto`: recompute as few blocks as a device's memory requires. Needs no torch.
+"""`activations.policy=auto`: recompute as little as a device's memory requires. Needs no torch.
 
-The first blocks are recomputed and the last ones kept. With every further block the peak at the end of forward falls by
-what the block would have kept; the peaks at the end of backward rise by one checkpoint, since the arena of checkpoints
-stays. So the plan's peak falls and then rises with the number of recomputed blocks, and a bisection finds the smallest
-number that fits.
+The choices have one order, from the cheapest in time: nothing is recomputed; the first blocks are recomputed
+selectively, and the last ones kept; all are selective; the first ones are recomputed whole, and the others selectively;
+all are whole. Within each half of that order a further block lowers the peak at the end of forward by what it no longer
+keeps. The peaks in backward rise by one checkpoint for each selective block, since the arena of checkpoints stays. So
+the plan's peak falls and then rises within each half, and a bisection finds the first choice of a half that fits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 from offload.placement import ACTIVATIONS
 from zerocli import machine
 from zerocli.config import AUTO
+from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
 from zerocli.layout.sizes import format_bytes
 from zerocli.plan.build import plan_model, plan_traced
 from zerocli.plan.hardware import USABLE
@@ -26,66 +28,94 @@ MARGIN = 0.04
 """Share of the device's memory that a choice leaves free: for other processes, and for what a plan does not know."""
 STATIC = ("parameters", "gradients", "optimizer_states", "gathered", "runtime")
 """Categories that do not depend on what is recomputed."""
+TRACED = (NOTHING, SELECTIVELY, WHOLE)
+"""What `auto` chooses from for a traced model: each is a trace of its own."""
 
 
 def decide(model: Shape | Traced | int, setup: Setup, room: int) -> tuple[Setup, str]:
-    """Return the setup with a number of recomputed blocks in place of `auto`, and the reason ("" if it was not `auto`).
+    """Return the setup with what is recomputed in place of `auto`, and the reason ("" if it was not `auto`).
 
     `room` is the device's memory in bytes. Of a bare parameter count nothing is known that could be recomputed.
     """
     if setup.recompute != AUTO:
         return setup, ""
     if isinstance(model, int):
-        return replace(setup, recompute=False), ""
-    if isinstance(model, Traced):
-        whole, reason = _choose_traced(model, setup, room)
-        return replace(setup, recompute=whole), reason
-    count, reason = choose_recompute(model, setup, room)
-    return replace(setup, recompute=count), reason
+        return replace(setup, recompute=NOTHING), ""
+    choose = choose_traced if isinstance(model, Traced) else choose_recompute
+    chosen, reason = choose(model, setup, room)  # type: ignore[arg-type]
+    return replace(setup, recompute=chosen), reason
 
 
-def choose_recompute(shape: Shape, setup: Setup, room: int) -> tuple[int, str]:
-    """Return the smallest number of recomputed blocks whose plan leaves `MARGIN` of `room` bytes free, and the reason.
+def choices(layers: int) -> list[Recompute]:
+    """Return what `auto` chooses from, in its order."""
+    some = [Recompute(0, count) for count in range(layers + 1)]
+    return some + [Recompute(count, layers - count) for count in range(1, layers + 1)]
 
-    If there is none, return the number with the lowest peak. Where the placement says where checkpoints are kept, all
-    blocks are recomputed.
+
+def choose_recompute(shape: Shape, setup: Setup, room: int) -> tuple[Recompute, str]:
+    """Return the first of `choices` whose plan leaves `MARGIN` of `room` bytes free, and the reason.
+
+    If there is none, return that with the lowest peak. Where the placement says where checkpoints are kept, all blocks
+    are recomputed whole.
     """
     layers, limit = shape.layers, _limit(room)
     if ACTIVATIONS in setup.offload.shares:
-        return layers, f"all {layers} blocks recomputed (--offload {setup.offload} says where their inputs are kept)"
+        words = f"all {layers} blocks recomputed (--offload {setup.offload} says where their inputs are kept)"
+        return Recompute(layers), words
+    order = choices(layers)
 
     @functools.cache
-    def plan(count: int) -> Plan:
-        return plan_model(shape, replace(setup, recompute=count))
+    def plan(at: int) -> Plan:
+        return plan_model(shape, replace(setup, recompute=order[at]))
 
-    def needed(count: int) -> int:
-        return needed_by(plan(count))
+    def needed(at: int) -> int:
+        return needed_by(plan(at))
 
-    low, high = 0, layers
+    def first_fit(low: int, high: int) -> int:
+        """Return the first position that fits, or that of the lowest peak."""
+        while low < high:
+            middle = (low + high) // 2
+            if needed(middle) <= limit or needed(middle + 1) >= needed(middle):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
     if needed(0) <= limit:
-        high = 0
+        at = 0
     elif sum(plan(0).of(category) for category in STATIC) > limit:
-        low = layers  # whatever is recomputed, it does not fit
-    while low < high:
-        middle = (low + high) // 2
-        if needed(middle) <= limit or needed(middle + 1) >= needed(middle):
-            high = middle
-        else:
-            low = middle + 1
-    words = f"{layers - low} of {layers} blocks kept, {low} recomputed"
-    words = {0: "nothing recomputed", layers: f"all {layers} blocks recomputed"}.get(low, words)
-    return low, f"{words} ({_comparison(needed(low), room)})"
+        at = len(order) - 1  # whatever is recomputed, it does not fit
+    else:
+        at = first_fit(0, layers)
+        if needed(at) > limit:
+            at = min(at, first_fit(layers, 2 * layers), key=lambda each: (needed(each) > limit, needed(each)))
+    return order[at], f"{describe(order[at], layers)} ({_comparison(needed(at), room)})"
 
 
-def _choose_traced(traced: Traced, setup: Setup, room: int) -> tuple[bool, str]:
-    """Return whether all blocks of a traced model are recomputed, which is whether keeping them does not fit."""
+def describe(recompute: Recompute, layers: int) -> str:
+    """Return what is recomputed of a model's blocks, in words."""
+    whole, selective, kept = recompute.whole, recompute.selective, layers - recompute.count
+    if not recompute.count:
+        return "nothing recomputed"
+    if layers in (whole, selective):
+        return f"all {layers} blocks recomputed" + (" selectively" if selective else "")
+    if kept:
+        again = [f"{whole} recomputed"] if whole else []
+        again += [f"{selective} recomputed selectively"] if selective else []
+        return f"{kept} of {layers} blocks kept, {', '.join(again)}"
+    return f"{whole} of {layers} blocks recomputed, {selective} selectively"
+
+
+def choose_traced(traced: Traced, setup: Setup, room: int) -> tuple[Recompute, str]:
+    """Return whether all blocks of a traced model are kept, recomputed selectively or whole: the first that fits."""
     if ACTIVATIONS in setup.offload.shares:
-        return True, f"all blocks recomputed (--offload {setup.offload} says where their inputs are kept)"
-    kept, again = (needed_by(plan_traced(traced, replace(setup, recompute=each))) for each in (False, True))
-    rule = "traced: all blocks are kept or all recomputed"
-    if kept <= _limit(room) or kept <= again:
-        return False, f"nothing recomputed ({_comparison(kept, room)}; {rule})"
-    return True, f"all blocks recomputed ({_comparison(again, room)}; {rule})"
+        return WHOLE, f"all blocks recomputed (--offload {setup.offload} says where their inputs are kept)"
+    needed = {each: needed_by(plan_traced(traced, replace(setup, recompute=each))) for each in TRACED}
+    fitting = [each for each in TRACED if needed[each] <= _limit(room)]
+    chosen = fitting[0] if fitting else min(TRACED, key=lambda each: needed[each])
+    words = {NOTHING: "nothing recomputed", SELECTIVELY: "all blocks recomputed selectively"}
+    rule = "traced: all blocks are treated alike"
+    return chosen, f"{words.get(chosen, 'all blocks recomputed')} ({_comparison(needed[chosen], room)}; {rule})"
 
 
 def needed_by(plan: Plan) -> int:

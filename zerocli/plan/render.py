@@ -226,10 +226,14 @@ def _percent(candidate: Candidate) -> str:
 
 
 def _recomputed(candidate: Candidate, model: Model) -> str:
-    """Return how many blocks are recomputed."""
+    """Return how many blocks are recomputed; `sel` are those recomputed selectively."""
     if not isinstance(model, Shape):
-        return "all" if candidate.setup.recomputes else "none"
-    return f"{candidate.setup.num_recomputed(model.layers)}/{model.layers}"
+        recompute = candidate.setup.recomputed
+        return "all" if recompute.whole else "all sel" if recompute.selective else "none"
+    blocks = candidate.setup.blocks(model.layers)
+    if not blocks.selective:
+        return f"{blocks.whole}/{model.layers}"
+    return f"{blocks.whole}/{model.layers}+sel" if blocks.whole else f"sel {blocks.selective}/{model.layers}"
 
 
 def _explain(candidate: Candidate) -> list[str]:

@@ -146,8 +146,7 @@ def changes(model: Model, setup: Setup) -> Iterator[tuple[str, Setup]]:
     """Yield (arguments, setup), from changes that only cost time to those that change the run."""
     lighter = [("", setup)]
     if isinstance(model, Shape):
-        if not setup.recomputes:
-            lighter.append((" --set activations.policy=recompute", replace(setup, recompute=True)))
+        lighter += [(f" --set activations.policy={each}", replace(setup, recompute=each)) for each in setup.lighter]
         smaller = [(f"--batch {n} ", replace(lighter[-1][1], batch=n)) for n in _halves(setup.batch)]
     else:
         smaller = []

@@ -10,7 +10,6 @@ from typing import Any
 
 from offload.placement import ACTIVATIONS, Placement, Share, per_rank
 from zerocli.config import (
-    AUTO,
     CheckpointConfig,
     Config,
     Sharding,
@@ -22,6 +21,7 @@ from zerocli.config import (
 from zerocli.errors import UserError
 from zerocli.layout.constants import MIN_COMPILED_STEPS
 from zerocli.layout.flats import Sizing
+from zerocli.layout.recompute import AUTO, Recompute
 from zerocli.layout.stage import Stage
 from zerocli.layout.stage import stage as stage_of
 
@@ -92,19 +92,27 @@ class Setup(Sharding):
 
     @property
     def recomputes(self) -> bool:
-        """Whether any block keeps only its input."""
-        return bool(self.recompute) or ACTIVATIONS in self.offload.shares
+        """Whether any block is recomputed, whole or selectively, or may be."""
+        return self.recompute == AUTO or bool(self.recomputed)
+
+    @property
+    def lighter(self) -> tuple[str, ...]:
+        """The policies that recompute more than this one, the cheapest first; `auto` recomputes what it must."""
+        if self.recompute == AUTO or self.recomputed.whole:
+            return ()
+        return ("recompute",) if self.recomputed.selective else ("selective", "recompute")
+
+    def blocks(self, layers: int) -> Recompute:
+        """Return how many of a model's blocks are recomputed, and how; UserError while `auto` is not decided."""
+        try:
+            return self.recomputed.of(layers)
+        except ValueError as error:
+            hint = "True, False, selective or a number of blocks; or zerocli fit --set activations.policy=auto"
+            raise UserError(str(error), hint=hint) from error
 
     def num_recomputed(self, layers: int) -> int:
-        """Return how many of a model's blocks, the first ones, keep only their input; `auto` must be decided before."""
-        if isinstance(self.recompute, str):
-            raise UserError(
-                f"recompute={self.recompute!r} is decided by a device's memory, and none is given",
-                hint="True, False or a number of blocks; or zerocli fit --set activations.policy=auto",
-            )
-        if not 0 <= self.recompute <= max(1, layers):
-            raise UserError(f"recompute={self.recompute}: the model has {layers} blocks")
-        return layers if self.recompute is True else int(self.recompute) or layers * self.recomputes
+        """Return how many of a model's blocks, the first ones, keep only their input: all they do is done again."""
+        return self.blocks(layers).whole
 
     @property
     def parts(self) -> int:

@@ -61,7 +61,7 @@ class Replay:
         """Checkpoints prefetched before their block's backward."""
         self._checkpoints_away: dict[str, int] = {}
         self._has_buckets = False
-        self._num_recomputed = setup.num_recomputed(shape.layers)
+        self._recompute = setup.blocks(shape.layers)
 
     def run(self) -> Peaks:
         """Replay initialisation, the first step and a later one."""
@@ -176,10 +176,11 @@ class Replay:
             return decoder.block(t, y, block, unit)
 
         self._mark(tape, x, f"end of backward of block {unit}", done=unit)
-        if block < self._num_recomputed:
+        if block < self._recompute.count:
             size = x.storage.nbytes
             self._keep_checkpoint(x, block)
-            out = tape.checkpoint(run, x, lambda: self._bring_back(block, size))
+            selective = block >= self._recompute.whole
+            out = tape.checkpoint(run, x, lambda: self._bring_back(block, size), selective)
         else:
             out = run(tape, x)
         self._mark(tape, out, f"backward of block {unit}")
@@ -200,7 +201,7 @@ class Replay:
 
     def _open_slots(self, part: int) -> None:
         """Assign the blocks to tiers, and allocate the device's arena, which is kept."""
-        checkpoints = self._num_recomputed
+        checkpoints = self._recompute.count
         for share in self._setup.checkpoint_shares():
             align = {HBM: 512 if self._setup.device == "cuda" else 64}.get(share.tier, constants.PAGE_NBYTES)
             each = -(-part // align) * align

@@ -55,6 +55,9 @@ class Tape:
         self.num_saved = 0
         self.last_save: int | None = None
         """Recomputation stops here, as torch's does: operations after the last saved tensor do not run again."""
+        self.outputs: list[tuple[int, Storage]] | None = None
+        """Of a selective checkpoint: in forward the outputs of expensive operations, each with the number of tensors
+        saved before it; in recomputation those that are kept, in order."""
         self._on_grad = on_grad
         self._nodes: list[Node] = []
 
@@ -65,6 +68,16 @@ class Tape:
     def new(self, nbytes: int, category: str = "activations") -> Storage:
         """Return a storage that lives until its last reference is dropped."""
         return Storage(self.ledger, 0 if self.ghost else nbytes, category)
+
+    def product(self, nbytes: int) -> Storage:
+        """Return the output of an expensive operation (a matrix product, attention): selective checkpoints keep it."""
+        if self.outputs is None or self.ghost:
+            return self.new(nbytes)
+        if self.last_save is not None:
+            return self.outputs.pop(0)[1]
+        out = self.new(nbytes)
+        self.outputs.append((self.num_saved, out))
+        return out
 
     def op(
         self,
@@ -77,13 +90,13 @@ class Tape:
         backward_temporary: int = 0,
         params: Sequence[int] = (),
         unit: int = 0,
-        category: str = "activations",
+        product: bool = False,
     ) -> Tensor:
         """Run one operation: temporaries, output, saves. `grads` default to one gradient of each input's size."""
         # Autograd saves inputs before it computes: a recomputation that stops at its last save never makes the output.
         node = self.record(label, inputs, saved, grads, backward_temporary, params, unit)
         scratch = self.new(temporary) if temporary else None
-        out = self.new(nbytes, category)
+        out = self.product(nbytes) if product else self.new(nbytes)
         del scratch
         return Tensor(out, node)
 
@@ -128,15 +141,27 @@ class Tape:
                 self._run(node, reached)
         return reached
 
-    def checkpoint(self, run: Callable[[Tape, Tensor], Tensor], x: Tensor, bring_back: Callable[[], Storage]) -> Tensor:
-        """Run a block that saves nothing; backward fetches its input and runs it again."""
+    def checkpoint(
+        self,
+        run: Callable[[Tape, Tensor], Tensor],
+        x: Tensor,
+        bring_back: Callable[[], Storage],
+        selective: bool = False,
+    ) -> Tensor:
+        """Run a block that saves nothing; backward fetches its input and runs it again.
+
+        With `selective` the outputs of expensive operations are kept, but those that recomputation stops before.
+        """
         first = Tape(self.ledger, self._on_grad, keep=False)
+        first.outputs = [] if selective else None
         out = Tensor(run(first, Tensor(x.storage, INPUT)).storage, self.record("recompute", [x]))
+        if first.outputs is not None:
+            first.outputs = [each for each in first.outputs if each[0] < first.num_saved]
         assert out.node is not None
 
         def backward(gradient: list[Storage]) -> list[Storage]:
             again = Tape(self.ledger, self._on_grad)
-            again.last_save = first.num_saved
+            again.last_save, again.outputs = first.num_saved, first.outputs
             source = bring_back()
             root = run(again, Tensor(source, INPUT)).node
             assert root is not None

@@ -30,9 +30,11 @@ from zerocli.engine.settings import Settings
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes, planned_cuts
 from zerocli.engine.unit import UnitChoice, claim_parameters, find_units
 from zerocli.errors import UserError
+from zerocli.layout.recompute import Recompute
 from zerocli.models.loss import chunks_of
 from zerocli.plan.depth import Bytes, extrapolate
 from zerocli.plan.measure import LiveBytes
+from zerocli.plan.recompute import TRACED
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Unit
 from zerocli.plan.traced import Traced, way
@@ -51,7 +53,7 @@ def trace(name: str, make: Any, setups: list[Setup], loss: Loss | None = None, w
     `loss(engine, setup)` runs the engine on a batch; by default `engine(tokens, targets)` gives the loss. If not
     `whole`, shallow models are traced and their bytes extrapolated.
     """
-    moving: dict[tuple[bool, int], int] = {}
+    moving: dict[tuple[bool, Recompute], int] = {}
     try:
         parts, buffers = units_of(make(), setups[0].tp)
     except ValueError as error:
@@ -65,7 +67,7 @@ def trace(name: str, make: Any, setups: list[Setup], loss: Loss | None = None, w
 
 def kinds_of_step(setup: Setup, stages: Sequence[int]) -> list[Setup]:
     """Return the setups to trace: the placement of states does not change the temporary memory of a step."""
-    ways = (False, True) if setup.recompute == AUTO else (setup.recomputes,)
+    ways = TRACED if setup.recompute == AUTO else (setup.recomputed,)
     alike = [dataclasses.replace(setup, offload=Placement(), recompute=each) for each in ways]
     return [dataclasses.replace(each, stage=stage) for each in alike for stage in stages]
 
@@ -114,7 +116,7 @@ def step_bytes(
     sums = _Sums()
     # Only temporary memory of a step is measured. States are computed by arithmetic: here they stay on the device.
     own: dict[str, Any] = {"accumulate": 1, "clip": 1.0, "units": _choice(model), "device": "cpu", "tp": 1}
-    asked = (setup.recompute or setup.recomputes) if recompute is None else recompute
+    asked = setup.recomputed if recompute is None else recompute
     own |= {"recompute": asked, "offload": Placement()}
     own |= {"optimizer": Sharding.optimizer, "options": {}, "update": Sharding.update}
     own |= {"watch": _prepare, "events": sums, "chunk_device": "cuda"}

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerocli.errors import UserError
+from zerocli.layout.recompute import Recompute
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Unit
-
-ALL = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Traced:
     parts: tuple[Unit, ...]
     buffers: int
     """Bytes of the model's own buffers."""
-    moving: dict[tuple[bool, int], int]
+    moving: dict[tuple[bool, Recompute], int]
     """Activations, logits and gradients in backward, by `way`."""
 
     def units(self) -> Iterator[tuple[Unit, int]]:
@@ -39,9 +38,6 @@ class Traced:
         return sum(each.numel for unit in self.parts for each in unit.parameters)
 
 
-def way(setup: Setup) -> tuple[bool, int]:
-    """Return what in a setup changes the temporary bytes: (gradients are partitioned, blocks that are recomputed).
-
-    All blocks are `ALL`, however many there are.
-    """
-    return setup.zero.gradients, setup.num_recomputed(ALL)
+def way(setup: Setup) -> tuple[bool, Recompute]:
+    """Return what in a setup changes the temporary bytes: (gradients are partitioned, blocks that are recomputed)."""
+    return setup.zero.gradients, setup.recomputed

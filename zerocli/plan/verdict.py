@@ -115,7 +115,11 @@ def document(verdict: Verdict) -> dict[str, Any]:
 
 
 def policy_of(candidate: Candidate) -> str:
-    return "auto" if candidate.plan.activations else "recompute" if candidate.setup.recomputes else "keep"
+    """Return the policy that was asked for; mixtures, which only Python has, count as their most expensive part."""
+    if candidate.plan.activations:
+        return "auto"
+    recompute = candidate.setup.recomputed
+    return "recompute" if recompute.whole else "selective" if recompute.selective else "keep"
 
 
 def _candidate(candidate: Candidate, shape: Shape | None, budget: Budget | None) -> dict[str, Any]:
@@ -130,7 +134,8 @@ def _candidate(candidate: Candidate, shape: Shape | None, budget: Budget | None)
         "seq": setup.seq,
         "precision": setup.precision,
         "policy": policy_of(candidate),
-        "recomputed": setup.num_recomputed(shape.layers) if shape else None,
+        "recomputed": setup.blocks(shape.layers).whole if shape else None,
+        "selective": setup.blocks(shape.layers).selective if shape else None,
         "activations": plan.activations or None,
         "fits": candidate.fits,
         "tiers": {name: {"needed": plan.needed(name), "available": has} for name, has in candidate.available.items()},

@@ -17,9 +17,10 @@ from zerocli.config import AUTO, Config, sharding_of
 from zerocli.engine.precision import precision
 from zerocli.engine.startup import STARTUP
 from zerocli.errors import UserError
+from zerocli.layout.recompute import WHOLE, Recompute
 from zerocli.plan.factory import build_factory
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import decide, room_here
+from zerocli.plan.recompute import TRACED, decide, room_here
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.traced import Traced
 
@@ -28,28 +29,27 @@ _ROUNDS = itertools.count()
 """Every rank chooses equally often; each number is used once in the store."""
 
 
-def choose_blocks(config: Config, traced: Traced | str = NOT_TRACED, room: int | None = None) -> tuple[bool | int, str]:
-    """Return which blocks a run recomputes, as `Settings.recompute` has it, and why ("" unless the policy is `auto`).
+def choose_blocks(config: Config, traced: Traced | str = NOT_TRACED, room: int | None = None) -> tuple[Recompute, str]:
+    """Return which blocks a run recomputes, and why ("" unless the policy is `auto`).
 
     The same on all ranks: the smallest device decides. `traced` is what `trace_factory` returned, for a factory's
     model; `room` replaces this rank's memory. Collective.
     """
     asked = sharding_of(config).recompute
-    if asked != AUTO:
-        assert not isinstance(asked, str)
+    if isinstance(asked, Recompute):
         return asked, ""
     setup = _setup(config)
     room = device_room(config, setup) if room is None else room
     problem = traced if config.model.factory and isinstance(traced, str) else ""
     room, problem = _agree(room, problem)
     if problem:
-        return True, f"all blocks recomputed ({problem})"
+        return WHOLE, f"all blocks recomputed ({problem})"
     try:
         model = traced if isinstance(traced, Traced) else shape_of(config.model, config.train.seq)
         decided, reason = decide(model, setup, room)
     except UserError as error:  # the engine says it in its own words, or knows better
-        return True, f"all blocks recomputed (there is no plan: {error})"
-    assert not isinstance(decided.recompute, str)
+        return WHOLE, f"all blocks recomputed (there is no plan: {error})"
+    assert isinstance(decided.recompute, Recompute)
     return decided.recompute, reason
 
 
@@ -95,7 +95,7 @@ def _agree(room: int, problem: str) -> tuple[int, str]:
 
 
 def trace_factory(config: Config) -> Traced | str:
-    """Trace a factory's model, with its blocks kept and recomputed, where `auto` needs it; or say why there is none.
+    """Trace a factory's model each way that `auto` chooses from, if it is asked for; or say why there is no trace.
 
     Call it before the process group is opened: a trace has a group of its own.
     """
@@ -109,6 +109,6 @@ def trace_factory(config: Config) -> Traced | str:
     try:
         setup = replace(_setup(config), offload=Placement())
         with torch.random.fork_rng(devices=()):  # the run's own random numbers stay what they are
-            return trace(config.name, make, [replace(setup, recompute=each) for each in (False, True)])
+            return trace(config.name, make, [replace(setup, recompute=each) for each in TRACED])
     except UserError as error:
         return f"it cannot be traced: {error}"
