@@ -175,6 +175,16 @@ class Spill:
                 )
             self._at, self._used = self._at + 1, 0
 
+    def room(self, nbytes: int) -> int | None:
+        """Return how often `nbytes` more fit the tier of the last piece; None: always."""
+        budget = self._shares[self._at].budget
+        return None if budget is None else (budget - self._used) // nbytes
+
+    def repeat(self, nbytes: int) -> str:
+        """Count `nbytes` more, for which there is room, in the tier of the last piece, and return its name."""
+        self._used += nbytes
+        return self._shares[self._at].tier
+
 
 def per_rank(placement: Placement, ranks_per_node: int) -> Placement:
     """Return the placement with the budgets of shared tiers divided among a node's ranks; hbm is not shared."""

@@ -16,7 +16,7 @@ from zerocli import machine
 from zerocli.console import printable, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
-from zerocli.plan import search
+from zerocli.plan import largest, search
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
 from zerocli.plan.inputs import Source, model_of, read_source
 from zerocli.plan.render import render, render_machines
@@ -50,14 +50,20 @@ STAGES = (0, 1, 2, 3)
 @click.option(
     "--price", type=click.FloatRange(0, min_open=True), metavar="X", help="Price per GPU-hour; with --tokens."
 )
-@click.option("--max", "largest", is_flag=True, help="The largest model that fits; MODEL gives the proportions.")
+@click.option(
+    *("--max", "most"),
+    is_flag=False,
+    flag_value="model",
+    metavar="[model|batch|seq]",
+    help="The largest model (MODEL gives the proportions), batch or sequence that fits.",
+)
 @click.option("--explain", is_flag=True, help="Show every row with its formula.")
 @click.option("--trace", is_flag=True, help="Run the real engine on fake tensors instead of the formulas.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.option(
     "--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; also runtime.NAME, hardware.NAME."
 )
-def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool, **given: Any) -> int:
+def command(model: str, most: str | None, explain: bool, trace: bool, as_json: bool, **given: Any) -> int:
     """Needs no GPU and trains nothing: says whether MODEL fits, on which stage and tiers, and what is fastest.
 
     MODEL is a bundled name, a .toml, a Hugging Face config.json, package.module:factory, or a count such as 7.5B, for
@@ -67,13 +73,14 @@ def command(model: str, largest: bool, explain: bool, trace: bool, as_json: bool
     --set also takes what a process needs beside the model (runtime.context=600MiB) and rates of the machine
     (hardware.disk=4.5, in GB/s).
     """
-    if not model and not largest:
+    model, kind = _what(model, most)
+    if not model and not kind:
         raise UserError("which MODEL?", hint="zerocli fit llama3-8b, or zerocli fit 7.5B")
     budget = _budget(given)
     sets, runtime, rates = _split_sets(given["sets"])
     source = read_source(model or "zero-7.5b", sets, _flags(given))
     notes = [] if model else ["proportions, batch and seq of zero-7.5b (no MODEL was named)"]
-    ask = Question(source, given, runtime, rates, largest, trace, budget)
+    ask = Question(source, given, runtime, rates, kind, trace, budget)
     names = [name for name in (given["hardware"] or "").split(",") if name.strip()]
     if len(names) > 1:
         return _side_by_side(ask, names, [*source.notes, *notes], as_json)
@@ -94,7 +101,8 @@ class Question:
     given: Mapping[str, Any]
     runtime: dict[str, int]
     rates: dict[str, Any]
-    largest: bool
+    largest: str
+    """Of `--max`: model, batch or seq; empty without it."""
     trace: bool
     budget: Budget | None
 
@@ -103,6 +111,9 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     """Return the verdict for one kind of machine."""
     source, given = ask.source, ask.given
     hardware = dataclasses.replace(hardware, **ask.rates)
+    if ask.largest == "batch":  # the config's own batch need not divide a global batch
+        train = dataclasses.replace(source.config.train, batch=1)
+        source = dataclasses.replace(source, config=dataclasses.replace(source.config, train=train))
     setup, more = choose_setup(source, given, hardware, ask.runtime)
     notes = [*source.notes, *notes, *more]
     stages = STAGES if given["stage"] is None else (given["stage"],)
@@ -111,7 +122,9 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     if ask.largest:
         if not isinstance(planned, Shape):
             notes.append("--max counts model states alone; with a MODEL that has a shape it counts everything")
-        verdict = _largest(planned, setup, hardware, stages, offload)
+        verdict = _largest(ask, planned, setup, hardware, stages, offload)
+        if ask.largest == "seq" and source.shape is not None and 0 < source.shape.max_positions < _value(verdict):
+            notes.append(f"longer than the {source.shape.max_positions} positions that the config names")
     else:
         candidates = search.weigh_all(planned, setup, hardware, stages, offload)
         best = search.best_of(candidates)
@@ -123,6 +136,37 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     if ask.budget is not None and verdict.candidates[0].estimate is None:
         notes.append("--tokens needs the time of a step, which is estimated for models with a shape")
     return dataclasses.replace(verdict, notes=tuple(notes), budget=ask.budget)
+
+
+def _largest(
+    ask: Question,
+    planned: search.Model,
+    setup: Setup,
+    hardware: Hardware,
+    stages: tuple[int, ...],
+    offload: Placement | None,
+) -> Verdict:
+    """Return the verdict on the largest model, batch or sequence."""
+    count = largest.largest_count(setup, hardware, stages, offload)
+    room = largest.with_margin(hardware) if isinstance(planned, Shape) else hardware
+    found = largest.find(
+        ask.largest,
+        planned,
+        largest.Search(setup, room, stages, offload),
+        count,
+        grows=ask.source.file is None,
+        whole=ask.source.config.train.global_batch,
+    )
+    name = printable(ask.source.name)
+    if ask.largest == "model":
+        name = "the largest"
+        if isinstance(planned, Shape):
+            name = f"the {'largest' if found.value else 'smallest'} {planned.family}"
+    return Verdict(found.model, name, room, found.candidates, found.best, None, largest=found)
+
+
+def _value(verdict: Verdict) -> int:
+    return verdict.largest.value if verdict.largest else 0
 
 
 def _side_by_side(ask: Question, names: list[str], notes: list[str], as_json: bool) -> int:
@@ -144,6 +188,15 @@ def _side_by_side(ask: Question, names: list[str], notes: list[str], as_json: bo
     else:
         click.echo(render_machines(found, notes, sys.stdout.isatty()))
     return OK if fitting else DOES_NOT_FIT
+
+
+def _what(model: str, kind: str | None) -> tuple[str, str]:
+    """Return MODEL and what `--max` asks for; `fit --max llama3-8b` names a MODEL, as if the value were left out."""
+    if kind is None or kind in largest.KINDS:
+        return model, kind or ""
+    if model:
+        raise UserError(f"--max {printable(kind)}: there are {', '.join(largest.KINDS)}", hint="--max batch")
+    return kind, "model"
 
 
 def _budget(given: Mapping[str, Any]) -> Budget | None:
@@ -307,22 +360,3 @@ def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Mode
         return build(built_in, shape.positions or setup.seq, "meta")
 
     return trace(source.name, make, kinds_of_step(setup, stages))
-
-
-def _largest(
-    planned: search.Model, setup: Setup, hardware: Hardware, stages: tuple[int, ...], offload: Placement | None
-) -> Verdict:
-    """Return the verdict on the largest model of the family's shape, and the largest count by model states alone."""
-    count = search.largest_count(setup, hardware, stages, offload)
-    if not isinstance(planned, Shape):
-        model: search.Model = max(1, count)
-        candidates = search.weigh_all(model, setup, hardware, stages, offload)
-        best = search.best_of(candidates) if count else None
-        return Verdict(model, "the largest", hardware, candidates, best, None, largest=(None, count))
-    grown = search.largest_shape(planned, setup, hardware, stages, offload)
-    # If nothing fits, the smallest model shows why.
-    shape = grown or search.sized(planned, setup, search.LEAST_LAYERS)
-    candidates = search.weigh_all(shape, setup, hardware, stages, offload)
-    best = search.best_of(candidates) if grown else None
-    name = f"the {'largest' if grown else 'smallest'} {planned.family}"
-    return Verdict(shape, name, hardware, candidates, best, None, largest=(grown, count))

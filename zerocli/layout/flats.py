@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offload.placement import HBM, KINDS, Placement, Spill
@@ -146,9 +146,33 @@ def place(flats: Iterable[FlatSpec], placement: Placement, sizing: Sizing) -> li
     An empty piece (an optimizer without states) stays on the device.
     """
     spills = {kind: Spill(kind, placement.of(kind)) for kind in KINDS}
-    placed = []
-    for flat in flats:
-        sizes = flat.pieces(sizing)
-        tiers = {kind: spills[kind].place(size) if size else HBM for kind, size in sizes.items()}
-        placed.append(dataclasses.replace(flat, tiers=tiers))
-    return placed
+    return [_placed(flat, spills, sizing) for flat in flats]
+
+
+def _placed(flat: FlatSpec, spills: Mapping[str, Spill], sizing: Sizing) -> FlatSpec:
+    sizes = flat.pieces(sizing)
+    tiers = {kind: spills[kind].place(size) if size else HBM for kind, size in sizes.items()}
+    return dataclasses.replace(flat, tiers=tiers)
+
+
+def place_alike(
+    flats: Sequence[FlatSpec], times: int, spills: Mapping[str, Spill], sizing: Sizing
+) -> Iterator[tuple[list[FlatSpec], int]]:
+    """Yield (flats of one unit, number of units) of `times` equal units, placed as `place` would one after another."""
+    sizes = [flat.pieces(sizing) for flat in flats]
+    totals = {kind: sum(each.get(kind, 0) for each in sizes) for kind in spills}
+    while times:
+        placed = [_placed(flat, spills, sizing) for flat in flats]
+        rooms = [spills[kind].room(nbytes) for kind, nbytes in totals.items() if nbytes]
+        more = min([times - 1, *(room for room in rooms if room is not None)])
+        # Those that follow are all in the tier where each kind is now; of this unit a part may be in the one before.
+        now = {kind: spills[kind].repeat(more * nbytes) if nbytes else HBM for kind, nbytes in totals.items()}
+        tiers = [{kind: now[kind] if size else HBM for kind, size in each.items()} for each in sizes]
+        if [flat.tiers for flat in placed] == tiers:
+            yield placed, more + 1
+        else:
+            yield placed, 1
+            if more:
+                again = zip(flats, tiers, strict=True)
+                yield [dataclasses.replace(flat, tiers=each) for flat, each in again], more
+        times -= more + 1

@@ -11,10 +11,10 @@ from zerocli.errors import UserError
 from zerocli.layout import constants
 from zerocli.layout.buffers import persistent, states, update_scratch, update_slots
 from zerocli.layout.categories import model_states
-from zerocli.layout.flats import FP32, FlatSpec
+from zerocli.layout.flats import FP32
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan import saves
-from zerocli.plan.flats import arenas, plan_flats, swap
+from zerocli.plan.flats import Flats, arenas, plan_flats, swap
 from zerocli.plan.ledger import Peak
 from zerocli.plan.rows import Plan, Row
 from zerocli.plan.runtime import SENTENCES, constant, fragments
@@ -124,7 +124,7 @@ def plan_count(numel: int, setup: Setup) -> Plan:
                 rows.append(Row(category, share.tier, part * times, formula + (f" x {times}" if times > 1 else "")))
         if left:
             raise UserError(f"{category}: {format_bytes(left)} have no place left in --offload {str(setup.offload)!r}")
-    kept = saves.saved(numel, setup, [])
+    kept = saves.saved(numel, setup, Flats())
     return Plan(setup, numel, (*rows, *_on_nvme(kept)), {}, "", whole=False, saved=kept)
 
 
@@ -206,13 +206,15 @@ def _logits_formula(shape: Shape, setup: Setup) -> str:
 # -- the host and its disks --------------------------------------------------------------------------------------------
 
 
-def _pieces(setup: Setup, flats: list[FlatSpec], tier: str) -> tuple[dict[str, list[int]], list[int], list[int]]:
+def _pieces(setup: Setup, flats: Flats, tier: str) -> tuple[dict[str, list[int]], list[int], list[int]]:
     """Return block sizes on a tier: by category, those of parameters and those of all else, in allocation order."""
     sizes: dict[str, list[int]] = defaultdict(list)
-    for flat in flats:
-        for spec in states(flat, setup.sizing):
-            if spec.tier == tier:
-                sizes[spec.category].append(spec.nbytes)
+    for unit, times in flats.runs:
+        own: dict[str, list[int]] = defaultdict(list)
+        for spec in (spec for flat in unit for spec in states(flat, setup.sizing) if spec.tier == tier):
+            own[spec.category].append(spec.nbytes)
+        for category, blocks in own.items():
+            sizes[category] += blocks * times
     sizes["gradients"].reverse()  # allocated in the order of backward
     return sizes, sizes["parameters"], sizes["optimizer_states"] + sizes["gradients"]
 
@@ -225,7 +227,7 @@ def _piece_rows(tier: str, sizes: dict[str, list[int]], times: int) -> list[Row]
     ]
 
 
-def _host_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
+def _host_rows(setup: Setup, flats: Flats, peaks: Peaks) -> list[Row]:
     times = setup.local_ranks
     sizes, parameters, others = _pieces(setup, flats, "dram")
     pinned = arenas(parameters) + arenas(others)
@@ -246,14 +248,14 @@ def _host_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
     return rows
 
 
-def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str, int]:
+def _host_buffers(setup: Setup, flats: Flats, peaks: Peaks) -> dict[str, int]:
     """Return the host memory of a rank beyond its arenas of pieces, by purpose."""
     near = (HBM, "dram", "null")  # a tier of another package is assumed to be prefetched from, too
-    far = [flat.own.numel * flat.width for flat in flats if flat.tiers["parameters"] not in near]
+    far = flats.sizes(lambda flat: [flat.own.numel * flat.width] * (flat.tiers["parameters"] not in near))
     budget = -(-setup.read_ahead_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
     disks = [  # tier objects, each with its own staging
-        any(flat.tiers["parameters"] == "nvme" for flat in flats),
-        any("nvme" in (flat.tiers.get("optimizer"), flat.tiers.get("gradients")) for flat in flats),
+        any(flat.tiers["parameters"] == "nvme" for flat in flats.distinct),
+        any("nvme" in (flat.tiers.get("optimizer"), flat.tiers.get("gradients")) for flat in flats.distinct),
         bool(peaks.offloaded.get("nvme")),
     ]
     staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
@@ -267,13 +269,13 @@ def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str
     return found
 
 
-def _update_pinned(setup: Setup, flats: list[FlatSpec]) -> int:
+def _update_pinned(setup: Setup, flats: Flats) -> int:
     """Return the bytes that torch's pinned allocator, which rounds to powers of two, takes per rank for the update."""
-    trainable = [flat for flat in flats if flat.trainable]
+    trainable = [flat for flat in flats.enough(setup.sizing) if flat.trainable]
     slots = sum(spec.nbytes for spec in update_slots(trainable, setup.sizing) if spec.tier != HBM)
     total = constants.NUM_SLOTS * _power_of_two(slots // constants.NUM_SLOTS) if slots else 0
     total += sum(_power_of_two(s.nbytes) for s in update_scratch(trainable, setup.sizing) if s.tier != HBM)
-    if setup.update == "auto" and any(flat.offloaded for flat in flats):
+    if setup.update == "auto" and any(flat.offloaded for flat in flats.distinct):
         total += 2 * _power_of_two(96 << 20)  # of the measurement at start-up; torch keeps them
     return total
 
@@ -287,7 +289,7 @@ def _on_nvme(kept: Row | None) -> list[Row]:
     return [kept] if kept is not None and kept.tier == "nvme" else []
 
 
-def _disk_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks, kept_saves: Row | None) -> list[Row]:
+def _disk_rows(setup: Setup, flats: Flats, peaks: Peaks, kept_saves: Row | None) -> list[Row]:
     times = setup.local_ranks
     sizes, parameters, others = _pieces(setup, flats, "nvme")
     rows = _piece_rows("nvme", sizes, times)
@@ -302,7 +304,7 @@ def _disk_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks, kept_saves: Ro
     return [*rows, *_other_rows(setup, flats, peaks), *_on_nvme(kept_saves)]
 
 
-def _other_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
+def _other_rows(setup: Setup, flats: Flats, peaks: Peaks) -> list[Row]:
     """Return what tiers of other packages hold; their overhead is not known."""
     times = setup.local_ranks
     rows = []

@@ -53,7 +53,7 @@ class Decoder:
         self._queries = batch.tokens * (shape.width_q // batch.tp) * batch.width
         self._keys = batch.tokens * (shape.width_kv // batch.tp) * batch.width
         self._groups = shape.heads // (shape.kv_heads or shape.heads)
-        self._kinds = {shape.is_sparse(block): block for block, _ in shape.runs()}
+        self._kinds = {shape.is_sparse(block): block for block, _ in shape.runs}
         """A block of each kind: sparse or not."""
 
     # -- parts -----------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class Decoder:
         """Bytes of the gradients of each parameter, by unit and name."""
         shape = self.shape
         units = {"embed": shape.embed_parameters(), "head": shape.head_parameters()}
-        units |= {f"block{block}": shape.block_parameters(block) for block, _ in shape.runs()}
+        units |= {f"block{block}": shape.block_parameters(block) for block, _ in shape.runs}
         return {unit: {each.name: self._nbytes(each) for each in parameters} for unit, parameters in units.items()}
 
     def _nbytes(self, *parameters: Parameter) -> list[int]:

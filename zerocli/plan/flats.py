@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import cached_property
 
+from offload.placement import KINDS, Spill
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import constants
-from zerocli.layout.flats import FlatSpec, flat_spec, place
+from zerocli.layout.flats import FlatSpec, Sizing, flat_spec, place_alike
 from zerocli.layout.shards import lay_out
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Shape, Unit
@@ -16,22 +19,68 @@ WHOLE = 2
 """Added to the optimizer group of parameters that are replicated over tensor-parallel ranks."""
 
 
-def plan_flats(shape: Shape | Traced, setup: Setup) -> list[FlatSpec]:
+class Flats(list[FlatSpec]):
+    """The flats of all units in the engine's order, and the same as runs of equal units.
+
+    Flats of equal units whose pieces are in the same tiers are one object, so a deep model has few.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[tuple[tuple[FlatSpec, ...], int]] = []
+        """(flats of one unit, number of consecutive units)."""
+
+    def add(self, unit: tuple[FlatSpec, ...], times: int) -> None:
+        self.runs.append((unit, times))
+        self += unit * times
+
+    @cached_property
+    def distinct(self) -> list[FlatSpec]:
+        return list({id(flat): flat for unit, _ in self.runs for flat in unit}.values())
+
+    def total(self, size: Callable[[FlatSpec], int]) -> int:
+        """Return the sum of a size of every flat."""
+        return sum(times * size(flat) for unit, times in self.runs for flat in unit)
+
+    def sizes(self, of: Callable[[FlatSpec], list[int]]) -> list[int]:
+        """Return sizes of every flat, in order."""
+        found: list[int] = []
+        for unit, times in self.runs:
+            found += [size for flat in unit for size in of(flat)] * times
+        return found
+
+    def enough(self, sizing: Sizing) -> list[FlatSpec]:
+        """Return fewer flats of each run, such that buffers for gathering, reducing and updating are the same.
+
+        Their numbers are bounded, and chunks of the update take turns in its slots.
+        """
+        slots = constants.NUM_SLOTS
+        least = -(-max(constants.MAX_BUCKETS, sizing.gather_buffers) // slots) * slots
+        chosen: list[FlatSpec] = []
+        for unit, times in self.runs:
+            chosen += unit * (times if times < least else least + times % slots)
+        return chosen
+
+
+def plan_flats(shape: Shape | Traced, setup: Setup) -> Flats:
     """Return the flats of all units in the engine's order; raise UserError if no budget is left for a piece."""
-    flats = [flat for unit, times in shape.units() for flat in _flats_of(unit, setup) * times]
+    sizing = setup.sizing
+    placement = setup.placement()
+    spills = {kind: Spill(kind, placement.of(kind)) for kind in KINDS}
+    flats = Flats()
+    units = list(shape.units())  # of equal ones each is the same object
+    members: dict[int, list[FlatSpec]] = {}
+    known: dict[tuple[int, str], tuple[FlatSpec, ...]] = {}
     try:
-        return place(flats, setup.placement(), setup.sizing)
+        for unit, times in units:
+            if id(unit) not in members:
+                members[id(unit)] = _flats_of(unit, setup)
+            for placed, number in place_alike(members[id(unit)], times, spills, sizing):
+                tiers = str([flat.tiers for flat in placed])
+                flats.add(known.setdefault((id(unit), tiers), tuple(placed)), number)
     except ValueError as error:
         raise UserError(str(error), hint="a tier without a budget at the end", exit_code=DOES_NOT_FIT) from error
-
-
-def by_unit(shape: Shape, flats: list[FlatSpec], setup: Setup) -> list[list[FlatSpec]]:
-    """Return the flats of `plan_flats` unit by unit: the first unit, each block, and a head of its own."""
-    found, left = [], iter(flats)
-    for unit, times in shape.units():
-        number = len(_kinds(unit, setup))
-        found += [list(itertools.islice(left, number)) for _ in range(times)]
-    return found
+    return flats
 
 
 def _kinds(unit: Unit, setup: Setup) -> dict[tuple[bool, int], list[Parameter]]:
@@ -60,19 +109,27 @@ def _group(parameter: Parameter, tp: int) -> int:
 
 def arenas(sizes: list[int]) -> int:
     """Return the bytes that host memory tiers map and pin for blocks of these sizes, taken in this order."""
-    mapped, rests = 0, [0]
-    for size in sizes:
+    mapped = 0
+    rests: list[int] = []
+    least = min(sizes, default=0)
+    for size, alike in itertools.groupby(sizes):
+        left = sum(1 for _ in alike)
         size = -(-size // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
-        found = next((at for at, rest in enumerate(rests) if rest >= size), None)
-        if found is not None:
-            rests[found] -= size
+        if not size:
             continue
-        if 8 * size >= constants.ARENA_NBYTES:
-            mapped += size
-            continue
-        arena = max(size, min(constants.ARENA_NBYTES, max(constants.FIRST_ARENA_NBYTES, mapped)))
-        mapped += arena
-        rests.append(arena - size)
+        for at, rest in enumerate(rests):  # each block goes to the first arena with room: equal ones fill it up
+            taken = min(left, rest // size)
+            rests[at] -= taken * size
+            left -= taken
+        if left and 8 * size >= constants.ARENA_NBYTES:
+            mapped, left = mapped + left * size, 0
+        while left:
+            arena = max(size, min(constants.ARENA_NBYTES, max(constants.FIRST_ARENA_NBYTES, mapped)))
+            taken = min(left, arena // size)
+            mapped += arena
+            rests.append(arena - taken * size)
+            left -= taken
+        rests = [rest for rest in rests if rest >= least]
     return mapped
 
 
@@ -80,12 +137,13 @@ def swap(sizes: list[int]) -> int:
     """Return the bytes that a swap file grows to for blocks of these sizes, taken in this order."""
     size = free = 0
     unit, page = constants.UNIT_NBYTES, constants.PAGE_NBYTES
-    for nbytes in sizes:
-        missing = -(-nbytes // unit) * unit - free
-        if missing > unit:
-            size, free = size + missing, free + missing
-        needed = -(-nbytes // page) * page
-        if free < needed:
-            size, free = size + constants.GROW_NBYTES, free + constants.GROW_NBYTES
-        free -= needed
+    for nbytes, alike in itertools.groupby(sizes):
+        whole, needed = -(-nbytes // unit) * unit, -(-nbytes // page) * page
+        for _ in alike:
+            missing = whole - free
+            if missing > unit:
+                size, free = size + missing, free + missing
+            if free < needed:
+                size, free = size + constants.GROW_NBYTES, free + constants.GROW_NBYTES
+            free -= needed
     return size

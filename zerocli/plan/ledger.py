@@ -6,6 +6,7 @@ referenced: Python's reference counts free them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zerocli.layout.categories import CATEGORIES
@@ -32,7 +33,7 @@ class Ledger:
 
     def take(self, nbytes: int, category: str) -> int:
         """Count an allocation and return its rounded size."""
-        size = -(-nbytes // self._granularity) * self._granularity
+        size = self.rounded(nbytes)
         self.held[category] += size
         self.total += size
         if self.total > self.peak.nbytes:
@@ -43,6 +44,20 @@ class Ledger:
         """Count the free of a size that `take` returned."""
         self.held[category] -= size
         self.total -= size
+
+    def rounded(self, nbytes: int) -> int:
+        """Return the bytes that an allocation of `nbytes` takes."""
+        return -(-nbytes // self._granularity) * self._granularity
+
+    def since(self, before: Mapping[str, int], times: int) -> dict[str, int]:
+        """Return `times` the change by category since `before` was held."""
+        return {category: times * (nbytes - before[category]) for category, nbytes in self.held.items()}
+
+    def add(self, change: Mapping[str, int], sign: int = 1) -> None:
+        """Add a change of what is held, by category; the peak is not looked at."""
+        for category, nbytes in change.items():
+            self.held[category] += sign * nbytes
+            self.total += sign * nbytes
 
     def begin(self, moment: str) -> None:
         """Start a phase; its peak starts at the bytes that are live now."""

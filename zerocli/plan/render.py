@@ -11,6 +11,8 @@ import click
 
 from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.plan.hardware import Hardware
+from zerocli.plan.largest import Largest
+from zerocli.plan.recompute import MARGIN
 from zerocli.plan.rows import TIERS, WORDS
 from zerocli.plan.search import Candidate, Model
 from zerocli.plan.shape import Shape
@@ -20,6 +22,13 @@ COLUMNS = 80
 UNKNOWN = "capacity unknown"
 """Shown for a tier of another package."""
 GIB = 2**30
+WHAT = {"batch": "largest batch per rank and micro-step", "seq": "longest sequence, in tokens"}
+NOTHING = {
+    "model": "nothing of this shape fits",
+    "batch": "not even the smallest batch fits",
+    "seq": "not even the shortest sequence fits",
+}
+"""Said if `--max` finds nothing, by its kind."""
 
 Paint = Callable[..., str]
 
@@ -44,6 +53,8 @@ def render_machines(verdicts: Sequence[tuple[Hardware, Verdict | str]], notes: S
     judged = [verdict for _, verdict in verdicts if isinstance(verdict, Verdict)]
     budget = next((each.budget for each in judged if each.budget), None)
     head = ["hardware", "ranks", "GPU GiB", "used", "step", "tokens/s"]
+    kind = next((each.largest.kind for each in judged if each.largest), "")
+    head += [f"max {kind}"] if kind else []
     head += (["days"] if budget else []) + (["cost"] if budget and budget.price else [])
     rows, styles = [[*head, "verdict"]], [""]
     chosen: list[str] = []
@@ -57,6 +68,9 @@ def render_machines(verdicts: Sequence[tuple[Hardware, Verdict | str]], notes: S
         timed = each.estimate
         times = ["-", "-"] if timed is None else [format_seconds(timed.seconds), f"{timed.tokens_per_second:,.0f}"]
         cells = [hardware.name, str(each.setup.ranks), _gib(each.plan.needed("hbm")), _percent(each), *times]
+        if verdict.largest is not None:
+            most = verdict.largest.value
+            cells.append((format_count(most) if kind == "model" else f"{most:,}") if most else "-")
         if budget and (taken := budget.of(each)):
             cells += [_days(taken["days"])] + ([f"{taken['cost']:,.0f}"] if budget.price else [])
         cells += ["-"] * (len(head) - len(cells))
@@ -190,12 +204,12 @@ def _fits(verdict: Verdict, best: Candidate, paint: Paint) -> list[str]:
 
 def _does_not_fit(verdict: Verdict, paint: Paint) -> list[str]:
     nearest = verdict.nearest
-    over = ", ".join(f"{WORDS[tier]} over by {format_bytes(nbytes)}" for tier, nbytes in nearest.over.items())
+    over = _amounts(nearest)
     moment = f" (peak at: {nearest.plan.moment})" if nearest.plan.moment else ""
     lines = [paint("does not fit", fg="red", bold=True) + "; the nearest:", *wrap(_arguments(nearest), "  ")]
     lines += wrap(f"{over}{moment}", "  ")
     if verdict.largest is not None:
-        return [*lines, "nothing of this shape fits"]
+        return [*lines, NOTHING[verdict.largest.kind]]
     if verdict.change is not None:
         return [*lines, "the smallest change that fits:", f"  {verdict.change[0]}"]
     ranks = verdict.candidates[0].setup.ranks
@@ -258,10 +272,31 @@ def _explained(line: str) -> list[str]:
     )
 
 
-def _max(largest: tuple[Shape | None, int]) -> list[str]:
-    grown, count = largest
+def _max(largest: Largest) -> list[str]:
+    """Return the largest that fits, the next that does not, and the margin."""
     lines = []
-    if grown is not None:
+    if largest.value and largest.kind != "model":
+        lines.append(f"{WHAT[largest.kind]}: {largest.value:,}")
+    elif largest.shape is not None:
+        grown = largest.shape
         lines.append(f"largest of this shape: {format_count(grown.numel)} ({grown.layers} x {grown.hidden})")
-    lines.append(f"largest by model states alone: {format_count(count)} parameters")
+    if largest.next is not None and largest.value:
+        lines += wrap(f"{_next(largest)} does not fit: {_arguments(largest.next)}, {_amounts(largest.next)}")
+    elif largest.end and largest.value:
+        lines += wrap(f"not more: {largest.end}")
+    if largest.kind == "model":
+        lines.append(f"largest by model states alone: {format_count(largest.count)} parameters")
+    if not isinstance(largest.model, int):
+        lines.append(f"margin: {MARGIN:.0%} of GPU and host memory stay free; sizes above are without them")
     return lines
+
+
+def _next(largest: Largest) -> str:
+    if largest.kind != "model":
+        return f"{largest.kind} {largest.next_value:,}"
+    layers = largest.shape.layers + 1 if largest.shape is not None else 0
+    return f"the same with {layers} blocks"
+
+
+def _amounts(candidate: Candidate) -> str:
+    return ", ".join(f"{WORDS[tier]} over by {format_bytes(nbytes)}" for tier, nbytes in candidate.over.items())

@@ -11,8 +11,8 @@ is in the run folder, which may or may not be on the disks of the nvme tier; a p
 from __future__ import annotations
 
 from zerocli.layout import constants
-from zerocli.layout.flats import FlatSpec
 from zerocli.layout.sizes import format_count
+from zerocli.plan.flats import Flats
 from zerocli.plan.rows import Row
 from zerocli.plan.setup import Setup
 
@@ -24,7 +24,7 @@ _RANK_NBYTES = 16 << 10
 """Bytes of a rank's random states, and of padding at the end of its file."""
 
 
-def saved(numel: int, setup: Setup, flats: list[FlatSpec]) -> Row | None:
+def saved(numel: int, setup: Setup, flats: Flats) -> Row | None:
     """Return what checkpoints take in the run folder; on tier `nvme`, or `shared` if there are several nodes."""
     if not setup.checkpoints:
         return None
@@ -39,21 +39,21 @@ def saved(numel: int, setup: Setup, flats: list[FlatSpec]) -> Row | None:
     return Row("runtime", "nvme" if one_node else SHARED, setup.checkpoints * each, formula)
 
 
-def _beside(arrays: int, numel: int, setup: Setup, flats: list[FlatSpec]) -> int:
+def _beside(arrays: int, numel: int, setup: Setup, flats: Flats) -> int:
     """Return an upper bound on the bytes of a checkpoint beyond its tensors: each piece has an entry."""
     sections = 1 if setup.tp == 1 else 3 * setup.tp  # a rank's rows of queries, keys and values are apart
-    pieces = sum(len(flat.layout.entries) * sections + setup.ranks for flat in flats)
+    pieces = flats.total(lambda flat: len(flat.layout.entries) * sections + setup.ranks)
     pieces = arrays * (pieces + numel // constants.PIECE_NUMEL)
     return pieces * _PIECE_NBYTES + setup.ranks * _RANK_NBYTES if flats else 0
 
 
-def buffer(setup: Setup, flats: list[FlatSpec]) -> int:
+def buffer(setup: Setup, flats: Flats) -> int:
     """Return the host memory per rank for writing checkpoints: the slots they fill, up to `checkpoint.buffer`."""
     if not setup.checkpoints:
         return 0
     slot = constants.save_slot(setup.checkpoint_buffer)
-    written = 4 * (setup.num_states + 1) * sum(flat.own.numel for flat in flats)
-    largest = max((entry.numel for flat in flats for entry in flat.layout.entries), default=0)
+    written = 4 * (setup.num_states + 1) * flats.total(lambda flat: flat.own.numel)
+    largest = max((entry.numel for flat in flats.distinct for entry in flat.layout.entries), default=0)
     # A slot is closed when the next piece does not fit.
     filled = -(-written // (slot - 4 * min(constants.PIECE_NUMEL, largest)))
     return min(filled, max(2, setup.checkpoint_buffer // slot)) * slot

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.placement import ACTIVATIONS, Placement
-from zerocli.config import AUTO, read_placement
-from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.config import read_placement
+from zerocli.errors import UserError
 from zerocli.layout.flats import FP32
 from zerocli.plan.build import plan_count, plan_model, plan_traced
 from zerocli.plan.hardware import Hardware
@@ -134,12 +133,28 @@ def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str
     """Return the smallest change of the setup that fits, as command-line arguments, and its candidate."""
     for words, changed in changes(model, setup):
         try:
+            if not states_fit(model, changed, hardware):
+                continue
             candidate = weigh(model, changed, hardware)
         except UserError:
             continue
         if candidate.fits:
             return words, candidate
     return None
+
+
+def states_fit(model: Model, setup: Setup, hardware: Hardware) -> bool:
+    """Whether the model states alone fit, which is quick to count; if they do not, no plan of the model does.
+
+    Up to a budget whole pieces are placed, and a count does not know them: then this is true.
+    """
+    budgets = [share.budget for shares in setup.offload.shares.values() for share in shares]
+    if isinstance(model, int) or any(budget is not None for budget in budgets):
+        return True
+    # As the paper counts them the master is whole; a split one takes less.
+    papers = FP32 * (setup.num_states + (setup.width < FP32))
+    count = model.numel * setup.state_width // papers if papers else model.numel
+    return weigh(count, replace(setup, recompute=False), hardware).fits
 
 
 def changes(model: Model, setup: Setup) -> Iterator[tuple[str, Setup]]:
@@ -182,82 +197,3 @@ def _halves(number: int, least: int = 1) -> Iterator[int]:
     while number // 2 >= least:
         number //= 2
         yield number
-
-
-# -- the largest model -------------------------------------------------------------------------------------------------
-
-
-def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> int:
-    """Return the largest parameter count whose model states alone fit: the paper's analysis."""
-    setup = replace(setup, checkpoints=0)
-
-    def fits(count: int) -> bool:
-        return _any_fits(count, setup, hardware, stages, offload)
-
-    return _largest(fits, 1, 1 << 50)
-
-
-LEAST_LAYERS = 2
-"""A model of the family's proportions has at least so many blocks; if that does not fit, nothing does."""
-
-
-def sized(shape: Shape, setup: Setup, layers: int, hidden: int | None = None) -> Shape:
-    """Return the family's model of so many layers, in its proportions unless its width is given."""
-    step = max(64, shape.head_size * (shape.heads // (shape.kv_heads or shape.heads)) * setup.tp)
-    width = hidden if hidden is not None else max(step, round(shape.hidden / shape.layers * layers / step) * step)
-    grown = shape.scaled(layers, width)
-    return dataclasses.replace(grown, positions=max(shape.positions, setup.seq) if shape.positions else 0)
-
-
-def largest_shape(
-    shape: Shape, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None
-) -> Shape | None:
-    """Return the largest model of the family's proportions that fits: as wide as it can be, then as deep."""
-
-    def fits(each: Shape) -> bool:
-        return _any_fits(each, setup, hardware, stages, offload)
-
-    layers = _largest(lambda n: fits(sized(shape, setup, n)), LEAST_LAYERS, 4096)
-    if not layers:
-        return None
-    wide = sized(shape, setup, layers)
-    deeper = _largest(lambda n: fits(sized(shape, setup, n, wide.hidden)), layers, 2 * layers + 2)
-    return sized(shape, setup, deeper, wide.hidden)
-
-
-def _any_fits(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> bool:
-    numel = model if isinstance(model, int) else _least_count(model, setup)
-    if setup.recompute == AUTO:
-        setup = replace(setup, recompute=True)  # nothing more can be recomputed
-    for each in setups(setup, sorted(stages, reverse=True), offload):
-        try:
-            # Model states alone are quick to count, and often too large already.
-            if weigh(numel, each, hardware).fits and (numel is model or weigh(model, each, hardware).fits):
-                return True
-        except UserError as error:
-            if error.exit_code != DOES_NOT_FIT and offload is not None and len(stages) == 1:
-                raise
-    return False
-
-
-def _least_count(model: Shape | Traced, setup: Setup) -> int:
-    """Return a count whose model states, as the paper counts them, do not exceed the model's own on any tier.
-
-    The paper's master is whole; a split one takes less.
-    """
-    papers = FP32 * (setup.num_states + (setup.width < FP32))
-    return model.numel * setup.state_width // papers if papers else model.numel
-
-
-def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """Return the largest number that fits, 0 if `least` does not; every smaller number fits too."""
-    if not fits(least):
-        return 0
-    high = least
-    while high < most and fits(min(2 * high, most)):
-        high = min(2 * high, most)
-    low, high = high, min(2 * high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return high if low + 1 == high and fits(high) else low

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 
@@ -140,9 +142,22 @@ class Shape:
 
     def is_sparse(self, block: int) -> bool:
         """Whether this block's MLP is a mixture of experts."""
-        return bool(self.experts) and (block + 1) % self.sparse_every == 0 and block not in self.dense_blocks
+        return self.sparse[block]
+
+    @cached_property
+    def sparse(self) -> tuple[bool, ...]:
+        """Whether the MLP of each block is a mixture of experts."""
+        if not self.experts:
+            return (False,) * self.layers
+        dense = set(self.dense_blocks)
+        return tuple((block + 1) % self.sparse_every == 0 and block not in dense for block in range(self.layers))
 
     @property
+    def period(self) -> int:
+        """After so many blocks their kinds repeat, except where `dense_blocks` says otherwise."""
+        return self.sparse_every if self.experts else 1
+
+    @cached_property
     def numel(self) -> int:
         """Return the parameters of the whole model."""
         return sum(each.numel * times for unit, times in self.units() for each in unit.parameters)
@@ -151,10 +166,7 @@ class Shape:
     def active_numel(self) -> int:
         """Return the parameters that one token uses: of the experts, only those it is routed to."""
         one = sum(each.numel for each in self._mlp("", self.expert_hidden))
-        idle = sum(
-            (self.experts - self.experts_per_token) * one for block in range(self.layers) if self.is_sparse(block)
-        )
-        return self.numel - idle
+        return self.numel - sum(self.sparse) * (self.experts - self.experts_per_token) * one
 
     def units(self) -> Iterator[tuple[Unit, int]]:
         """Yield the units in order of use, as the engine makes them, each with its number of consecutive repeats.
@@ -165,18 +177,20 @@ class Shape:
             yield Unit("rest", (*self.embed_parameters(), *self.head_parameters())), 1
         else:
             yield Unit("embed", self.embed_parameters()), 1
-        for block, times in self.runs():
-            yield Unit("block", self.block_parameters(block), sparse=self.is_sparse(block)), times
+        known: dict[bool, Unit] = {}
+        for block, times in self.runs:
+            sparse = self.is_sparse(block)
+            if sparse not in known:
+                known[sparse] = Unit("block", self.block_parameters(block), sparse)
+            yield known[sparse], times
         if not self.tie:
             yield Unit("head", self.head_parameters()), 1
 
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Yield (first block, number) of each run of blocks of one kind."""
-        start = 0
-        for block in range(1, self.layers + 1):
-            if block == self.layers or self.is_sparse(block) != self.is_sparse(start):
-                yield start, block - start
-                start = block
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """(First block, number) of each run of blocks of one kind."""
+        numbers = [sum(1 for _ in alike) for _, alike in itertools.groupby(self.sparse)]
+        return tuple(zip([0, *itertools.accumulate(numbers)], numbers, strict=False))
 
     # -- parameters ------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.placement import HBM
@@ -11,14 +12,18 @@ from zerocli.layout import buffers, constants
 from zerocli.layout.buffers import Spec
 from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.plan.decoder import Batch, Decoder
-from zerocli.plan.flats import WHOLE, by_unit
+from zerocli.plan.flats import WHOLE, Flats
 from zerocli.plan.ledger import Ledger, Peak, Storage
+from zerocli.plan.repeats import replayed
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.tape import Tape, Tensor
 
 GRANULARITY = {"cuda": 512, "cpu": 1}
 """Bytes to which the device's allocator rounds."""
+TRANSIENT = 3
+"""Blocks of a run after which each further one changes what is held by the same bytes: two checkpoints are in flight,
+and one is prefetched."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,16 @@ class Peaks:
 class Replay:
     """One rank's device memory through initialisation and a step."""
 
-    def __init__(self, shape: Shape, setup: Setup, flats: list[FlatSpec]) -> None:
+    def __init__(self, shape: Shape, setup: Setup, flats: Flats) -> None:
         self._shape, self._setup, self._flats = shape, setup, flats
-        self._sizing, self._trainable = setup.sizing, [flat for flat in flats if flat.trainable]
+        self._sizing = setup.sizing
         self._ledger = Ledger(GRANULARITY[setup.device])
         # With several micro-steps gradients are there in all forwards but the first.
         self._frees_grads = not self._sizing.keep_gradients and setup.accumulate == 1
-        self._units = by_unit(shape, flats, setup)
+        self._units = [unit for unit, times in flats.runs for unit in [unit] * times]
+        """The flats of each unit: the first one, each block, and a head of its own."""
+        self._some = flats.enough(self._sizing)
+        self._trainable = [flat for flat in self._some if flat.trainable]
         self._kept: list[Storage] = []
         """Allocations that live as long as the engine."""
         self._grads: dict[int, list[Storage]] = defaultdict(list)
@@ -54,7 +62,8 @@ class Replay:
         self._tied: list[Storage] = []
         """The head's part of a tied weight's gradient, which autograd keeps until the embedding's part arrives."""
         self._slots: list[str] = []
-        """The tier of each block's checkpoint; filled at the first checkpoint."""
+        """The tier of each recomputed block's checkpoint."""
+        self._has_slots = False
         self._in_flight: dict[int, Storage] = {}
         """Checkpoints that are still being written to their tier, by block: two at most."""
         self._ahead: dict[int, Storage] = {}
@@ -62,6 +71,12 @@ class Replay:
         self._checkpoints_away: dict[str, int] = {}
         self._has_buckets = False
         self._recompute = setup.blocks(shape.layers)
+        self._replayed: list[tuple[int, int]] = []
+        """The blocks that are replayed, each with the number of blocks before it that are not."""
+        self._repeated: dict[str, int] = dict.fromkeys(self._ledger.held, 0)
+        """What the blocks that are not replayed hold in a step, by category."""
+        self._ends: list[dict[str, int]] = []
+        """What is held after the backward of each replayed block."""
 
     def run(self) -> Peaks:
         """Replay initialisation, the first step and a later one."""
@@ -70,7 +85,7 @@ class Replay:
         self._initialise()
         initialisation = ledger.peak
         ledger.begin("first step")
-        self._keep(*buffers.gather_buffers(self._flats, self._sizing))
+        self._keep(*buffers.gather_buffers(self._some, self._sizing))
         self._step()
         first = ledger.peak
         ledger.begin("steady state")
@@ -90,10 +105,24 @@ class Replay:
 
     def _initialise(self) -> None:
         """Initialise unit by unit: full values in fp32 are sliced and freed before the next unit; then gradients."""
-        setup, ledger = self._setup, self._ledger
+        shape, ledger = self._shape, self._ledger
         # Scalars: loss scale, counters, norms, and what released parameters show.
         self._keep_bytes("buffers", *self._tables(), 4096 + 128 * len(self._flats))
-        for flat in self._flats:
+        held = [dict(ledger.held)]
+        period = shape.period
+        for at, skipped in replayed([id(unit) for unit in self._units], period, period):
+            if skipped:
+                for category, nbytes in ledger.since(held[-1 - period], skipped // period).items():
+                    self._keep_bytes(category, nbytes)
+            self._initialise_unit(self._units[at])
+            held.append(dict(ledger.held))
+        if not self._frees_grads:
+            self._keep_gradients()
+        Storage(ledger, 8 * sum(self._tables()), "buffers")  # the tables' angles, in fp64, with copies
+
+    def _initialise_unit(self, flats: Sequence[FlatSpec]) -> None:
+        setup, ledger = self._setup, self._ledger
+        for flat in flats:
             ledger.moment = f"initialising {flat.unit}"
             wide = FP32 * flat.total
             # The check for uninitialised values reads one parameter at a time, one byte per element.
@@ -111,11 +140,19 @@ class Replay:
             if flat.trainable:
                 self._place_states(flat)
             del whole
-        if not self._frees_grads:
-            if setup.zero.gradients or not self._sizing.keep_gradients:
-                self._keep(*(buffers.gradients(flat, self._sizing) for flat in self._trainable))
-            self._keep(*buffers.gradient_arenas(self._trainable, self._sizing))
-        Storage(ledger, 8 * sum(self._tables()), "buffers")  # the tables' angles, in fp64, with copies
+
+    def _keep_gradients(self) -> None:
+        """Allocate the gradients of all flats: one by one if they are partitioned, else in arenas."""
+        sizing = self._sizing
+        sizes: Counter[str] = Counter()
+        for unit, times in self._flats.runs:
+            trainable = [flat for flat in unit if flat.trainable]
+            specs = list(buffers.gradient_arenas(trainable, sizing))
+            sizes["arenas"] += times * sum(spec.nbytes for spec in specs)
+            if sizing.stage.gradients or not sizing.keep_gradients:
+                own = [buffers.gradients(flat, sizing) for flat in trainable]
+                sizes["own"] += times * sum(self._ledger.rounded(spec.nbytes) for spec in own if spec.tier == HBM)
+        self._keep_bytes("gradients", *sizes.values())
 
     def _place_parameters(self, flat: FlatSpec) -> None:
         spec = buffers.parameters(flat, self._sizing)
@@ -148,11 +185,10 @@ class Replay:
         inputs = [Storage(ledger, 2 * 8 * batch.tokens)]  # token ids and targets
         if setup.tp > 1:  # an unfinished all-reduce keeps its buffer alive
             inputs.append(Storage(ledger, decoder.hidden))
-        ledger.moment = "embedding"
-        x = decoder.embed(tape)
-        for block in range(shape.layers):
-            ledger.moment = f"forward of block {block + 1}"
-            x = self._block(tape, decoder, x, block)
+        if not self._replayed:
+            self._assign_slots(-(-decoder.hidden // setup.parts))
+            self._choose_blocks()
+        x = self._forward(tape, decoder)
         ledger.moment = "head and loss"
         loss = self._head(tape, decoder, x)
         del x
@@ -167,15 +203,50 @@ class Replay:
         for unit in list(self._grads):
             self._reduce(unit)
         self._flat_grads.clear()
+        ledger.add(self._repeated, -1)
+        self._repeated = dict.fromkeys(ledger.held, 0)
+        self._ends.clear()
         del inputs
 
-    def _block(self, tape: Tape, decoder: Decoder, x: Tensor, block: int) -> Tensor:
+    def _forward(self, tape: Tape, decoder: Decoder) -> Tensor:
+        """Replay the embedding, and the first and last blocks of each run of equal ones; the others are counted."""
+        self._ledger.moment = "embedding"
+        x = decoder.embed(tape)
+        period = self._shape.period
+        begins: list[dict[str, int]] = []
+        for block, skipped in self._replayed:
+            if skipped:
+                self._repeat(begins[-period], skipped // period)
+                if self._slots[block : block + 1] not in ([HBM], []):  # else those in flight are of earlier blocks
+                    self._in_flight = {each + skipped: storage for each, storage in self._in_flight.items()}
+            begins.append(dict(self._ledger.held))
+            self._ledger.moment = f"forward of block {block + 1}"
+            x = self._block(tape, decoder, x, block, skipped)
+        return x
+
+    def _choose_blocks(self) -> None:
+        layers, period = self._shape.layers, self._shape.period
+        slots = [*self._slots, *[""] * (layers - len(self._slots))]
+        units = map(id, self._units[1 : layers + 1])
+        whole = (block < self._recompute.whole for block in range(layers))
+        keys = list(zip(units, slots, self._shape.sparse, whole, strict=True))
+        self._replayed = list(replayed(keys, TRANSIENT + period, period))
+
+    def _repeat(self, before: Mapping[str, int], times: int) -> None:
+        """Count what has changed since `before` another `times`, until the end of the step."""
+        change = self._ledger.since(before, times)
+        self._ledger.add(change)
+        for category, nbytes in change.items():
+            self._repeated[category] += nbytes
+
+    def _block(self, tape: Tape, decoder: Decoder, x: Tensor, block: int, skipped: int) -> Tensor:
+        """Replay a block's forward; `skipped` blocks before it are not replayed."""
         unit = block + 1
 
         def run(t: Tape, y: Tensor) -> Tensor:
             return decoder.block(t, y, block, unit)
 
-        self._mark(tape, x, f"end of backward of block {unit}", done=unit)
+        self._mark(tape, x, f"end of backward of block {unit}", done=unit, skipped=skipped)
         if block < self._recompute.count:
             size = x.storage.nbytes
             self._keep_checkpoint(x, block)
@@ -191,26 +262,28 @@ class Replay:
     def _keep_checkpoint(self, x: Tensor, block: int) -> None:
         """Copy a rank's part of a block's input into its slot; for another tier the copy lives until it is written."""
         part = -(-x.storage.nbytes // self._setup.parts)
-        if not self._slots:
-            self._open_slots(part)
+        if not self._has_slots:
+            self._keep_bytes("activations", self._slots.count(HBM) * self._slot_nbytes(HBM, part))
+            self._has_slots = True
         if self._slots[block] == HBM:
             return
         while len(self._in_flight) >= 2:
             self._in_flight.pop(min(self._in_flight))
         self._in_flight[block] = x.storage if self._setup.parts == 1 else Storage(self._ledger, part)
 
-    def _open_slots(self, part: int) -> None:
-        """Assign the blocks to tiers, and allocate the device's arena, which is kept."""
+    def _slot_nbytes(self, tier: str, part: int) -> int:
+        align = {HBM: 512 if self._setup.device == "cuda" else 64}.get(tier, constants.PAGE_NBYTES)
+        return -(-part // align) * align
+
+    def _assign_slots(self, part: int) -> None:
+        """Assign the recomputed blocks to the tiers that keep their inputs."""
         checkpoints = self._recompute.count
         for share in self._setup.checkpoint_shares():
-            align = {HBM: 512 if self._setup.device == "cuda" else 64}.get(share.tier, constants.PAGE_NBYTES)
-            each = -(-part // align) * align
+            each = self._slot_nbytes(share.tier, part)
             left = checkpoints - len(self._slots)
             count = left if share.budget is None else min(left, share.budget // each)
             self._slots += [share.tier] * count
-            if share.tier == HBM:
-                self._keep_bytes("activations", count * each)
-            elif count:
+            if share.tier != HBM and count:
                 self._checkpoints_away[share.tier] = self._checkpoints_away.get(share.tier, 0) + count * each
         if (left := checkpoints - len(self._slots)) > 0:
             fact = f"activations: {left} of {checkpoints} checkpoints have no place left in their budgets"
@@ -230,14 +303,22 @@ class Replay:
             self._in_flight.pop(block, None)
         return source
 
-    def _mark(self, tape: Tape, x: Tensor, moment: str, done: int = 0) -> None:
-        """Record the moment in backward when the gradient of `x` exists; `done` units are then reduced and freed."""
+    def _mark(self, tape: Tape, x: Tensor, moment: str, done: int = 0, skipped: int = 0) -> None:
+        """Record the moment in backward when the gradient of `x` exists; the unit `done` is then reduced and freed.
+
+        Then `skipped` blocks before it are counted, as if they had run too.
+        """
         node = tape.record(moment, [x])
 
         def reached(gradient: list[Storage]) -> list[Storage]:
             self._ledger.moment = moment
             if done:
                 self._reduce(done)
+                self._ends.append(dict(self._ledger.held))
+            if skipped:
+                period = self._shape.period
+                self._repeat(self._ends[-1 - period], skipped // period)
+                self._ahead = {block - skipped: storage for block, storage in self._ahead.items()}
             return [gradient.pop()]
 
         node.backward = reached

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerocli.plan.hardware import Hardware
+from zerocli.plan.largest import Largest, nearest
+from zerocli.plan.recompute import MARGIN
 from zerocli.plan.search import Candidate, Model
 from zerocli.plan.shape import Shape
 
@@ -40,8 +42,8 @@ class Verdict:
     best: Candidate | None
     change: tuple[str, Candidate] | None
     """The smallest change that fits, if no candidate does."""
-    largest: tuple[Shape | None, int] | None = None
-    """With `--max`: the largest shape, and the largest count by model states alone."""
+    largest: Largest | None = None
+    """With `--max`: the largest model, batch or sequence."""
     notes: tuple[str, ...] = ()
     budget: Budget | None = None
     """With `--tokens`: what a whole training run takes."""
@@ -62,7 +64,7 @@ class Verdict:
     @property
     def nearest(self) -> Candidate:
         """The best candidate, or the one that exceeds the machine least."""
-        return self.best or min(self.candidates, key=lambda each: sum(each.over.values()))
+        return self.best or nearest(self.candidates)
 
     @property
     def reason(self) -> str:
@@ -105,13 +107,22 @@ def document(verdict: Verdict) -> dict[str, Any]:
     if verdict.change is not None:
         made["change"] = {"arguments": verdict.change[0], **_candidate(verdict.change[1], shape, verdict.budget)}
     if verdict.largest is not None:
-        grown, count = verdict.largest
-        made["max"] = {
-            "parameters": grown.numel if grown else None,
-            "model_states_parameters": count,
-            "shape": {"layers": grown.layers, "hidden": grown.hidden, "heads": grown.heads} if grown else None,
-        }
+        made["max"] = _max(verdict.largest, shape, verdict.budget)
     return made
+
+
+def _max(largest: Largest, shape: Shape | None, budget: Budget | None) -> dict[str, Any]:
+    grown, over = largest.shape, largest.next
+    return {
+        "kind": largest.kind,
+        "value": largest.value or None,
+        "parameters": grown.numel if grown else None,
+        "model_states_parameters": largest.count,
+        "shape": {"layers": grown.layers, "hidden": grown.hidden, "heads": grown.heads} if grown else None,
+        "margin": MARGIN,
+        "next": None if over is None else {"value": largest.next_value, **_candidate(over, shape, budget)},
+        "end": largest.end or None,
+    }
 
 
 def policy_of(candidate: Candidate) -> str:
@@ -167,6 +178,8 @@ def machines_document(verdicts: Sequence[tuple[Hardware, Verdict | str]]) -> lis
             shape = verdict.model if isinstance(verdict.model, Shape) else None
             entry |= {"fits": verdict.fits, "reason": verdict.reason or "does not fit"}
             entry["candidate"] = _candidate(verdict.nearest, shape, verdict.budget)
+            if verdict.largest is not None:
+                entry["max"] = _max(verdict.largest, shape, verdict.budget)
         found.append(entry)
     return found
 

@@ -1,0 +1,244 @@
+"""The largest model, batch or sequence that fits a machine: `zerocli fit --max model|batch|seq`. Needs no torch.
+
+Memory grows with each of the three, so bisections over plans find the largest. `MARGIN` of GPU and host memory stays
+free, as under `activations.policy=auto`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from offload.placement import Placement
+from zerocli.config import AUTO
+from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.plan.hardware import Hardware
+from zerocli.plan.recompute import MARGIN
+from zerocli.plan.search import Candidate, Model, best_of, setups, states_fit, weigh, weigh_all
+from zerocli.plan.setup import Setup
+from zerocli.plan.shape import Shape
+
+KINDS = ("model", "batch", "seq")
+LEAST_LAYERS = 2
+"""A model of the family's proportions has at least so many blocks; if that does not fit, nothing does."""
+MOST_BATCH = 1 << 20
+SEQ_STEP = 64
+MOST_SEQ = 1 << 24
+
+
+@dataclass(frozen=True)
+class Search:
+    """Where the largest is searched: the setup asked for, the machine's memory that may be used, and the placements."""
+
+    setup: Setup
+    hardware: Hardware
+    stages: Sequence[int]
+    offload: Placement | None
+    """None: all placements of each stage."""
+
+    def weigh(self, model: Model, setup: Setup) -> list[Candidate]:
+        return weigh_all(model, setup, self.hardware, self.stages, self.offload)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest that fits, its candidates, and the next larger one, which does not fit."""
+
+    kind: str
+    value: int
+    """Parameters, sequences per rank and micro-step, or tokens per sequence; 0: nothing fits."""
+    model: Model
+    """The model that `value` is or was found with; the smallest that was tried if nothing fits."""
+    count: int
+    """The largest parameter count by model states alone, without a margin: the paper's analysis."""
+    candidates: list[Candidate]
+    next_value: int = 0
+    """0: there is none; `end` says why."""
+    next: Candidate | None = None
+    """The candidate of the next value that exceeds the machine least."""
+    end: str = ""
+
+    @property
+    def best(self) -> Candidate | None:
+        return best_of(self.candidates) if self.value else None
+
+    @property
+    def shape(self) -> Shape | None:
+        return self.model if isinstance(self.model, Shape) and self.value else None
+
+
+def with_margin(hardware: Hardware) -> Hardware:
+    """Return the machine without the part of its GPU and host memory that stays free."""
+    room = {name: int(getattr(hardware, name) * (1 - MARGIN)) for name in ("gpu_memory", "host_memory")}
+    return replace(hardware, gpu_memory=room["gpu_memory"], host_memory=room["host_memory"])
+
+
+def find(kind: str, model: Model, search: Search, count: int, *, grows: bool = True, whole: int = 0) -> Largest:
+    """Return the largest model of the family's proportions, the largest batch or the longest sequence.
+
+    `grows`: a table of learned positions is as long as the sequence, as in built-in models. `whole` is the global
+    batch that micro-batches divide (0: any batch). UserError for a batch or sequence of a model without a shape.
+    """
+    if kind == "model":
+        return _largest_model(model, search, count)
+    if not isinstance(model, Shape):
+        raise UserError(
+            f"--max {kind} needs a model with a shape: activations of this one are not planned by formulas",
+            hint=f"zerocli fit llama3-8b --max {kind}",
+        )
+    values, end = _batches(search.setup, whole) if kind == "batch" else _sequences(model, grows)
+
+    def at(value: int, setup: Setup) -> tuple[Shape, Setup]:
+        """Return the model and the setup with this batch or sequence."""
+        if kind == "seq":
+            longer = replace(model, positions=value) if model.positions and grows else model
+            return longer, replace(setup, seq=value)
+        again = whole // (value * setup.dp) if whole else setup.accumulate
+        return model, replace(setup, batch=value, accumulate=again)
+
+    return _largest_number(kind, at, search, count, values, end)
+
+
+# -- batch and sequence ------------------------------------------------------------------------------------------------
+
+
+def _batches(setup: Setup, whole: int) -> tuple[Sequence[int], str]:
+    """Return the batches to choose from, and what ends them."""
+    if not whole:
+        return range(1, MOST_BATCH + 1), "larger ones are not searched"
+    each = max(1, whole // setup.dp)
+    found = [number for number in range(1, each + 1) if whole % (number * setup.dp) == 0]
+    return found, f"train.global_batch={whole} is no more for {setup.dp} data-parallel ranks"
+
+
+def _sequences(shape: Shape, grows: bool) -> tuple[Sequence[int], str]:
+    """Return the lengths to choose from, and what ends them."""
+    if shape.positions and not grows:
+        end = f"the model has a table of {shape.positions} positions"
+        return [*range(SEQ_STEP, shape.positions, SEQ_STEP), shape.positions], end
+    return range(SEQ_STEP, MOST_SEQ + 1, SEQ_STEP), "longer ones are not searched"
+
+
+def _largest_number(
+    kind: str,
+    at: Callable[[int, Setup], tuple[Shape, Setup]],
+    search: Search,
+    count: int,
+    values: Sequence[int],
+    end: str,
+) -> Largest:
+    """Return the largest of the values with which any setup fits."""
+    tried = list(setups(_lightest(search.setup), sorted(search.stages), search.offload))
+
+    def fits(setup: Setup, index: int) -> bool:
+        try:
+            return weigh(*at(values[index], setup), search.hardware).fits
+        except UserError as error:
+            if error.exit_code != DOES_NOT_FIT and len(tried) == 1:
+                raise
+            return False
+
+    most, found = len(values) - 1, -1
+    for each in reversed(tried):  # those that need the least memory first, so that the others are tried once
+        if found < most and fits(each, found + 1):
+            found = most if fits(each, most) else _last(functools.partial(fits, each), found + 1, most)
+    model, setup = at(values[max(found, 0)], search.setup)
+    candidates = search.weigh(model, setup)
+    value = values[found] if found >= 0 else 0
+    if found == most:
+        return Largest(kind, value, model, count, candidates, end=end)
+    larger = values[found + 1]
+    over = nearest(search.weigh(*at(larger, search.setup)))
+    return Largest(kind, value, model, count, candidates, larger, over)
+
+
+def nearest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the candidate that exceeds the machine least."""
+    return min(candidates, key=lambda each: sum(each.over.values()))
+
+
+def _lightest(setup: Setup) -> Setup:
+    """Return the setup with every block recomputed where `auto` may choose: nothing more can be."""
+    return replace(setup, recompute=True) if setup.recompute == AUTO else setup
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def _largest_model(model: Model, search: Search, count: int) -> Largest:
+    """Return the largest model of a family's shape; without a shape, the largest count by model states alone."""
+    setup = search.setup
+    if not isinstance(model, Shape):
+        least = max(1, count)
+        return Largest("model", count, least, count, search.weigh(least, setup))
+    grown = largest_shape(model, setup, search.hardware, search.stages, search.offload)
+    # If nothing fits, the smallest model shows why.
+    shown = grown or sized(model, setup, LEAST_LAYERS)
+    larger = sized(model, setup, shown.layers + 1, shown.hidden) if grown else shown
+    over = nearest(search.weigh(larger, setup))
+    value = grown.numel if grown else 0
+    return Largest("model", value, shown, count, search.weigh(shown, setup), larger.numel, over)
+
+
+def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> int:
+    """Return the largest parameter count whose model states alone fit: the paper's analysis."""
+    setup = replace(setup, checkpoints=0)
+
+    def fits(count: int) -> bool:
+        return _any_fits(count, setup, hardware, stages, offload)
+
+    return _largest(fits, 1, 1 << 50)
+
+
+def sized(shape: Shape, setup: Setup, layers: int, hidden: int | None = None) -> Shape:
+    """Return the family's model of so many layers, in its proportions unless its width is given."""
+    step = max(64, shape.head_size * (shape.heads // (shape.kv_heads or shape.heads)) * setup.tp)
+    width = hidden if hidden is not None else max(step, round(shape.hidden / shape.layers * layers / step) * step)
+    grown = shape.scaled(layers, width)
+    return dataclasses.replace(grown, positions=max(shape.positions, setup.seq) if shape.positions else 0)
+
+
+def largest_shape(
+    shape: Shape, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None
+) -> Shape | None:
+    """Return the largest model of the family's proportions that fits: as wide as it can be, then as deep."""
+
+    def fits(each: Shape) -> bool:
+        return _any_fits(each, setup, hardware, stages, offload)
+
+    layers = _largest(lambda n: fits(sized(shape, setup, n)), LEAST_LAYERS, 4096)
+    if not layers:
+        return None
+    wide = sized(shape, setup, layers)
+    deeper = _largest(lambda n: fits(sized(shape, setup, n, wide.hidden)), layers, 2 * layers + 2)
+    return sized(shape, setup, deeper, wide.hidden)
+
+
+def _any_fits(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> bool:
+    for each in setups(_lightest(setup), sorted(stages, reverse=True), offload):
+        try:
+            if states_fit(model, each, hardware) and weigh(model, each, hardware).fits:
+                return True
+        except UserError as error:
+            if error.exit_code != DOES_NOT_FIT and offload is not None and len(stages) == 1:
+                raise
+    return False
+
+
+def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
+    """Return the largest number that fits, 0 if `least` does not; every smaller number fits too."""
+    return _last(fits, least, most) if fits(least) else 0
+
+
+def _last(fits: Callable[[int], bool], least: int, most: int) -> int:
+    """Return the largest number up to `most` that fits; `least` does, and every smaller number than one that fits."""
+    low, step = least, max(1, least)
+    while low < most and fits(min(low + step, most)):
+        low, step = min(low + step, most), 2 * step
+    high = min(low + step, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
