@@ -9,6 +9,7 @@ import pytest
 
 from zerocli.errors import UserError
 from zerocli.layout.flats import place
+from zerocli.layout.recompute import Recompute
 from zerocli.plan import flats as plan_flats_module
 from zerocli.plan import step
 from zerocli.plan.build import plan_model
@@ -47,7 +48,9 @@ def random_setup(rng: random.Random, shape: Shape, seq: int) -> Setup:
     stage, dp = rng.randint(0, 3), rng.choice([1, 2, 3, 8])
     tp = 2 if shape.heads % 2 == 0 and rng.random() < 0.25 else 1
     parts = [f"{kind}={tiers()}" for kind in KINDS[stage] if rng.random() < 0.6]
-    recompute = rng.choice([False, True, rng.randint(1, shape.layers)])
+    whole = rng.randint(0, shape.layers)
+    selective = Recompute(whole, rng.randint(0, shape.layers - whole))
+    recompute = rng.choice([False, True, rng.randint(1, shape.layers), selective, selective])
     if recompute and rng.random() < 0.5:
         parts.append(f"activations={tiers()}")
     return Setup(

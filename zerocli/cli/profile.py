@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from zerocli import config as configs
 from zerocli import machine
-from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config
+from zerocli.cli.train import KEYS, arguments, automatic, config_options, default_run_dir, newest_run, own_config
 from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say, show
 from zerocli.errors import OK, UserError
@@ -125,13 +125,15 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
     if worker and "ZEROCLI_PARENT" in os.environ:
         run_dir = os.environ["ZEROCLI_RUN_DIR"]
     run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
-    options = RunOptions(run_dir, resume, given["check"], given["dry_run"], given["json"], source)
+    options = RunOptions(
+        run_dir, resume, given["check"], given["dry_run"], given["json"], source, automatic(sets, flags, given["auto"])
+    )
     if options.dry_run:
         return _dry_run(config, worker is not None, given["json"])
     if not worker:
         return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
     os.environ.update(worker)
-    launch.refuse_worker(config, worker)
+    launch.refuse_worker(config, options, worker)
     launch.create_run_dir(run_dir)
     from zerocli.profile.profiler import Profiler
     from zerocli.profile.reporter import Reporter, recording

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from zerocli import config as configs
 from zerocli import machine
 from zerocli.checkpoint.folder import Folder
-from zerocli.config.options import RunOptions
+from zerocli.config.options import AUTOMATIC, RunOptions
 from zerocli.console import say
 from zerocli.errors import OK, UserError
 from zerocli.regular_files import read_regular
@@ -50,6 +50,9 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "--stage", type=int, metavar="0..3", help="ZeRO: 1 optimizer states, 2 + gradients, 3 + parameters."
         ),
         click.option("--offload", metavar="PLACEMENT", help="Where states live: cpu, or params=cpu,optimizer=nvme."),
+        click.option(
+            "--auto", is_flag=True, help="Choose stage, placement and recomputation: the fastest run that fits."
+        ),
         click.option("--nvme-path", multiple=True, metavar="DIR", help="Folder on an NVMe disk; may be repeated."),
         click.option("--ranks", type=int, metavar="N", help="Processes; by default one per GPU, two without a GPU."),
         click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them."),
@@ -100,18 +103,28 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
     run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
     if worker:
         resume = resume or was_restarted(run_dir)
-    options = RunOptions(run_dir, resume, given["check"], given["dry_run"], given["json"], source)
+    options = RunOptions(
+        run_dir, resume, given["check"], given["dry_run"], given["json"], source, automatic(sets, flags, given["auto"])
+    )
 
     if options.dry_run:
         return _dry_run(config, options, worker)
     if worker:
         os.environ.update(worker)
-        launch.refuse_worker(config, worker)
+        launch.refuse_worker(config, options, worker)
         launch.create_run_dir(run_dir)
         from zerocli.run import trainer
 
         return trainer.work(config, options)
     return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
+
+
+def automatic(sets: tuple[str, ...], flags: Mapping[str, Any], asked: bool) -> frozenset[str]:
+    """Return the keys that `--auto` chooses: those that the command line does not set."""
+    given = {text.partition("=")[0].strip() for text in sets} | {
+        key for key, value in flags.items() if value is not None
+    }
+    return frozenset(AUTOMATIC) - given if asked else frozenset()
 
 
 def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, str] | None) -> int:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+AUTOMATIC = ("zero.stage", "offload.placement", "activations.policy", "train.batch")
+"""The keys that `--auto` chooses unless the command line sets them."""
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -23,5 +26,7 @@ class RunOptions:
     """Rank 0 prints one JSON document on stdout."""
     source: str = "tiny"
     """CONFIG as it was given, for the command to try next."""
+    auto: frozenset[str] = frozenset()
+    """What `--auto` chooses, of `AUTOMATIC`; empty without it."""
     events: Sequence[Any] = ()
     """Subscribers to the run's events, from its start: objects of `zerocli.engine.events.Events`."""

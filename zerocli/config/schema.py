@@ -8,6 +8,7 @@ from typing import Any
 
 from offload.placement import Placement
 from zerocli.config.file import FACTORY
+from zerocli.layout.recompute import POLICY
 
 
 def setting(default: Any, **law: Any) -> Any:
@@ -133,10 +134,11 @@ class ZeroConfig:
 class ActivationsConfig:
     """What becomes of activations between forward and backward."""
 
-    policy: str = setting("keep", choices=("keep", "selective", "recompute", "auto"))
+    policy: str = setting("keep", form=POLICY, example="keep, selective, recompute, auto or recompute:12+selective:20")
     """Keep them, or keep each block's input (its checkpoint) and recompute the rest; selective = keep the outputs of
     matrix products and attention too, and recompute only the cheap operations between them; auto = recompute as little
-    as the device's memory allows. `--offload activations=TIER` says where checkpoints rest, and means recompute."""
+    as the device's memory allows; recompute:12+selective:20 = the first 12 blocks whole, the next 20 selectively.
+    `--offload activations=TIER` says where checkpoints rest, and means recompute."""
     partition: bool = setting(True)
     """Whether tensor-parallel ranks, which have equal checkpoints, each keep a part of them (Pa)."""
 

@@ -25,7 +25,7 @@ from zerocli.config.schema import (
 )
 from zerocli.errors import UserError
 from zerocli.layout.flats import Sizing
-from zerocli.layout.recompute import NOTHING, POLICIES, WHOLE, Recompute, read_recompute
+from zerocli.layout.recompute import NOTHING, WHOLE, Recompute, read_recompute
 from zerocli.layout.sizes import count_of
 from zerocli.layout.stage import stage as stage_of
 
@@ -51,7 +51,7 @@ class Sharding:
     """Backward passes per step; their gradients are averaged, in fp32 if there is more than one."""
     clip: float | None = TrainConfig.clip
     """Largest global gradient norm; None: gradients are not clipped."""
-    recompute: bool | int | str | Recompute = POLICIES[ActivationsConfig.policy]
+    recompute: bool | int | str | Recompute = ActivationsConfig.policy
     """Keep only the input of each repeated block and rerun its forward in backward; a number: of so many blocks, the
     first ones; `selective`: but keep the outputs of matrix products and attention; a `Recompute` says how many blocks
     of each. A placement of `activations`, which says where the inputs are kept, implies True. `auto`: not decided yet;
@@ -133,7 +133,7 @@ def sharding_of(config: Config) -> Sharding:
         master=config.optimizer.master,
         accumulate=config.train.accumulate,
         clip=config.train.clip or None,
-        recompute=POLICIES[config.activations.policy],
+        recompute=config.activations.policy,
         partition_activations=config.activations.partition,
         bucket_nbytes=config.zero.bucket,
         gather_buffers=config.zero.buffers,

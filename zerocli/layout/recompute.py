@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,14 @@ class Recompute:
         return SELECTIVE if self == SELECTIVELY else f"{words[0]} whole and {words[1]} selective"
 
     @property
+    def policy(self) -> str:
+        """The text of `activations.policy` that means this choice: the inverse of `read_recompute`."""
+        named = [name for name, choice in POLICIES.items() if choice == self]
+        parts = [f"recompute:{self.whole}"] if self.whole else []
+        parts += [f"{SELECTIVE}:{self.selective}"] if self.selective else []
+        return named[0] if named else "+".join(parts)
+
+    @property
     def count(self) -> int:
         """The number of blocks that are recomputed in any way: each has a checkpoint, its input."""
         return self.whole + self.selective
@@ -51,6 +60,8 @@ WHOLE = Recompute(ALL)
 SELECTIVELY = Recompute(0, ALL)
 POLICIES: dict[str, Recompute | str] = {"keep": NOTHING, SELECTIVE: SELECTIVELY, "recompute": WHOLE, AUTO: AUTO}
 """What `activations.policy` stands for. `auto` is decided by a device's memory: see zerocli/plan/recompute.py."""
+POLICY = re.compile(rf"{'|'.join(POLICIES)}|(recompute:(?P<whole>\d+))?\+?({SELECTIVE}:(?P<selective>\d+))?")
+"""The texts of `activations.policy`: a word for all blocks, or numbers of blocks such as recompute:12+selective:20."""
 
 
 def read_recompute(value: Any) -> Any:
@@ -59,9 +70,11 @@ def read_recompute(value: Any) -> Any:
     True is all blocks, a number the first so many, both whole; a str is a policy. Raises ValueError for another str.
     """
     if isinstance(value, str):
-        if value not in POLICIES:
+        found = POLICY.fullmatch(value)
+        if not value or found is None:
             raise ValueError(f"recompute={value!r}: pass True, False, 'selective', a number of blocks, or the units")
-        return POLICIES[value]
+        numbers = (int(found[name] or 0) for name in ("whole", "selective"))
+        return POLICIES[value] if value in POLICIES else Recompute(*numbers)
     if value is None or isinstance(value, bool):
         return WHOLE if value else NOTHING
     return Recompute(value) if isinstance(value, int) else value

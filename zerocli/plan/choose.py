@@ -27,7 +27,7 @@ HOST_MARGIN = 0.05
 """Share of host memory and disk space that a choice leaves free."""
 GRAIN = 64 << 20
 """Budgets are multiples of this many bytes."""
-TIE = 0.002
+TIE = 5e-4
 """Of choices whose estimates differ by less than this share, the one that leaves most device memory free is taken."""
 LEVELS = 8
 """Amounts of recomputation are first tried at so many steps, then between the best and its neighbours."""
@@ -56,11 +56,23 @@ class Choice:
         return None
 
 
-def choose(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> Choice:
-    """Return the choice for a model; `offload`, and a `setup.recompute` other than `auto`, are kept as they are."""
+def choose(
+    model: Model,
+    setup: Setup,
+    hardware: Hardware,
+    stages: Sequence[int],
+    offload: Placement | None = None,
+    batches: Sequence[int] = (),
+) -> Choice:
+    """Return the choice for a model; `offload`, and a `setup.recompute` other than `auto`, are kept as they are.
+
+    `batches` are micro-batches to choose from: with each, as many are accumulated as give the setup's step.
+    """
     search = _Search(model, setup, _with_margins(hardware), hardware)
-    for stage in stages:
-        search.stage(stage, offload)
+    whole = setup.batch * setup.accumulate
+    for size in batches or (setup.batch,):
+        for stage in stages:
+            search.stage(replace(setup, stage=stage, batch=size, accumulate=whole // size), offload)
     return search.choice()
 
 
@@ -87,7 +99,9 @@ class _Search:
 
     def __init__(self, model: Model, setup: Setup, limits: Hardware, hardware: Hardware) -> None:
         self._model, self._setup, self._limits, self._hardware = model, setup, limits, hardware
-        self._found: dict[tuple[int, str, object], Candidate] = {}
+        self._off = "dram" if setup.device == "cuda" else "nvme"
+        """The tier that states leave the device for; without a GPU, host memory is the device's."""
+        self._found: dict[tuple[object, ...], Candidate] = {}
         self._refused: list[UserError] = []
 
     def choice(self) -> Choice:
@@ -111,9 +125,8 @@ class _Search:
         }
         return dataclasses.replace(candidate, available=available)
 
-    def stage(self, stage: int, offload: Placement | None) -> None:
-        """Try a stage with all amounts of recomputation that are worth it."""
-        setup = replace(self._setup, stage=stage)
+    def stage(self, setup: Setup, offload: Placement | None) -> None:
+        """Try the setup's stage and batch with all amounts of recomputation that are worth it."""
         order = self._amounts()
         tried: dict[int, float] = {}
 
@@ -144,7 +157,7 @@ class _Search:
         if offload is not None:
             found = self._weigh(setup, offload)
             return _seconds(found) if found is not None and found.fits else seconds[0]
-        for checkpoints in ((), (Share("dram"),)) if setup.recomputed.count else ((),):
+        for checkpoints in ((), (Share(self._off),)) if setup.recomputed.count else ((),):
             for placement in self._placements(setup, checkpoints):
                 found = self._weigh(setup, placement)
                 if found is not None and found.fits:
@@ -157,12 +170,12 @@ class _Search:
         shares = {ACTIVATIONS: checkpoints} if checkpoints else {}
         yield Placement(shares)
         for kind in (kind for kind in KINDS if getattr(setup.zero, kind)):
-            whole = Placement(shares | {kind: (Share("dram"),)})
+            whole = Placement(shares | {kind: (Share(self._off),)})
             without = self._weigh(setup, whole)
             if without is not None and HBM not in without.over:
                 yield from self._with_budget(setup, whole, kind, without)
-            shares[kind] = (Share("dram"),)
-        if "parameters" in shares:
+            shares[kind] = (Share(self._off),)
+        if "parameters" in shares and self._off == "dram":
             yield self._spilled(setup, Placement(shares | {"parameters": (Share("nvme"),)}))
 
     def _with_budget(self, setup: Setup, whole: Placement, kind: str, without: Candidate) -> Iterator[Placement]:
@@ -172,7 +185,7 @@ class _Search:
             budget = room // GRAIN * GRAIN
             if budget <= 0:
                 break
-            placement = Placement({**whole.shares, kind: (Share(HBM, budget), Share("dram"))})
+            placement = Placement({**whole.shares, kind: (Share(HBM, budget), Share(self._off))})
             found = self._weigh(setup, self._spilled(setup, placement))
             if found is None:
                 break
@@ -186,7 +199,7 @@ class _Search:
         """Return the placement with optimizer states on disks as far as host memory cannot hold them."""
         shares = placement.shares.get("optimizer")
         found = self._weigh(setup, placement)
-        if not shares or found is None or "dram" not in found.over:
+        if not shares or found is None or self._off != "dram" or "dram" not in found.over:
             return placement
         there = found.plan.of("optimizer_states", "dram")
         near = tuple(share for share in shares if share.tier == HBM)
@@ -203,7 +216,7 @@ class _Search:
 
     def _weigh(self, setup: Setup, placement: Placement) -> Candidate | None:
         """Return the candidate of a placement; None if the setup does not allow it."""
-        key = (setup.stage, str(placement), setup.recompute)
+        key = (setup.stage, setup.batch, str(placement), setup.recompute)
         if key not in self._found:
             try:
                 self._found[key] = weigh(self._model, replace(setup, offload=placement), self._limits)

@@ -81,7 +81,7 @@ def passes(shape: Shape, setup: Setup) -> Passes:
     """Return one rank's work of a micro-step."""
     forward, backward, again = _ends(shape, setup)
     recompute = setup.blocks(shape.layers)
-    for first, number in shape.runs():
+    for first, number in shape.runs:
         there, back = _block(shape, setup, first)
         forward, backward = forward + there.times(number), backward + back.times(number)
         whole = max(0, min(number, recompute.whole - first))

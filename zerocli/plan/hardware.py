@@ -106,7 +106,7 @@ _WITHOUT_BF16 = re.compile(r"\b(gtx|titan|tesla [kmpt]\d+|[kmp]\d0|rtx 20\d\d|qu
 """Names of GPUs before compute capability 8.0 that are in no preset."""
 
 
-RATES = ("tflops", "products", "hbm", "links", "network", "pcie", "disk", "adam")
+RATES = ("tflops", "products", "hbm", "links", "network", "pcie", "both_ways", "disk", "adam")
 """The fields that are rates; `--set hardware.NAME` overrides each."""
 
 

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload.placement import ACTIVATIONS, Placement
+from offload.placement import ACTIVATIONS, HBM, Placement
 from zerocli.config import read_placement
 from zerocli.errors import UserError
 from zerocli.layout.flats import FP32
 from zerocli.plan.build import plan_count, plan_model, plan_traced
 from zerocli.plan.hardware import Hardware
-from zerocli.plan.recompute import decide
+from zerocli.plan.recompute import decide, needed_by
 from zerocli.plan.rows import TIERS as OWN_TIERS
 from zerocli.plan.rows import Plan
 from zerocli.plan.seconds import Estimate, estimate
@@ -46,10 +46,10 @@ class Candidate:
 
     @property
     def over(self) -> dict[str, int]:
-        """Return by how many bytes each tier is too small."""
+        """Return by how many bytes each tier is too small; without a GPU, host memory is the device's as well."""
         found = {}
         for tier, there in self.available.items():
-            needed = self.plan.needed(tier)
+            needed = needed_by(self.plan) if tier == HBM else self.plan.needed(tier)
             if there is not None and needed > there:
                 found[tier] = needed - there
         return found

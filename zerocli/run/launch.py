@@ -19,6 +19,7 @@ from zerocli.console import say
 from zerocli.errors import UserError
 from zerocli.plan import preflight
 from zerocli.regular_files import own_folder
+from zerocli.run import automatic
 from zerocli.run.job import Job
 from zerocli.run.run_lock import lock_run_folder
 
@@ -43,7 +44,8 @@ def launch(
     num_ranks, reason = choose_ranks(config.parallel.ranks or 0, config.parallel.tp or 1, len(gpus))
     machine.allow_open_files(open_files(num_ranks))
     if isinstance(config, Config):
-        preflight.refuse(with_ranks(config, num_ranks), gpus)
+        config = automatic.choose_here(with_ranks(config, num_ranks), options).config
+        preflight.refuse(config, gpus)
     run_dir = create_run_dir(options.run_dir, fresh)
     say(f"ranks {num_ranks} ({reason})")
     say(f"equivalent torchrun command: {torchrun_line(num_ranks, arguments)}")
@@ -61,7 +63,7 @@ def with_ranks(config: Config, num_ranks: int) -> Config:
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=num_ranks))
 
 
-def refuse_worker(config: Config, worker: Mapping[str, str]) -> None:
+def refuse_worker(config: Config, options: RunOptions, worker: Mapping[str, str]) -> None:
     """Compare the plan with this node, on its first rank, unless the launcher has done so.
 
     Under SLURM a task may see only its own part of the host's memory, so that is not compared.
@@ -69,7 +71,8 @@ def refuse_worker(config: Config, worker: Mapping[str, str]) -> None:
     if "ZEROCLI_PARENT" in os.environ or worker.get("LOCAL_RANK") != "0":
         return
     local = math.gcd(int(worker["WORLD_SIZE"]), int(worker.get("LOCAL_WORLD_SIZE", worker["WORLD_SIZE"])))
-    preflight.refuse(config, machine.gpus(), local, host="SLURM_PROCID" not in os.environ)
+    if not options.auto:  # else the ranks choose what fits, together
+        preflight.refuse(config, machine.gpus(), local, host="SLURM_PROCID" not in os.environ)
 
 
 def open_files(num_ranks: int) -> int:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,7 @@ def choose_blocks(config: Config, traced: Traced | str = NOT_TRACED, room: int |
     asked = sharding_of(config).recompute
     if isinstance(asked, Recompute):
         return asked, ""
-    setup = _setup(config)
+    setup = run_setup(config)
     room = device_room(config, setup) if room is None else room
     problem = traced if config.model.factory and isinstance(traced, str) else ""
     room, problem = _agree(room, problem)
@@ -53,7 +54,7 @@ def choose_blocks(config: Config, traced: Traced | str = NOT_TRACED, room: int |
     return decided.recompute, reason
 
 
-def _setup(config: Config) -> Setup:
+def run_setup(config: Config) -> Setup:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -76,30 +77,35 @@ def device_room(config: Config, setup: Setup) -> int:
 
 
 def _agree(room: int, problem: str) -> tuple[int, str]:
-    """Return the smallest room of all ranks and the first rank's problem. Collective.
+    """Return the smallest room of all ranks and the first rank's problem. Collective."""
+    everyone = gather_values([room, problem], "agreeing on the blocks that are recomputed")
+    problems = [text for _, text in everyone if text]
+    return min(room for room, _ in everyone), (problems or [""])[0]
+
+
+def gather_values(value: Any, stage: str) -> list[Any]:
+    """Return every rank's JSON-able value; `stage` names the wait. Collective.
 
     Uses the store: a collective of NCCL would open a communicator that the engine may not need.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return room, problem
-    store, key = dist.distributed_c10d._get_default_store(), f"zerocli/recompute/{next(_ROUNDS)}"
+        return [value]
+    store, key = dist.distributed_c10d._get_default_store(), f"zerocli/values/{next(_ROUNDS)}"
     keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
-    with STARTUP.waiting("agreeing on the blocks that are recomputed"):
-        store.set(keys[dist.get_rank()], json.dumps([room, problem]))
+    with STARTUP.waiting(stage):
+        store.set(keys[dist.get_rank()], json.dumps(value))
         if dist.get_rank() == 0:
-            everyone = [json.loads(store.get(each)) for each in keys]
-            problems = [text for _, text in everyone if text]
-            store.set(key, json.dumps([min(room for room, _ in everyone), (problems or [""])[0]]))
-        smallest, first = json.loads(store.get(key))
-    return smallest, first
+            store.set(key, json.dumps([json.loads(store.get(each)) for each in keys]))
+        everyone: list[Any] = json.loads(store.get(key))
+    return everyone
 
 
-def trace_factory(config: Config) -> Traced | str:
+def trace_factory(config: Config, auto: Collection[str] = ()) -> Traced | str:
     """Trace a factory's model each way that `auto` chooses from, if it is asked for; or say why there is no trace.
 
-    Call it before the process group is opened: a trace has a group of its own.
+    `auto` are the keys that `--auto` chooses. Call it before the process group is opened: a trace has its own.
     """
-    if not config.model.factory or config.activations.policy != AUTO:
+    if not config.model.factory or (config.activations.policy != AUTO and not auto):
         return NOT_TRACED
     from zerocli.plan.trace import trace
 
@@ -107,7 +113,7 @@ def trace_factory(config: Config) -> Traced | str:
         return build_factory(config.model.factory)
 
     try:
-        setup = replace(_setup(config), offload=Placement())
+        setup = replace(run_setup(config), offload=Placement())
         with torch.random.fork_rng(devices=()):  # the run's own random numbers stay what they are
             return trace(config.name, make, [replace(setup, recompute=each) for each in TRACED])
     except UserError as error:

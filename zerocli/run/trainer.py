@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -43,9 +44,10 @@ from zerocli.profile.lines import History, Line
 from zerocli.profile.observer import Observer
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run import rank_loss, report
+from zerocli.run.automatic import Chosen, choose_here, choose_together
 from zerocli.run.data import Batches, open_source
 from zerocli.run.launch import JOB_FILE, open_files
-from zerocli.run.recompute import NOT_TRACED, choose_blocks, trace_factory
+from zerocli.run.recompute import NOT_TRACED, choose_blocks, device_room, gather_values, run_setup, trace_factory
 from zerocli.run.run_lock import lock_run_folder
 from zerocli.run.schedule import make_schedule
 from zerocli.run.steps import Diverged, micro_step, run_steps
@@ -60,7 +62,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
         # KeyboardInterrupt could be raised anywhere, even in torch's callbacks; end the process at once instead.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     machine.allow_open_files(open_files(int(os.environ.get("WORLD_SIZE", "1"))))
-    traced = trace_factory(config)
+    traced = trace_factory(config, options.auto)
     watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir))
     try:
         with watchdog, STARTUP.events.including(options.events):
@@ -114,6 +116,8 @@ def _train(
         batches = open_batches(config, check=rank == 0)
     run_dir = Path(options.run_dir)
     cap_device(config)
+    chosen = choose_run(config, options, traced)
+    config = chosen.config
     recompute, reason = choose_blocks(config, traced)
     with STARTUP.by_itself("building the model"):
         refuse_overwriting(options)
@@ -125,6 +129,8 @@ def _train(
             own_folder(run_dir / "checkpoints")
             for folder in (run_dir, run_dir.absolute().parent):  # or a power failure could lose the run folder itself
                 sync_folder(folder)
+            for line in chosen.lines:
+                say(line)
             say(report.opening(config, engine, reason))
     with STARTUP.by_itself("loading"):
         first = begin(config, options, engine, batches, rank)
@@ -133,6 +139,7 @@ def _train(
             Folder(run_dir / "checkpoints").sweep()
             write_text(run_dir / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
             write_text(run_dir / JOB_FILE, job_name())
+            chosen.save(run_dir)
     # The reference starts from the same values: copy them before the first update.
     start = engine.state_dict() if options.check else None
     lines = History()
@@ -166,6 +173,18 @@ def _train(
         say(report.check_line(checked))
     engine.close()
     return FAILURE if checked is not None and not checked["equal"] else OK
+
+
+def choose_run(config: Config, options: RunOptions, traced: Traced | str) -> Chosen:
+    """Return the config with what `--auto` chooses, the same on all ranks. Collective."""
+    if not options.auto:
+        return Chosen(config)
+    if config.model.factory and isinstance(traced, str):
+        raise UserError(f"--auto: {config.model.factory}: {traced}", hint="--stage and --offload instead of --auto")
+    setup = run_setup(config)
+    gathered = functools.partial(gather_values, stage="agreeing on the machine")
+    model = traced if isinstance(traced, Traced) else None
+    return choose_together(config, options, setup, device_room(config, setup), gathered, model)
 
 
 def cap_device(config: Config) -> None:
@@ -321,6 +340,10 @@ def dry_run(config: Config, options: RunOptions) -> int:
     began = time.perf_counter()
     config = resolve(config, max(1, config.parallel.ranks))
     open_batches(config)
+    chosen = choose_here(config, options)
+    config = chosen.config
+    for line in chosen.lines:
+        say(line)
     try:
         numel, local = count_parameters(config)
         held = report.planned_memory(config, numel, local)

@@ -1,0 +1,161 @@
+"""`--auto` on this machine: what it has, the choice as flags, and the command that repeats it. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from zerocli.config import AUTO, Config
+from zerocli.console import printable, quoted
+from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.layout.sizes import format_bytes
+from zerocli.plan import bench
+from zerocli.plan.choose import HOST_MARGIN, Choice, choose
+from zerocli.plan.compute import FP32_PRODUCTS, PRODUCTS
+from zerocli.plan.hardware import RATES, Hardware, this_machine
+from zerocli.plan.recompute import MARGIN
+from zerocli.plan.search import Candidate, Model
+from zerocli.plan.setup import Setup
+from zerocli.plan.verdict import format_seconds
+
+STAGES = (0, 1, 2, 3)
+ROOMS = ("gpu_memory", "host_memory", "nvme_space")
+_CPU = {"products": 0.05, "memory": 10.0, "adam": 0.2}
+"""Rates of a CPU rank that `zerocli env --bench` has not measured: TFLOPS, GB/s, billions of parameters per second."""
+
+
+def hardware_here(config: Config, setup: Setup, room: int) -> Hardware:
+    """Return this machine: `room` bytes on the device of each rank, free host memory, free space of the nvme folders,
+    and the rates that `zerocli env --bench` has measured; the others are a preset's.
+    """
+    paths = config.offload.nvme_path
+    facts = bench.gather(paths)
+    measured = bench.remembered(facts, paths)
+    disks = {entry["free"] for entry in facts["disks"].values()} if paths else {0}
+    host = facts["memory"]["available"]
+    if setup.device == "cuda":
+        found = this_machine(facts, measured)
+        assert found is not None
+    else:
+        rates = {**_CPU, **measured.get(bench.COMPUTE, {}).get("result", {})}
+        products = rates["products"] / setup.local_ranks
+        copied = rates["memory"] / 2 / setup.local_ranks
+        found = Hardware(
+            *("cpu", room, products / FP32_PRODUCTS, rates["memory"] / setup.local_ranks, copied),
+            **{"network": 1.0, "pcie": copied, "gpus": setup.local_ranks, "disk": 1.0, "adam": rates["adam"]},
+            products=products * PRODUCTS,
+            source="this machine",
+        )
+        host = room * setup.local_ranks  # host memory is the device's
+    return dataclasses.replace(found, gpu_memory=room, host_memory=host, nvme_space=sum(disks))
+
+
+def choose_setup(model: Model, setup: Setup, hardware: Hardware, free: frozenset[str], global_batch: int = 0) -> Choice:
+    """Return the choice of what is free; the rest of the setup stays as it is.
+
+    `global_batch` is the number of sequences per step of all ranks: with it, the micro-batch may be chosen too.
+    """
+    stages = STAGES if "zero.stage" in free else (setup.stage,)
+    if "zero.stage" in free and setup.dp == 1:
+        stages = (3,)  # one rank partitions nothing: the stages differ only in what may be offloaded
+    if "activations.policy" in free:
+        setup = dataclasses.replace(setup, recompute=AUTO)
+    batches = [setup.batch]
+    if "train.batch" in free and global_batch:
+        each = global_batch // setup.dp
+        batches = [size for size in range(1, each + 1) if each % size == 0 and _is_power_of_two(each // size)]
+    return choose(model, setup, hardware, stages, None if "offload.placement" in free else setup.offload, batches)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def with_choice(config: Config, chosen: Candidate) -> Config:
+    """Return the config with the keys of a choice."""
+    setup = chosen.setup
+    return dataclasses.replace(
+        config,
+        zero=dataclasses.replace(config.zero, stage=setup.stage),
+        offload=dataclasses.replace(config.offload, placement=setup.offload),
+        activations=dataclasses.replace(config.activations, policy=setup.recomputed.policy),
+        train=dataclasses.replace(config.train, batch=setup.batch, accumulate=setup.accumulate),
+    )
+
+
+def flags(chosen: Candidate, free: frozenset[str] = frozenset()) -> str:
+    """Return the flags that give the choice by hand."""
+    setup = chosen.setup
+    words = [f"--stage {setup.stage}"]
+    if setup.offload:
+        words.append(f"--offload {setup.offload}")
+    if "train.batch" in free:
+        words.append(f"--batch {setup.batch}")
+    return " ".join([*words, f"--set activations.policy={setup.recomputed.policy}"])
+
+
+def describe(choice: Choice, hardware: Hardware, free: frozenset[str] = frozenset()) -> list[str]:
+    """Return the choice in lines: its flags, the reason, the runner-up, and what it was chosen from."""
+    best, second = choice.best, choice.runner_up
+    assert best is not None
+    lines = [f"auto: {flags(best, free)}", f"  {_reason(best)}; the fastest of {len(choice.fitting)} that fit"]
+    if second is not None:
+        lines.append(f"  next: {flags(second, free)}: {_reason(second)}")
+    rates = "rates measured" if "measured" in hardware.source else f"rates: {printable(hardware.source)}"
+    disk = f", disk {format_bytes(hardware.nvme_space)}" if hardware.nvme_space else ""
+    return [
+        *lines,
+        f"  chosen for {format_bytes(hardware.gpu_memory)} per device, host memory {format_bytes(hardware.host_memory)}"
+        f"{disk}; {MARGIN:.0%} of the device and {HOST_MARGIN:.0%} of the rest stay free; {rates}",
+    ]
+
+
+def _reason(candidate: Candidate) -> str:
+    used = ", ".join(
+        f"{format_bytes(candidate.plan.needed(tier))} {tier}"
+        for tier in candidate.available
+        if candidate.plan.needed(tier)
+    )
+    timed = candidate.estimate
+    return f"about {format_seconds(timed.seconds)} per step, bound by {timed.bound}; {used}" if timed else used
+
+
+def replay(source: str, setup: Setup, hardware: Hardware, free: frozenset[str]) -> list[str]:
+    """Return the `zerocli fit` command that repeats a choice from what it was made from."""
+    words = ["zerocli", "fit", source, "--auto", "--ranks", str(setup.ranks)]
+    words += ["--ranks-per-node", str(setup.ranks_per_node), "--tp", str(setup.tp)]
+    words += ["--batch", str(setup.batch), "--seq", str(setup.seq), "--precision", setup.precision]
+    words += [word for room in ROOMS for word in (f"--{room.replace('_', '-')}", f"{getattr(hardware, room)}B")]
+    words += [word for rate in RATES for word in ("--set", f"hardware.{rate}={getattr(hardware, rate):.6g}")]
+    if "zero.stage" not in free:
+        words += ["--stage", str(setup.stage)]
+    if "offload.placement" not in free:
+        words += ["--offload", str(setup.offload)]
+    return words
+
+
+def refuse(choice: Choice, source: str) -> None:
+    """Raise UserError with exit code 3 if nothing fits."""
+    nearest = choice.nearest
+    if choice.best is not None or nearest is None:
+        return
+    over = ", ".join(f"{format_bytes(nbytes)} more {tier}" for tier, nbytes in nearest.over.items())
+    raise UserError(
+        f"no stage, placement or recomputation fits this machine; nearest: {flags(nearest)}, which needs {over}",
+        hint=f"zerocli fit {quoted(source)} --hardware h100,h200,b200, for other machines",
+        exit_code=DOES_NOT_FIT,
+    )
+
+
+def as_dict(choice: Choice, hardware: Hardware, command: list[str]) -> dict[str, Any]:
+    """Return the choice and what it was made from, as JSON-able values."""
+    best = choice.best
+    assert best is not None
+    return {
+        "schema": 1,
+        "flags": flags(best),
+        "seconds": best.estimate.seconds if best.estimate else None,
+        "needed": {tier: best.plan.needed(tier) for tier in best.available},
+        "hardware": dataclasses.asdict(hardware),
+        "replay": " ".join(map(quoted, command)),
+    }

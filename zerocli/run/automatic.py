@@ -1,0 +1,81 @@
+"""`--auto` in a run: what every rank's machine has, and one choice for all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from zerocli import machine
+from zerocli.config import Config
+from zerocli.config.options import RunOptions
+from zerocli.plan import automatic
+from zerocli.plan.choose import Choice
+from zerocli.plan.hardware import Hardware
+from zerocli.plan.inputs import shape_of
+from zerocli.plan.recompute import room_here
+from zerocli.plan.search import Model
+from zerocli.plan.setup import Setup, setup_of
+from zerocli.regular_files import write_text
+
+FILE = "auto.json"
+"""In the run folder: the choice, what it was made from, and the command that repeats it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A config with its choice, the lines that say so, and what the choice was made from."""
+
+    config: Config
+    lines: tuple[str, ...] = ()
+    document: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def save(self, run_dir: Path) -> None:
+        if self.document:
+            write_text(run_dir / FILE, json.dumps(self.document, indent=2) + "\n")
+
+
+def choose_here(config: Config, options: RunOptions, model: Model | None = None) -> Chosen:
+    """Return the choice for a config with its ranks set, by what this process knows without torch; exit code 3 if
+    nothing fits. Of a factory's model nothing is known before it is built.
+    """
+    if not options.auto or (model is None and config.model.factory):
+        return Chosen(config)
+    gpus = machine.gpus()
+    ranks = max(1, config.parallel.ranks)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (min(ranks, len(gpus)) if gpus else ranks)
+    device = "cuda" if gpus else "cpu"
+    setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=math.gcd(ranks, local))
+    room = room_here(device, setup.local_ranks, config.train.gpu_memory)
+    return _choose(config, options, setup, automatic.hardware_here(config, setup, room), model)
+
+
+def choose_together(
+    config: Config, options: RunOptions, setup: Setup, room: int, gather: Any, model: Model | None = None
+) -> Chosen:
+    """Return the same choice on all ranks: the smallest of everything that their machines have, and the first rank's
+    rates. `gather(value)` returns every rank's value. Collective.
+    """
+    if not options.auto:
+        return Chosen(config)
+    everyone = gather(dataclasses.asdict(automatic.hardware_here(config, setup, room)))
+    least = {name: min(each[name] for each in everyone) for name in automatic.ROOMS}
+    return _choose(config, options, setup, Hardware(**(everyone[0] | least)), model)
+
+
+def _choose(config: Config, options: RunOptions, setup: Setup, hardware: Hardware, model: Model | None) -> Chosen:
+    model = shape_of(config.model, config.train.seq) if model is None else model
+    whole = config.train.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
+    choice: Choice = automatic.choose_setup(model, setup, hardware, options.auto, whole)
+    automatic.refuse(choice, options.source)
+    assert choice.best is not None
+    free = options.auto if config.train.global_batch else options.auto - {"train.batch"}
+    command = automatic.replay(options.source, setup, hardware, options.auto)
+    return Chosen(
+        automatic.with_choice(config, choice.best),
+        tuple(automatic.describe(choice, hardware, free)),
+        automatic.as_dict(choice, hardware, command),
+    )
