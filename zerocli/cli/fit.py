@@ -13,10 +13,12 @@ import click
 
 from offload.placement import Placement
 from zerocli import machine
+from zerocli.config.options import automatic_keys
 from zerocli.console import printable, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
-from zerocli.plan import largest, search
+from zerocli.plan import automatic, largest, search
+from zerocli.plan.choose import choose
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
 from zerocli.plan.inputs import Source, model_of, read_source
 from zerocli.plan.render import render, render_machines
@@ -30,12 +32,19 @@ from zerocli.plan.verdict import Budget, Verdict, document, machines_document
 
 DEFAULT_HARDWARE = "h100"
 STAGES = (0, 1, 2, 3)
+SHOWN = 8
+"""Rows of the table of `--auto`."""
+WORTH = 0.02
+"""A placement with budgets is shown if it is faster than the others by more than this share."""
 
 
 @click.command()
 @click.argument("model", metavar="[MODEL]", default="")
 @click.option("--stage", type=click.IntRange(0, 3), metavar="0..3", help="Only this ZeRO stage; all four otherwise.")
 @click.option("--offload", metavar="PLACEMENT", help="Only this placement: cpu, nvme, or params=cpu,optimizer=nvme.")
+@click.option(
+    "--auto", is_flag=True, help="Choose stage, placement with budgets and recomputation: the fastest that fits."
+)
 @click.option("--ranks", type=int, metavar="N", help="GPUs in all; by default one node's.")
 @click.option("--ranks-per-node", type=int, metavar="N", help="GPUs per node; they share its host memory and disks.")
 @click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.")
@@ -125,8 +134,12 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
         verdict = _largest(ask, planned, setup, hardware, stages, offload)
         if ask.largest == "seq" and source.shape is not None and 0 < source.shape.max_positions < _value(verdict):
             notes.append(f"longer than the {source.shape.max_positions} positions that the config names")
+    elif given["auto"]:
+        verdict = _chosen(ask, planned, setup, hardware, notes)
     else:
         candidates = search.weigh_all(planned, setup, hardware, stages, offload)
+        if offload is None:
+            candidates += _with_budgets(planned, setup, hardware, stages, search.best_of(candidates))
         best = search.best_of(candidates)
         asked = dataclasses.replace(candidates[-1].setup, recompute=setup.recompute)
         change = None if best else search.smallest_change(planned, asked, hardware)
@@ -167,6 +180,34 @@ def _largest(
 
 def _value(verdict: Verdict) -> int:
     return verdict.largest.value if verdict.largest else 0
+
+
+def _with_budgets(
+    model: search.Model, setup: Setup, hardware: Hardware, stages: tuple[int, ...], best: search.Candidate | None
+) -> list[search.Candidate]:
+    """Return the fastest candidate of all placements with budgets, if it is faster than the best so far."""
+    try:
+        found = choose(model, setup, hardware, stages).best
+    except UserError:
+        return []
+    if found is None or (best is not None and best.cost <= found.cost * (1 + WORTH)):
+        return []
+    return [found]
+
+
+def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware, notes: list[str]) -> Verdict:
+    """Return the verdict of `--auto`: the best few choices."""
+    given = ask.given
+    free = automatic_keys(given["sets"], {**_flags(given), "zero.stage": given["stage"]})
+    config = ask.source.config
+    whole = setup.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
+    setup = dataclasses.replace(setup, stage=given["stage"] if given["stage"] is not None else setup.stage)
+    choice = automatic.choose_setup(model, setup, hardware, free, whole)
+    if choice.best is not None:
+        notes += automatic.describe(choice, hardware, free if whole else free - {"train.batch"})
+    shown = list(choice.fitting[:SHOWN]) or ([choice.nearest] if choice.nearest is not None else [])
+    change = None if choice.best else search.smallest_change(model, shown[0].setup, hardware)
+    return Verdict(model, printable(ask.source.name), hardware, shown, choice.best, change)
 
 
 def _side_by_side(ask: Question, names: list[str], notes: list[str], as_json: bool) -> int:

@@ -13,8 +13,8 @@ from click.core import ParameterSource
 
 from zerocli import config as configs
 from zerocli import machine
-from zerocli.cli.train import KEYS, arguments, automatic, config_options, default_run_dir, newest_run, own_config
-from zerocli.config.options import RunOptions
+from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config
+from zerocli.config.options import RunOptions, automatic_keys
 from zerocli.console import quoted, say, show
 from zerocli.errors import OK, UserError
 from zerocli.run import launch
@@ -126,7 +126,13 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
         run_dir = os.environ["ZEROCLI_RUN_DIR"]
     run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
     options = RunOptions(
-        run_dir, resume, given["check"], given["dry_run"], given["json"], source, automatic(sets, flags, given["auto"])
+        run_dir,
+        resume,
+        given["check"],
+        given["dry_run"],
+        given["json"],
+        source,
+        automatic_keys(sets, flags) if given["auto"] else frozenset(),
     )
     if options.dry_run:
         return _dry_run(config, worker is not None, given["json"])

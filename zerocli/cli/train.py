@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from zerocli import config as configs
 from zerocli import machine
 from zerocli.checkpoint.folder import Folder
-from zerocli.config.options import AUTOMATIC, RunOptions
+from zerocli.config.options import RunOptions, automatic_keys
 from zerocli.console import say
 from zerocli.errors import OK, UserError
 from zerocli.regular_files import read_regular
@@ -104,7 +104,13 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
     if worker:
         resume = resume or was_restarted(run_dir)
     options = RunOptions(
-        run_dir, resume, given["check"], given["dry_run"], given["json"], source, automatic(sets, flags, given["auto"])
+        run_dir,
+        resume,
+        given["check"],
+        given["dry_run"],
+        given["json"],
+        source,
+        automatic_keys(sets, flags) if given["auto"] else frozenset(),
     )
 
     if options.dry_run:
@@ -117,14 +123,6 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
 
         return trainer.work(config, options)
     return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
-
-
-def automatic(sets: tuple[str, ...], flags: Mapping[str, Any], asked: bool) -> frozenset[str]:
-    """Return the keys that `--auto` chooses: those that the command line does not set."""
-    given = {text.partition("=")[0].strip() for text in sets} | {
-        key for key, value in flags.items() if value is not None
-    }
-    return frozenset(AUTOMATIC) - given if asked else frozenset()
 
 
 def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, str] | None) -> int:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 AUTOMATIC = ("zero.stage", "offload.placement", "activations.policy", "train.batch")
 """The keys that `--auto` chooses unless the command line sets them."""
+
+
+def automatic_keys(sets: Sequence[str], flags: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys that `--auto` chooses: those that the command line does not set."""
+    given = {text.partition("=")[0].strip() for text in sets}
+    return frozenset(AUTOMATIC) - given - {key for key, value in flags.items() if value is not None}
 
 
 @dataclass(frozen=True)

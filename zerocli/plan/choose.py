@@ -107,10 +107,10 @@ class _Search:
     def choice(self) -> Choice:
         if not self._found:
             raise self._refused[0] if self._refused else UserError("there is nothing to choose from")
-        fitting = sorted((each for each in self._found.values() if each.fits), key=_seconds)
+        fitting = sorted((each for each in self._found.values() if each.fits), key=lambda each: each.cost)
         if fitting:  # ties go to the roomier one
-            limit = _seconds(fitting[0]) * (1 + TIE)
-            equal = [each for each in fitting if _seconds(each) <= limit]
+            limit = fitting[0].cost * (1 + TIE)
+            equal = [each for each in fitting if each.cost <= limit]
             best = min(equal, key=lambda each: (each.plan.needed(HBM), each.plan.needed("dram")))
             fitting = [best, *(each for each in fitting if each is not best)]
         nearest = min(self._found.values(), key=lambda each: sum(each.over.values()))
@@ -156,12 +156,12 @@ class _Search:
         seconds = [float("inf")]
         if offload is not None:
             found = self._weigh(setup, offload)
-            return _seconds(found) if found is not None and found.fits else seconds[0]
+            return found.cost if found is not None and found.fits else seconds[0]
         for checkpoints in ((), (Share(self._off),)) if setup.recomputed.count else ((),):
             for placement in self._placements(setup, checkpoints):
                 found = self._weigh(setup, placement)
                 if found is not None and found.fits:
-                    seconds.append(_seconds(found))
+                    seconds.append(found.cost)
                     break
         return min(seconds)
 
@@ -224,11 +224,3 @@ class _Search:
                 self._refused.append(error)
                 return None
         return self._found[key]
-
-
-def _seconds(candidate: Candidate) -> float:
-    """Return the estimated seconds of a step; without an estimate, the bytes off the device, which cost time."""
-    if candidate.estimate is not None:
-        return candidate.estimate.seconds
-    plan = candidate.plan
-    return float(sum(plan.needed(tier) * (10 if tier == "nvme" else 1) for tier in plan.tiers if tier != HBM))

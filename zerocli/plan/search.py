@@ -59,6 +59,13 @@ class Candidate:
         return not self.over
 
     @property
+    def cost(self) -> float:
+        """The estimated seconds of a step; without an estimate, the bytes off the device, which take time to move."""
+        if self.estimate is not None:
+            return self.estimate.seconds
+        return float(sum(self.plan.needed(t) * (10 if t == "nvme" else 1) for t in self.plan.tiers if t != HBM))
+
+    @property
     def used(self) -> dict[str, float]:
         """Return the share of each tier that is needed."""
         return {tier: self.plan.needed(tier) / there for tier, there in self.available.items() if there}
@@ -122,11 +129,8 @@ def weigh_all(
 
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the fastest that fits; for bare counts, which have no times, the first: it moves the fewest bytes."""
-    fitting = [each for each in candidates if each.fits]
-    if not fitting:
-        return None
-    return min(fitting, key=lambda each: each.estimate.seconds if each.estimate else 0.0)
+    """Return the fastest that fits, or None; of bare counts, which have no times, that which moves the fewest bytes."""
+    return min((each for each in candidates if each.fits), key=lambda each: each.cost, default=None)
 
 
 def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str, Candidate] | None:

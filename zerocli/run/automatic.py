@@ -73,7 +73,7 @@ def _choose(config: Config, options: RunOptions, setup: Setup, hardware: Hardwar
     automatic.refuse(choice, options.source)
     assert choice.best is not None
     free = options.auto if config.train.global_batch else options.auto - {"train.batch"}
-    command = automatic.replay(options.source, setup, hardware, options.auto)
+    command = automatic.replay(str(Path(options.run_dir, "config.json")), setup, hardware, options.auto)
     return Chosen(
         automatic.with_choice(config, choice.best),
         tuple(automatic.describe(choice, hardware, free)),
