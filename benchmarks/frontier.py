@@ -31,7 +31,7 @@ from zerocli.plan.inputs import shape_of  # noqa: E402
 
 GRID = (
     ("", "keep"),
-    ("", "selective"),
+    ("optimizer=hbm:18GiB+cpu", "selective"),
     ("", "recompute"),
     ("optimizer=hbm:24GiB+cpu", "recompute"),
     ("optimizer=hbm:20GiB+cpu", "recompute:16"),

@@ -45,7 +45,7 @@ def main(shape: str, offload: str, update: str, nvme_path: tuple[str, ...], stag
     engine = zerocli.shard(
         model, lr=1e-4, stage=3, precision="bf16", clip=1.0, recompute=True, weight_decay=0.1, offload=offload,
         update=update, nvme_path=nvme_path, staging_nbytes=parse_bytes(staging),
-        read_ahead_nbytes=parse_bytes(read_ahead), units=model.unit_modules(),
+        read_ahead_nbytes=parse_bytes(read_ahead), units=model.unit_modules(), defer_update=True,
     )  # fmt: skip
     built = time.perf_counter() - began
     tokens = torch.randint(0, 50304, (batch, seq), device=engine.device)

@@ -32,12 +32,16 @@ def stream_position(tensor: Tensor) -> torch.cuda.Event | None:
 
 
 class Copier:
-    """Copies flat uint8 tensors; each direction of each device has its own stream, so both can run at once."""
+    """Copies flat uint8 tensors; each direction of each device has its own stream, so both can run at once.
+
+    Each stream of the caller has its own pair: a copy waits for the caller's stream, and the next copy in the same
+    queue would wait with it. So a gather that waits for an update does not hold up what the next update reads.
+    """
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
         self._lock = threading.Lock()
-        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+        self._streams: dict[tuple[torch.device, str, int], torch.cuda.Stream] = {}
         self._threads: ThreadPoolExecutor | None = None
 
     def copy(
@@ -54,11 +58,12 @@ class Copier:
         return Transfer(source.numel(), future=future, hold=(source, target), tier=self._tier)
 
     def stream(self, device: torch.device, direction: str) -> torch.cuda.Stream:
-        """Return this copier's stream for `direction` (up, down or across) on `device`."""
+        """Return the stream for copies in a `direction` (up, down or across) that the current stream issues."""
+        key = (device, direction, torch.cuda.current_stream(device).cuda_stream)
         with self._lock:
-            if (device, direction) not in self._streams:
-                self._streams[device, direction] = torch.cuda.Stream(device)
-            return self._streams[device, direction]
+            if key not in self._streams:
+                self._streams[key] = torch.cuda.Stream(device)
+            return self._streams[key]
 
     def close(self) -> None:
         """Finish running copies and end the threads."""

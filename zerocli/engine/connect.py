@@ -37,13 +37,15 @@ def connect(
     waits: Waits,
     events: Events,
     uneven: bool | None,
+    deferred: bool,
     before_gather: Callable[[Flat], None],
     look_ahead: Callable[[Sequence[Unit], Sequence[Unit]], None],
     unexpected: Callable[[str], None],
 ) -> Connected:
     """Return the gatherer, the reducer and the agreement for the current flats of the units.
 
-    `uneven` is as in `Settings`. `before_gather` and `look_ahead` are the gatherer's, `unexpected` the reducer's.
+    `uneven` is as in `Settings`, `deferred` is its `defer_update`. `before_gather` and `look_ahead` are the gatherer's,
+    `unexpected` the reducer's.
     """
     flats = [flat for unit in units for flat in unit.flats]
     places = {id(flat): place for place, flat in enumerate(flats)}
@@ -54,6 +56,7 @@ def connect(
         waits,
         events,
         sizing,
+        deferred,
         before_gather=before_gather,
         look_ahead=look_ahead,
         agree=lambda flat: agreement.agree(places[id(flat)]),

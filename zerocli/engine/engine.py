@@ -132,6 +132,7 @@ class Engine:
         self.gatherer, self.reducer, self.agreement = connect(
             *(self.units, self.sizing, self.collectives, self.tensor_parallel, self.device, self.waits, self.events),
             uneven=self.settings.uneven,
+            deferred=self.settings.defer_update,
             before_gather=self._apply_pending_updates,
             look_ahead=self._look_ahead,
             unexpected=self.passes.join,
@@ -259,10 +260,13 @@ class Engine:
             if self.device.type == "cpu":
                 self.agreement.refuse()
             order = [flat for unit in self.gatherer.forward_order() for flat in unit.trainable]
-            self.updater.start(order, values, self.gatherer.refresh, inactive)
-            # Each all-gather overlapped with the next update; after this the user can read resident parameters.
-            self.gatherer.release_all()
-            self._wait_for_resident()
+            deferred = self.gatherer.deferred
+            self.updater.start(order, values, self.gatherer.refresh, inactive, deferred)
+            # Each all-gather overlapped with the next update. Unless it is deferred, the user can read resident
+            # parameters after this.
+            self.gatherer.release_all(resident=not deferred)
+            if not deferred:
+                self._wait_for_resident()
         self.loss_scale.update(scaled.skip)
         self.gatherer.end_step()
         self.hooks.end_step()

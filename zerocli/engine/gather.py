@@ -102,6 +102,7 @@ class Gatherer:
         waits: Waits,
         events: Events,
         sizing: Sizing,
+        deferred: bool,
         before_gather: Callable[[Flat], None],
         look_ahead: Callable[[Sequence[Unit], Sequence[Unit]], None],
         agree: Callable[[Flat], None],
@@ -121,6 +122,8 @@ class Gatherer:
         self._update_order: list[Unit] | None = None
         self._cursor = 0
         self._hooks: list[tuple[Any, Any]] = []
+        self.deferred = deferred
+        """Whether the compute stream waits for updated resident parameters only when their unit is used."""
         self.moves = any(flat.state is not State.RESIDENT for unit in units for flat in unit.flats)
         """Whether any parameter is gathered and released; otherwise there is nothing to hook or release."""
         stores = [flat.param_store for unit in units for flat in unit.flats]
@@ -194,6 +197,8 @@ class Gatherer:
                 self._need_flat(flat)
 
     def _need_flat(self, flat: Flat) -> None:
+        if self.deferred and flat.resident is not None:
+            self._before_gather(flat)
         if flat.state is State.SHARDED:
             self._fill(flat, self._free_buffer(flat) or self._evict(flat))
         if flat.pending is not None:
@@ -247,6 +252,8 @@ class Gatherer:
     def refresh(self, flat: Flat) -> None:
         """Start all-gathering the updated slices of resident parameters."""
         if self._collectives.world == 1:  # its slice is the whole
+            if self.deferred and flat.trainable and flat.resident is not None:
+                flat.pending = Pending(None, flat.written, "an update")
             return
         if flat.trainable and flat.resident is not None and flat.shard is not None and flat.held == flat.own:
             with self._side.run(after=flat.written), self._events.gather(flat.unit):
@@ -272,14 +279,15 @@ class Gatherer:
                 if flat.state is State.GATHERED:
                     self._vacate(flat)
 
-    def release_all(self, quietly: bool = False) -> None:
+    def release_all(self, quietly: bool = False, resident: bool = True) -> None:
         """Finish all gathers in flight and release all units: no buffer may outlive an update of its parameters.
 
-        `quietly` is for when another error is being raised: further errors here are suppressed.
+        `quietly` is for when another error is being raised: further errors here are suppressed. If not `resident`, the
+        gathers of resident parameters stay in flight until their unit is used.
         """
         for unit in self._units:
             for flat in unit.flats:
-                if flat.pending is not None:
+                if flat.pending is not None and (resident or flat.resident is None):
                     try:
                         self._need_flat(flat)
                     except Exception:

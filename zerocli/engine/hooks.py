@@ -127,6 +127,8 @@ class Hooks:
                 gatherer.release_all(quietly=not finished)  # no backward follows, or none that is known
                 gatherer.reset_prefetch_order()
         if outermost:  # all ranks leave the call together, because the user may issue a collective next
+            if gatherer.deferred:  # a rank may not have used all units
+                engine.updater.issue_updates()
             engine.agreement.agree(agreement.FORWARD)
         if not engine.reducer.active:  # else this is a recomputation, and backward comes next
             gatherer.release(unit)

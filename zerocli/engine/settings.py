@@ -73,6 +73,10 @@ class Settings(Sharding):
     keep_gradients: bool | None = None
     """Whether gradients on the device stay allocated between steps. Default: on a CPU, where new memory costs page
     faults; on a GPU they exist from backward to the update."""
+    defer_update: bool = False
+    """Whether the next forward starts before parameters that stay on the device are updated, and waits for each unit's
+    when it reaches the unit: that hides the transfers of offloaded optimizer states. Between a step and the next
+    forward such parameters may then be read only through the engine (`state_dict`, `gathered`, `synchronize`)."""
     chunk_device: str = ""
     """Device type whose update chunk size is used; by default the engine's own. For tracing a GPU's step on tensors
     without memory."""

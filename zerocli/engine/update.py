@@ -135,6 +135,7 @@ class Updater:
         values: StepValues,
         updated: Callable[[Flat], None],
         inactive: frozenset[str] = frozenset(),
+        deferred: bool = False,
     ) -> None:
         """Start updating the flats in order; `updated` is called after each, on the stream of its writes.
 
@@ -178,8 +179,9 @@ class Updater:
         self._left = {id(job.flat) for job in self._jobs}
         self._at = 0
         self._start = StreamEvent(self._device)
-        # Resident parameters are read without a gather, so their updates are all issued now; others are only started.
-        resident = [flat for flat in flats if flat.offloaded and flat.resident is not None]
+        # Resident parameters may be read without the engine, so their updates are all issued now unless that is
+        # `deferred`; others are only started.
+        resident = [flat for flat in flats if flat.offloaded and flat.resident is not None and not deferred]
         if self._jobs:
             self.issue_updates(resident[-1] if resident else self._jobs[0].flat)
 

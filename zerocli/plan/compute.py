@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zerocli.layout import constants
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import NORMS, Shape
@@ -28,10 +29,14 @@ FP32_PRODUCTS = 0.068
 BACKWARD_OPS = 2.5 / 0.7
 """Attention's backward relative to its forward: 2.5 times the operations, at 0.7 of the rate."""
 
-HOST_FORWARD, HOST_BACKWARD, HOST_UPDATE = 300e-6, 350e-6, 60e-6
-"""Seconds of the host per block: launching the kernels of its forward and backward, and of its update."""
-SELECTIVE_HOST = 2.0
-"""The host's time for a selective block, which looks at each operation twice, relative to that of its forward."""
+# Seconds of the host per block and pass, in which it launches kernels; measured beside the same H200.
+HOST_FORWARD, HOST_BACKWARD = 0.75e-3, 1.15e-3
+HOST_WHOLE, HOST_SELECTIVE = 3.4e-3, 6.0e-3
+"""What recomputation adds: a second forward and torch's bookkeeping; a selective one looks at each operation twice."""
+HOST_COMPILED = 0.3
+"""The host's time for compiled blocks, relative to eager ones."""
+HOST_MOVED = 2.0e-3
+"""What gathering a unit's offloaded parameters adds to each of its two uses."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +80,22 @@ class Passes:
     forward: Work
     backward: Work
     again: Work
+    head: Work
+    """The part of forward that comes last: it waits for the update of the last unit."""
 
 
 def passes(shape: Shape, setup: Setup) -> Passes:
     """Return one rank's work of a micro-step."""
-    forward, backward, again = _ends(shape, setup)
+    (forward, backward), again = _ends(shape, setup), Work()
+    head = forward
     recompute = setup.blocks(shape.layers)
     for first, number in shape.runs:
         there, back = _block(shape, setup, first)
         forward, backward = forward + there.times(number), backward + back.times(number)
         whole = max(0, min(number, recompute.whole - first))
         part = max(0, min(number, recompute.count - first)) - whole
-        again += _repeated(shape, setup, there, first).times(whole) + _cheap(there).times(part)
-    return Passes(forward, backward, again)
+        again += _repeated(shape, setup, there, first).times(whole) + _cheap(setup, there).times(part)
+    return Passes(forward, backward, again, head)
 
 
 def model_flops(shape: Shape, setup: Setup) -> float:
@@ -119,8 +127,8 @@ def _block(shape: Shape, setup: Setup, block: int) -> tuple[Work, Work]:
     again += biases + 2 * (queries + 2 * keys)  # sums over rows; gradients of queries, keys and values joined
     factor = tokens * width * (COMPILED if setup.compiled else 1.0)
     return (
-        Work(products * tokens, attention * tokens, there * factor, HOST_FORWARD),
-        Work(2 * products * tokens, attention * tokens * BACKWARD_OPS, again * factor, HOST_BACKWARD),
+        Work(products * tokens, attention * tokens, there * factor, HOST_FORWARD * _hosted(setup)),
+        Work(2 * products * tokens, attention * tokens * BACKWARD_OPS, again * factor, HOST_BACKWARD * _hosted(setup)),
     )
 
 
@@ -131,12 +139,16 @@ def _repeated(shape: Shape, setup: Setup, forward: Work, block: int) -> Work:
     """
     rows, mlp = list(_mlps(shape, block))[-1]
     last = 2 * setup.batch * setup.seq * rows * mlp * shape.hidden / setup.tp
-    return Work(forward.products - last, forward.attention, forward.moved, forward.host)
+    return Work(forward.products - last, forward.attention, forward.moved, HOST_WHOLE * _hosted(setup))
 
 
-def _cheap(forward: Work) -> Work:
+def _cheap(setup: Setup, forward: Work) -> Work:
     """Return what selective recomputation of a block runs again: neither products nor attention."""
-    return Work(0.0, 0.0, forward.moved, SELECTIVE_HOST * forward.host)
+    return Work(0.0, 0.0, forward.moved, HOST_SELECTIVE * _hosted(setup))
+
+
+def _hosted(setup: Setup) -> float:
+    return HOST_COMPILED if setup.compiled else 1.0
 
 
 def _matrices(shape: Shape, block: int) -> Iterator[tuple[float, int, int]]:
@@ -168,12 +180,16 @@ def _mlps(shape: Shape, block: int) -> Iterator[tuple[int, int]]:
     yield shape.experts_per_token, shape.expert_hidden
 
 
-def _ends(shape: Shape, setup: Setup) -> tuple[Work, Work, Work]:
-    """Return forward, backward and recomputed work of embedding and head; the loss has its gradients in forward."""
+def _ends(shape: Shape, setup: Setup) -> tuple[Work, Work]:
+    """Return forward and backward work of embedding and head; the loss computes its gradients in forward."""
     tokens, width = setup.batch * setup.seq, setup.width
     vocab, inputs = shape.local_vocab(setup.tp), shape.embed_dim or shape.hidden
     hidden = tokens * shape.hidden * width
     logits = tokens * vocab * width
     table = vocab * inputs * width
-    forward = Work(6.0 * tokens * vocab * inputs, 0.0, 3 * logits + 4 * hidden + 3 * table, 2 * HOST_FORWARD)
-    return forward, Work(0.0, 0.0, 10 * hidden + 2 * table, 2 * HOST_BACKWARD), Work()
+    # The head's gradient is summed over chunks of tokens in fp32: read and written for each.
+    chunks = -(-tokens // min(tokens, constants.chunk_tokens(vocab, setup.device)))
+    summed = 2 * chunks * vocab * inputs * 4
+    moved = 3 * logits + 4 * hidden + 3 * table + summed
+    forward = Work(6.0 * tokens * vocab * inputs, 0.0, moved, 2 * HOST_FORWARD)
+    return forward, Work(0.0, 0.0, 10 * hidden + 2 * table, 2 * HOST_BACKWARD)

@@ -13,8 +13,8 @@ from zerocli.errors import UserError, closest
 GIB, TIB = 2**30, 2**40
 USABLE = 0.985
 """Share of a GPU's memory that a process can allocate; the driver keeps the rest."""
-SUSTAINED = 0.95
-"""Share of a large product's rate alone that the products of a training step reach."""
+SUSTAINED = 1.07
+"""Rate of a training step's products relative to one large product repeated for a second, which heats the GPU most."""
 COPIED = 0.855
 """Share of the data sheet's memory bandwidth that a copy reaches (H200: 4.1 of 4.8 TB/s)."""
 

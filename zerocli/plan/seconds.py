@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from offload.placement import HBM
-from zerocli.plan.compute import UPDATE, Work, model_flops, passes
+from zerocli.plan.compute import HOST_MOVED, UPDATE, Work, model_flops, passes
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 
 GB = 1e9
-LINK, DISK = 0.95, 0.83
-"""Shares of the rates that copies alone reach which a step's transfers reach (measured on an H200: 0.96 and 0.83)."""
+LINK, DISK = 0.95, 0.97
+"""Shares of the rates that copies alone reach which a step's transfers reach (measured on an H200)."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,19 @@ class Phase:
     """Seconds of the concurrent parts of one phase, by name."""
 
     parts: dict[str, float] = field(default_factory=dict)
+    tail: float = 0.0
+    """Seconds of compute after the last transfer."""
 
     @property
     def computing(self) -> float:
         """Its seconds without transfers: tensor-parallel sums do not overlap with compute, all else does."""
         parts = self.parts
-        return max(parts["compute"] + parts["tensor parallel"], parts["host"], parts["collectives"])
+        return max(parts["compute"] + parts["tensor parallel"], parts["collectives"])
 
     @property
     def seconds(self) -> float:
-        return max(self.computing, *self.parts.values())
+        transfers = max(self.parts.get(name, 0.0) for name in ("pcie", "nvme", "update"))
+        return max(self.computing, transfers + self.tail if transfers else 0.0)
 
 
 def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
@@ -80,12 +83,14 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
         states = plan.of("optimizer_states") * setup.local_ranks + offloaded
         first.parts["update"] = held * setup.local_ranks * (offloaded / states) / (hardware.adam * GB)
         here *= 1 - offloaded / states
-    seconds = first.seconds + rest.seconds + here
+    host = first.parts["host"] + rest.parts["host"]  # it runs ahead of the device, from one phase into the next
+    seconds = max(first.seconds + rest.seconds + here, host)
     parts = {name: first.parts[name] + rest.parts.get(name, 0.0) for name in first.parts}
     parts["update"] = parts.get("update", 0.0) + here
     bound = max(parts, key=lambda name: parts[name])
-    forward = first.computing
-    phases = {"forward": forward, "backward": rest.seconds, "update": here + first.seconds - forward}
+    forward = max(first.computing, first.parts["host"])
+    backward = max(rest.seconds, rest.parts["host"])
+    phases = {"forward": forward, "backward": backward, "update": max(0.0, seconds - forward - backward)}
     tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
     mfu = model_flops(shape, setup) / (seconds * setup.ranks * hardware.tflops * 1e12)
     return Estimate(seconds, parts, bound, tokens / seconds, phases, mfu)
@@ -117,23 +122,28 @@ def _phases(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Phase, Phase]
     # Two sums per block and direction, each a reduction and a gather.
     sums = 2 * shape.layers * 2 * _collective_seconds(hidden, setup.tp, setup.ranks_per_node, hardware)
     repeated = setup.num_recomputed(shape.layers) / shape.layers
+    off = sum(plan.of("parameters", tier) for tier in _off_device(plan)) / setup.local_ranks
+    held = off + plan.of("parameters", HBM)
+    moves = HOST_MOVED * (shape.layers + 2) * off / held if held else 0.0
     made = [
         {
             "compute": sum(forward.seconds(setup, hardware).values()),
-            "host": forward.host,
+            "host": forward.host + moves,
             "tensor parallel": sums,
             "collectives": wire * gathers[0],
         },
         {
             "compute": sum(later.seconds(setup, hardware).values()),
-            "host": later.host,
+            "host": later.host + moves * (2 * setup.accumulate - 1),
             "tensor parallel": sums * again + sums * (1 + repeated) * setup.accumulate,
             "collectives": wire * (gathers[1] + reduces),
         },
     ]
     for parts, moved in zip(made, _moved(plan, local), strict=True):
         parts["pcie"], parts["nvme"] = moved.pcie_seconds(hardware), moved.disk_seconds(hardware)
-    return Phase(made[0]), Phase(made[1])
+    offloaded = any(plan.of("optimizer_states", tier) for tier in _off_device(plan))
+    head = sum(work.head.seconds(setup, hardware).values())
+    return Phase(made[0], head if offloaded else 0.0), Phase(made[1])
 
 
 def _collective_seconds(nbytes: float, ranks: int, ranks_per_node: int, hardware: Hardware) -> float:

@@ -239,6 +239,7 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
         compile=config.model.compile,
         steps=config.train.steps,
         seed=config.train.seed,
+        defer_update=True,  # nothing here reads a parameter between a step and the next forward
     )
     try:
         return Engine(model, dataclasses.replace(settings, **changes))

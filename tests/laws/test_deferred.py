@@ -1,0 +1,46 @@
+"""Laws of `defer_update`: no number changes, and forward starts before the updates of later units are issued."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_cases
+from small_gpt import make, train_step
+
+CASES = [
+    {"stage": 1, "offload": "optimizer=cpu"},
+    {"stage": 2, "offload": "optimizer=hbm:200KiB+cpu"},
+    {"stage": 3, "offload": "optimizer=cpu"},
+    {"stage": 2, "offload": "", "accumulate": 2},
+]
+STREAM = {"update": "stream", "staging_nbytes": 96000}
+
+
+def _trained(settings: dict) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = make(**STREAM | settings)
+    losses = [loss for step in range(4) for loss in train_step(engine, step)]
+    state = engine.state_dict()  # right after a step, whose updates may not all be issued
+    engine.close()
+    return losses, state
+
+
+def test_deferring_the_update_changes_no_number():
+    cases = [({**each, "defer_update": deferred},) for each in CASES for deferred in (False, True)]
+    results = [each[0] for each in run_cases(2, _trained, cases)] + [_trained(*case) for case in cases[:4]]
+    for (losses, state), (others, other) in zip(results[::2], results[1::2], strict=True):
+        assert losses == others
+        assert all(torch.equal(state[name], other[name]) for name in state)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_forward_begins_before_all_updates_are_issued(deferred):
+    """Of resident parameters with offloaded states; without deferring, step() issues all updates."""
+    engine = make(stage=1, offload="optimizer=cpu", defer_update=deferred, **STREAM)
+    train_step(engine, 0)
+    owed = [engine.updater.owes(flat) for flat in engine.trainable()]
+    assert any(owed) == deferred and not owed[0]
+    last, seen = engine.units[-1].trainable[0], []
+    engine.units[1].module.register_forward_pre_hook(lambda module, args: seen.append(engine.updater.owes(last)))
+    train_step(engine, 1)
+    assert seen == [deferred]
+    engine.close()
