@@ -250,13 +250,13 @@ def test_units_can_be_chosen():
 def test_a_number_recomputes_the_first_blocks():
     for count, first in ((0, []), (1, [0]), (LAYERS - 1, range(LAYERS - 1)), (LAYERS, range(LAYERS))):
         engine = make(dropout=0.0, recompute=count)
-        assert recomputed_units(engine.units, count) == [engine.units[1 + block] for block in first]
+        assert recomputed_units(engine.units, count) == {engine.units[1 + block]: False for block in first}
         train(engine)
         assert engine.memory()["activations"] == count * CHECKPOINT
     for bad in (-1, LAYERS + 1):
         with pytest.raises(ValueError, match=f"recompute={bad}: the model has {LAYERS} repeated blocks"):
             make(recompute=bad)
-    with pytest.raises(ValueError, match="recompute='auto': pass True, False, a number of blocks, or the units"):
+    with pytest.raises(ValueError, match="recompute='auto': pass True, False, 'selective', a number of blocks"):
         make(recompute="auto")
 
 
