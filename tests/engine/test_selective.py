@@ -242,7 +242,7 @@ class Net(nn.Module):
 
 def _norms(layer: type[nn.Module], backwards: int = 1, **settings: Any) -> list[float]:
     torch.manual_seed(0)
-    engine = zerocli.shard(Net(layer), clip=1.0, **settings)
+    engine = zerocli.shard(Net(layer), clip=1.0, accumulate=backwards, **settings)
     norms = []
     for step in range(3):
         torch.manual_seed(step)
@@ -263,6 +263,13 @@ def test_any_module_can_be_recomputed_selectively(layer, stage):
     kept = _norms(layer, stage=stage)
     for way in ("selective", Recompute(1, 1)):
         assert _norms(layer, stage=stage, recompute=way) == kept
+
+
+@pytest.mark.parametrize("layer", [Layer, ChangesProduct, RandomAttention])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_second_backward_through_one_graph_computes_what_was_kept(layer, stage):
+    kept = _norms(layer, backwards=2, stage=stage)
+    assert _norms(layer, backwards=2, stage=stage, recompute="selective") == kept
 
 
 class Wrong(Layer):
