@@ -104,7 +104,7 @@ def test_sizes_that_no_model_has_are_refused():
         hugging.read_config(hugging.ConfigFile(values, {}, "config.json"))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
 @pytest.mark.parametrize("name", some(["gemma2", "deepseek_v3", "t5", "vit"], ("vit",)))
 def test_a_shallow_trace_gives_the_bytes_of_the_whole_model(name, recompute):
     from zerocli.plan.resolve import loss
