@@ -149,7 +149,7 @@ def test_slow_transfers_in_any_order_change_no_number():
 
 
 def test_an_error_while_recomputing_unwinds_and_training_goes_on(tmp_path):
-    for way in WAYS:
+    for way in (*WAYS, {"recompute": "selective"}):
         reference, engine = train(make(dropout=0.0), 4), make(dropout=0.0, nvme_path=(str(tmp_path),), **way)
         losses = train(engine, 1)
         norm = engine.model.blocks[1].norm1

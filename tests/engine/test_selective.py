@@ -265,6 +265,42 @@ def test_any_module_can_be_recomputed_selectively(layer, stage):
         assert _norms(layer, stage=stage, recompute=way) == kept
 
 
+class Compiled(Layer):
+    """Compiles a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = torch.compile(lambda x: self.down(torch.tanh(self.up(x))), backend="aot_eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.compiled(x)
+
+
+class Outer(nn.Module):
+    """Has units inside, whose parameters are updated and gathered while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.ModuleList(Layer() for _ in range(2)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.inner:
+            x = layer(x)
+        return x + self.last(torch.tanh(x))
+
+
+def test_parts_of_a_block_may_be_compiled_or_units_themselves():
+    """Muon's update has matrix products of its own."""
+    assert _norms(Compiled, recompute="selective") == _norms(Compiled)
+    for units in (Outer, (Outer, Layer), Layer):
+        settings = {
+            "optimizer": "muon",
+            "units": lambda module, units=units: isinstance(module, units),
+            "offload": "cpu",
+        }
+        assert _norms(Outer, **settings, recompute="selective") == _norms(Outer, **settings)
+
+
 @pytest.mark.parametrize("layer", [Layer, ChangesProduct, RandomAttention])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_second_backward_through_one_graph_computes_what_was_kept(layer, stage):
