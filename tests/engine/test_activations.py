@@ -149,7 +149,7 @@ def test_slow_transfers_in_any_order_change_no_number():
 
 
 def test_an_error_while_recomputing_unwinds_and_training_goes_on(tmp_path):
-    for way in WAYS:
+    for way in (*WAYS, {"recompute": "selective"}):
         reference, engine = train(make(dropout=0.0), 4), make(dropout=0.0, nvme_path=(str(tmp_path),), **way)
         losses = train(engine, 1)
         norm = engine.model.blocks[1].norm1
@@ -250,13 +250,13 @@ def test_units_can_be_chosen():
 def test_a_number_recomputes_the_first_blocks():
     for count, first in ((0, []), (1, [0]), (LAYERS - 1, range(LAYERS - 1)), (LAYERS, range(LAYERS))):
         engine = make(dropout=0.0, recompute=count)
-        assert recomputed_units(engine.units, count) == [engine.units[1 + block] for block in first]
+        assert recomputed_units(engine.units, count) == {engine.units[1 + block]: False for block in first}
         train(engine)
         assert engine.memory()["activations"] == count * CHECKPOINT
     for bad in (-1, LAYERS + 1):
         with pytest.raises(ValueError, match=f"recompute={bad}: the model has {LAYERS} repeated blocks"):
             make(recompute=bad)
-    with pytest.raises(ValueError, match="recompute='auto': pass True, False, a number of blocks, or the units"):
+    with pytest.raises(ValueError, match="recompute='auto': pass True, False, 'selective', a number of blocks"):
         make(recompute="auto")
 
 

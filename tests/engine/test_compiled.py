@@ -16,6 +16,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import zerocli
+from zerocli import Recompute
 from zerocli.config import ModelConfig
 from zerocli.engine.compiled import choose_compile
 from zerocli.engine.engine import Engine
@@ -49,6 +50,7 @@ STEADY = [
     {"stage": 3, "accumulate": 2},
     {"stage": 3, "offload": "params=cpu,optimizer=cpu,activations=cpu"},
     {"stage": 2, "recompute": True, "precision": "bf16"},
+    {"stage": 3, "recompute": "selective", "accumulate": 2},
 ]
 MORE = [
     {"stage": 0},
@@ -135,12 +137,13 @@ def test_blocks_that_differ_in_a_number_are_all_compiled_beyond_the_limit_of_one
     assert len(engine.hooks.blocks.notes) == 1 and engine.hooks.blocks.notes[0].startswith("compiled 12 blocks in ")
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
 def test_a_block_that_breaks_the_graph_is_compiled_in_parts(recompute):
+    """One that is recomputed selectively runs eagerly."""
     _, expected = _numbered(2, broken=True, recompute=recompute)
     engine, losses = _numbered(2, broken=True, recompute=recompute, **COMPILED)
     assert losses == expected
-    assert engine.hooks.blocks.num_graphs > 1
+    assert (engine.hooks.blocks.num_graphs > 1) == (recompute != "selective")
 
 
 def test_another_sequence_length_is_one_more_graph():
@@ -199,6 +202,27 @@ def test_recomputed_graphs_save_only_the_blocks_inputs_and_recompute_no_more_tha
     assert saved["compiled"] <= saved["eager"] + LAYERS * torch.get_rng_state().nbytes
     # Two for each of the four matmuls of a block, and its first three again: the last one's product is not needed.
     assert matmuls["compiled"] == LAYERS * (4 * 2 + 3) <= matmuls["eager"]
+
+
+def test_selective_graphs_save_products_and_run_none_of_them_again():
+    saved, matmuls = {}, {}
+    for recompute in (True, "selective", False):
+        engine = make(stage=0, dropout=0.0, recompute=recompute, **COMPILED)
+        train_step(engine, 0)
+        saved[recompute] = _saved_nbytes(engine)
+        loss = engine(torch.zeros(BATCH, SEQ, dtype=torch.long), torch.zeros(BATCH, SEQ, dtype=torch.long))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            engine.backward(loss)
+        matmuls[recompute] = sum(event.name in ("aten::mm", "aten::addmm") for event in profile.events())
+        engine.close()
+    assert saved[True] < saved["selective"] < saved[False]
+    assert matmuls["selective"] == matmuls[False] == LAYERS * 4 * 2 < matmuls[True]
+
+
+def test_blocks_that_are_recomputed_in_different_ways_have_graphs_of_their_own():
+    kept = _graphs_and_losses(stage=3)[1]
+    graphs, losses = _graphs_and_losses(stage=3, recompute=Recompute(1, 2), **COMPILED)
+    assert losses == kept and graphs == [3] * 4
 
 
 def _offloaded(settings: dict[str, Any]) -> None:

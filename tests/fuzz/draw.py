@@ -21,7 +21,7 @@ CALLS = ("reuse", "unused", "raw", "detach", "aux", "inner", "checkpoint", "reen
 MODEL = ("mlp", "nested", "tied", "shared", "frozen", "outside", "method", "returned_object")
 SETTINGS = ("stage0", "stage1", "stage2", "stage3", "cpu", "nvme", "budget", "buffers", "accumulate", "partial")
 SETTINGS += ("bf16", "mixed", "keep_fp32", "buckets", "clip", "adamw", "decay", "recompute", "class", "leaves", "list")
-SETTINGS += ("stale",)
+SETTINGS += ("stale", "selective")
 FEATURES = frozenset((*KINDS, *STYLES, *CONDITIONS, *PASSES, *EVENTS, *AFTER, *CALLS, *MODEL, *SETTINGS))
 
 BUDGETS = {
@@ -112,7 +112,7 @@ class _Drawing:
             clip=0.1 if self.rarely("clip") else None,
             optimizer=self.of("sgd", ("adamw",)),
             weight_decay=0.1 if self.rarely("decay", 2) else 0.0,
-            recompute=self.rarely("recompute"),
+            recompute="selective" if self.rarely("selective", 6) else self.rarely("recompute"),
             units=units,
             chosen=(0, *((self.upto(3),) if self.upto(1) else ())) if units == "list" else (),
         )

@@ -120,7 +120,7 @@ class Setting(Plain):
     clip: float | None = None
     optimizer: str = "sgd"
     weight_decay: float = 0.0
-    recompute: bool = False
+    recompute: bool | str = False
     units: str = "default"
     """default, class (every block, the nested ones too), leaves (torch's own modules) or list (`chosen`)."""
     chosen: tuple[int, ...] = ()

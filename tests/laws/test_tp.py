@@ -40,6 +40,8 @@ CASES = {
     "stage 3": {"stage": 3},
     "recompute 2": {"stage": 2, "recompute": True},
     "recompute 3": {"stage": 3, "recompute": True},
+    "selective 0": {"stage": 0, "recompute": "selective"},
+    "selective 3": {"stage": 3, "recompute": "selective"},
     "cpu": {"stage": 3, "offload": "cpu"},
     "mesh": {"stage": 3, "tp": "mesh"},
 }
@@ -179,12 +181,12 @@ def test_exchanges_are_four_sums_a_block_and_counted(four):
     loss = tokens * 3 * 4  # the highest logit, the sum, the target's
     for case, ranks in four.items():
         # Two in forward, two in backward. Recomputation repeats the attention's; the MLP's is the block's last
-        # operation, and torch stops as soon as all that backward needs is there.
+        # operation, and torch stops as soon as all that backward needs is there. A product that is kept is kept summed.
         sums = 5 if "recompute" in case else 4
         for rank in ranks:
             assert rank["comm_tp"]["all_reduce"] == 2 * ((LAYERS * sums + ends) * one + loss), case
             # Each block's checkpoint is gathered from its parts.
-            assert rank["comm_tp"]["all_gather"] == (LAYERS * one if "recompute" in case else 0)
+            assert rank["comm_tp"]["all_gather"] == (LAYERS * one if "recompute" in CASES[case] else 0)
             assert rank["comm_tp"]["reduce_scatter"] == 0
 
 
@@ -306,9 +308,10 @@ def _dropped(cases: list[dict]) -> tuple[list[dict], list, list]:
 
 
 def test_dropout_is_alike_where_activations_are_and_each_ranks_own_in_its_heads():
-    ranks = run_ranks(4, _dropped, [{"stage": 3}, {"stage": 3, "recompute": True}, {"stage": 0}])
+    cases = [{"stage": 3}, {"stage": 3, "recompute": True}, {"stage": 3, "recompute": "selective"}, {"stage": 0}]
+    ranks = run_ranks(4, _dropped, cases)
     for shown, around, _ in ranks:
-        assert shown[0] == shown[1] == shown[2] == ranks[0][0][0]
+        assert all(each == ranks[0][0][0] for each in shown)
         assert around == ranks[0][1]
     heads = [rank[2] for rank in ranks]
     assert heads[0] == heads[2] and heads[1] == heads[3] and heads[0] != heads[1]

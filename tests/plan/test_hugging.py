@@ -104,9 +104,10 @@ def test_sizes_that_no_model_has_are_refused():
         hugging.read_config(hugging.ConfigFile(values, {}, "config.json"))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
 @pytest.mark.parametrize("name", some(["gemma2", "deepseek_v3", "t5", "vit"], ("vit",)))
 def test_a_shallow_trace_gives_the_bytes_of_the_whole_model(name, recompute):
+    from zerocli.plan.depth import KEPT, ROUNDED
     from zerocli.plan.resolve import loss
     from zerocli.plan.trace import trace
 
@@ -116,5 +117,7 @@ def test_a_shallow_trace_gives_the_bytes_of_the_whole_model(name, recompute):
     whole, shallow = (
         sum(trace(name, lambda: hugging.build(config), [setup], loss, each).moving.values()) for each in (True, False)
     )
-    # A bound: in an encoder-decoder with recomputation the peak's moment changes with the depth of either part.
-    assert whole <= shallow <= (1.2 if name == "t5" and recompute else 1.03) * whole
+    # A bound: in an encoder-decoder with recomputation the peak's moment changes with the depth of either part. Each of
+    # the blocks that are left out may be rounded up; t5 has two stacks of them.
+    rounded = (9 - KEPT) * ROUNDED * 2
+    assert whole <= shallow <= (1.2 if name == "t5" and recompute else 1.03) * whole + rounded

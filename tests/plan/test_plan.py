@@ -24,6 +24,7 @@ from zerocli.engine.settings import Settings
 from zerocli.layout import buffers as layout_buffers
 from zerocli.layout import constants
 from zerocli.layout.categories import CATEGORIES
+from zerocli.layout.recompute import Recompute
 from zerocli.models import build
 from zerocli.plan.build import plan_model
 from zerocli.plan.decoder import Batch, Decoder
@@ -148,11 +149,29 @@ PARTIAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"layers": 6, "family": "llama"}, {"stage": 3, "recompute": 3, "offload": "params=cpu,activations=hbm:64KiB+cpu"}),
 ]
 """Some blocks are recomputed and the others kept."""
+SELECTIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"layers": 6}, {"stage": 0, "recompute": "selective"}),
+    ({"layers": 6, "tie": False}, {"stage": 3, "recompute": "selective"}),
+    ({"layers": 6, "dropout": 0.1}, {"stage": 2, "recompute": "selective"}),
+    ({"layers": 6, "bias": False}, {"stage": 1, "recompute": Recompute(0, 4)}),
+    ({"layers": 6}, {"stage": 3, "offload": "cpu", "recompute": Recompute(2, 3)}),
+    ({"layers": 1, "tie": False}, {"stage": 2, "recompute": "selective"}),
+    ({"layers": 6, "family": "llama"}, {"stage": 2, "recompute": "selective"}),
+    ({"layers": 6, "family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "recompute": Recompute(4, 2)}),
+    ({"layers": 6, "family": "llama"}, {"stage": 0, "recompute": Recompute(0, 5)}),
+    ({"layers": 6}, {"stage": 3, "tp": 2, "recompute": "selective"}),
+    ({"layers": 6, "family": "llama"}, {"stage": 2, "tp": 2, "recompute": Recompute(1, 4)}),
+    ({"layers": 6}, {"stage": 1, "recompute": "selective", "offload": "activations=cpu"}),
+    ({"layers": 6, "family": "llama"}, {"stage": 3, "recompute": "selective", "offload": "activations=hbm:64KiB+cpu"}),
+]
+"""Some or all blocks are recomputed selectively."""
 HALF = [
     ({}, {"stage": 0}),
     ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "recompute": True}),
     ({"tie": False}, {"stage": 2, "offload": "cpu"}),
     ({}, {"stage": 3, "offload": "params=cpu,optimizer=nvme", "staging_nbytes": 1 << 20}),
+    ({"layers": 6, "family": "llama"}, {"stage": 0, "recompute": "selective"}),
+    ({"layers": 6, "dropout": 0.1}, {"stage": 3, "recompute": "selective"}),
 ]
 
 
@@ -227,9 +246,10 @@ def test_a_plan_holds_where_layers_are_split_and_checkpoints_leave(tmp_path):
         assert peak <= planned <= peak * 1.05, (changes, setup)
 
 
-def test_a_plan_holds_where_only_the_first_blocks_are_recomputed():
-    measured = most(run_ranks(2, _measure_all, PARTIAL, 4, 24, "fp32"))
-    for (changes, setup), peak in zip(PARTIAL, measured, strict=True):
+@pytest.mark.parametrize("cases", [PARTIAL, SELECTIVE], ids=["partial", "selective"])
+def test_a_plan_holds_where_some_blocks_are_recomputed_whole_or_selectively(cases):
+    measured = most(run_ranks(2, _measure_all, cases, 4, 24, "fp32"))
+    for (changes, setup), peak in zip(cases, measured, strict=True):
         planned = planned_peak(dataclasses.replace(SMALL, **changes), 4, 24, setup | {"precision": "fp32"}, 2)
         assert peak <= planned <= peak * 1.02, (changes, setup)
 
@@ -332,7 +352,7 @@ def test_more_ranks_batches_and_layers_are_monotone():
     flats = plan_flats(shape_of(dataclasses.replace(SMALL, layers=40), 32), setup)
     buckets = sum(spec.nbytes for spec in layout_buffers.buckets(flats, setup.sizing))  # which begin at stage 2
     assert stages[0] >= stages[1] >= stages[2] - buckets and stages[2] >= stages[3]
-    assert needed(recompute=True, layers=40) < needed(layers=40)
+    assert needed(recompute=True, layers=40) < needed(recompute="selective", layers=40) < needed(layers=40)
     assert needed(recompute=True, layers=40, offload="activations=cpu") < needed(recompute=True, layers=40)
 
 

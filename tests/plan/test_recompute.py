@@ -1,4 +1,4 @@
-"""Laws of `activations.policy=auto`: as few blocks are recomputed as fit, and every command says which."""
+"""Laws of `activations.policy=auto`: as little is recomputed as fits, and every command says what."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import pytest
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
 from zerocli.errors import UserError
+from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
 from zerocli.plan import recompute
-from zerocli.plan.build import plan_model
+from zerocli.plan.build import plan_model, plan_traced
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import MARGIN, choose_recompute, decide, needed_by
+from zerocli.plan.recompute import MARGIN, TRACED, choices, choose_recompute, decide, needed_by
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.trace import trace
@@ -51,28 +52,44 @@ def drawn(seed: int) -> tuple[Shape, Setup]:
     return shape_of(model, seq), Setup(stage=stage, ranks=4, recompute="auto", **where)
 
 
+def test_the_order_is_from_keeping_everything_to_keeping_only_inputs():
+    first, *_, last = choices(3)
+    assert first == NOTHING and last == Recompute(3) == WHOLE.of(3)
+    assert [(each.whole, each.selective) for each in choices(3)] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (1, 2),
+        (2, 1),
+        (3, 0),
+    ]
+
+
 @pytest.mark.parametrize("seed", range(24))
-def test_the_choice_is_the_smallest_number_of_blocks_that_fits(seed):
+def test_the_choice_is_the_first_in_the_order_that_fits(seed):
     shape, setup = drawn(seed)
-    needed = [needed_by(plan_model(shape, dataclasses.replace(setup, recompute=n))) for n in range(shape.layers + 1)]
-    bottom = needed.index(min(needed))
-    # What the bisection relies on: the peak falls to its lowest and rises from there.
-    assert needed[: bottom + 1] == sorted(needed[: bottom + 1], reverse=True)
-    assert needed[bottom:] == sorted(needed[bottom:])
+    order = choices(shape.layers)
+    needed = [needed_by(plan_model(shape, dataclasses.replace(setup, recompute=each))) for each in order]
+    # What the bisections rely on: in each half the peak falls to its lowest and rises from there.
+    for half in (needed[: shape.layers + 1], needed[shape.layers :]):
+        bottom = half.index(min(half))
+        assert half[: bottom + 1] == sorted(half[: bottom + 1], reverse=True)
+        assert half[bottom:] == sorted(half[bottom:])
     for limit in {*needed, min(needed) - 1, max(needed) + 1}:
         room = -int(-limit // (1 - MARGIN))
         allowed = int(room * (1 - MARGIN))
-        count, reason = choose_recompute(shape, setup, room)
-        fitting = [n for n, nbytes in enumerate(needed) if nbytes <= allowed]
+        chosen, reason = choose_recompute(shape, setup, room)
+        fitting = [each for each, nbytes in zip(order, needed, strict=True) if nbytes <= allowed]
         if fitting:
-            assert count == fitting[0], (limit, needed)
+            assert chosen == fitting[0], (limit, needed)
             assert "no choice" not in reason
         else:
-            assert needed[count] == min(needed) and "no choice leaves 4% free" in reason
+            assert needed[order.index(chosen)] == min(needed) and "no choice leaves 4% free" in reason
 
 
-def test_a_hundred_layers_take_a_dozen_plans(monkeypatch):
-    """A plan of 100 layers takes 40 ms, so a choice takes half a second."""
+def test_a_hundred_layers_take_two_dozen_plans(monkeypatch):
+    """A plan of 100 layers takes 40 ms, so a choice takes a second at most."""
     shape = shape_of(ModelConfig(layers=100, hidden=2048, heads=16, vocab=32000), 1024)
     setup = Setup(stage=3, ranks=8, batch=4, seq=1024, recompute="auto")
     plans = []
@@ -82,82 +99,119 @@ def test_a_hundred_layers_take_a_dozen_plans(monkeypatch):
         return plan_model(*given)
 
     monkeypatch.setattr(recompute, "plan_model", counted)
-    counts = {room: choose_recompute(shape, setup, room * GIB)[0] for room in (8, 16, 24, 32, 48, 64, 80)}
-    assert list(counts.values()) == sorted(counts.values(), reverse=True)
-    assert 0 < counts[24] < 100 and counts[80] == 0
-    assert len(plans) <= 7 * 15
+    chosen = {room: choose_recompute(shape, setup, room * GIB)[0] for room in (8, 16, 24, 32, 48, 64, 80)}
+    places = [choices(100).index(each) for each in chosen.values()]
+    assert places == sorted(places, reverse=True)
+    assert 0 < chosen[24].whole < 100 == chosen[24].count and chosen[80] == NOTHING
+    assert 0 < chosen[32].selective < 100 and not chosen[32].whole
+    assert len(plans) <= 7 * 28
     assert len({given[1].recompute for given in plans}) > 10
 
 
 def test_the_reason_names_what_is_kept_and_the_bytes():
     shape = shape_of(ModelConfig(layers=24, hidden=1024, heads=16, vocab=50304), 1024)
     setup = Setup(stage=1, ranks=1, batch=16, seq=1024, recompute="auto")
-    kept, again = (needed_by(plan_model(shape, dataclasses.replace(setup, recompute=n))) for n in (0, 6))
-    room = int(again / (1 - MARGIN)) + 1
-    assert choose_recompute(shape, setup, room) == (
-        6,
-        f"18 of 24 blocks kept, 6 recomputed ({again / GIB:.1f} GiB of {room / GIB:.1f} GiB)",
-    )
-    assert choose_recompute(shape, setup, 2 * kept)[1].startswith("nothing recomputed (")
+    for chosen, words in (
+        (Recompute(0, 6), "18 of 24 blocks kept, 6 recomputed selectively"),
+        (Recompute(6, 18), "6 of 24 blocks recomputed whole, 18 selectively"),
+        (NOTHING, "nothing recomputed"),
+    ):
+        needed = needed_by(plan_model(shape, dataclasses.replace(setup, recompute=chosen)))
+        room = int(needed / (1 - MARGIN)) + 1
+        comparison = f"{needed / GIB:.1f} GiB of {room / GIB:.1f} GiB"
+        assert choose_recompute(shape, setup, room) == (chosen, f"{words} ({comparison})")
     assert choose_recompute(shape, setup, GIB)[1].startswith("all 24 blocks recomputed (")
+    assert recompute.describe(Recompute(0, 24), 24) == "all 24 blocks recomputed selectively"
+    assert (
+        recompute.describe(Recompute(2, 3), 24) == "19 of 24 blocks kept, 2 recomputed whole, 3 recomputed selectively"
+    )
 
 
 def test_checkpoints_with_a_place_of_their_own_are_of_all_blocks():
     shape = shape_of(ModelConfig(layers=4), 128)
     setup = Setup(stage=1, recompute="auto", offload="activations=cpu")
-    count, reason = choose_recompute(shape, setup, 1 << 50)
-    assert count == 4 and reason.startswith("all 4 blocks recomputed (--offload activations=cpu")
+    chosen, reason = choose_recompute(shape, setup, 1 << 50)
+    assert chosen == Recompute(4) and reason.startswith("all 4 blocks recomputed (--offload activations=cpu")
 
 
 def test_only_auto_is_decided_and_an_undecided_plan_is_refused():
     shape = shape_of(ModelConfig(layers=4), 128)
-    for asked in (True, False, 3):
+    for asked in (True, False, 3, "selective", Recompute(1, 2)):
         assert decide(shape, Setup(recompute=asked), 1) == (Setup(recompute=asked), "")
     assert decide(10**9, Setup(recompute="auto"), 1) == (Setup(recompute=False), "")
     with pytest.raises(UserError, match="decided by a device's memory"):
         plan_model(shape, Setup(recompute="auto"))
-    with pytest.raises(UserError, match="recompute=5: the model has 4 blocks"):
-        plan_model(shape, Setup(recompute=5))
+    for asked, words in ((5, "5"), (-1, "-1"), (Recompute(3, 2), "3 whole and 2 selective")):
+        with pytest.raises(UserError, match=f"recompute={words}: the model has 4 repeated blocks"):
+            plan_model(shape, Setup(recompute=asked))
+    with pytest.raises(UserError, match="recompute='some': pass True, False, 'selective', a number of blocks"):
+        Setup(recompute="some")
 
 
-def test_of_a_traced_model_all_blocks_are_kept_or_all_recomputed():
+def test_old_and_new_ways_to_ask_mean_one_thing():
+    for asked, meant in ((True, WHOLE), (False, NOTHING), (0, NOTHING), (2, Recompute(2)), ("keep", NOTHING)):
+        assert Setup(recompute=asked).recompute == meant
+    assert Setup(recompute="recompute").recompute == WHOLE and Setup(recompute="selective").recompute == SELECTIVELY
+    assert Setup(offload="activations=cpu").recomputed == WHOLE
+    assert Setup(offload="activations=cpu", recompute="selective").recomputed == SELECTIVELY
+    assert [str(each) for each in (NOTHING, WHOLE, SELECTIVELY, Recompute(4))] == ["False", "True", "selective", "4"]
+
+
+def test_of_a_traced_model_all_blocks_are_treated_alike():
     from zerocli.models import build
 
     model = ModelConfig(layers=4, hidden=128, heads=4, vocab=300)
     setup = Setup(stage=2, ranks=2, batch=8, seq=128, device="cpu", recompute="auto")
-    ways = [dataclasses.replace(setup, recompute=each) for each in (False, True)]
+    ways = [dataclasses.replace(setup, recompute=each) for each in TRACED]
     traced = trace("small", lambda: build(model, 128, "meta"), ways)
-    kept, again = (traced.moving[2 <= setup.stage, count] for count in (0, max(n for _, n in traced.moving)))
-    assert again < kept / 2
-    for room, whole in ((1 << 40, False), (kept, True), (1, True)):
+    kept, some, again = (traced.moving[True, each] for each in TRACED)
+    assert again < kept / 2 and again < some < 0.8 * kept
+    needed = needed_by(plan_traced(traced, ways[1]))
+    for room, chosen in ((1 << 40, NOTHING), (int(needed / (1 - MARGIN)) + 1, SELECTIVELY), (some, WHOLE), (1, WHOLE)):
         decided, reason = decide(traced, setup, room)
-        assert decided.recompute is whole
-        assert "traced: all blocks are kept or all recomputed" in reason
+        assert decided.recompute == chosen
+        assert "traced: all blocks are treated alike" in reason
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 FIT = ["fit", "gpt2-xl", "--ranks", "1", "--stage", "1", "--offload", "", "--batch", "8", "--hardware", "h100"]
+ROOMS = (38, 34, 30)
+"""GiB with which `auto` recomputes some of its blocks selectively, more of them, and the first ones whole."""
 
 
 def test_fit_shows_what_each_candidate_recomputes(capsys):
     found = {}
-    for policy in ("keep", "recompute", "auto"):
-        cli.run([*FIT, "--set", f"activations.policy={policy}", "--gpu-memory", "36GiB", "--json"])
-        [found[policy]] = json.loads(capsys.readouterr().out)["candidates"]
-    assert [found[policy]["recomputed"] for policy in ("keep", "recompute")] == [0, 48]
-    assert not found["keep"]["fits"] and found["recompute"]["fits"]
-    auto = found["auto"]
-    assert auto["policy"] == "auto" and auto["fits"] and 0 < auto["recomputed"] < 48
-    count = auto["recomputed"]
-    assert auto["activations"].startswith(f"{48 - count} of 48 blocks kept, {count} recomputed (")
-    assert auto["tiers"]["hbm"]["needed"] <= 36 * GIB * (1 - MARGIN)
-    [row] = [row for row in auto["rows"] if row["category"] == "activations"]
-    assert f"{count} of 48 blocks are recomputed" in row["formula"]
-    assert found["keep"]["step"]["seconds"] < auto["step"]["seconds"] < found["recompute"]["step"]["seconds"]
-    cli.run([*FIT, "--set", "activations.policy=auto", "--gpu-memory", "36GiB"])
-    shown = capsys.readouterr().out
-    assert f"  activations: {auto['activations']}" in shown and f" {count}/48 " in shown
+    for policy, memory in (
+        *((policy, 36) for policy in ("keep", "selective", "recompute")),
+        *(("auto", m) for m in ROOMS),
+    ):
+        cli.run([*FIT, "--set", f"activations.policy={policy}", "--gpu-memory", f"{memory}GiB", "--json"])
+        [found[policy, memory]] = json.loads(capsys.readouterr().out)["candidates"]
+    keep, selective, whole = (found[policy, 36] for policy in ("keep", "selective", "recompute"))
+    assert [(each["recomputed"], each["selective"]) for each in (keep, selective, whole)] == [(0, 0), (0, 48), (48, 0)]
+    assert [each["policy"] for each in (keep, selective, whole)] == ["keep", "selective", "recompute"]
+    assert not keep["fits"] and whole["fits"]
+    assert whole["peaks"]["steady"] < selective["peaks"]["steady"] < keep["peaks"]["steady"]
+    # Selective recomputation repeats no matrix product.
+    assert keep["step"]["parts"]["compute"] == selective["step"]["parts"]["compute"] < whole["step"]["parts"]["compute"]
+    for memory in ROOMS:
+        auto = found["auto", memory]
+        assert auto["policy"] == "auto" and auto["fits"]
+        assert auto["tiers"]["hbm"]["needed"] <= memory * GIB * (1 - MARGIN)
+        blocks = Recompute(auto["recomputed"], auto["selective"])
+        assert auto["activations"].startswith(f"{recompute.describe(blocks, 48)} (")
+        [row] = [row for row in auto["rows"] if row["category"] == "activations"]
+        for number, words in ((blocks.whole, "recomputed"), (blocks.selective, "recomputed selectively")):
+            assert (f"{number} of 48 blocks are {words}" in row["formula"]) == bool(number)
+        assert keep["step"]["seconds"] <= auto["step"]["seconds"] <= whole["step"]["seconds"]
+        cli.run([*FIT, "--set", "activations.policy=auto", "--gpu-memory", f"{memory}GiB"])
+        shown = capsys.readouterr().out
+        assert f"activations: {auto['activations'][:30]}" in shown
+        cell = f"{blocks.whole}/48+sel" if blocks.whole else f"sel {blocks.selective}/48"
+        assert f" {cell} " in shown
+    counts = [(found["auto", memory]["recomputed"], found["auto", memory]["selective"]) for memory in ROOMS]
+    assert counts == sorted(counts) and counts[0][0] == 0 < counts[0][1] and counts[2][0] > 0
 
 
 def test_fit_suggests_a_change_and_a_largest_model_under_auto(capsys):
@@ -184,7 +238,7 @@ def test_fit_traces_a_model_both_ways_under_auto(capsys):
 @pytest.mark.parametrize("command", ["train", "profile"])
 def test_a_dry_run_prints_the_choice(command, capsys):
     words = [command, "tiny", "--dry-run", "--ranks", "2", "--set", "activations.policy=auto"]
-    for memory, line in (("1GiB", "nothing recomputed"), ("30MiB", "1 of 4 blocks kept, 3 recomputed")):
+    for memory, line in (("1GiB", "nothing recomputed"), ("30MiB", "2 of 4 blocks recomputed whole, 2 selectively")):
         assert cli.run([*words, "--set", f"train.gpu_memory={memory}"]) == 0
         shown = capsys.readouterr()
         assert f"activations: {line} (" in shown.out + shown.err

@@ -10,6 +10,7 @@ import pytest
 
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
+from zerocli.layout.recompute import Recompute
 from zerocli.plan.build import plan_model
 from zerocli.plan.hardware import PRESETS, Hardware, this_machine
 from zerocli.plan.inputs import shape_of
@@ -55,7 +56,7 @@ def test_compute_is_every_operation_that_is_executed():
     blocks, head = 24 * block + 2 * hidden, 50304 * hidden
     attention = 24 * 2 * 1024 * hidden
     forward = (2 * blocks + attention) * tokens
-    for recompute, passes in ((False, 3), (6, 3.25), (True, 4)):
+    for recompute, passes in ((False, 3), ("selective", 3), (6, 3.25), (Recompute(6, 18), 3.25), (True, 4)):
         expected = (passes * forward + 6 * head * tokens) / rate
         assert timed(recompute=recompute).parts["compute"] == pytest.approx(expected, rel=1e-6)
     # A table that is only looked up costs nothing; one that is also the head costs what a head does.

@@ -15,6 +15,7 @@ from zerocli.config import ModelConfig
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
 from zerocli.errors import UserError
+from zerocli.layout.recompute import Recompute
 from zerocli.models import build
 from zerocli.models.hugging import config_json
 from zerocli.plan import hugging
@@ -49,6 +50,9 @@ def quiet_environment(monkeypatch, tmp_path):
         ({"vocab": 3001}, {"stage": 2, "ranks": 8, "tp": 2, "recompute": True, "partition_activations": False}),
         ({}, {"stage": 0, "ranks": 2, "recompute": 1}),
         ({"family": "llama"}, {"stage": 3, "ranks": 64, "recompute": 3}),
+        ({}, {"stage": 0, "ranks": 2, "recompute": "selective"}),
+        ({"family": "llama", "kv_heads": 2}, {"stage": 3, "ranks": 8, "recompute": Recompute(1, 2)}),
+        ({"tie": False}, {"stage": 3, "ranks": 1024, "tp": 4, "recompute": "selective"}),
     ],
 )
 def test_formula_and_trace_agree(changes, setup):

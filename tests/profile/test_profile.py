@@ -18,6 +18,7 @@ from zerocli.config import Config, ModelConfig
 from zerocli.engine.events import Probe
 from zerocli.engine.streams import Waits
 from zerocli.layout.categories import CATEGORIES
+from zerocli.layout.recompute import Recompute
 from zerocli.plan.build import plan_model
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.recompute import MARGIN, needed_by
@@ -34,10 +35,13 @@ OFFLOAD = (*STAGE_3, "offload.placement=cpu")
 RECOMPUTE = (*STAGE_3, "activations.policy=recompute")
 
 
-def auto(count: int) -> tuple[str, ...]:
-    """Return the settings of a run whose device has room for all but `count` blocks' activations."""
+SELECTIVE = (*STAGE_3, "activations.policy=selective")
+
+
+def auto(recompute: Recompute) -> tuple[str, ...]:
+    """Return the settings of a run whose device has room for what is then kept."""
     config = configs.load("tiny", [*SMALL, *STAGE_3])
-    setup = setup_of(config, ranks=2, ranks_per_node=2, device="cpu", recompute=count)
+    setup = setup_of(config, ranks=2, ranks_per_node=2, device="cpu", recompute=recompute)
     needed = needed_by(plan_model(shape_of(config.model, config.train.seq), setup))
     return (*STAGE_3, "activations.policy=auto", f"train.gpu_memory={int(needed / (1 - MARGIN)) + 1}B")
 
@@ -46,7 +50,8 @@ def auto(count: int) -> tuple[str, ...]:
 def documents(tmp_path_factory):
     """One profiled run of each way to train that the laws compare."""
     folder = tmp_path_factory.mktemp("runs")
-    ways = {"stage 0": STAGE_0, "stage 3": STAGE_3, "offload": OFFLOAD, "recompute": RECOMPUTE, "auto": auto(2)}
+    ways = {"stage 0": STAGE_0, "stage 3": STAGE_3, "offload": OFFLOAD, "recompute": RECOMPUTE}
+    ways |= {"selective": SELECTIVE, "auto": auto(Recompute(0, 2)), "more": auto(Recompute(1, 2))}
     nvme = (*STAGE_3, "offload.placement=nvme", f"offload.nvme_path={json.dumps([str(folder)])}")
     return {
         name: profile(folder / name.replace(" ", "-"), *sets) | {"folder": str(folder / name.replace(" ", "-"))}
@@ -54,7 +59,7 @@ def documents(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("way", ["stage 0", "stage 3", "offload", "recompute", "nvme"])
+@pytest.mark.parametrize("way", ["stage 0", "stage 3", "offload", "recompute", "selective", "nvme"])
 def test_rows_and_unattributed_add_up_to_the_peak_on_every_tier(documents, way):
     document = documents[way]
     for tier, peak in document["peak"].items():
@@ -68,12 +73,13 @@ def test_rows_and_unattributed_add_up_to_the_peak_on_every_tier(documents, way):
     assert used == {"hbm", *{"offload": ["dram"], "nvme": ["dram", "nvme"]}.get(way, [])}
 
 
-@pytest.mark.parametrize("way", ["stage 0", "stage 3", "offload", "recompute", "auto"])
+@pytest.mark.parametrize("way", ["stage 0", "stage 3", "offload", "recompute", "selective", "auto", "more"])
 def test_predicted_is_beside_measured(documents, way):
     document = documents[way]
-    if way == "auto":  # two of three blocks are recomputed
-        held = {each: documents[each]["peak"]["hbm"]["measured"] for each in ("recompute", "auto", "stage 3")}
-        assert held["auto"] < held["stage 3"] and held["auto"] != held["recompute"]
+    if way == "auto":  # two of three blocks are selective; with less room one of them is recomputed whole
+        held = {each: document["peak"]["hbm"]["measured"] for each, document in documents.items()}
+        assert held["recompute"] < held["more"] < held["auto"] < held["stage 3"]
+        assert held["recompute"] < held["selective"] < held["stage 3"]
     for tier, peak in document["peak"].items():
         assert peak["measured"] * 0.999 <= peak["predicted"] <= peak["measured"] * 1.05 + 8192, tier
     for row in document["rows"]:  # and so are the rows: the plan's categories are the ledger's
@@ -154,7 +160,8 @@ def test_recomputing_keeps_the_inputs_of_blocks_and_nothing_else_changes(documen
     assert checkpoints <= again["activations"] <= checkpoints + 4 * TOKENS * HIDDEN * 4
     assert keep["activations"] > LAYERS * 14 * TOKENS * HIDDEN * 4
     assert abs(keep["buffers"] - again["buffers"]) < 512
-    assert documents["recompute"]["losses"] == documents["stage 3"]["losses"]
+    for way in ("recompute", "selective", "auto", "more"):
+        assert documents[way]["losses"] == documents["stage 3"]["losses"]
 
 
 # -- two axes of ranks, and models of other people's -------------------------------------------------------------------

@@ -15,9 +15,10 @@ from torch import nn
 
 from zerocli import config as configs
 from zerocli.config import Config
+from zerocli.layout.recompute import NOTHING, WHOLE, Recompute
 from zerocli.plan.build import plan_model
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import MARGIN, needed_by
+from zerocli.plan.recompute import MARGIN, describe, needed_by
 from zerocli.plan.setup import setup_of
 from zerocli.plan.traced import Traced
 from zerocli.run.recompute import choose_blocks, trace_factory
@@ -30,10 +31,10 @@ def config_of(*sets: str) -> Config:
     return configs.load("tiny", [*TINY, *SETS, *sets])
 
 
-def room_for(count: int, *sets: str, world: int = 2, device: str = "cpu") -> int:
-    """Return the memory per rank with which exactly `count` blocks of a run are recomputed."""
+def room_for(recompute: Recompute, *sets: str, world: int = 2, device: str = "cpu") -> int:
+    """Return the memory per rank with which exactly these blocks of a run are recomputed."""
     config = config_of(*sets)
-    setup = setup_of(config, ranks=world, ranks_per_node=world, device=device, recompute=count)
+    setup = setup_of(config, ranks=world, ranks_per_node=world, device=device, recompute=recompute)
     needed = needed_by(plan_model(shape_of(config.model, config.train.seq), setup))
     return int(needed / (1 - MARGIN)) + 1
 
@@ -46,14 +47,17 @@ def test_auto_changes_no_loss_and_says_what_it_chose(tmp_path, stage):
     whole = losses(tmp_path / "keep")
     sets = (sets[0], AUTO)
     folder, said = tmp_path / "auto", {}
-    for count, death, codes in ((1, Death((0, 1), 3, "checkpoint write"), [-9, -9]), (2, None, [0, 0])):
-        room = f"train.gpu_memory={room_for(count, *sets)}B"
+    for chosen, death, codes in (
+        (Recompute(0, 2), Death((0, 1), 3, "checkpoint write"), [-9, -9]),
+        (Recompute(2, 2), None, [0, 0]),
+    ):
+        room = f"train.gpu_memory={room_for(chosen, *sets)}B"
         ended = train(folder, *SETS, *sets, room, death=death, resume=death is None)
-        said[count] = ended.said[0]
+        said[chosen] = ended.said[0]
         assert ended.codes == codes
-        assert f"\nactivations: {4 - count} of 4 blocks kept, {count} recomputed (" in said[count]
+        assert f"\nactivations: {describe(chosen, 4)} (" in said[chosen]
         assert "activations:" not in ended.said[1]
-    assert "resuming after step" in said[2]
+    assert "resuming after step" in said[Recompute(2, 2)]
     assert losses(folder) == whole
     assert configs.load(str(folder / "config.json")).activations.policy == "auto"
 
@@ -62,7 +66,11 @@ def test_auto_changes_no_loss_and_says_what_it_chose(tmp_path, stage):
 def test_auto_counts_a_gpus_memory(tmp_path):
     sets = (*SETS, "train.batch=64", "train.seq=256", "model.hidden=256", "model.heads=4", AUTO)
     for name, room, line in (
-        ("part", room_for(2, *sets, world=1, device="cuda"), "2 of 4 blocks kept, 2 recomputed"),
+        (
+            "part",
+            room_for(Recompute(0, 2), *sets, world=1, device="cuda"),
+            "2 of 4 blocks kept, 2 recomputed selectively",
+        ),
         ("whole", 0, "nothing recomputed"),
     ):
         ended = train(tmp_path / name, *sets, f"train.gpu_memory={room}B", world=1)
@@ -78,13 +86,14 @@ def _choices(sets: list[str], rooms: list[list[int]]) -> list[tuple[Any, str]]:
 
 def test_unequal_ranks_agree_on_what_the_smallest_needs():
     sets = [*TINY, *SETS, "zero.stage=2", AUTO]
-    rooms = [room_for(count, *sets) for count in range(4)]
+    order = [Recompute(), Recompute(0, 1), Recompute(0, 3), Recompute(2, 2)]
+    rooms = [room_for(each, *sets) for each in order]
     pairs = [[rooms[0], rooms[3]], [rooms[3], rooms[0]], [rooms[1], rooms[2]], [rooms[0], rooms[0]], [rooms[0], 1]]
     first, second = run_ranks(2, _choices, sets, pairs)
     assert first == second
-    assert [count for count, _ in first[:4]] == [3, 3, 2, 0]
+    assert [chosen for chosen, _ in first[:4]] == [order[3], order[3], order[2], order[0]]
     assert "no choice leaves" in first[4][1]
-    assert run_ranks(2, _choices, [*TINY, "activations.policy=recompute"], [[1, 1]]) == [[(True, "")]] * 2
+    assert run_ranks(2, _choices, [*TINY, "activations.policy=recompute"], [[1, 1]]) == [[(WHOLE, "")]] * 2
 
 
 class Stack(nn.Module):
@@ -123,16 +132,16 @@ def factory(name: str) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, factory=f"{__name__}:{name}"))
 
 
-def test_a_factorys_model_is_traced_and_keeps_all_or_recomputes_all(monkeypatch):
+def test_a_factorys_model_is_traced_and_its_blocks_are_treated_alike(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     torch.manual_seed(3)
     before = torch.get_rng_state()
     traced = trace_factory(factory("Stack"))
     assert isinstance(traced, Traced)
     assert torch.equal(torch.get_rng_state(), before)
-    for room, whole in ((1 << 40, False), (1, True)):
+    for room, chosen in ((1 << 40, NOTHING), (1, WHOLE)):
         recompute, reason = choose_blocks(factory("Stack"), traced, room)
-        assert recompute is whole and "traced: all blocks are kept or all recomputed" in reason
+        assert recompute == chosen and "traced: all blocks are treated alike" in reason
 
 
 def test_a_factorys_model_that_cannot_be_traced_is_recomputed(monkeypatch):
@@ -140,5 +149,5 @@ def test_a_factorys_model_that_cannot_be_traced_is_recomputed(monkeypatch):
     problem = trace_factory(factory("Values"))
     assert isinstance(problem, str)
     recompute, reason = choose_blocks(factory("Values"), problem, 1 << 40)
-    assert recompute is True
+    assert recompute == WHOLE
     assert reason.startswith("all blocks recomputed (it cannot be traced: the model did not run on (tokens, targets)")

@@ -107,14 +107,18 @@ class KeptOutputs:
         self._next = 0
         self._num_saved = 0
         """Number of tensors that autograd has saved so far in this call's forward."""
-        self._recorded = False
+        self._recorded = self._runs = False
         self._paused = 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Keep outputs while the body runs the block's forward; when it runs the recomputation, return them."""
+        if self._runs:  # a gradient inside the block's forward recomputes what it has done so far
+            with self.paused():
+                yield
+            return
         mode = _Mode(self._replay if self._recorded else self._record)
-        self._storages, self._next = {}, 0
+        self._runs, self._storages, self._next = True, {}, 0
         _running.append(self)
         try:
             if self._recorded:
@@ -126,7 +130,7 @@ class KeptOutputs:
                 self._recorded = True
                 self._drop_last()
         finally:
-            self._storages = {}
+            self._runs, self._storages = False, {}
             _running.pop()
 
     @contextlib.contextmanager

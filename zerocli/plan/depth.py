@@ -11,6 +11,8 @@ from torch import nn
 
 KEPT = 2
 """Blocks of each kind that stay: with two, a unit is gathered and reduced while another one computes."""
+ROUNDED = 512
+"""Bytes to which a GPU's allocator rounds."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,15 @@ def extrapolate(make: Callable[[], nn.Module], measure: Callable[[nn.Module], By
     """Return the peak of the whole model, from shallow ones: `KEPT` blocks of each kind, then one more of one kind.
 
     Never below the peak at full depth: a further block adds at most what it adds to the peak or to the end of forward,
-    whichever is more, since the moment of the peak may be another one in a deeper model.
+    whichever is more, since the moment of the peak may be another one in a deeper model. The arena of checkpoints is
+    rounded as a whole, so it may add `ROUNDED` bytes more than in the shallow model.
     """
     left = {kind: number - KEPT for kind, number in kinds(make()).items() if number > KEPT + 1}
     base = measure(shallow(make(), dict.fromkeys(left, KEPT)))
     total = base.peak
     for kind, number in left.items():
         deeper = measure(shallow(make(), dict.fromkeys(left, KEPT) | {kind: KEPT + 1}))
-        total += number * max(deeper.peak - base.peak, deeper.forward - base.forward, 0)
+        total += number * (max(deeper.peak - base.peak, deeper.forward - base.forward, 0) + ROUNDED)
     return total
 
 

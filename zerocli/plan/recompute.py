@@ -100,10 +100,10 @@ def describe(recompute: Recompute, layers: int) -> str:
     if layers in (whole, selective):
         return f"all {layers} blocks recomputed" + (" selectively" if selective else "")
     if kept:
-        again = [f"{whole} recomputed"] if whole else []
+        again = [f"{whole} recomputed whole"] if whole else []
         again += [f"{selective} recomputed selectively"] if selective else []
         return f"{kept} of {layers} blocks kept, {', '.join(again)}"
-    return f"{whole} of {layers} blocks recomputed, {selective} selectively"
+    return f"{whole} of {layers} blocks recomputed whole, {selective} selectively"
 
 
 def choose_traced(traced: Traced, setup: Setup, room: int) -> tuple[Recompute, str]:

@@ -32,7 +32,7 @@ from zerocli.engine.unit import UnitChoice, claim_parameters, find_units
 from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute
 from zerocli.models.loss import chunks_of
-from zerocli.plan.depth import Bytes, extrapolate
+from zerocli.plan.depth import ROUNDED, Bytes, extrapolate
 from zerocli.plan.measure import LiveBytes
 from zerocli.plan.recompute import TRACED
 from zerocli.plan.setup import Setup
@@ -121,7 +121,7 @@ def step_bytes(
     own |= {"optimizer": Sharding.optimizer, "options": {}, "update": Sharding.update}
     own |= {"watch": _prepare, "events": sums, "chunk_device": "cuda"}
     settings = Settings(**(setup.shared() | own))
-    live = LiveBytes(granularity=512, most=most)
+    live = LiveBytes(granularity=ROUNDED, most=most)
     with _axes(setup.ranks, setup.tp) as axes, chunks_of("cuda"), _without_memory(), live:
         try:
             engine = Engine(model, dataclasses.replace(settings, **axes))
