@@ -61,7 +61,7 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     """Return the estimate of a step on this hardware."""
     setup = plan.setup
     first, rest = _stretches(plan, shape, hardware)
-    held = plan.numel / setup.tp / (setup.dp if setup.zero.optimizer else 1)
+    held = plan.num_trained / setup.tp / (setup.dp if setup.zero.optimizer else 1)
     offloaded = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
     # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
     here = held * _update_nbytes(setup) / (hardware.hbm * GB)
@@ -100,10 +100,10 @@ def _stretches(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Stretch, S
         {
             "compute": forward * again + backward * setup.accumulate,
             "tensor parallel": sums * again + sums * (1 + _recomputed_share(shape, setup)) * setup.accumulate,
-            "collectives": wire * (gathers[1] + reduces),
+            "collectives": wire * (gathers[1] + reduces * plan.num_trained / plan.numel),
         },
     ]
-    for parts, moved in zip(made, _moved(plan, plan.numel / setup.tp), strict=True):
+    for parts, moved in zip(made, _moved(plan, plan.num_trained / setup.tp), strict=True):
         parts["pcie"], parts["nvme"] = moved.pcie_seconds(hardware), moved.disk_seconds(hardware)
     return Stretch(made[0]), Stretch(made[1])
 
@@ -119,8 +119,9 @@ def _flops(shape: Shape, setup: Setup) -> tuple[float, float]:
     blocks = shape.active_numel - sum(each.numel for each in shape.embed_parameters()) - (0 if shape.tie else head)
     attention = 2 * shape.layers * shape.width_q * setup.seq  # scores and values, 2 each: causal is half of 4
     through = (2 * blocks + attention) * tokens / setup.tp
-    heads = 6 * head * tokens * shape.local_vocab(setup.tp) / shape.vocab
-    return through + heads, through * (2 + _recomputed_share(shape, setup))
+    trained = shape.trainable_numel / shape.numel  # a frozen weight has no gradient: two products instead of three
+    heads = (4 + 2 * (trained == 1)) * head * tokens * shape.local_vocab(setup.tp) / shape.vocab
+    return through + heads, through * (1 + trained + _recomputed_share(shape, setup))
 
 
 def _recomputed_share(shape: Shape, setup: Setup) -> float:
@@ -152,14 +153,15 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
         states, gradients, parameters, checkpoints = (
             plan.of(kind, tier) / ranks for kind in ("optimizer_states", "gradients", "parameters", "activations")
         )
-        fetched = parameters if setup.sizing.split_master and states else 0  # for the update, beside the gather
+        updated = parameters * plan.num_trained / plan.numel
+        fetched = updated if setup.sizing.split_master and states else 0  # for the update, beside the gather
         first.up += through * (states + gradients + fetched) + parameters
-        first.down += through * (states + parameters) + checkpoints
+        first.down += through * (states + updated) + checkpoints
         rest.up += parameters * (2 * passes - 1) + gradients * (passes - 1) + checkpoints * passes
         rest.down += gradients * passes + checkpoints * (passes - 1)
         if tier == "nvme":
             kept = min(parameters, setup.read_ahead_nbytes)  # per pass, what is still in the read-ahead cache
-            first.disk += ranks * (2 * states + gradients + fetched + 2 * parameters - kept + checkpoints)
+            first.disk += ranks * (2 * states + gradients + fetched + updated + parameters - kept + checkpoints)
             rest.disk += ranks * ((parameters - kept) * (2 * passes - 1) + gradients * (2 * passes - 1))
             rest.disk += ranks * checkpoints * (2 * passes - 1)
     if on_cpu:

@@ -10,7 +10,7 @@ from offload.placement import HBM
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import buffers, constants
 from zerocli.layout.buffers import Spec
-from zerocli.layout.flats import FP32, FlatSpec
+from zerocli.layout.flats import FP32, REMAINDER, FlatSpec
 from zerocli.plan.decoder import Batch, Decoder
 from zerocli.plan.flats import WHOLE, Flats
 from zerocli.plan.ledger import Ledger, Peak, Storage
@@ -34,6 +34,8 @@ class Peaks:
     first_step: Peak
     steady: Peak
     offloaded: dict[str, int]
+    built: int = 0
+    """Bytes held after initialisation."""
 
     @property
     def highest(self) -> Peak:
@@ -64,6 +66,10 @@ class Replay:
         self._slots: list[str] = []
         """The tier of each recomputed block's checkpoint."""
         self._has_slots = False
+        self._num_near = 0
+        """Slots on the device."""
+        self._first_input: list[Storage] = []
+        """The first block's input, if it needs no gradient."""
         self._in_flight: dict[int, Storage] = {}
         """Checkpoints that are still being written to their tier, by block: two at most."""
         self._ahead: dict[int, Storage] = {}
@@ -83,7 +89,7 @@ class Replay:
         ledger = self._ledger
         ledger.begin("initialisation")
         self._initialise()
-        initialisation = ledger.peak
+        initialisation, built = ledger.peak, ledger.total
         ledger.begin("first step")
         self._keep(*buffers.gather_buffers(self._some, self._sizing))
         self._step()
@@ -92,7 +98,7 @@ class Replay:
         self._keep(*buffers.update_slots(self._trainable, self._sizing))
         self._keep(*buffers.update_scratch(self._trainable, self._sizing))
         self._step()
-        return Peaks(initialisation, first, ledger.peak, dict(self._checkpoints_away))
+        return Peaks(initialisation, first, ledger.peak, dict(self._checkpoints_away), built)
 
     def _keep(self, *specs: Spec) -> None:
         """Allocate the device part of these buffers for the lifetime of the engine."""
@@ -156,16 +162,26 @@ class Replay:
 
     def _place_parameters(self, flat: FlatSpec) -> None:
         spec = buffers.parameters(flat, self._sizing)
+        # Rounding to bf16 needs an fp32 copy of what is kept.
+        copy = Storage(self._ledger, FP32 * spec.numel, "buffers") if self._setup.precision == "bf16" else None
         if spec.tier == HBM:
             self._keep(spec)
         elif flat.width < FP32:
             Storage(self._ledger, spec.nbytes, "buffers")  # the slice, on its way to its tier
+        del copy
 
     def _place_states(self, flat: FlatSpec) -> None:
-        self._keep(*buffers.optimizer_states(flat, self._sizing))
-        if flat.tiers["optimizer"] != HBM:
-            chunk = min(flat.held.numel, self._sizing.chunk)
-            Storage(self._ledger, self._sizing.record_nbytes(flat.width, chunk), "buffers")
+        remainder = None
+        if self._sizing.master_width(flat.width) == REMAINDER:
+            # Split: two fp32 copies, the parameters once more, and the remainder, which stays until it is placed.
+            remainder = Storage(self._ledger, REMAINDER * flat.held.numel, "buffers")
+            Storage(self._ledger, (2 * FP32 + flat.width) * flat.held.numel, "buffers")
+        if flat.tiers["optimizer"] == HBM:
+            del remainder
+            self._keep(*buffers.optimizer_states(flat, self._sizing))
+            return
+        chunk = min(flat.held.numel, self._sizing.chunk)
+        Storage(self._ledger, self._sizing.record_nbytes(flat.width, chunk), "buffers")
 
     def _tables(self) -> list[int]:
         """Return the model's own buffers: cosines and sines of rotary positions."""
@@ -249,7 +265,7 @@ class Replay:
         if block < self._num_recomputed:
             size = x.storage.nbytes
             self._keep_checkpoint(x, block)
-            out = tape.checkpoint(run, x, lambda: self._bring_back(block, size))
+            out = tape.checkpoint(run, x, lambda: self._bring_back(block, size), decoder.before_recomputation)
         else:
             out = run(tape, x)
         self._mark(tape, out, f"backward of block {unit}")
@@ -259,9 +275,12 @@ class Replay:
 
     def _keep_checkpoint(self, x: Tensor, block: int) -> None:
         """Copy a rank's part of a block's input into its slot; for another tier the copy lives until it is written."""
+        if x.node is None:  # computed from frozen parameters: it stays as it is
+            self._first_input.append(x.storage)
+            return
         part = -(-x.storage.nbytes // self._setup.parts)
         if not self._has_slots:
-            self._keep_bytes("activations", self._slots.count(HBM) * self._slot_nbytes(HBM, part))
+            self._keep_bytes("activations", self._num_near * self._slot_nbytes(HBM, part))
             self._has_slots = True
         if self._slots[block] == HBM:
             return
@@ -286,9 +305,14 @@ class Replay:
         if (left := checkpoints - len(self._slots)) > 0:
             fact = f"activations: {left} of {checkpoints} checkpoints have no place left in their budgets"
             raise UserError(fact, hint="name another tier after them: activations=cpu+nvme", exit_code=DOES_NOT_FIT)
+        self._num_near = self._slots.count(HBM)
+        if self._shape.lora is not None and self._slots:  # the first block's input takes no slot
+            self._slots = [HBM, *self._slots[:-1]]
 
     def _bring_back(self, block: int, size: int) -> Storage:
         """Return a block's input, and start prefetching that of the previous block."""
+        if block == 0 and self._first_input:
+            return self._first_input.pop()
         if self._setup.parts == 1 and self._slots[block] == HBM:
             return Storage(self._ledger, 0)  # it is read in place
         source = self._in_flight.pop(block, None) if self._setup.parts == 1 else None
@@ -306,6 +330,8 @@ class Replay:
 
         Then `skipped` blocks before it are counted, as if they had run too.
         """
+        if x.node is None:  # no gradient comes here: what made it is frozen
+            return
         node = tape.record(moment, [x])
 
         def reached(gradient: list[Storage]) -> list[Storage]:
@@ -328,23 +354,24 @@ class Replay:
         unit = 0 if shape.tie else shape.layers + 1
         if shape.final_norm:
             self._mark(tape, x, "end of backward of the head", done=unit)
-            norm = [each for each in shape.head_parameters() if each.name.startswith("norm")]
+            norm = [each for each in shape.head_parameters() if each.name.startswith("norm") and each.trainable]
             x = decoder.norm(tape, x, [each.numel * setup.width for each in norm], unit)
         tokens, width, vocab = decoder.batch.tokens, setup.width, shape.local_vocab(setup.tp)
         chunk = min(constants.chunk_tokens(vocab, setup.device), tokens)
         rows = chunk * constants.padded_vocab(vocab)
         grad_x = Storage(ledger, tokens * shape.hidden * width, "logits")
-        grad_weight = Storage(ledger, vocab * shape.hidden * FP32, "logits")
+        frozen = shape.lora is not None
+        grad_weight = None if frozen else Storage(ledger, vocab * shape.hidden * FP32, "logits")
         small = Storage(ledger, 5 * tokens, "logits")  # losses, and which targets count
         buffer = Storage(ledger, rows * width, "logits")
         if not decoder.batch.has_kernels or vocab != shape.vocab:
             # Indices and masks of a chunk, its maxima and sums, and in half precision its logits in fp32.
             few = (29 if setup.tp == 1 else 54) * chunk
             Storage(ledger, few + (rows * FP32 if width < FP32 else 0), "logits")
-        if width < FP32 and setup.device == "cpu":
+        if width < FP32 and setup.device == "cpu" and not frozen:
             Storage(ledger, chunk * (vocab + shape.hidden) * FP32, "logits")
         del buffer, small
-        kept = [grad_weight, grad_x]
+        kept = [grad_weight, grad_x] if grad_weight is not None else [grad_x]
         del grad_weight, grad_x
         node = tape.record("loss", [x])
         node.backward = lambda incoming: self._loss_backward(incoming, kept, unit)
@@ -353,6 +380,8 @@ class Replay:
     def _loss_backward(self, incoming: list[Storage], kept: list[Storage], unit: int) -> list[Storage]:
         incoming.clear()
         grad_x = kept.pop()
+        if not kept:
+            return [grad_x]
         weight = kept.pop()
         if self._setup.width < FP32:
             weight = Storage(self._ledger, weight.nbytes // FP32 * self._setup.width, "buffers")

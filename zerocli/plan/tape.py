@@ -81,7 +81,9 @@ class Tape:
     ) -> Tensor:
         """Run one operation: temporaries, output, saves. `grads` default to one gradient of each input's size."""
         # Autograd saves inputs before it computes: a recomputation that stops at its last save never makes the output.
-        node = self.record(label, inputs, saved, grads, backward_temporary, params, unit)
+        node = None
+        if params or any(each.node is not None for each in inputs):
+            node = self.record(label, inputs, saved, grads, backward_temporary, params, unit)
         scratch = self.new(temporary) if temporary else None
         out = self.new(nbytes, category)
         del scratch
@@ -111,6 +113,8 @@ class Tape:
 
     def split(self, source: Tensor, nbytes: int) -> Tensor:
         """Return a view whose parts' gradients are concatenated into one of `nbytes`."""
+        if source.node is None:
+            return source
         node = self.record("join gradients", [source], grads=[nbytes])
         node.collects = True
         return Tensor(source.storage, node)
@@ -128,18 +132,26 @@ class Tape:
                 self._run(node, reached)
         return reached
 
-    def checkpoint(self, run: Callable[[Tape, Tensor], Tensor], x: Tensor, bring_back: Callable[[], Storage]) -> Tensor:
-        """Run a block that saves nothing; backward fetches its input and runs it again."""
+    def checkpoint(
+        self, run: Callable[[Tape, Tensor], Tensor], x: Tensor, bring_back: Callable[[], Storage], before: int = 0
+    ) -> Tensor:
+        """Run a block that saves nothing; backward fetches its input and runs it again.
+
+        `before` are bytes of gradients that backward makes before it first needs what the block saved.
+        """
         first = Tape(self.ledger, self._on_grad, keep=False)
-        out = Tensor(run(first, Tensor(x.storage, INPUT)).storage, self.record("recompute", [x]))
+        entry = INPUT if x.node is not None else None
+        out = Tensor(run(first, Tensor(x.storage, entry)).storage, self.record("recompute", [x]))
         assert out.node is not None
 
         def backward(gradient: list[Storage]) -> list[Storage]:
             again = Tape(self.ledger, self._on_grad)
             again.last_save = first.num_saved
             source = bring_back()
-            root = run(again, Tensor(source, INPUT)).node
+            early = Storage(self.ledger, before) if before else None
+            root = run(again, Tensor(source, entry)).node
             assert root is not None
+            del early
             return again.backward(root, gradient)
 
         out.node.backward = backward
