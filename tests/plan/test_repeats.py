@@ -10,7 +10,7 @@ import pytest
 from zerocli.errors import UserError
 from zerocli.layout.flats import place
 from zerocli.plan import flats as plan_flats_module
-from zerocli.plan import step
+from zerocli.plan import initialisation, step
 from zerocli.plan.build import plan_model
 from zerocli.plan.flats import plan_flats
 from zerocli.plan.lora import Lora
@@ -85,7 +85,8 @@ def test_a_few_blocks_give_the_plan_of_all(monkeypatch):
             shape = shape.adapted(Lora(4, tuple(targets)))
         few = plan_model(shape, setup)
         with monkeypatch.context() as patch:
-            patch.setattr(step, "replayed", lambda keys, lead, period=1: [(at, 0) for at in range(len(keys))])
+            for module in (initialisation, step):
+                patch.setattr(module, "replayed", lambda keys, lead, period=1: [(at, 0) for at in range(len(keys))])
             patch.setattr(plan_flats_module.Flats, "enough", lambda flats, sizing: list(flats))
             assert plan_model(shape, setup) == few, (shape, setup)
 
