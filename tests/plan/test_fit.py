@@ -269,6 +269,8 @@ def test_days_and_cost_follow_from_the_tokens(capsys):
         ],
         ["llama3-70b", "--hardware", "h100,h200,b200,mi300x,l40s,v100", "--tokens", "15T", "--price", "2.5"],
         ["--max", "--ranks", "64", "--hardware", "v100-32"],
+        ["llama3-8b", "--max", "batch", "--ranks", "1", "--host-memory", "120GiB"],
+        ["llama3-70b", "--lora", "16:q,v", "--ranks", "1", "--max", "seq"],
     ],
 )
 def test_no_line_is_longer_than_80_columns(words, capsys):
@@ -372,7 +374,7 @@ def test_the_flags_of_fit_are_these():
     options = [name for param in fit.command.params if isinstance(param, click.Option) for name in param.opts]
     assert sorted(options) == sorted(
         "--stage --offload --ranks --ranks-per-node --tp --gpu-memory --host-memory --nvme-space --batch --seq "
-        "--precision --max --explain --trace --json --hardware --set --tokens --price".split()
+        "--precision --max --lora --explain --trace --json --hardware --set --tokens --price".split()
     )
 
 

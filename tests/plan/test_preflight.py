@@ -41,6 +41,20 @@ def test_a_dry_run_of_what_does_not_fit_is_3_with_a_verdict(words, capsys):
     assert "does not fit this machine" in out and "24.0 GiB available" in out and "\ntry: " in out
 
 
+@pytest.mark.parametrize("words", [["llama3-70b", "--ranks", "2"], ["tiny", "--batch", "1000000"]])
+def test_a_dry_run_of_profile_has_the_verdict_of_train(words, capsys):
+    assert cli.run(["profile", *words, "--dry-run", "--json"]) == 3
+    answer = json.loads(capsys.readouterr().out)
+    assert cli.run(["train", *words, "--dry-run", "--json"]) == 3
+    train = json.loads(capsys.readouterr().out)
+    assert answer["fits"] is False and answer["tiers"] == train["tiers"] and answer["rows"]
+    assert cli.run(["profile", *words, "--dry-run"]) == 3
+    out = capsys.readouterr().out
+    assert "does not fit this machine" in out and "24.0 GiB available" in out and "\ntry: " in out
+    assert cli.run(["profile", "tiny", "--dry-run"]) == 0
+    assert "\nfits this machine (2 ranks)" in capsys.readouterr().out
+
+
 def test_a_dry_run_of_what_fits_says_so(capsys):
     assert cli.run(["train", "tiny", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is True

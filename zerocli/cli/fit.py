@@ -21,6 +21,7 @@ from zerocli.plan import automatic, largest, search
 from zerocli.plan.choose import choose
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
 from zerocli.plan.inputs import Source, model_of, read_source
+from zerocli.plan.lora import Lora, parse_lora
 from zerocli.plan.render import render, render_machines
 from zerocli.plan.resolve import plan_source
 from zerocli.plan.rows import Row
@@ -66,6 +67,7 @@ WORTH = 0.02
     metavar="[model|batch|seq]",
     help="The largest model (MODEL gives the proportions), batch or sequence that fits.",
 )
+@click.option("--lora", metavar="RANK[:TARGETS]", help="Train adapters of this rank alone, such as 16 or 16:q,v.")
 @click.option("--explain", is_flag=True, help="Show every row with its formula.")
 @click.option("--trace", is_flag=True, help="Run the real engine on fake tensors instead of the formulas.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
@@ -127,7 +129,15 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     notes = [*source.notes, *notes, *more]
     stages = STAGES if given["stage"] is None else (given["stage"],)
     offload = setup.offload if given["offload"] is not None else None
-    planned = _model(source, ask.trace, setup, stages, notes)
+    lora = parse_lora(given["lora"]) if given["lora"] is not None else None
+    if lora is not None:
+        _refuse_lora(source, ask.trace, setup)
+    planned = _model(source, ask.trace, setup, stages, notes, lora)
+    if lora is not None and isinstance(planned, Shape):
+        notes.append(
+            f"LoRA of rank {lora.rank} on {', '.join(lora.of(*planned.projections()))}: "
+            f"{planned.trainable_numel:,} parameters are trained, in {setup.precision}; the others are frozen"
+        )
     if ask.largest:
         if not isinstance(planned, Shape):
             notes.append("--max counts model states alone; with a MODEL that has a shape it counts everything")
@@ -365,19 +375,37 @@ def choose_setup(
     return setup, notes
 
 
-def _model(source: Source, traced: bool, setup: Setup, stages: tuple[int, ...], notes: list[str]) -> search.Model:
+def _refuse_lora(source: Source, traced: bool, setup: Setup) -> None:
+    """Raise UserError where adapters are not planned: without a shape, in a trace, and under tensor parallelism."""
+    if traced or source.shape is None:
+        raise UserError(
+            "--lora is planned by formulas, for models with a shape",
+            hint="zerocli fit package.module:factory --trace, with a function that freezes and adapts the model",
+        )
+    if setup.tp > 1:
+        raise UserError(f"--lora with --tp {setup.tp} is not planned", hint="--tp 1")
+
+
+def _model(
+    source: Source, traced: bool, setup: Setup, stages: tuple[int, ...], notes: list[str], lora: Lora | None = None
+) -> search.Model:
     if (found := plan_source(source, traced, setup, stages, notes)) is not None:
         return found
     if traced:
         notes.append("traced: the real engine on tensors without memory, with a CPU's operations and a GPU's chunks")
         return _trace(source, setup, stages)
     if source.shape is not None:
-        return source.shape
+        return source.shape if lora is None else source.shape.adapted(lora)
     if source.factory:
-        from zerocli.plan.factory import count_factory
+        from zerocli.plan.factory import count_both
 
         notes.append("a factory's model is counted: model states alone; --trace runs it and counts the rest")
-        return count_factory(source.factory)
+        numel, frozen = count_both(source.factory)
+        if frozen:
+            notes.append(
+                f"{frozen:,} parameters are frozen, and counted here as if they were trained; --trace is exact"
+            )
+        return numel
     return source.count
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from zerocli import machine
 from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config
 from zerocli.config.options import RunOptions, automatic_keys
 from zerocli.console import quoted, say, show
-from zerocli.errors import OK, UserError
+from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.run import launch
 from zerocli.worker import die_with_parent, worker_environment
 
@@ -31,7 +32,7 @@ STEPS = 6
 @click.option("--init-from", metavar="DIR", help="Start from the weights in DIR (safetensors), such as an export.")
 @click.option("--resume", is_flag=True, help="Resume from the newest checkpoint of --run-dir, or of the newest run.")
 @click.option("--check", type=click.IntRange(0), default=0, metavar="N", help="As in train; profiles those N steps.")
-@click.option("--dry-run", is_flag=True, help="Show what is predicted; run nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what is predicted, and whether it fits; run nothing.")
 @click.option("--html", metavar="FILE", help="Write one page to look at in a browser; needs no network.")
 @click.option("--trace-file", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
 @click.option("--snapshot", metavar="FILE", help="Write CUDA's memory snapshot, for torch's own viewer.")
@@ -151,18 +152,21 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
 
 
 def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
-    """Print the plan; needs no torch."""
-    from zerocli.plan.inputs import plan_config
+    """Print the plan and whether this machine has what it needs; return 0, or 3 if not. Needs no torch."""
+    from zerocli.plan.preflight import preflight, smallest_change
     from zerocli.profile import table
 
     if worker and os.environ.get("RANK", "0") != "0":
         return OK
-    num_gpus = len(machine.gpus())
-    ranks, _ = launch.choose_ranks(config.parallel.ranks, config.parallel.tp, num_gpus)
+    gpus = machine.gpus()
+    ranks, _ = launch.choose_ranks(config.parallel.ranks, config.parallel.tp, len(gpus))
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=ranks))
-    plan = plan_config(config, "cuda" if num_gpus else "cpu")
-    if plan is None:
+    if config.model.factory:
         raise UserError("a factory's model has no plan before it is built", hint="zerocli profile without --dry-run")
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    verdict = preflight(config, gpus, math.gcd(ranks, int(local)) if local else 0)
+    plan = verdict.plan
+    assert plan is not None
     document = {
         "schema": 1,
         "rows": table.planned(plan),
@@ -172,6 +176,12 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
     if plan.activations:
         document["activations"] = plan.activations
         say(f"activations: {plan.activations}")
-    show(json.dumps(document) if as_json else "\n".join(table.dry(document)))
+    document |= verdict.as_dict()
+    if as_json:
+        show(json.dumps(document))
+    else:
+        show("\n".join([*table.dry(document), "", *verdict.lines()]))
+        if not verdict.fits:
+            show(f"try: {smallest_change(config, verdict.setup, gpus)}")
     say("nothing was run")
-    return OK
+    return OK if verdict.fits else DOES_NOT_FIT

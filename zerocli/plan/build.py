@@ -16,6 +16,7 @@ from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan import saves
 from zerocli.plan.flats import Flats, arenas, plan_flats, swap
 from zerocli.plan.ledger import Peak
+from zerocli.plan.loading import host_nbytes
 from zerocli.plan.rows import Plan, Row
 from zerocli.plan.runtime import SENTENCES, constant, fragments
 from zerocli.plan.setup import Setup
@@ -60,7 +61,7 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
     check(setup, shape)
     flats = plan_flats(shape, setup)
     peaks = Replay(shape, setup, flats).run()
-    kept = saves.saved(shape.numel, setup, flats)
+    kept = saves.saved(shape.numel, setup, flats, shape.numel - shape.trainable_numel)
     rows = [*_device_rows(shape, setup, peaks), *_host_rows(setup, flats, peaks)]
     rows += _disk_rows(setup, flats, peaks, kept)
     phases = {
@@ -71,7 +72,10 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
     if setup.device == "cuda":
         workspace = constant("workspace", setup.runtime)
         phases = {name: nbytes + workspace * (name != "initialisation") for name, nbytes in phases.items()}
-    return Plan(setup, shape.numel, tuple(rows), phases, peaks.highest.moment, saved=kept)
+    moment, trained = peaks.highest.moment, shape.trainable_numel
+    transposes = shape.family == "gpt2"
+    loading = host_nbytes(setup, flats, peaks.initialisation.nbytes, peaks.built, transposes)
+    return Plan(setup, shape.numel, tuple(rows), phases, moment, saved=kept, loading=loading, trained=trained)
 
 
 def plan_traced(traced: Traced, setup: Setup) -> Plan:
@@ -87,7 +91,13 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
             category,
             "hbm",
             held[category],
-            _states_formula(category, traced.numel, setup, getattr(setup.zero, kind), setup.state_width),
+            _states_formula(
+                category,
+                traced.numel if kind == "parameters" else traced.trainable_numel,
+                setup,
+                getattr(setup.zero, kind),
+                setup.state_width,
+            ),
         )
         for kind, category in WORDS.items()
     ]
@@ -99,10 +109,18 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
     ]
     allocated = sum(row.nbytes for row in rows)
     peaks = Peaks(Peak(), Peak(), Peak(allocated, "a traced step", {row.category: row.nbytes for row in rows}), {})
-    kept = saves.saved(traced.numel, setup, flats)
+    kept = saves.saved(traced.numel, setup, flats, traced.numel - traced.trainable_numel)
     rows += [*_runtime_rows(setup, peaks.steady), *_host_rows(setup, flats, peaks)]
     rows += _disk_rows(setup, flats, peaks, kept)
-    return Plan(setup, traced.numel, tuple(rows), {"steady": allocated}, "a traced step", saved=kept)
+    return Plan(
+        setup,
+        traced.numel,
+        tuple(rows),
+        {"steady": allocated},
+        "a traced step",
+        saved=kept,
+        trained=traced.trainable_numel,
+    )
 
 
 def plan_count(numel: int, setup: Setup) -> Plan:
@@ -142,9 +160,17 @@ def _states_formula(category: str, numel: int, setup: Setup, split: bool, state_
 
 def _device_rows(shape: Shape, setup: Setup, peaks: Peaks) -> list[Row]:
     peak = peaks.highest
-    local = sum(math.prod(each.local(setup.tp)) * times for unit, times in shape.units() for each in unit.parameters)
+    sizes = [
+        (math.prod(each.local(setup.tp)) * times, each.trainable)
+        for unit, times in shape.units()
+        for each in unit.parameters
+    ]
+    local = {"parameters": sum(numel for numel, _ in sizes)}
+    trained = sum(numel for numel, trainable in sizes if trainable)
     formulas = {
-        category: _states_formula(category, local, setup, getattr(setup.zero, kind), setup.state_width)
+        category: _states_formula(
+            category, local.get(category, trained), setup, getattr(setup.zero, kind), setup.state_width
+        )
         for kind, category in WORDS.items()
     }
     formulas |= {

@@ -111,6 +111,7 @@ def _block(shape: Shape, setup: Setup, block: int) -> tuple[Work, Work]:
     tokens, tp, width = setup.batch * setup.seq, setup.tp, setup.width
     hidden, queries, keys = shape.hidden, shape.width_q // tp, shape.width_kv // tp
     products, inner = 0.0, 0.0
+    trained = shape.trainable_numel / shape.numel  # a frozen weight has no gradient: one product less
     for rows, inputs, outputs in _matrices(shape, block):
         products += 2 * rows * inputs * outputs / tp
     for rows, mlp in _mlps(shape, block):
@@ -128,7 +129,12 @@ def _block(shape: Shape, setup: Setup, block: int) -> tuple[Work, Work]:
     factor = tokens * width * (COMPILED if setup.compiled else 1.0)
     return (
         Work(products * tokens, attention * tokens, there * factor, HOST_FORWARD * _hosted(setup)),
-        Work(2 * products * tokens, attention * tokens * BACKWARD_OPS, again * factor, HOST_BACKWARD * _hosted(setup)),
+        Work(
+            (1 + trained) * products * tokens,
+            attention * tokens * BACKWARD_OPS,
+            again * factor,
+            HOST_BACKWARD * _hosted(setup),
+        ),
     )
 
 
@@ -191,5 +197,6 @@ def _ends(shape: Shape, setup: Setup) -> tuple[Work, Work]:
     chunks = -(-tokens // min(tokens, constants.chunk_tokens(vocab, setup.device)))
     summed = 2 * chunks * vocab * inputs * 4
     moved = 3 * logits + 4 * hidden + 3 * table + summed
-    forward = Work(6.0 * tokens * vocab * inputs, 0.0, moved, 2 * HOST_FORWARD)
+    products = 6.0 if shape.trainable_numel == shape.numel else 4.0  # a frozen head has no gradient
+    forward = Work(products * tokens * vocab * inputs, 0.0, moved, 2 * HOST_FORWARD)
     return forward, Work(0.0, 0.0, 10 * hidden + 2 * table, 2 * HOST_BACKWARD)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from zerocli.plan.ledger import Storage
 from zerocli.plan.shape import Latent, Parameter, Shape
 from zerocli.plan.tape import SHARED, Tape, Tensor
 
@@ -56,6 +57,12 @@ class Decoder:
         self._kinds = {shape.is_sparse(block): block for block, _ in shape.runs}
         """A block of each kind: sparse or not."""
 
+    @property
+    def before_recomputation(self) -> int:
+        """Bytes of gradients that a block's backward makes before it needs a saved tensor: that of the last adapter."""
+        lora = self.shape.lora
+        return self.hidden if lora is not None and "down" in lora.targets and not self.shape.dropout else 0
+
     # -- parts -----------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -68,7 +75,7 @@ class Decoder:
 
     def _nbytes(self, *parameters: Parameter) -> list[int]:
         width, tp = self.batch.width, self.batch.tp
-        sizes = [width * _product(each.local(tp)) for each in parameters]
+        sizes = [width * _product(each.local(tp)) for each in parameters if each.trainable]
         return [size for size in sizes if size]
 
     def _params(self, unit: str, *names: str, block: int = 0) -> list[int]:
@@ -81,7 +88,7 @@ class Decoder:
             half = self.batch.width < FP32
             source = t.new(fp32) if half else x.storage
             rstd, normal = t.new(tokens * FP32), t.new(fp32)
-            saved = [source, rstd, normal]
+            saved = [source, rstd, normal] if params else [source, rstd]
             return t.op("norm", [x], self.hidden, saved, [self.hidden], fp32, 3 * fp32, params, unit)
         stats = tokens * (FP32 if self.batch.cuda else self.batch.width) * (1 if self.shape.norm == "rms" else 2)
         return t.op("norm", [x], self.hidden, [x.storage, t.new(stats)], [self.hidden], params=params, unit=unit)
@@ -89,7 +96,34 @@ class Decoder:
     def linear(self, t: Tape, label: str, x: Tensor, inputs: int, outputs: int, params: list[int], unit: int) -> Tensor:
         tokens, width = self.batch.tokens, self.batch.width
         grad = tokens * inputs * width
-        return t.op(label, [x], tokens * outputs * width, [x.storage], [grad], params=params, unit=unit, product=True)
+        saved = self._input(x)
+        return t.op(label, [x], tokens * outputs * width, saved, [grad], params=params, unit=unit, product=True)
+
+    def _input(self, x: Tensor) -> list[Storage]:
+        """Return what a projection saves: its input, unless its weight is frozen."""
+        return [x.storage] if self.shape.lora is None else []
+
+    def adapt(self, t: Tape, y: Tensor, x: Tensor, names: tuple[str, ...], block: int, unit: int) -> Tensor:
+        """Add the adapters of these projections, which are one matrix with output `y`."""
+        lora = self.shape.lora
+        if lora is None or not (chosen := lora.of(*names)):
+            return y
+        tokens, width = self.batch.tokens, self.batch.width
+        parts = []
+        for name in names:
+            inputs, outputs = self.shape.projections()[name]
+            if name not in chosen:
+                parts.append(Tensor(t.new(tokens * outputs * width)))  # zeros
+                continue
+            a, b = (self._params("block", f"{name}.{each}", block=block) for each in "ab")
+            grad = tokens * inputs * width
+            thin, high = tokens * lora.rank * width, tokens * outputs * width
+            low = t.op("adapter", [x], thin, [x.storage], [grad], params=a, unit=unit, product=True)
+            parts.append(t.op("adapter", [low], high, [low.storage], params=b, unit=unit, product=True))
+            del low
+        joined = parts.pop() if len(parts) == 1 else t.op("join", parts, y.storage.nbytes, grads=[SHARED] * len(parts))
+        parts.clear()
+        return t.op("add adapters", [y, joined], y.storage.nbytes, grads=[SHARED, y.storage.nbytes])
 
     def sum_out(self, t: Tape, y: Tensor, bias: list[int], unit: int) -> Tensor:
         """Sum an output over tensor-parallel ranks in place; its bias is added afterwards, out of place."""
@@ -116,7 +150,9 @@ class Decoder:
         else:
             wide = (shape.width_q + 2 * shape.width_kv) // tp
             own = self._params("block", "qkv", "qkv_bias", block=block)
-            parts = t.split(self.linear(t, "qkv", x, shape.hidden, wide, own, unit), self._queries + 2 * self._keys)
+            y = self.adapt(t, self.linear(t, "qkv", x, shape.hidden, wide, own, unit), x, ("q", "k", "v"), block, unit)
+            parts = t.split(y, self._queries + 2 * self._keys)
+            del y
             q = k = v = parts
             if shape.rotary or shape.q_norm:
                 q = k = self._rotate(t, parts, block, unit)
@@ -125,6 +161,7 @@ class Decoder:
         bias = self._params("block", "out_bias", block=block)
         params = weight if tp > 1 else weight + bias
         y = self.linear(t, "out", out, shape.width_out // tp, shape.hidden, params, unit)
+        y = self.adapt(t, y, out, ("out",), block, unit)
         return self.dropout(t, self.sum_out(t, y, bias, unit))
 
     def _latent(self, t: Tape, x: Tensor, latent: Latent, block: int, unit: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,6 +228,8 @@ class Decoder:
         new = t.new if self.shape.dropout else t.product  # what draws random numbers is recomputed
         out, stats = new(self._queries), new(one)
         saved = [q.storage, k.storage, v.storage, out, stats]
+        if q.node is None and k.node is None and v.node is None:  # before the first adapter
+            return Tensor(out)
         node = t.record("attention", [q, k, v], saved, [self._queries, keys, keys], backward_temporary=extra)
         return Tensor(out, node)
 
@@ -218,18 +257,19 @@ class Decoder:
         up = self._params("block", "up", "up_bias", block=block)
         down, bias = (self._params("block", name, block=block) for name in ("down", "down_bias"))
         whole = down if self.batch.tp > 1 else down + bias
-        y = self._feed(t, x, self.batch.tokens, self.shape.mlp_hidden, up, whole, unit)
+        y = self._feed(t, x, self.batch.tokens, self.shape.mlp_hidden, up, whole, unit, block)
         return self.dropout(t, self.sum_out(t, y, bias, unit))
 
     def _feed(
-        self, t: Tape, x: Tensor, tokens: int, mlp_hidden: int, up: list[int], down: list[int], unit: int
+        self, t: Tape, x: Tensor, tokens: int, mlp_hidden: int, up: list[int], down: list[int], unit: int, block: int
     ) -> Tensor:
         """Run `tokens` rows through one MLP; that of experts, which no built-in model has, gates in two operations."""
         shape, width = self.shape, self.batch.width
         inner = mlp_hidden // self.batch.tp
         nbytes, hidden = tokens * inner * width, tokens * shape.hidden * width
         double = 2 if shape.gated else 1
-        first = t.op("up", [x], double * nbytes, [x.storage], [hidden], params=up, unit=unit, product=True)
+        first = t.op("up", [x], double * nbytes, self._input(x), [hidden], params=up, unit=unit, product=True)
+        first = self.adapt(t, first, x, ("gate", "up") if shape.gated else ("up",), block, unit)
         if shape.gated and shape.experts:
             parts = t.split(first, 2 * nbytes)
             gate = t.op("silu", [parts], nbytes, [first.storage], [nbytes])
@@ -239,7 +279,8 @@ class Decoder:
             label = "swiglu" if shape.gated else "gelu"
             act = t.op(label, [first], nbytes, [first.storage], [double * nbytes])
             del first
-        return t.op("down", [act], hidden, [act.storage], [nbytes], params=down, unit=unit, product=True)
+        y = t.op("down", [act], hidden, self._input(act), [nbytes], params=down, unit=unit, product=True)
+        return self.adapt(t, y, act, ("down",), block, unit)
 
     def _experts(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
         """Route tokens evenly to experts. This is an estimate: no built-in model is sparse."""
@@ -252,12 +293,12 @@ class Decoder:
         names = self._sizes[f"block{self._kinds[True]}"]
         up = self._params("block", *(n for n in names if n.startswith("expert") and ".up" in n), block=block)
         down = self._params("block", *(n for n in names if n.startswith("expert") and ".down" in n), block=block)
-        out = self._feed(t, sent, visits, shape.expert_hidden, up, down, unit)
+        out = self._feed(t, sent, visits, shape.expert_hidden, up, down, unit, block)
         y = t.op("combine", [out], self.hidden, [out.storage], [rows])
         if shape.shared_hidden:
             up = self._params("block", "shared.up", "shared_gate", block=block)
             down = self._params("block", "shared.down", block=block)
-            y = self.add(t, y, self._feed(t, x, batch.tokens, shape.shared_hidden, up, down, unit))
+            y = self.add(t, y, self._feed(t, x, batch.tokens, shape.shared_hidden, up, down, unit, block))
         return y
 
     # -- the whole -------------------------------------------------------------------------------------------------
@@ -305,7 +346,7 @@ class Decoder:
             mask = t.new(batch.tokens)
             x = t.op("other ranks' tokens", [x], self.hidden, [mask], [self.hidden])
         if shape.positions:
-            rows = [shape.positions * shape.hidden * batch.width]
+            rows = self._params("embed", "positions")
             sums = batch.seq * shape.hidden * batch.width
             x = t.op("positions", [x], self.hidden, (), [SHARED], backward_temporary=sums, params=rows, unit=0)
         if shape.embed_norm:

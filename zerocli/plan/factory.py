@@ -42,4 +42,11 @@ def build_factory(factory: str, device: str = "meta") -> nn.Module:
 
 def count_factory(factory: str) -> int:
     """Return the parameters of the model that a factory builds."""
-    return sum(parameter.numel() for parameter in build_factory(factory).parameters())
+    return count_both(factory)[0]
+
+
+def count_both(factory: str) -> tuple[int, int]:
+    """Return the parameters of the model that a factory builds, and how many of them are frozen."""
+    parameters = list(build_factory(factory).parameters())
+    frozen = sum(each.numel() for each in parameters if not each.requires_grad)
+    return sum(each.numel() for each in parameters), frozen

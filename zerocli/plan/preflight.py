@@ -32,8 +32,6 @@ AT_MOST = ", at most"
 """In the formula of rows that a run allocates on demand: they are no reason to refuse it."""
 COMPILED_SHARE = 0.5
 """Share of eager blocks' activations, which plans are of, that compiled blocks are taken to keep at least."""
-SEARCHED_LAYERS = 500
-"""For deeper models no change is searched: a plan takes about 2 ms per layer, and a search makes up to hundreds."""
 WORDS = {"hbm": "GPU memory", "dram": "host memory", "nvme": "disk space"}
 
 
@@ -134,7 +132,7 @@ def refuse(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, host: b
 def smallest_change(config: Config, setup: Setup, gpus: Sequence[Gpu]) -> str:
     """Return arguments with which the run fits this machine; if there are none, the command that shows others."""
     other = f"zerocli fit {quoted(config.model.factory or config.name)} --hardware h100, for another machine"
-    if config.model.factory or config.model.layers > SEARCHED_LAYERS:
+    if config.model.factory:
         return other
     there = _available(config, setup, gpus)
     shape = shape_of(config.model, config.train.seq)

@@ -199,7 +199,15 @@ def _fits(verdict: Verdict, best: Candidate, paint: Paint) -> list[str]:
         lines += wrap(f"activations: {best.plan.activations}", "  ")
     if best.plan.moment:
         lines.append(f"  its GPU peak comes at: {best.plan.moment}")
+    if best.plan.loading:
+        lines += wrap(f"{best.plan.loading_words}{_loads(verdict, best)}", "  ")
     return lines
+
+
+def _loads(verdict: Verdict, best: Candidate) -> str:
+    """Return what is missing for `--init-from`; empty if nothing is."""
+    over = best.plan.loading["init_from"] - verdict.hardware.host_memory
+    return f", {format_bytes(over)} more than there are" if over > 0 else ""
 
 
 def _does_not_fit(verdict: Verdict, paint: Paint) -> list[str]:

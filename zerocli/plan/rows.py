@@ -39,8 +39,16 @@ class Plan:
     """False for a bare parameter count: model states alone."""
     saved: Row | None = None
     """Checkpoints in the run folder (see saves.py); also one of the rows unless nodes share the folder."""
+    loading: dict[str, int] = field(default_factory=dict)
+    """Peak of a node's host memory while the model is loaded: `random`, or `init_from` (see loading.py)."""
+    trained: int = 0
+    """Parameters that are trained, of `numel`; 0: all."""
     activations: str = ""
     """What `activations.policy=auto` chose, and why; empty for another policy."""
+
+    @property
+    def num_trained(self) -> int:
+        return self.trained or self.numel
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -59,6 +67,12 @@ class Plan:
         """Return the device bytes that torch's allocator would report as its peak."""
         return max(self.peaks.values(), default=0)
 
+    @property
+    def loading_words(self) -> str:
+        """Return a line on host memory while the model is loaded."""
+        random, read = self.loading["random"], self.loading["init_from"]
+        return f"host memory while loading: {format_bytes(random)} per node, {format_bytes(read)} with --init-from"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-able values."""
         return {
@@ -68,6 +82,7 @@ class Plan:
             "rows": [row.as_dict() for row in self.rows],
             "checkpoints": self.saved.as_dict() if self.saved else None,
             "activations": self.activations or None,
+            "loading": self.loading or None,
         }
 
     def lines(self) -> list[str]:
@@ -87,6 +102,8 @@ class Plan:
             found.append(f"  {'disk':<{width}}{self.saved.tier:<18}{size:>11}  {self.saved.formula} (on no tier)")
         if self.activations:
             found.append(f"  activations: {self.activations}")
+        if self.loading:
+            found.append(f"  {self.loading_words}")
         if self.peaks:
             phases = ", ".join(f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in self.peaks.items())
             found.append(f"  peak of torch's allocations by phase: {phases}; highest at: {self.moment}")

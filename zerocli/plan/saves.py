@@ -1,6 +1,7 @@
 """Saved checkpoints: the bytes that a run folder holds at most, and the host memory for writing each.
 
-A checkpoint is the fp32 master and every optimizer state of the whole model, once, whatever the ranks and the stage. It
+A checkpoint is the fp32 master and every optimizer state of the whole model, once, whatever the ranks and the stage;
+frozen parameters are saved as they are. It
 is in the run folder, which may or may not be on the disks of the nvme tier; a plan cannot know. The rule:
 
 - On one node the run folder is assumed to be on that node's disks, so checkpoints count as `nvme`, like swap files:
@@ -24,18 +25,23 @@ _RANK_NBYTES = 16 << 10
 """Bytes of a rank's random states, and of padding at the end of its file."""
 
 
-def saved(numel: int, setup: Setup, flats: Flats) -> Row | None:
-    """Return what checkpoints take in the run folder; on tier `nvme`, or `shared` if there are several nodes."""
+def saved(numel: int, setup: Setup, flats: Flats, frozen: int = 0) -> Row | None:
+    """Return what checkpoints take in the run folder; on tier `nvme`, or `shared` if there are several nodes.
+
+    `frozen` of the `numel` parameters are not trained, and are saved as they are.
+    """
     if not setup.checkpoints:
         return None
     arrays = setup.num_states + 1
-    each = 4 * arrays * numel + _beside(arrays, numel, setup, flats)
+    each = 4 * arrays * (numel - frozen) + setup.width * frozen + _beside(arrays, numel, setup, flats)
     one_node = setup.ranks <= setup.ranks_per_node
     where = "the run folder" if one_node else "the run folder, which all nodes share"
     formula = (
         f"checkpoints in {where}: {setup.checkpoints - 1} kept and one being written"
-        f" x {4 * arrays} B x {format_count(numel)} parameters"
+        f" x {4 * arrays} B x {format_count(numel - frozen)} parameters"
     )
+    if frozen:
+        formula += f", and {setup.width} B x {format_count(frozen)} frozen ones"
     return Row("runtime", "nvme" if one_node else SHARED, setup.checkpoints * each, formula)
 
 
@@ -52,7 +58,8 @@ def buffer(setup: Setup, flats: Flats) -> int:
     if not setup.checkpoints:
         return 0
     slot = constants.save_slot(setup.checkpoint_buffer)
-    written = 4 * (setup.num_states + 1) * flats.total(lambda flat: flat.own.numel)
+    arrays = setup.num_states + 1
+    written = flats.total(lambda flat: flat.own.numel * (4 * arrays if flat.trainable else flat.width))
     largest = max((entry.numel for flat in flats.distinct for entry in flat.layout.entries), default=0)
     # A slot is closed when the next piece does not fit.
     filled = -(-written // (slot - 4 * min(constants.PIECE_NUMEL, largest)))

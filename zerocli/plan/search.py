@@ -155,6 +155,8 @@ def states_fit(model: Model, setup: Setup, hardware: Hardware) -> bool:
     budgets = [share.budget for shares in setup.offload.shares.values() for share in shares]
     if isinstance(model, int) or any(budget is not None for budget in budgets):
         return True
+    if model.trainable_numel < model.numel:  # a count is of trained parameters
+        return True
     # As the paper counts them the master is whole; a split one takes less.
     papers = FP32 * (setup.num_states + (setup.width < FP32))
     count = model.numel * setup.state_width // papers if papers else model.numel

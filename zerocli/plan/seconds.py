@@ -75,7 +75,7 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     """Return the estimate of a step on this hardware."""
     setup = plan.setup
     first, rest = _phases(plan, shape, hardware)
-    held = plan.numel / setup.tp / (setup.dp if setup.zero.optimizer else 1)
+    held = plan.num_trained / setup.tp / (setup.dp if setup.zero.optimizer else 1)
     offloaded = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
     # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
     here = held * _update_nbytes(setup) / (hardware.hbm * GB * UPDATE)
@@ -109,9 +109,9 @@ def _phases(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Phase, Phase]
     setup = plan.setup
     again = setup.accumulate - 1
     work = passes(shape, setup)
-    local = plan.numel / setup.tp
+    local, trained = plan.numel / setup.tp, plan.num_trained / setup.tp
     # Gradients are copied into flats or buckets, and their norm is measured.
-    gradients = Work(moved=local * (2 * setup.width + setup.grad_width))
+    gradients = Work(moved=trained * (2 * setup.width + setup.grad_width))
     forward, backward = work.forward, work.backward + work.again + gradients
     later = forward.times(again) + backward.times(setup.accumulate)
     gather = local * setup.width
@@ -136,10 +136,10 @@ def _phases(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Phase, Phase]
             "compute": sum(later.seconds(setup, hardware).values()),
             "host": later.host + moves * (2 * setup.accumulate - 1),
             "tensor parallel": sums * again + sums * (1 + repeated) * setup.accumulate,
-            "collectives": wire * (gathers[1] + reduces),
+            "collectives": wire * (gathers[1] + reduces * trained / local),
         },
     ]
-    for parts, moved in zip(made, _moved(plan, local), strict=True):
+    for parts, moved in zip(made, _moved(plan, trained), strict=True):
         parts["pcie"], parts["nvme"] = moved.pcie_seconds(hardware), moved.disk_seconds(hardware)
     offloaded = any(plan.of("optimizer_states", tier) for tier in _off_device(plan))
     head = sum(work.head.seconds(setup, hardware).values())
@@ -177,14 +177,15 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
         states, gradients, parameters, checkpoints = (
             plan.of(kind, tier) / ranks for kind in ("optimizer_states", "gradients", "parameters", "activations")
         )
-        fetched = parameters if setup.sizing.split_master and states else 0  # for the update, beside the gather
+        updated = parameters * plan.num_trained / plan.numel
+        fetched = updated if setup.sizing.split_master and states else 0  # for the update, beside the gather
         first.up += through * (states + gradients + fetched) + parameters
-        first.down += through * (states + parameters) + checkpoints
+        first.down += through * (states + updated) + checkpoints
         rest.up += parameters * (2 * passes - 1) + gradients * (passes - 1) + checkpoints * passes
         rest.down += gradients * passes + checkpoints * (passes - 1)
         if tier == "nvme":
             kept = min(parameters, setup.read_ahead_nbytes)  # per pass, what is still in the read-ahead cache
-            first.disk += ranks * (2 * states + gradients + fetched + 2 * parameters - kept + checkpoints)
+            first.disk += ranks * (2 * states + gradients + fetched + updated + parameters - kept + checkpoints)
             rest.disk += ranks * ((parameters - kept) * (2 * passes - 1) + gradients * (2 * passes - 1))
             rest.disk += ranks * checkpoints * (2 * passes - 1)
     if on_cpu:

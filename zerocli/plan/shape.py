@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from zerocli.errors import UserError
+from zerocli.plan.lora import Lora
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -116,6 +119,8 @@ class Shape:
     """Blocks that are dense in spite of `sparse_every`."""
     max_positions: int = 0
     """The longest sequence that the model supports; 0: unknown."""
+    lora: Lora | None = None
+    """Adapters that are trained while every other parameter is frozen."""
 
     @property
     def width_q(self) -> int:
@@ -162,6 +167,11 @@ class Shape:
         """Return the parameters of the whole model."""
         return sum(each.numel * times for unit, times in self.units() for each in unit.parameters)
 
+    @cached_property
+    def trainable_numel(self) -> int:
+        """The parameters that are trained."""
+        return sum(p.numel * times for unit, times in self.units() for p in unit.parameters if p.trainable)
+
     @property
     def active_numel(self) -> int:
         """Return the parameters that one token uses: of the experts, only those it is routed to."""
@@ -203,7 +213,11 @@ class Shape:
             found.append(Parameter("project_in", (self.hidden, width)))
         if self.embed_norm:
             found += self._norm("embed_norm", self.hidden)
-        return tuple(found)
+        return self._frozen(found)
+
+    def _frozen(self, parameters: list[Parameter]) -> tuple[Parameter, ...]:
+        """Return a model's own parameters, frozen if there are adapters."""
+        return tuple(dataclasses.replace(each, trainable=self.lora is None) for each in parameters)
 
     def head_parameters(self) -> tuple[Parameter, ...]:
         width = self.embed_dim or self.hidden
@@ -214,7 +228,7 @@ class Shape:
             found.append(Parameter("head", (self.vocab, width), 0))
         if self.head_bias:
             found.append(Parameter("head_bias", (self.vocab,)))
-        return tuple(found)
+        return self._frozen(found)
 
     def block_parameters(self, block: int = 0) -> tuple[Parameter, ...]:
         """Return a block's parameters: queries, keys and values are one matrix, and so are gate and up."""
@@ -228,7 +242,32 @@ class Shape:
             found.append(Parameter("sinks", (self.heads,), 0))
         found += self._linear("out", self.width_out, self.hidden, self.out_bias, cut=1)
         found += self._experts() if self.is_sparse(block) else self._mlp("", self.mlp_hidden)
-        return tuple(found)
+        return (*self._frozen(found), *self._adapters())
+
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Return (inputs, outputs) of a block's projections that may have adapters, by name."""
+        wide = {"q": (self.hidden, self.width_q), "k": (self.hidden, self.width_kv), "v": (self.hidden, self.width_kv)}
+        wide |= {"out": (self.width_out, self.hidden)} | (
+            {"gate": (self.hidden, self.mlp_hidden)} if self.gated else {}
+        )
+        return wide | {"up": (self.hidden, self.mlp_hidden), "down": (self.mlp_hidden, self.hidden)}
+
+    def _adapters(self) -> list[Parameter]:
+        if self.lora is None:
+            return []
+        rank, found = self.lora.rank, []
+        for name, (inputs, outputs) in self.projections().items():
+            if name in self.lora.targets:
+                found += [Parameter(f"{name}.a", (rank, inputs)), Parameter(f"{name}.b", (outputs, rank))]
+        return found
+
+    def adapted(self, lora: Lora) -> Shape:
+        """Return this model with adapters; UserError if they are not planned for it."""
+        if self.experts or self.latent:
+            raise UserError(f"--lora is planned for dense blocks with plain attention, and {self.family} has others")
+        if not lora.of(*self.projections()):
+            raise UserError(f"--lora: no block of {self.family} has a projection {', '.join(lora.targets)}")
+        return dataclasses.replace(self, lora=lora)
 
     def _qkv(self) -> list[Parameter]:
         return self._linear("qkv", self.hidden, self.width_q + 2 * self.width_kv, self.qkv_bias, cut=0)

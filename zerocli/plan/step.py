@@ -1,26 +1,24 @@
-"""Initialisation and training steps, replayed on a ledger in the engine's order of events."""
+"""Training steps, replayed on a ledger in the engine's order of events."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload.placement import HBM
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import buffers, constants
-from zerocli.layout.buffers import Spec
-from zerocli.layout.flats import FP32, FlatSpec
+from zerocli.layout.flats import FP32
 from zerocli.plan.decoder import Batch, Decoder
-from zerocli.plan.flats import WHOLE, Flats
-from zerocli.plan.ledger import Ledger, Peak, Storage
+from zerocli.plan.flats import Flats
+from zerocli.plan.initialisation import Initialisation
+from zerocli.plan.ledger import Peak, Storage
 from zerocli.plan.repeats import replayed
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.tape import Tape, Tensor
 
-GRANULARITY = {"cuda": 512, "cpu": 1}
-"""Bytes to which the device's allocator rounds."""
 TRANSIENT = 3
 """Blocks of a run after which each further one changes what is held by the same bytes: two checkpoints are in flight,
 and one is prefetched."""
@@ -34,27 +32,19 @@ class Peaks:
     first_step: Peak
     steady: Peak
     offloaded: dict[str, int]
+    built: int = 0
+    """Bytes held after initialisation."""
 
     @property
     def highest(self) -> Peak:
         return max((self.steady, self.first_step, self.initialisation), key=lambda peak: peak.nbytes)
 
 
-class Replay:
+class Replay(Initialisation):
     """One rank's device memory through initialisation and a step."""
 
     def __init__(self, shape: Shape, setup: Setup, flats: Flats) -> None:
-        self._shape, self._setup, self._flats = shape, setup, flats
-        self._sizing = setup.sizing
-        self._ledger = Ledger(GRANULARITY[setup.device])
-        # With several micro-steps gradients are there in all forwards but the first.
-        self._frees_grads = not self._sizing.keep_gradients and setup.accumulate == 1
-        self._units = [unit for unit, times in flats.runs for unit in [unit] * times]
-        """The flats of each unit: the first one, each block, and a head of its own."""
-        self._some = flats.enough(self._sizing)
-        self._trainable = [flat for flat in self._some if flat.trainable]
-        self._kept: list[Storage] = []
-        """Allocations that live as long as the engine."""
+        super().__init__(shape, setup, flats)
         self._grads: dict[int, list[Storage]] = defaultdict(list)
         """Gradients of units in backward, until they are reduced."""
         self._flat_grads: dict[int, list[Storage]] = {}
@@ -64,6 +54,10 @@ class Replay:
         self._slots: list[str] = []
         """The tier of each recomputed block's checkpoint."""
         self._has_slots = False
+        self._num_near = 0
+        """Slots on the device."""
+        self._first_input: list[Storage] = []
+        """The first block's input, if it needs no gradient."""
         self._in_flight: dict[int, Storage] = {}
         """Checkpoints that are still being written to their tier, by block: two at most."""
         self._ahead: dict[int, Storage] = {}
@@ -82,8 +76,8 @@ class Replay:
         """Replay initialisation, the first step and a later one."""
         ledger = self._ledger
         ledger.begin("initialisation")
-        self._initialise()
-        initialisation = ledger.peak
+        self.initialise()
+        initialisation, built = ledger.peak, ledger.total
         ledger.begin("first step")
         self._keep(*buffers.gather_buffers(self._some, self._sizing))
         self._step()
@@ -92,87 +86,7 @@ class Replay:
         self._keep(*buffers.update_slots(self._trainable, self._sizing))
         self._keep(*buffers.update_scratch(self._trainable, self._sizing))
         self._step()
-        return Peaks(initialisation, first, ledger.peak, dict(self._checkpoints_away))
-
-    def _keep(self, *specs: Spec) -> None:
-        """Allocate the device part of these buffers for the lifetime of the engine."""
-        self._kept += [Storage(self._ledger, s.nbytes, s.category) for s in specs if s.nbytes and s.tier == HBM]
-
-    def _keep_bytes(self, category: str, *sizes: int) -> None:
-        self._kept += [Storage(self._ledger, size, category) for size in sizes if size]
-
-    # -- initialisation --------------------------------------------------------------------------------------------
-
-    def _initialise(self) -> None:
-        """Initialise unit by unit: full values in fp32 are sliced and freed before the next unit; then gradients."""
-        shape, ledger = self._shape, self._ledger
-        # Scalars: loss scale, counters, norms, and what released parameters show.
-        self._keep_bytes("buffers", *self._tables(), 4096 + 128 * len(self._flats))
-        held = [dict(ledger.held)]
-        period = shape.period
-        for at, skipped in replayed([id(unit) for unit in self._units], period, period):
-            if skipped:
-                for category, nbytes in ledger.since(held[-1 - period], skipped // period).items():
-                    self._keep_bytes(category, nbytes)
-            self._initialise_unit(self._units[at])
-            held.append(dict(ledger.held))
-        if not self._frees_grads:
-            self._keep_gradients()
-        Storage(ledger, 8 * sum(self._tables()), "buffers")  # the tables' angles, in fp64, with copies
-
-    def _initialise_unit(self, flats: Sequence[FlatSpec]) -> None:
-        setup, ledger = self._setup, self._ledger
-        for flat in flats:
-            ledger.moment = f"initialising {flat.unit}"
-            wide = FP32 * flat.total
-            # The check for uninitialised values reads one parameter at a time, one byte per element.
-            largest = max(entry.numel for entry in flat.layout.entries)
-            Storage(ledger, largest, "buffers")
-            parts = [entry.numel for entry in flat.layout.entries if entry.group < WHOLE] if setup.tp > 1 else []
-            if parts:  # a part is sliced from the full parameter, which is initialised as without tensor parallelism
-                Storage(ledger, FP32 * max(parts) * (setup.tp + 1) + wide, "buffers")
-            if flat.width == FP32 and flat.resident(self._sizing):
-                self._keep(buffers.parameters(flat, self._sizing))
-                whole = None
-            else:
-                whole = Storage(ledger, wide, "buffers")
-                self._place_parameters(flat)
-            if flat.trainable:
-                self._place_states(flat)
-            del whole
-
-    def _keep_gradients(self) -> None:
-        """Allocate the gradients of all flats: one by one if they are partitioned, else in arenas."""
-        sizing = self._sizing
-        sizes: Counter[str] = Counter()
-        for unit, times in self._flats.runs:
-            trainable = [flat for flat in unit if flat.trainable]
-            specs = list(buffers.gradient_arenas(trainable, sizing))
-            sizes["arenas"] += times * sum(spec.nbytes for spec in specs)
-            if sizing.stage.gradients or not sizing.keep_gradients:
-                own = [buffers.gradients(flat, sizing) for flat in trainable]
-                sizes["own"] += times * sum(self._ledger.rounded(spec.nbytes) for spec in own if spec.tier == HBM)
-        self._keep_bytes("gradients", *sizes.values())
-
-    def _place_parameters(self, flat: FlatSpec) -> None:
-        spec = buffers.parameters(flat, self._sizing)
-        if spec.tier == HBM:
-            self._keep(spec)
-        elif flat.width < FP32:
-            Storage(self._ledger, spec.nbytes, "buffers")  # the slice, on its way to its tier
-
-    def _place_states(self, flat: FlatSpec) -> None:
-        self._keep(*buffers.optimizer_states(flat, self._sizing))
-        if flat.tiers["optimizer"] != HBM:
-            chunk = min(flat.held.numel, self._sizing.chunk)
-            Storage(self._ledger, self._sizing.record_nbytes(flat.width, chunk), "buffers")
-
-    def _tables(self) -> list[int]:
-        """Return the model's own buffers: cosines and sines of rotary positions."""
-        if not self._shape.rotary:
-            return []
-        table = self._setup.seq * self._shape.head_size * FP32
-        return [table, table]
+        return Peaks(initialisation, first, ledger.peak, dict(self._checkpoints_away), built)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -250,8 +164,8 @@ class Replay:
         if block < self._recompute.count:
             size = x.storage.nbytes
             self._keep_checkpoint(x, block)
-            selective = block >= self._recompute.whole
-            out = tape.checkpoint(run, x, lambda: self._bring_back(block, size), selective)
+            selective, before = block >= self._recompute.whole, decoder.before_recomputation
+            out = tape.checkpoint(run, x, lambda: self._bring_back(block, size), selective, before)
         else:
             out = run(tape, x)
         self._mark(tape, out, f"backward of block {unit}")
@@ -261,9 +175,12 @@ class Replay:
 
     def _keep_checkpoint(self, x: Tensor, block: int) -> None:
         """Copy a rank's part of a block's input into its slot; for another tier the copy lives until it is written."""
+        if x.node is None:  # computed from frozen parameters: it stays as it is
+            self._first_input.append(x.storage)
+            return
         part = -(-x.storage.nbytes // self._setup.parts)
         if not self._has_slots:
-            self._keep_bytes("activations", self._slots.count(HBM) * self._slot_nbytes(HBM, part))
+            self._keep_bytes("activations", self._num_near * self._slot_nbytes(HBM, part))
             self._has_slots = True
         if self._slots[block] == HBM:
             return
@@ -288,9 +205,14 @@ class Replay:
         if (left := checkpoints - len(self._slots)) > 0:
             fact = f"activations: {left} of {checkpoints} checkpoints have no place left in their budgets"
             raise UserError(fact, hint="name another tier after them: activations=cpu+nvme", exit_code=DOES_NOT_FIT)
+        self._num_near = self._slots.count(HBM)
+        if self._shape.lora is not None and self._slots:  # the first block's input takes no slot
+            self._slots = [HBM, *self._slots[:-1]]
 
     def _bring_back(self, block: int, size: int) -> Storage:
         """Return a block's input, and start prefetching that of the previous block."""
+        if block == 0 and self._first_input:
+            return self._first_input.pop()
         if self._setup.parts == 1 and self._slots[block] == HBM:
             return Storage(self._ledger, 0)  # it is read in place
         source = self._in_flight.pop(block, None) if self._setup.parts == 1 else None
@@ -308,6 +230,8 @@ class Replay:
 
         Then `skipped` blocks before it are counted, as if they had run too.
         """
+        if x.node is None:  # no gradient comes here: what made it is frozen
+            return
         node = tape.record(moment, [x])
 
         def reached(gradient: list[Storage]) -> list[Storage]:
@@ -330,23 +254,24 @@ class Replay:
         unit = 0 if shape.tie else shape.layers + 1
         if shape.final_norm:
             self._mark(tape, x, "end of backward of the head", done=unit)
-            norm = [each for each in shape.head_parameters() if each.name.startswith("norm")]
+            norm = [each for each in shape.head_parameters() if each.name.startswith("norm") and each.trainable]
             x = decoder.norm(tape, x, [each.numel * setup.width for each in norm], unit)
         tokens, width, vocab = decoder.batch.tokens, setup.width, shape.local_vocab(setup.tp)
         chunk = min(constants.chunk_tokens(vocab, setup.device), tokens)
         rows = chunk * constants.padded_vocab(vocab)
         grad_x = Storage(ledger, tokens * shape.hidden * width, "logits")
-        grad_weight = Storage(ledger, vocab * shape.hidden * FP32, "logits")
+        frozen = shape.lora is not None
+        grad_weight = None if frozen else Storage(ledger, vocab * shape.hidden * FP32, "logits")
         small = Storage(ledger, 5 * tokens, "logits")  # losses, and which targets count
         buffer = Storage(ledger, rows * width, "logits")
         if not decoder.batch.has_kernels or vocab != shape.vocab:
             # Indices and masks of a chunk, its maxima and sums, and in half precision its logits in fp32.
             few = (29 if setup.tp == 1 else 54) * chunk
             Storage(ledger, few + (rows * FP32 if width < FP32 else 0), "logits")
-        if width < FP32 and setup.device == "cpu":
+        if width < FP32 and setup.device == "cpu" and not frozen:
             Storage(ledger, chunk * (vocab + shape.hidden) * FP32, "logits")
         del buffer, small
-        kept = [grad_weight, grad_x]
+        kept = [grad_weight, grad_x] if grad_weight is not None else [grad_x]
         del grad_weight, grad_x
         node = tape.record("loss", [x])
         node.backward = lambda incoming: self._loss_backward(incoming, kept, unit)
@@ -355,6 +280,8 @@ class Replay:
     def _loss_backward(self, incoming: list[Storage], kept: list[Storage], unit: int) -> list[Storage]:
         incoming.clear()
         grad_x = kept.pop()
+        if not kept:
+            return [grad_x]
         weight = kept.pop()
         if self._setup.width < FP32:
             weight = Storage(self._ledger, weight.nbytes // FP32 * self._setup.width, "buffers")

@@ -94,7 +94,9 @@ class Tape:
     ) -> Tensor:
         """Run one operation: temporaries, output, saves. `grads` default to one gradient of each input's size."""
         # Autograd saves inputs before it computes: a recomputation that stops at its last save never makes the output.
-        node = self.record(label, inputs, saved, grads, backward_temporary, params, unit)
+        node = None
+        if params or any(each.node is not None for each in inputs):
+            node = self.record(label, inputs, saved, grads, backward_temporary, params, unit)
         scratch = self.new(temporary) if temporary else None
         out = self.product(nbytes) if product else self.new(nbytes)
         del scratch
@@ -124,6 +126,8 @@ class Tape:
 
     def split(self, source: Tensor, nbytes: int) -> Tensor:
         """Return a view whose parts' gradients are concatenated into one of `nbytes`."""
+        if source.node is None:
+            return source
         node = self.record("join gradients", [source], grads=[nbytes])
         node.collects = True
         return Tensor(source.storage, node)
@@ -147,14 +151,17 @@ class Tape:
         x: Tensor,
         bring_back: Callable[[], Storage],
         selective: bool = False,
+        before: int = 0,
     ) -> Tensor:
         """Run a block that saves nothing; backward fetches its input and runs it again.
 
         With `selective` the outputs of expensive operations are kept, but those that recomputation stops before.
+        `before` are bytes of gradients that backward makes before it first needs what the block saved.
         """
         first = Tape(self.ledger, self._on_grad, keep=False)
         first.outputs = [] if selective else None
-        out = Tensor(run(first, Tensor(x.storage, INPUT)).storage, self.record("recompute", [x]))
+        entry = INPUT if x.node is not None else None
+        out = Tensor(run(first, Tensor(x.storage, entry)).storage, self.record("recompute", [x]))
         if first.outputs is not None:
             first.outputs = [each for each in first.outputs if each[0] < first.num_saved]
         assert out.node is not None
@@ -163,8 +170,10 @@ class Tape:
             again = Tape(self.ledger, self._on_grad)
             again.last_save, again.outputs = first.num_saved, first.outputs
             source = bring_back()
-            root = run(again, Tensor(source, INPUT)).node
+            early = Storage(self.ledger, before) if before else None
+            root = run(again, Tensor(source, entry)).node
             assert root is not None
+            del early
             return again.backward(root, gradient)
 
         out.node.backward = backward

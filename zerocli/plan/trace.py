@@ -23,9 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from offload.placement import Placement
 from tiers.events import NOTHING, Scope
 from zerocli.config import AUTO, Sharding
+from zerocli.engine.build import mixes
 from zerocli.engine.comm import Collectives, Issued
 from zerocli.engine.engine import Engine
 from zerocli.engine.events import Events
+from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.settings import Settings
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes, planned_cuts
 from zerocli.engine.unit import UnitChoice, claim_parameters, find_units
@@ -55,7 +57,7 @@ def trace(name: str, make: Any, setups: list[Setup], loss: Loss | None = None, w
     """
     moving: dict[tuple[bool, Recompute], int] = {}
     try:
-        parts, buffers = units_of(make(), setups[0].tp)
+        parts, buffers = units_of(make(), setups[0].tp, PRECISIONS[setups[0].precision].compute)
     except ValueError as error:
         raise UserError(f"--trace: {error}", hint="--tp 1") from error
     for setup in setups:
@@ -72,12 +74,15 @@ def kinds_of_step(setup: Setup, stages: Sequence[int]) -> list[Setup]:
     return [dataclasses.replace(each, stage=stage) for each in alike for stage in stages]
 
 
-def units_of(model: nn.Module, tp: int = 1) -> tuple[tuple[Unit, ...], int]:
+def units_of(model: nn.Module, tp: int = 1, compute: torch.dtype = torch.float32) -> tuple[tuple[Unit, ...], int]:
     """Return the units that the engine would make of a model, and the bytes of its buffers.
 
     Raises ValueError for a model that this tensor-parallel degree does not split.
     """
     found = []
+    # As in the engine: parameters take the compute dtype, but fp32 ones (adapters) of a bf16 model stay fp32.
+    narrowed = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
+    narrowed -= {torch.float32} if mixes(model, compute) else set()
     cuts = planned_cuts(model, tp)
     for unit, named in claim_parameters(model, find_units(model, _choice(model))):
         if named:
@@ -87,7 +92,7 @@ def units_of(model: nn.Module, tp: int = 1) -> tuple[tuple[Unit, ...], int]:
                     tuple(p.shape),
                     cuts[name].dim if name in cuts else None,
                     p.requires_grad,
-                    0 if p.dtype.is_floating_point else p.element_size(),
+                    0 if p.dtype in narrowed else p.element_size(),
                 )
                 for name, p in named
             )

@@ -37,6 +37,10 @@ class Traced:
     def numel(self) -> int:
         return sum(each.numel for unit in self.parts for each in unit.parameters)
 
+    @property
+    def trainable_numel(self) -> int:
+        return sum(each.numel for unit in self.parts for each in unit.parameters if each.trainable)
+
 
 def way(setup: Setup) -> tuple[bool, Recompute]:
     """Return what in a setup changes the temporary bytes: (gradients are partitioned, blocks that are recomputed)."""

@@ -90,6 +90,7 @@ def document(verdict: Verdict) -> dict[str, Any]:
         "model": {
             "name": verdict.name,
             "parameters": verdict.numel,
+            "trainable_parameters": verdict.numel if isinstance(verdict.model, int) else verdict.model.trainable_numel,
             "active_parameters": shape.active_numel if shape else verdict.numel,
             "whole": not isinstance(verdict.model, int),
         },
@@ -156,6 +157,7 @@ def _candidate(candidate: Candidate, shape: Shape | None, budget: Budget | None)
         "moment": plan.moment,
         "rows": [row.as_dict() for row in plan.rows],
         "checkpoints": plan.saved.as_dict() if plan.saved else None,
+        "loading": plan.loading or None,
         "step": None
         if timed is None
         else {

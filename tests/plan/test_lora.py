@@ -1,0 +1,254 @@
+"""LoRA and frozen parameters: the plan compared with the real engine, and counts with those of peft."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+from zerocli.cli import main as cli
+from zerocli.config import ModelConfig
+from zerocli.engine.engine import Engine
+from zerocli.engine.settings import Settings
+from zerocli.models import build
+from zerocli.plan import tape
+from zerocli.plan.build import plan_model, plan_traced
+from zerocli.plan.decoder import Batch, Decoder
+from zerocli.plan.families import read_shape
+from zerocli.plan.inputs import shape_of
+from zerocli.plan.ledger import Ledger, Storage
+from zerocli.plan.lora import Lora, parse_lora
+from zerocli.plan.measure import LiveBytes
+from zerocli.plan.rows import Plan
+from zerocli.plan.setup import Setup
+from zerocli.plan.shape import Shape
+from zerocli.plan.trace import trace
+
+SMALL = ModelConfig(layers=4, hidden=32, heads=4, vocab=150)
+
+
+class Adapted(nn.Module):
+    """A frozen projection of several parts, some with adapters."""
+
+    def __init__(self, base: nn.Linear, widths: dict[str, int], lora: Lora) -> None:
+        super().__init__()
+        self.base, self.widths, self.scale = base, widths, 2.0
+        chosen = lora.of(*widths)
+        self.a = nn.ModuleDict({name: nn.Linear(base.in_features, lora.rank, False) for name in chosen})
+        self.b = nn.ModuleDict({name: nn.Linear(lora.rank, widths[name], False) for name in chosen})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(x)
+        return torch.add(y, self._change(x), alpha=self.scale)
+
+    def _change(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [
+            self.b[name](self.a[name](x)) if name in self.a else x.new_zeros(*x.shape[:-1], width)
+            for name, width in self.widths.items()
+        ]
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+
+def adapt(decoder: Any, model: ModelConfig, lora: Lora) -> Any:
+    """Freeze a built-in model and give it adapters."""
+    decoder.requires_grad_(False)
+    llama = model.family == "llama"
+    head = model.hidden // model.heads
+    keys = (model.kv_heads or model.heads) * head
+    for block in decoder.blocks:
+        inner = block.mlp.down.in_features
+        up = {"gate": inner, "up": inner} if llama else {"up": inner}
+        places = [
+            (block.attention, "qkv", {"q": model.hidden, "k": keys, "v": keys}),
+            (block.attention, "out", {"out": model.hidden}),
+            (block.mlp, "gate_up" if llama else "up", up),
+            (block.mlp, "down", {"down": model.hidden}),
+        ]
+        for owner, name, widths in places:
+            if lora.of(*widths):
+                setattr(owner, name, Adapted(getattr(owner, name), widths, lora))
+    return decoder
+
+
+CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"stage": 0}, "4"),
+    ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 0}, "4"),
+    ({"family": "llama"}, {"stage": 1}, "4:q,v"),
+    ({}, {"stage": 2}, "4:q,v"),
+    ({"family": "llama", "tie": False}, {"stage": 3}, "8"),
+    ({"family": "llama", "tie": False}, {"stage": 2, "recompute": True}, "8"),
+    ({"dropout": 0.1}, {"stage": 3, "recompute": True}, "4"),
+    ({"family": "llama"}, {"stage": 3, "offload": "cpu"}, "4:q,v"),
+    ({"family": "llama"}, {"stage": 2, "offload": "optimizer=cpu", "recompute": 2}, "4:down"),
+    ({"layers": 12}, {"stage": 3, "offload": "params=cpu", "accumulate": 2}, "2:up,out"),
+]
+
+
+def measured(changes: dict[str, Any], setup: dict[str, Any], text: str, batch: int, seq: int) -> tuple[int, int]:
+    """Return the peak of live bytes in two steps of the real engine, and its trained parameters."""
+    model = dataclasses.replace(SMALL, **changes)
+    live = LiveBytes()
+    with live:
+        with torch.device("meta"):
+            decoder = adapt(build(model, seq, "meta"), model, parse_lora(text))
+        engine = Engine(decoder, Settings(**setup, units=decoder.unit_modules(), device="cpu", clip=1.0))
+        for _ in range(2):
+            for _ in range(setup.get("accumulate", 1)):
+                tokens = torch.randint(model.vocab, (2, batch, seq))
+                engine.backward(engine(tokens[0], tokens[1]))
+            engine.step()
+    trained = sum(flat.layout.numel for flat in engine.flats() if flat.trainable)
+    engine.close()
+    return live.peak, trained
+
+
+def _measure_all(cases: list, batch: int, seq: int, precision: str) -> list:
+    torch.backends.mkldnn.set_flags(_enabled=False)
+    return [measured(changes, setup | {"precision": precision}, text, batch, seq) for changes, setup, text in cases]
+
+
+def planned(changes: dict[str, Any], setup: dict[str, Any], text: str, world: int) -> tuple[Shape, Plan]:
+    shape = shape_of(dataclasses.replace(SMALL, **changes), 24).adapted(parse_lora(text))
+    given = {"ranks": world, "ranks_per_node": world, "batch": 4, "seq": 24, "device": "cpu", "precision": "fp32"}
+    return shape, plan_model(shape, Setup(**(given | setup)))
+
+
+@pytest.fixture
+def adds_in_new_memory(monkeypatch):
+    """While `LiveBytes` watches, autograd adds two gradients of one tensor in new memory, always."""
+    monkeypatch.setattr(tape, "sys", SimpleNamespace(getrefcount=lambda thing: 3))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_plan_of_adapters_is_what_the_engine_takes(world, adds_in_new_memory):
+    cases = CASES if world > 1 else CASES[1:8:3]
+    ranks = run_ranks(world, _measure_all, cases, 4, 24, "fp32")
+    for (changes, setup, text), *found in zip(cases, *ranks, strict=True):
+        shape, plan = planned(changes, setup, text, world)
+        peak = max(each for each, _ in found)
+        assert shape.trainable_numel == found[0][1]
+        assert peak <= plan.allocated <= peak * 1.01, (changes, setup, text)
+
+
+def saved_nbytes(block: nn.Module, x: torch.Tensor) -> int:
+    """Return the bytes of distinct storages, parameters and tables left out, that autograd keeps of a call."""
+    own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = block(x)
+    del out
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("width", [4, 2], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("text", ["8", "4:q,v", "4:down", "2:up,out"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_frozen_block_keeps_what_its_adapters_need(family, text, width):
+    model, lora = dataclasses.replace(SMALL, family=family), parse_lora(text)
+    dtype = torch.float32 if width == 4 else torch.bfloat16
+    block = adapt(build(model, 8), model, lora).to(dtype).blocks[0]
+    measured = saved_nbytes(block, torch.randn(2, 8, 32, dtype=dtype, requires_grad=True))
+    ledger = Ledger()
+    recorded = tape.Tape(ledger, lambda unit, grad: None)
+    decoder = Decoder(shape_of(model, 8).adapted(lora), Batch(2, 8, width, cuda=False))
+    decoder.block(recorded, tape.Tensor(Storage(ledger, 2 * 8 * 32 * width), tape.INPUT), 0, 1)
+    kept = {id(storage): storage.nbytes for node in recorded._nodes for storage in node.saved}
+    assert sum(kept.values()) == measured
+
+
+def test_adapters_are_counted_as_peft_counts_them():
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    values = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    values |= {"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 100}
+    shape = read_shape(values, {}, "llama")
+    own = {key: value for key, value in values.items() if key != "model_type"}
+    for text, modules in (("8", "all-linear"), ("4:q,v", ["q_proj", "v_proj"]), ("2:o,down", ["o_proj", "down_proj"])):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**own))
+        made = peft.get_peft_model(model, peft.LoraConfig(r=parse_lora(text).rank, target_modules=modules))
+        trained, everything = made.get_nb_trainable_parameters()
+        adapted = shape.adapted(parse_lora(text))
+        assert (adapted.trainable_numel, adapted.numel) == (trained, everything)
+
+
+def ask(capsys, *words):
+    code = cli.run(["fit", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_fit_counts_states_of_adapters_alone(capsys):
+    """Llama 3 8B with rank 16 on all seven projections trains 41,943,040 parameters."""
+    words = ("llama3-8b", "--ranks", "1", "--stage", "0", "--offload", "", "--hardware", "h200")
+    _, answer = ask(capsys, *words, "--lora", "16")
+    assert answer["model"]["trainable_parameters"] == 41_943_040
+    assert answer["model"]["parameters"] == 8_030_261_248 + 41_943_040
+    rows = {row["category"]: row["bytes"] for row in answer["candidates"][0]["rows"] if row["tier"] == "hbm"}
+    assert rows["parameters"] == pytest.approx(2 * 8_072_204_288, rel=1e-4)
+    assert rows["optimizer_states"] == pytest.approx(10 * 41_943_040, rel=1e-3)
+    _, whole = ask(capsys, *words)
+    assert whole["model"]["trainable_parameters"] == whole["model"]["parameters"] == 8_030_261_248
+    code, most = ask(capsys, "llama3-8b", "--lora", "16:q,v", "--ranks", "1", "--max", "batch", "--hardware", "h200")
+    assert code == 0 and most["max"]["value"] > 1
+
+
+@pytest.mark.parametrize(
+    "words,said",
+    [
+        (["llama3-8b", "--lora", "0"], "is not a rank"),
+        (["llama3-8b", "--lora", "16:qq"], "there is no projection 'qq'"),
+        (["gpt2-124m", "--lora", "16:gate"], "no block of gpt2 has a projection gate"),
+        (["llama3-8b", "--lora", "16", "--tp", "2"], "--lora with --tp 2 is not planned"),
+        (["7.5B", "--lora", "16"], "for models with a shape"),
+    ],
+)
+def test_what_is_not_planned_is_refused(words, said, capsys):
+    assert cli.run(["fit", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def frozen_factory() -> nn.Module:
+    """A model with adapters, as a factory would build it."""
+    return adapt(build(SMALL, 24, "meta"), SMALL, parse_lora("4:q,v"))
+
+
+def _measure_factory(setup: dict[str, Any]) -> int:
+    torch.backends.mkldnn.set_flags(_enabled=False)
+    live = LiveBytes()
+    with live:
+        with torch.device("meta"):
+            decoder: Any = frozen_factory()
+        engine = Engine(decoder, Settings(**setup, units=decoder.unit_modules(), device="cpu", clip=1.0))
+        for _ in range(2):
+            tokens = torch.randint(SMALL.vocab, (2, 4, 24))
+            engine.backward(engine(tokens[0], tokens[1]))
+            engine.step()
+    engine.close()
+    return live.peak
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_traced_factory_with_frozen_parameters_is_what_the_engine_takes(stage):
+    setup = {"stage": stage, "precision": "fp32"}
+    peak = max(run_ranks(2, _measure_factory, setup))
+    asked = Setup(**setup, ranks=2, ranks_per_node=2, batch=4, seq=24, device="cpu")
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return frozen_factory()
+
+    traced = trace("frozen", make, [asked])
+    plan = plan_traced(traced, asked)
+    assert traced.trainable_numel == shape_of(SMALL, 24).adapted(parse_lora("4:q,v")).trainable_numel
+    assert peak * 0.99 <= plan.allocated <= peak * 1.02, (peak, plan.allocated)

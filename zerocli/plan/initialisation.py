@@ -1,0 +1,124 @@
+"""Initialisation of the engine, replayed on a ledger: one rank's device memory until its first step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from offload.placement import HBM
+from zerocli.layout import buffers
+from zerocli.layout.buffers import Spec
+from zerocli.layout.flats import FP32, REMAINDER, FlatSpec
+from zerocli.plan.flats import WHOLE, Flats
+from zerocli.plan.ledger import Ledger, Storage
+from zerocli.plan.repeats import replayed
+from zerocli.plan.setup import Setup
+from zerocli.plan.shape import Shape
+
+GRANULARITY = {"cuda": 512, "cpu": 1}
+"""Bytes to which the device's allocator rounds."""
+
+
+class Initialisation:
+    """One rank's device memory while its units are initialised, and what it keeps from then on."""
+
+    def __init__(self, shape: Shape, setup: Setup, flats: Flats) -> None:
+        self._shape, self._setup, self._flats = shape, setup, flats
+        self._sizing = setup.sizing
+        self._ledger = Ledger(GRANULARITY[setup.device])
+        # With several micro-steps gradients are there in all forwards but the first.
+        self._frees_grads = not self._sizing.keep_gradients and setup.accumulate == 1
+        self._units = [unit for unit, times in flats.runs for unit in [unit] * times]
+        """The flats of each unit: the first one, each block, and a head of its own."""
+        self._some = flats.enough(self._sizing)
+        self._trainable = [flat for flat in self._some if flat.trainable]
+        self._kept: list[Storage] = []
+        """Allocations that live as long as the engine."""
+
+    def initialise(self) -> None:
+        """Initialise unit by unit: full values in fp32 are sliced and freed before the next unit; then gradients."""
+        shape, ledger = self._shape, self._ledger
+        # Scalars: loss scale, counters, norms, and what released parameters show.
+        self._keep_bytes("buffers", *self._tables(), 4096 + 128 * len(self._flats))
+        held = [dict(ledger.held)]
+        period = shape.period
+        for at, skipped in replayed([id(unit) for unit in self._units], period, period):
+            if skipped:
+                for category, nbytes in ledger.since(held[-1 - period], skipped // period).items():
+                    self._keep_bytes(category, nbytes)
+            self._initialise_unit(self._units[at])
+            held.append(dict(ledger.held))
+        if not self._frees_grads:
+            self._keep_gradients()
+        Storage(ledger, 8 * sum(self._tables()), "buffers")  # the tables' angles, in fp64, with copies
+
+    def _initialise_unit(self, flats: Sequence[FlatSpec]) -> None:
+        setup, ledger = self._setup, self._ledger
+        for flat in flats:
+            ledger.moment = f"initialising {flat.unit}"
+            wide = FP32 * flat.total
+            # The check for uninitialised values reads one parameter at a time, one byte per element.
+            largest = max(entry.numel for entry in flat.layout.entries)
+            Storage(ledger, largest, "buffers")
+            parts = [entry.numel for entry in flat.layout.entries if entry.group < WHOLE] if setup.tp > 1 else []
+            if parts:  # a part is sliced from the full parameter, which is initialised as without tensor parallelism
+                Storage(ledger, FP32 * max(parts) * (setup.tp + 1) + wide, "buffers")
+            if flat.width == FP32 and flat.resident(self._sizing):
+                self._keep(buffers.parameters(flat, self._sizing))
+                whole = None
+            else:
+                whole = Storage(ledger, wide, "buffers")
+                self._place_parameters(flat)
+            if flat.trainable:
+                self._place_states(flat)
+            del whole
+
+    def _keep_gradients(self) -> None:
+        """Allocate the gradients of all flats: one by one if they are partitioned, else in arenas."""
+        sizing = self._sizing
+        sizes: Counter[str] = Counter()
+        for unit, times in self._flats.runs:
+            trainable = [flat for flat in unit if flat.trainable]
+            specs = list(buffers.gradient_arenas(trainable, sizing))
+            sizes["arenas"] += times * sum(spec.nbytes for spec in specs)
+            if sizing.stage.gradients or not sizing.keep_gradients:
+                own = [buffers.gradients(flat, sizing) for flat in trainable]
+                sizes["own"] += times * sum(self._ledger.rounded(spec.nbytes) for spec in own if spec.tier == HBM)
+        self._keep_bytes("gradients", *sizes.values())
+
+    def _place_parameters(self, flat: FlatSpec) -> None:
+        spec = buffers.parameters(flat, self._sizing)
+        # Rounding to bf16 needs an fp32 copy of what is kept.
+        copy = Storage(self._ledger, FP32 * spec.numel, "buffers") if self._setup.precision == "bf16" else None
+        if spec.tier == HBM:
+            self._keep(spec)
+        elif flat.width < FP32:
+            Storage(self._ledger, spec.nbytes, "buffers")  # the slice, on its way to its tier
+        del copy
+
+    def _place_states(self, flat: FlatSpec) -> None:
+        remainder = None
+        if self._sizing.master_width(flat.width) == REMAINDER:
+            # Split: two fp32 copies, the parameters once more, and the remainder, which stays until it is placed.
+            remainder = Storage(self._ledger, REMAINDER * flat.held.numel, "buffers")
+            Storage(self._ledger, (2 * FP32 + flat.width) * flat.held.numel, "buffers")
+        if flat.tiers["optimizer"] == HBM:
+            del remainder
+            self._keep(*buffers.optimizer_states(flat, self._sizing))
+            return
+        chunk = min(flat.held.numel, self._sizing.chunk)
+        Storage(self._ledger, self._sizing.record_nbytes(flat.width, chunk), "buffers")
+
+    def _tables(self) -> list[int]:
+        """Return the model's own buffers: cosines and sines of rotary positions."""
+        if not self._shape.rotary:
+            return []
+        table = self._setup.seq * self._shape.head_size * FP32
+        return [table, table]
+
+    def _keep(self, *specs: Spec) -> None:
+        """Allocate the device part of these buffers for the lifetime of the engine."""
+        self._kept += [Storage(self._ledger, s.nbytes, s.category) for s in specs if s.nbytes and s.tier == HBM]
+
+    def _keep_bytes(self, category: str, *sizes: int) -> None:
+        self._kept += [Storage(self._ledger, size, category) for size in sizes if size]

@@ -1,0 +1,65 @@
+"""Host memory while a model is built and loaded, before its first step. Needs no torch.
+
+A run initialises its model on the device, flat by flat; what its placement keeps in host memory goes there at once.
+With `--init-from` each rank then reads, tensor by tensor, the elements that it owns (`checkpoint/imports.py`). Of one
+tensor it holds in host memory, for `n` elements of its own out of `N`:
+
+    4n + 4n          the values in fp32, and the same joined from several tensors of the file
+    4n + 12n         the values, and their copies while a split master is made of them
+    10m              an fp32 master rounded to parameters, `m` elements of a flat at a time (at most 4 M)
+    2N + 4N          only GPT-2's matrices, which Hugging Face transposes: a 16-bit tensor whole, and in fp32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerocli.layout import constants
+from zerocli.layout.buffers import states
+from zerocli.layout.flats import FP32, REMAINDER, FlatSpec
+from zerocli.plan.flats import Flats, arenas
+from zerocli.plan.runtime import constant
+from zerocli.plan.setup import Setup
+
+
+def host_nbytes(setup: Setup, flats: Flats, initialised: int, built: int, transposes: bool) -> dict[str, int]:
+    """Return the peak of one node's host memory while a model is loaded: `random`ly, or by `--init-from`.
+
+    Without a GPU a rank's device memory is host memory: `initialised` is its peak during initialisation, `built` what
+    it holds afterwards. `transposes`: the weights may be GPT-2's under Hugging Face names.
+    """
+    ranks = setup.local_ranks
+    if setup.device == "cuda":
+        initialised = built = constant("python", setup.runtime)
+    kept = _kept(setup, flats)
+    read = max((nbytes for flat in flats.distinct for nbytes in _read(setup, flat, transposes)), default=0)
+    random = ranks * (initialised + kept)
+    return {"random": random, "init_from": max(random, ranks * (built + kept + read))}
+
+
+def _kept(setup: Setup, flats: Flats) -> int:
+    """Return what a rank's tiers hold in host memory once its states are placed."""
+
+    def on(tier: str, categories: tuple[str, ...]) -> list[int]:
+        def of(flat: FlatSpec) -> list[int]:
+            found = (spec for spec in states(flat, setup.sizing) if spec.tier == tier)
+            return [spec.nbytes for spec in found if spec.category in categories]
+
+        return flats.sizes(of)
+
+    first, second = ("parameters",), ("optimizer_states", "gradients")
+    staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
+    disks = sum(bool(on("nvme", kinds)) for kinds in (first, second))
+    return arenas(on("dram", first)) + arenas(on("dram", second)) + disks * staging
+
+
+def _read(setup: Setup, flat: FlatSpec, transposes: bool) -> Iterator[int]:
+    """Yield the bytes that a rank holds while it reads each tensor of a flat."""
+    master = setup.sizing.master_width(flat.width) if flat.trainable else 0
+    if master == FP32:
+        yield 10 * min(flat.own.numel, constants.PIECE_NUMEL)
+    for entry in flat.layout.entries:
+        own = min(entry.numel, flat.own.numel)
+        yield (16 if master == REMAINDER else 8) * own
+        if transposes and len(entry.shape) == 2 and flat.unit == "block":
+            yield max(6 * entry.numel, 4 * entry.numel + 4 * own)
