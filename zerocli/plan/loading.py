@@ -40,17 +40,19 @@ def host_nbytes(setup: Setup, flats: Flats, initialised: int, built: int, transp
 def _kept(setup: Setup, flats: Flats) -> int:
     """Return what a rank's tiers hold in host memory once its states are placed."""
 
-    def on(tier: str, categories: tuple[str, ...]) -> list[int]:
+    def on(tier: str, category: str) -> list[int]:
         def of(flat: FlatSpec) -> list[int]:
             found = (spec for spec in states(flat, setup.sizing) if spec.tier == tier)
-            return [spec.nbytes for spec in found if spec.category in categories]
+            return [spec.nbytes for spec in found if spec.category == category]
 
         return flats.sizes(of)
 
-    first, second = ("parameters",), ("optimizer_states", "gradients")
+    def pieces(tier: str) -> tuple[list[int], list[int]]:
+        """Return block sizes of parameters and of other states, in order of allocation; each has a tier object."""
+        return on(tier, "parameters"), [*on(tier, "optimizer_states"), *reversed(on(tier, "gradients"))]
+
     staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
-    disks = sum(bool(on("nvme", kinds)) for kinds in (first, second))
-    return arenas(on("dram", first)) + arenas(on("dram", second)) + disks * staging
+    return sum(map(arenas, pieces("dram"))) + staging * sum(map(bool, pieces("nvme")))
 
 
 def _read(setup: Setup, flat: FlatSpec, transposes: bool) -> Iterator[int]:
