@@ -71,7 +71,8 @@ class Case:
 
     def terms(self) -> str:
         words = [f"stage {self.setup['stage']}", f"{self.ranks} ranks", self.setup["precision"]]
-        words += ["recompute"] if self.setup.get("recompute") else []
+        asked = self.setup.get("recompute")
+        words += [asked] if isinstance(asked, str) else ["recompute"] if asked else []
         words += [f"tp {self.setup['tp']}"] if self.setup.get("tp", 1) > 1 else []
         words += [f"accumulate {self.setup['accumulate']}"] if self.setup.get("accumulate", 1) > 1 else []
         return ", ".join(words + ([self.setup["offload"]] if self.setup.get("offload") else []))
@@ -94,6 +95,7 @@ def cpu_cases() -> list[Case]:
         Case(untied, 4, 128, {"stage": 2, "ranks": 2, "offload": "cpu"}),
         Case(llama, 4, 128, {"stage": 3, "ranks": 4}),
         Case(llama, 4, 128, {"stage": 1, "ranks": 4, "recompute": True}),
+        Case(llama, 4, 128, {"stage": 1, "ranks": 4, "recompute": "selective"}),
         Case(grouped, 4, 128, {"stage": 3, "ranks": 2, "offload": "cpu"}),
         Case(grouped, 4, 128, {"stage": 2, "ranks": 2, "offload": "optimizer=cpu", "recompute": True}),
         Case(grouped, 1, 1024, {"stage": 3, "ranks": 4}),
@@ -136,6 +138,7 @@ def cuda_cases() -> list[Case]:
         Case(dataclasses.replace(small, dropout=0.1), 8, 1024, {"stage": 2}),
         Case(gpt2, 8, 1024, {"stage": 2}),
         Case(gpt2, 16, 1024, {"stage": 2, "recompute": True}),
+        Case(gpt2, 16, 1024, {"stage": 2, "recompute": "selective"}),
         Case(gpt2, 8, 1024, {"stage": 3, "recompute": True, "offload": "cpu"}),
         Case(gpt2, 8, 1024, {"stage": 2, "recompute": True, "offload": "optimizer=cpu"}),
         Case(gpt2, 4, 1024, {"stage": 3, "offload": "cpu", "update": "cpu"}),

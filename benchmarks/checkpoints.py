@@ -1,6 +1,8 @@
 """Activation checkpoints on one GPU: what moving them off the device costs and saves.
 
     python benchmarks/checkpoints.py cost            step time, checkpoints on the device against host memory
+    python benchmarks/checkpoints.py policies        step time and peak: kept, recomputed selectively and whole
+    python benchmarks/checkpoints.py policies --shape host --vocab 64 --batch 1 --seq 8    host time alone, on a CPU
     python benchmarks/checkpoints.py longest         longest sequence in a memory budget, either way
     python benchmarks/checkpoints.py fragmentation   reserved against allocated memory after many steps
 
@@ -27,15 +29,20 @@ from zerocli.config import ModelConfig  # noqa: E402
 from zerocli.layout.sizes import parse_bytes  # noqa: E402
 from zerocli.models import build  # noqa: E402
 
-SHAPES = {"1.41b": (24, 2048, 16), "2.77b": (32, 2560, 20), "tiny": (4, 256, 4)}
-WAYS = {"device": {"recompute": True}, "cpu": {"offload": "activations=cpu"}, "keep": {}}
+SHAPES = {"1.41b": (24, 2048, 16), "2.77b": (32, 2560, 20), "tiny": (4, 256, 4), "host": (16, 32, 4)}
+WAYS: dict[str, dict[str, Any]] = {
+    "device": {"recompute": True},
+    "cpu": {"offload": "activations=cpu"},
+    "keep": {},
+    "selective": {"recompute": "selective"},
+}
 CUDA = torch.cuda.is_available()
 
 
-def make(shape: str, seq: int, way: str) -> zerocli.Engine:
+def make(shape: str, seq: int, way: str, vocab: int = 50304) -> zerocli.Engine:
     layers, hidden, heads = SHAPES[shape]
     torch.manual_seed(0)
-    model = build(ModelConfig(layers=layers, hidden=hidden, heads=heads, vocab=50304, tie=False), seq, "meta")
+    model = build(ModelConfig(layers=layers, hidden=hidden, heads=heads, vocab=vocab, tie=False), seq, "meta")
     settings: dict[str, Any] = {"stage": 3, "precision": "bf16", "clip": 1.0, "weight_decay": 0.1}
     return zerocli.shard(model, lr=1e-4, units=model.unit_modules(), **settings, **WAYS[way])
 
@@ -102,6 +109,40 @@ def cost(shape: str, batch: int, seq: int, rounds: int, steps: int) -> None:
             del engine, loss, tokens
     ratios = [c["seconds"] / d["seconds"] for c, d in zip(turns["cpu"], turns["device"], strict=True)]
     print(json.dumps({"schema": 1, "shape": shape, "turns": turns, "cpu_over_device": statistics.median(ratios)}))
+
+
+@main.command()
+@click.option("--shape", type=click.Choice([*SHAPES]), default="1.41b", show_default=True)
+@click.option("--batch", default=16, show_default=True)
+@click.option("--seq", default=1024, show_default=True)
+@click.option("--vocab", default=50304, show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--steps", default=10, show_default=True)
+def policies(shape: str, batch: int, seq: int, vocab: int, rounds: int, steps: int) -> None:
+    """Train with activations kept, recomputed selectively and recomputed whole by turns; the least step time counts."""
+    names = {"keep": "keep", "selective": "selective", "device": "recompute"}
+    clock = now if CUDA else time.process_time
+    best: dict[str, float] = {}
+    peaks, losses = {}, set()
+    for number in range(rounds):
+        for way, name in list(names.items())[:: 1 if number % 2 == 0 else -1]:
+            clean()
+            engine = make(shape, seq, way, vocab)
+            torch.manual_seed(1)
+            tokens = torch.randint(0, vocab, (batch, seq), device=engine.device)
+            losses.add(step(engine, tokens).item())
+            for _ in range(steps):
+                began = clock()
+                step(engine, tokens)
+                best[name] = min(best.get(name, 1e9), clock() - began)
+            peaks[name] = peak()[0] / 2**30
+            engine.close()
+            del engine
+    assert len(losses) == 1, losses
+    layers = SHAPES[shape][0]
+    for name, seconds in best.items():
+        more = (seconds - best["keep"]) / layers * 1e6
+        print(f"{name:10}{seconds:10.4f} s a step, {more:8.0f} us a block more than keep, peak {peaks[name]:.2f} GiB")
 
 
 @main.command()

@@ -21,7 +21,7 @@ def test_checkpoints_never_change_a_loss_on_a_gpu(tmp_path):
     for precision in ("fp32", "bf16"):
         common = {"precision": precision, "nvme_path": (str(tmp_path),)}
         kept = train_stack(3, common)
-        for count in (True, 1, 5):
+        for count in (True, 1, 5, "selective", zerocli.Recompute(1, 3)):
             assert train_stack(3, common | {"recompute": count}) == kept, count
         for text in WAYS:
             for seed in (None, 1, 2):
@@ -39,6 +39,7 @@ def test_two_ranks_share_a_gpu_and_offload_checkpoints():
 def test_checkpoints_on_the_host_never_make_the_host_wait():
     run_without_waiting(offload="activations=cpu")
     run_without_waiting(recompute=True)
+    run_without_waiting(recompute="selective")
 
 
 def test_checkpoints_leave_the_device():

@@ -20,6 +20,7 @@ WAYS = {
     "stage 2": ("zero.stage=2",),
     "stage 3 offload": ("zero.stage=3", "offload.placement=cpu"),
     "recompute": ("zero.stage=3", "activations.policy=recompute"),
+    "selective": ("zero.stage=3", "activations.policy=selective"),
 }
 
 

@@ -50,6 +50,7 @@ class Universal(Regressor):
 
 trained("universal-transformer", Universal, pairs, also=("stage3-cpu",))
 trained("universal-transformer-recomputed", Universal, pairs, settings={"recompute": True})
+trained("universal-transformer-recomputed-selectively", Universal, pairs, settings={"recompute": "selective"})
 
 
 class OneBlock(nn.Module):

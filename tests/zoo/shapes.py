@@ -14,6 +14,7 @@ from zoo.case import case, trained
 
 trained("plain", Stack, also=("stage0", "stage1", "stage2-cpu", "stage3-cpu", "stage3-nvme"), gpu=True)
 trained("recomputed", Stack, settings={"recompute": True}, also=("stage3-cpu",))
+trained("recomputed-selectively", Stack, settings={"recompute": "selective"}, also=("stage3-cpu",))
 trained("no-units", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), _Mean()), lambda run, s: (run.randn(s, 4, WIDTH),))
 
 
