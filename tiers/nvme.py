@@ -103,8 +103,8 @@ class NvmeTier(Tier):
 
     @property
     def file_nbytes(self) -> int:
-        """Return the size of the swap files as the system reports it."""
-        return sum(os.fstat(file.fd).st_size for file in self._files)
+        """Return the bytes that the swap files take on disk, as the system counts them: in blocks of 512."""
+        return sum(512 * os.fstat(file.fd).st_blocks for file in self._files)
 
     def host_memory(self) -> list[Tensor]:
         """Return the memory of the staging buffers made so far."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 
 from offload.placement import HBM
 from zerocli.errors import UserError
 from zerocli.layout import constants
-from zerocli.layout.buffers import persistent, states, update_scratch, update_slots
+from zerocli.layout.buffers import chunk_runs, persistent, states, update_scratch, update_slots
 from zerocli.layout.categories import model_states
 from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan import saves
-from zerocli.plan.flats import arenas, plan_flats, swap
+from zerocli.plan.flats import arenas, pages, plan_flats, swap
 from zerocli.plan.ledger import Peak
 from zerocli.plan.rows import Plan, Row
 from zerocli.plan.runtime import SENTENCES, constant, fragments
@@ -219,17 +220,17 @@ def _piece_rows(tier: str, sizes: dict[str, list[int]], times: int) -> list[Row]
 
 
 def _host_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
-    times = setup.local_ranks
+    times, taken = setup.local_ranks, _taken(setup)
     sizes, parameters, others = _pieces(setup, flats, "dram")
-    pinned = arenas(parameters) + arenas(others)
     rows = _piece_rows("dram", sizes, times)
-    if pinned:
-        rest = pinned - sum(sum(blocks) for blocks in sizes.values())
+    rest = taken(parameters) + taken(others) - sum(sum(blocks) for blocks in sizes.values())
+    if rest:
         rows.append(Row("buffers", "dram", rest * times, f"arenas beyond their pieces x {times}"))
     kept = peaks.offloaded.get("dram", 0)
     if kept:
         rows.append(Row("activations", "dram", kept * times, f"activation checkpoints per rank x {times}"))
-        rows.append(Row("buffers", "dram", (arenas([kept]) - kept) * times, f"the rest of their arena x {times}"))
+    if rest := taken([kept]) - kept if kept else 0:
+        rows.append(Row("buffers", "dram", rest * times, f"the rest of their arena x {times}"))
     for sentence, nbytes in _host_buffers(setup, flats, peaks).items():
         if nbytes:
             rows.append(Row("buffers", "dram", nbytes * times, f"{sentence} x {times}"))
@@ -239,25 +240,51 @@ def _host_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
     return rows
 
 
+def _taken(setup: Setup) -> Callable[[list[int]], int]:
+    """Return what host memory tiers take for blocks: whole arenas where they are pinned, else the pages in use."""
+    return arenas if setup.device == "cuda" else pages
+
+
 def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str, int]:
     """Return the host memory of a rank beyond its arenas of pieces, by purpose."""
     near = (HBM, "dram", "null")  # a tier of another package is assumed to be prefetched from, too
     far = [flat.own.numel * flat.width for flat in flats if flat.tiers["parameters"] not in near]
     budget = -(-setup.read_ahead_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
-    disks = [  # tier objects, each with its own staging
-        any(flat.tiers["parameters"] == "nvme" for flat in flats),
-        any("nvme" in (flat.tiers.get("optimizer"), flat.tiers.get("gradients")) for flat in flats),
-        bool(peaks.offloaded.get("nvme")),
-    ]
-    staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
     found = {
-        "arenas of parameters read ahead": min(budget, arenas(far)),
-        "staging buffers for disks, at most": sum(disks) * staging,
+        "arenas of parameters read ahead": min(budget, _taken(setup)(far)),
+        "staging buffers for disks, at most": _staging(setup, flats, peaks),
         "buffer for saving checkpoints, at most": saves.buffer(setup, flats),
     }
     if setup.device == "cuda":
         found["page-locked buffers of the update"] = _update_pinned(setup, flats)
     return found
+
+
+def _staging(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> int:
+    """Return the staging memory of a rank's disk tiers: for each tier object, what its transfers in flight use.
+
+    A transfer passes through one buffer for each of its stripe units. Where buffers are pinned they count whole.
+    """
+    on_disk = [flat for flat in flats if flat.trainable and "nvme" in flat.tiers.values()]
+    chunks = [(flat, numel) for flat in on_disk for _, numel in chunk_runs(flat, setup.sizing.chunk)]
+    parameters = [flat.own.numel * flat.width for flat in flats if flat.tiers["parameters"] == "nvme"]
+    others = [setup.sizing.record_nbytes(flat.width, n) for flat, n in chunks if flat.tiers["optimizer"] == "nvme"]
+    others += [n * setup.sizing.grad_width(flat.width) for flat, n in chunks if flat.tiers["gradients"] == "nvme"]
+    tail = constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES if parameters else 0  # of copies read ahead, in place
+    kept = [peaks.checkpoint_nbytes] if peaks.offloaded.get("nvme") else []
+    return tail + sum(
+        _buffers(setup, sizes, in_flight)
+        for sizes, in_flight in ((parameters, constants.NUM_SLOTS), (others, constants.NUM_SLOTS), (kept, 3))
+    )
+
+
+def _buffers(setup: Setup, sizes: list[int], in_flight: int) -> int:
+    """Return the bytes of the staging buffers that so many transfers in flight, of these sizes, make."""
+    unit, largest = constants.UNIT_NBYTES, max(sizes, default=0)
+    if not largest:
+        return 0
+    count = min(constants.STAGING_NBYTES // unit, in_flight * -(-largest // unit))
+    return count * (unit if setup.device == "cuda" else pages([min(unit, largest)]))
 
 
 def _update_pinned(setup: Setup, flats: list[FlatSpec]) -> int:

@@ -29,6 +29,8 @@ class Peaks:
     first_step: Peak
     steady: Peak
     offloaded: dict[str, int]
+    checkpoint_nbytes: int = 0
+    """Bytes of one activation checkpoint, a rank's part of it."""
 
     @property
     def highest(self) -> Peak:
@@ -60,6 +62,7 @@ class Replay:
         self._ahead: dict[int, Storage] = {}
         """Checkpoints prefetched before their block's backward."""
         self._checkpoints_away: dict[str, int] = {}
+        self._checkpoint_nbytes = 0
         self._has_buckets = False
         self._num_recomputed = setup.num_recomputed(shape.layers)
 
@@ -77,7 +80,7 @@ class Replay:
         self._keep(*buffers.update_slots(self._trainable, self._sizing))
         self._keep(*buffers.update_scratch(self._trainable, self._sizing))
         self._step()
-        return Peaks(initialisation, first, ledger.peak, dict(self._checkpoints_away))
+        return Peaks(initialisation, first, ledger.peak, dict(self._checkpoints_away), self._checkpoint_nbytes)
 
     def _keep(self, *specs: Spec) -> None:
         """Allocate the device part of these buffers for the lifetime of the engine."""
@@ -200,7 +203,7 @@ class Replay:
 
     def _open_slots(self, part: int) -> None:
         """Assign the blocks to tiers, and allocate the device's arena, which is kept."""
-        checkpoints = self._num_recomputed
+        checkpoints, self._checkpoint_nbytes = self._num_recomputed, part
         for share in self._setup.checkpoint_shares():
             align = {HBM: 512 if self._setup.device == "cuda" else 64}.get(share.tier, constants.PAGE_NBYTES)
             each = -(-part // align) * align
