@@ -7,7 +7,7 @@ A case runs through the trainer behind `zerocli train` and `profile`, in process
 - **dram**: the peak resident memory (VmHWM) of all ranks. On a GPU it is compared with the plan's whole host memory,
   Python included. Without a GPU the plan knows no Python and hbm is host memory too, so the prediction is the process
   before the engine is built (after a first run of the same case, so that libraries and threads are there), plus the
-  planned hbm and dram. `tiers` is dram without the process and hbm: resident pages of what the tiers mapped.
+  planned hbm and dram. glibc returns freed tensors at once in these runs (MALLOC_MMAP_THRESHOLD_). `tiers` is dram without the process and hbm: resident pages of what the tiers mapped.
 - **nvme**: blocks of the swap files on disk.
 """
 
@@ -68,6 +68,8 @@ def _join(ranks: list[dict[str, Any]], device: str) -> dict[str, dict[str, int]]
 
 def _in_ranks(world: int, sets: tuple[str, ...], folder: str) -> list[dict[str, Any]]:
     """Run a case on `world` gloo ranks, forked from a server that has imported torch."""
+    # Or glibc keeps freed tensors for itself: what that costs is no model's, and depends on the order of all frees.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "zerocli.run.trainer", "zerocli.profile.profiler"])
     ends, processes = [], []
@@ -111,7 +113,7 @@ def _rank(rank: int, world: int, folder: str, sets: tuple[str, ...], connection:
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
         followed = _train(sets, folder, "followed", _observer(follow=True))
         answer = followed | _train(sets, folder, "plain", _observer(follow=False))
-        answer["hbm"] = followed["hbm"]
+        answer |= {"hbm": followed["hbm"], "holders": followed["holders"]}
         if world > 1:
             dist.barrier()
     except BaseException:
@@ -205,13 +207,16 @@ def _observer(follow: bool, others: int = 0) -> Any:
             if not torch.cuda.is_available():
                 places.forget_rss_peak()
             self._base = places.rss()[0]
+            self._seen: dict[str, int] = {}
             engine = super().build(make)
             self._note("built")
+            self._seen["built"] = places.rss()[1]
             step = engine.step
 
             def stepped(*args: Any, **kwargs: Any) -> Any:
                 done = step(*args, **kwargs)
-                self._note(f"step {len(self._outsides) - 1}")
+                self._note(f"step {len(self._seen)}")
+                self._seen[f"step {len(self._seen)}"] = places.rss()[1]
                 return done
 
             engine.step = stepped
@@ -243,12 +248,14 @@ def _observer(follow: bool, others: int = 0) -> Any:
                 | {"tiers": sum(row.nbytes for row in tiers), "moment": plan.moment},
                 "hbm": self._peak(cuda),
                 "rss_peak": places.rss()[1],
+                "seen": self._seen,
                 "base": self._base,
                 "tiers": sum(map(resident_nbytes, memory)),
                 "mapped": sum(each.nbytes for each in memory),
                 "nvme": sum(tier.file_nbytes for tier in engine.tiers.opened()),
                 "rows": [[row.category, row.tier, row.nbytes, row.formula] for row in plan.rows],
                 "recompute": about["recompute"],
+                "holders": self.holders(),
                 "update_on_cpu": about["update_on_cpu"],
             }
             if cuda:
@@ -260,6 +267,12 @@ def _observer(follow: bool, others: int = 0) -> Any:
                     "pinned": places.pinned_nbytes(engine),
                     "said": f"{format_bytes(self._taken_by_driver())} by the driver",
                 }
+
+        def holders(self) -> list[Any]:
+            if not follow:
+                return []
+            peak = self.ledger.peak()
+            return [peak.moment, dict(peak.rows), peak.holders]
 
         def _peak(self, cuda: bool) -> int:
             if cuda:

@@ -251,6 +251,22 @@ def update_scratch(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
                 yield Spec("buffers", "update scratch", numel, FP32, _tier(device, sizing))
 
 
+def update_temporaries(flats: Sequence[FlatSpec], sizing: Sizing, arrays: int) -> Iterator[Spec]:
+    """Yield the memory in which a rule that allocates `arrays` fp32 arrays updates its longest piece.
+
+    It is not kept from step to step, and not counted among the persistent buffers.
+    """
+    longest: dict[str, int] = {}
+    for flat in flats:
+        device = update_device(flat, sizing)
+        cached = device == "cpu" or not flat.offloaded  # a GPU updates a fetched chunk in one piece
+        limit = sizing.update_chunk(flat.width, device) if cached else sizing.chunk
+        numel = max((size for _, size in chunk_runs(flat, limit)), default=0)
+        longest[device] = max(longest.get(device, 0), numel)
+    for device, numel in longest.items():
+        yield Spec("buffers", "arrays of an update", arrays * numel, FP32, _tier(device, sizing))
+
+
 def _tier(device: str, sizing: Sizing) -> str:
     """Return the tier in which memory of a device type is counted: hbm for the computing device, else dram."""
     return HBM if device == sizing.device else "dram"

@@ -169,8 +169,11 @@ class Replay:
         tape.backward(root, [Storage(ledger, 4)])
         for unit in list(self._grads):
             self._reduce(unit)
-        self._flat_grads.clear()
         del inputs
+        ledger.moment = "update"
+        arrays = buffers.update_temporaries(self._trainable, self._sizing, setup.num_temporaries)
+        Storage(ledger, sum(spec.nbytes for spec in arrays if spec.tier == HBM), "buffers")
+        self._flat_grads.clear()
 
     def _block(self, tape: Tape, decoder: Decoder, x: Tensor, block: int) -> Tensor:
         unit = block + 1
