@@ -7,7 +7,9 @@ A case runs through the trainer behind `zerocli train` and `profile`, in process
 - **dram**: the peak resident memory (VmHWM) of all ranks. On a GPU it is compared with the plan's whole host memory,
   Python included. Without a GPU the plan knows no Python and hbm is host memory too, so the prediction is the process
   before the engine is built (after a first run of the same case, so that libraries and threads are there), plus the
-  planned hbm and dram. glibc returns freed tensors at once in these runs (MALLOC_MMAP_THRESHOLD_). `tiers` is dram without the process and hbm: resident pages of what the tiers mapped.
+  planned hbm and dram. glibc returns freed tensors at once in these runs (MALLOC_MMAP_THRESHOLD_).
+- **tiers**: dram without the process and hbm: resident pages of what the tiers mapped. Shown, but no bound applies:
+  how many staging buffers a disk tier makes depends on its speed.
 - **nvme**: blocks of the swap files on disk.
 """
 

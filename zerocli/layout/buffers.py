@@ -252,19 +252,23 @@ def update_scratch(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
 
 
 def update_temporaries(flats: Sequence[FlatSpec], sizing: Sizing, arrays: int) -> Iterator[Spec]:
-    """Yield the memory in which a rule that allocates `arrays` fp32 arrays updates its longest piece.
+    """Yield the memory in which the longest piece is updated by a rule that allocates `arrays` fp32 arrays for it.
 
-    It is not kept from step to step, and not counted among the persistent buffers.
+    A whole master is rounded into one more array, of the parameters' width. None of it is kept from step to step, so it
+    is not among the persistent buffers.
     """
-    longest: dict[str, int] = {}
+    most: dict[str, int] = {}
     for flat in flats:
+        if fuses(flat, sizing):
+            continue
         device = update_device(flat, sizing)
         cached = device == "cpu" or not flat.offloaded  # a GPU updates a fetched chunk in one piece
         limit = sizing.update_chunk(flat.width, device) if cached else sizing.chunk
         numel = max((size for _, size in chunk_runs(flat, limit)), default=0)
-        longest[device] = max(longest.get(device, 0), numel)
-    for device, numel in longest.items():
-        yield Spec("buffers", "arrays of an update", arrays * numel, FP32, _tier(device, sizing))
+        rounded = flat.width if flat.width < FP32 and not sizing.split_master else 0
+        most[device] = max(most.get(device, 0), numel * (arrays * FP32), numel * rounded)
+    for device, nbytes in most.items():
+        yield Spec("buffers", "arrays of an update", nbytes, 1, _tier(device, sizing))
 
 
 def _tier(device: str, sizing: Sizing) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from offload.placement import HBM
 from zerocli.errors import UserError
 from zerocli.layout import constants
-from zerocli.layout.buffers import chunk_runs, persistent, states, update_scratch, update_slots
+from zerocli.layout.buffers import bucket_limit, chunk_runs, persistent, states, update_scratch, update_slots
 from zerocli.layout.categories import model_states
 from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.layout.sizes import format_bytes, format_count
@@ -263,23 +263,36 @@ def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str
 def _staging(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> int:
     """Return the staging memory of a rank's disk tiers: for each tier object, what its transfers in flight use.
 
-    A transfer passes through one buffer for each of its stripe units. Where buffers are pinned they count whole.
+    Of the update these are the chunks that are fetched ahead and one that is written back.
     """
-    on_disk = [flat for flat in flats if flat.trainable and "nvme" in flat.tiers.values()]
-    chunks = [(flat, numel) for flat in on_disk for _, numel in chunk_runs(flat, setup.sizing.chunk)]
+    sizing, trainable = setup.sizing, [flat for flat in flats if flat.trainable]
     parameters = [flat.own.numel * flat.width for flat in flats if flat.tiers["parameters"] == "nvme"]
-    others = [setup.sizing.record_nbytes(flat.width, n) for flat, n in chunks if flat.tiers["optimizer"] == "nvme"]
-    others += [n * setup.sizing.grad_width(flat.width) for flat, n in chunks if flat.tiers["gradients"] == "nvme"]
-    tail = constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES if parameters else 0  # of copies read ahead, in place
+    records = [
+        sizing.record_nbytes(flat.width, numel)
+        for flat in trainable
+        if flat.tiers["optimizer"] == "nvme" and sizing.state_width(flat.width)
+        for _, numel in chunk_runs(flat, sizing.chunk)
+    ]
+    gradients = [
+        min(flat.own.numel * sizing.grad_width(flat.width), sizing.bucket_nbytes)
+        for flat in trainable
+        if flat.tiers["gradients"] == "nvme" and sizing.stage.gradients
+    ]
     kept = [peaks.checkpoint_nbytes] if peaks.offloaded.get("nvme") else []
-    return tail + sum(
+    updated = constants.NUM_SLOTS // 2 + 1
+    written = bucket_limit(trainable, sizing) if gradients else 0
+    tails = constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES if parameters else 0  # of copies read ahead, in place
+    return tails + sum(
         _buffers(setup, sizes, in_flight)
-        for sizes, in_flight in ((parameters, constants.NUM_SLOTS), (others, constants.NUM_SLOTS), (kept, 3))
+        for sizes, in_flight in ((parameters, updated), (records + gradients, updated + written), (kept, 3))
     )
 
 
 def _buffers(setup: Setup, sizes: list[int], in_flight: int) -> int:
-    """Return the bytes of the staging buffers that so many transfers in flight, of these sizes, make."""
+    """Return the bytes of the staging buffers of so many transfers in flight: a buffer for each of their stripe units.
+
+    A pinned buffer counts whole, any other by the pages that it uses.
+    """
     unit, largest = constants.UNIT_NBYTES, max(sizes, default=0)
     if not largest:
         return 0
