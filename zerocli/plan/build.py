@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from offload.placement import HBM
 from zerocli.errors import UserError
@@ -261,43 +261,46 @@ def _host_buffers(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> dict[str
 
 
 def _staging(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> int:
-    """Return the staging memory of a rank's disk tiers: for each tier object, what its transfers in flight use.
-
-    Of the update these are the chunks that are fetched ahead and one that is written back.
-    """
+    """Return the staging memory of a rank's disk tiers: for each tier object, what its transfers in flight use."""
     sizing, trainable = setup.sizing, [flat for flat in flats if flat.trainable]
-    parameters = [flat.own.numel * flat.width for flat in flats if flat.tiers["parameters"] == "nvme"]
-    records = [
-        sizing.record_nbytes(flat.width, numel)
+    chunks = [(flat, n) for flat in trainable if flat.offloaded for _, n in chunk_runs(flat, sizing.chunk)]
+    parameters = [n * flat.width * (flat.tiers["parameters"] == "nvme") for flat, n in chunks]
+    records = [sizing.record_nbytes(flat.width, n) * (flat.tiers["optimizer"] == "nvme") for flat, n in chunks]
+    fetched = [n * sizing.grad_width(flat.width) * (flat.tiers["gradients"] == "nvme") for flat, n in chunks]
+    whole = [flat.own.numel * flat.width * (flat.tiers["parameters"] == "nvme") for flat in flats]
+    written = [
+        min(flat.own.numel * sizing.grad_width(flat.width), sizing.bucket_nbytes) * (flat.tiers["gradients"] == "nvme")
         for flat in trainable
-        if flat.tiers["optimizer"] == "nvme" and sizing.state_width(flat.width)
-        for _, numel in chunk_runs(flat, sizing.chunk)
     ]
-    gradients = [
-        min(flat.own.numel * sizing.grad_width(flat.width), sizing.bucket_nbytes)
-        for flat in trainable
-        if flat.tiers["gradients"] == "nvme" and sizing.stage.gradients
-    ]
-    kept = [peaks.checkpoint_nbytes] if peaks.offloaded.get("nvme") else []
-    updated = constants.NUM_SLOTS // 2 + 1
-    written = bucket_limit(trainable, sizing) if gradients else 0
-    tails = constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES if parameters else 0  # of copies read ahead, in place
-    return tails + sum(
-        _buffers(setup, sizes, in_flight)
-        for sizes, in_flight in ((parameters, updated), (records + gradients, updated + written), (kept, 3))
+    slots = constants.NUM_SLOTS
+    objects = (
+        # Written back in the update; whole when they are placed; fetched for the next unit while one is computed with.
+        [(parameters, slots), (whole, 2)],
+        [
+            ([sum(each) for each in zip(records, fetched, strict=True)], slots),
+            (written, bucket_limit(trainable, sizing)),
+        ],
+        [([peaks.checkpoint_nbytes * bool(peaks.offloaded.get("nvme"))] * 3, 3)],  # two written and one read
     )
+    tails = constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES if any(whole) else 0  # of copies read ahead, in place
+    return tails + sum(_buffers(setup, uses) for uses in objects)
 
 
-def _buffers(setup: Setup, sizes: list[int], in_flight: int) -> int:
-    """Return the bytes of the staging buffers of so many transfers in flight: a buffer for each of their stripe units.
+def _buffers(setup: Setup, uses: Sequence[tuple[list[int], int]]) -> int:
+    """Return the bytes of the staging buffers of a tier whose `uses` are (sizes of transfers, how many in flight).
 
+    A transfer takes a buffer for each of its stripe units, and the buffer that was used as far before is reused first.
     A pinned buffer counts whole, any other by the pages that it uses.
     """
-    unit, largest = constants.UNIT_NBYTES, max(sizes, default=0)
-    if not largest:
-        return 0
-    count = min(constants.STAGING_NBYTES // unit, in_flight * -(-largest // unit))
-    return count * (unit if setup.device == "cuda" else pages([min(unit, largest)]))
+    unit = constants.UNIT_NBYTES
+    most = [0] * (constants.STAGING_NBYTES // unit)
+    for sizes, in_flight in uses:
+        for at in range(max(1, len(sizes) - in_flight + 1)):
+            window = sizes[at : at + in_flight]
+            pieces = [min(unit, size - start) for size in window for start in range(0, min(size, 8 * unit), unit)]
+            for rank, piece in enumerate(sorted(pieces, reverse=True)[: len(most)]):
+                most[rank] = max(most[rank], piece)
+    return sum(1 for each in most if each) * unit if setup.device == "cuda" else pages(most)
 
 
 def _update_pinned(setup: Setup, flats: list[FlatSpec]) -> int:
