@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -61,15 +61,10 @@ class Pending:
     """A collective in flight; after `wait` its result may be used on the current stream."""
 
     def __init__(
-        self,
-        work: dist.Work | None,
-        reached: StreamEvent | None,
-        what: str = "a collective",
-        events: Events = SILENT,
-        finish: Callable[[], object] = lambda: None,
+        self, work: dist.Work | None, reached: StreamEvent | None, what: str = "a collective", events: Events = SILENT
     ) -> None:
         self._work, self._reached = work, reached
-        self._what, self._events, self._finish = what, events, finish
+        self._what, self._events = what, events
         self.since: float | None = None
         """When the host began to wait for it (time.monotonic); None if it has not."""
 
@@ -88,7 +83,6 @@ class Pending:
             try:
                 with self._events.completion(self):
                     self._work.wait()
-                self._finish()
             except RuntimeError as error:
                 if (lost := severed(error, self._what)) is not None:
                     raise lost from error
@@ -189,12 +183,9 @@ class Collectives:
         made.rank, made.world = 0, 1
         return made
 
-    def _pending(
-        self, work: dist.Work | None, entry: Issued | None = None, finish: Callable[[], object] = lambda: None
-    ) -> Pending:
+    def _pending(self, work: dist.Work | None, entry: Issued | None = None) -> Pending:
         what = str(entry) if entry is not None else ""
-        reached = None if self._async else self.record_event()
-        return Pending(work if self._async else None, reached, what, self._events, finish)
+        return Pending(work if self._async else None, None if self._async else self.record_event(), what, self._events)
 
     def record_event(self) -> StreamEvent:
         """Record an event after the work issued on the current stream so far."""
@@ -216,31 +207,15 @@ class Collectives:
         return entry.pending
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str = "") -> Pending:
-        """Sum `full` over the ranks into each rank's `shard` of it; `shard` may be this rank's slice of `full`.
-
-        The rest of `full` is undefined afterwards.
-        """
+        """Sum `full` over the ranks into each rank's `shard` of it; `shard` may be this rank's slice of `full`."""
         if self.world == 1:
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
             return self._pending(None)
         self.nbytes["reduce_scatter"] += full.nbytes
         with self._noted("reduce_scatter", what, full.nbytes) as entry:
-            if self._async and self.backend == "gloo":
-                entry.pending = self._reduce_in_place(shard, full, entry)
-                return entry.pending
             entry.pending = self._pending(_reduce_scatter(shard, full, group=self.group, async_op=self._async), entry)
         return entry.pending
-
-    def _reduce_in_place(self, shard: torch.Tensor, full: torch.Tensor, entry: Issued) -> Pending:
-        """All-reduce `full`, then copy the shard: what gloo's reduce-scatter does, but with a copy of `full`."""
-        own = full.view(self.world, -1)[self.rank]
-
-        def finish() -> None:
-            if own.data_ptr() != shard.data_ptr():
-                shard.copy_(own)
-
-        return self._pending(dist.all_reduce(full, group=self.group, async_op=True), entry, finish)
 
     def all_reduce(self, tensor: torch.Tensor, what: str = "") -> Pending:
         """Sum `tensor` over the ranks in place."""

@@ -61,6 +61,9 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
     check(setup, shape)
     flats = plan_flats(shape, setup)
     peaks = Replay(shape, setup, flats).run()
+    if setup.device == "cpu" and setup.dp > 1:
+        with_gloo = Replay(shape, setup, flats, with_gloo=True).run().highest.nbytes
+        peaks = dataclasses.replace(peaks, gloo_nbytes=with_gloo - peaks.highest.nbytes)
     kept = saves.saved(shape.numel, setup, flats)
     rows = [*_device_rows(shape, setup, peaks), *_host_rows(setup, flats, peaks)]
     rows += _disk_rows(setup, flats, peaks, kept)
@@ -234,6 +237,9 @@ def _host_rows(setup: Setup, flats: list[FlatSpec], peaks: Peaks) -> list[Row]:
     for sentence, nbytes in _host_buffers(setup, flats, peaks).items():
         if nbytes:
             rows.append(Row("buffers", "dram", nbytes * times, f"{sentence} x {times}"))
+    if peaks.gloo_nbytes:
+        formula = f"gloo's copies of what it reduces, at the process's peak x {times}"
+        rows.append(Row("runtime", "dram", peaks.gloo_nbytes * times, formula))
     if setup.device == "cuda":
         python = constant("python", setup.runtime)
         rows.append(Row("runtime", "dram", python * times, f"{SENTENCES['python']} x {times}"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from offload.placement import HBM
@@ -31,6 +31,8 @@ class Peaks:
     offloaded: dict[str, int]
     checkpoint_nbytes: int = 0
     """Bytes of one activation checkpoint, a rank's part of it."""
+    gloo_nbytes: int = 0
+    """Bytes by which gloo's copies raise the peak of a CPU rank's process."""
 
     @property
     def highest(self) -> Peak:
@@ -40,8 +42,12 @@ class Peaks:
 class Replay:
     """One rank's device memory through initialisation and a step."""
 
-    def __init__(self, shape: Shape, setup: Setup, flats: list[FlatSpec]) -> None:
+    def __init__(self, shape: Shape, setup: Setup, flats: list[FlatSpec], with_gloo: bool = False) -> None:
+        """Take `with_gloo` to count gloo's copies of what it reduce-scatters, which are in the process's memory."""
         self._shape, self._setup, self._flats = shape, setup, flats
+        self._with_gloo = with_gloo and setup.dp > 1 and setup.zero.optimizer
+        self._copies: deque[Storage] = deque()
+        """gloo's copies: one of each bucket in flight, or of every gradient that is reduced whole."""
         self._sizing, self._trainable = setup.sizing, [flat for flat in flats if flat.trainable]
         self._ledger = Ledger(GRANULARITY[setup.device])
         # With several micro-steps gradients are there in all forwards but the first.
@@ -167,9 +173,10 @@ class Replay:
         assert root is not None
         del loss
         tape.backward(root, [Storage(ledger, 4)])
-        for unit in list(self._grads):
+        for unit in list(self._grads) if setup.zero.gradients else [0]:
             self._reduce(unit)
         del inputs
+        self._copies.clear()
         ledger.moment = "update"
         arrays = buffers.update_temporaries(self._trainable, self._sizing, setup.num_temporaries)
         Storage(ledger, sum(spec.nbytes for spec in arrays if spec.tier == HBM), "buffers")
@@ -300,9 +307,24 @@ class Replay:
 
     def _reduce(self, unit: int) -> None:
         """Reduce a unit's gradients into those of its flats, and free them."""
+        if self._with_gloo:
+            self._copy(unit)
         if unit in self._grads:
             self._open_grads(unit)
             del self._grads[unit]
+
+    def _copy(self, unit: int) -> None:
+        """Add gloo's copies of a unit's gradients; those of the buckets that are used again are freed."""
+        sizing, trainable = self._sizing, self._trainable
+        for flat in (flat for flat in self._units[unit] if flat.trainable):
+            wire = sizing.wire_width(flat.width)
+            left = flat.total
+            each = buffers.bucket_numel(trainable, sizing, wire) if sizing.stage.gradients else flat.total
+            while left > 0:
+                if sizing.stage.gradients and len(self._copies) >= buffers.bucket_limit(trainable, sizing):
+                    self._copies.popleft()
+                self._copies.append(Storage(self._ledger, min(left, each) * wire, "buffers"))
+                left -= each
 
     def _open_grads(self, unit: int) -> None:
         """Allocate the gradients of a unit's flats, unless they are there."""
