@@ -251,11 +251,11 @@ def update_scratch(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
                 yield Spec("buffers", "update scratch", numel, FP32, _tier(device, sizing))
 
 
-def update_temporaries(flats: Sequence[FlatSpec], sizing: Sizing, arrays: int) -> Iterator[Spec]:
+def update_temporaries(flats: Sequence[FlatSpec], sizing: Sizing, arrays: int, rounding: int) -> Iterator[Spec]:
     """Yield the memory in which the longest piece is updated by a rule that allocates `arrays` fp32 arrays for it.
 
-    A whole master is rounded into one more array, of the parameters' width. None of it is kept from step to step, so it
-    is not among the persistent buffers.
+    Rounding a whole master to narrower parameters then takes `rounding` bytes per element. None of it is kept from step
+    to step, so it is not among the persistent buffers.
     """
     most: dict[str, int] = {}
     for flat in flats:
@@ -265,8 +265,8 @@ def update_temporaries(flats: Sequence[FlatSpec], sizing: Sizing, arrays: int) -
         cached = device == "cpu" or not flat.offloaded  # a GPU updates a fetched chunk in one piece
         limit = sizing.update_chunk(flat.width, device) if cached else sizing.chunk
         numel = max((size for _, size in chunk_runs(flat, limit)), default=0)
-        rounded = flat.width if flat.width < FP32 and not sizing.split_master else 0
-        most[device] = max(most.get(device, 0), numel * (arrays * FP32), numel * rounded)
+        rounds = flat.width < FP32 and not sizing.split_master
+        most[device] = max(most.get(device, 0), numel * arrays * FP32, numel * rounding * rounds)
     for device, nbytes in most.items():
         yield Spec("buffers", "arrays of an update", nbytes, 1, _tier(device, sizing))
 

@@ -19,6 +19,8 @@ from zerocli.plan.tape import Tape, Tensor
 
 GRANULARITY = {"cuda": 512, "cpu": 1}
 """Bytes to which the device's allocator rounds."""
+ROUNDING = {"bf16": 6, "fp16": 2}
+"""Bytes per element that rounding a master allocates (`zerocli.engine.master.narrow`): bf16 has an fp32 copy between."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,8 @@ class Replay:
         del inputs
         self._copies.clear()
         ledger.moment = "update"
-        arrays = buffers.update_temporaries(self._trainable, self._sizing, setup.num_temporaries)
+        rounding = ROUNDING.get(setup.precision, 0)
+        arrays = buffers.update_temporaries(self._trainable, self._sizing, setup.num_temporaries, rounding)
         Storage(ledger, sum(spec.nbytes for spec in arrays if spec.tier == HBM), "buffers")
         self._flat_grads.clear()
 
