@@ -26,8 +26,6 @@ from torch import Tensor
 from tiers.base import PAGE_NBYTES, round_up
 
 _SMALL_NBYTES = 64 << 20  # too small for a thread pool to pay off
-_HUGE_NBYTES = 32 << 20
-"""Mappings of this size use huge pages. A smaller one may be used in part, and would take 2 MiB for its first byte."""
 
 
 class Registrar:
@@ -79,12 +77,13 @@ class _Mapping(mmap.mmap):
 class Pages:
     """A span of zeroed, page-aligned memory; `bytes` is all of it as a uint8 tensor."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, huge: bool = False) -> None:
+        """Take `huge` for memory that will be used whole: otherwise its first byte would take 2 MiB."""
         self.nbytes = round_up(nbytes, PAGE_NBYTES)
         mapping = _Mapping(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._mapping: _Mapping | None = mapping
         self._advise("MADV_DONTFORK")  # a child's copy-on-write would move pinned pages
-        if self.nbytes >= _HUGE_NBYTES:
+        if huge:
             self._advise("MADV_HUGEPAGE")
         self.bytes: Tensor = torch.frombuffer(mapping, dtype=torch.uint8)
         self.address: int = self.bytes.data_ptr()

@@ -20,7 +20,7 @@ from zerocli.plan.tape import Tape, Tensor
 GRANULARITY = {"cuda": 512, "cpu": 1}
 """Bytes to which the device's allocator rounds."""
 ROUNDING = {"bf16": 6, "fp16": 2}
-"""Bytes per element that rounding a master allocates (`zerocli.engine.master.narrow`): bf16 has an fp32 copy between."""
+"""Bytes per element that rounding a master allocates (`engine.master.narrow`): bf16 has an fp32 copy between."""
 
 
 @dataclass(frozen=True)
