@@ -208,7 +208,9 @@ class Decoder:
         del products, weights
         dropped = t.op("dropout", [soft], scores, [t.new(scores)], [scores])
         del soft
-        saved = [dropped.storage, t.new(wide)]
+        # Values of one sequence are read in place; those of several are copied, as are narrower ones.
+        in_place = self.batch.batch == 1 and self.batch.width == FP32
+        saved = [dropped.storage, v.storage if in_place else t.new(wide)]
         return t.op("values", [dropped, v], self._queries, saved, [scores, self._keys])
 
     # -- mlp -------------------------------------------------------------------------------------------------------
