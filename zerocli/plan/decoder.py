@@ -201,6 +201,7 @@ class Decoder:
         scores = self.batch.batch * (self.shape.heads // self.batch.tp) * self.batch.seq**2 * FP32
         wide = self._queries * FP32 // self.batch.width
         q, k = t.op("scale", [q], wide, grads=[self._queries]), t.op("scale", [k], wide, grads=[self._keys])
+        mask = t.new(self.batch.seq**2 * FP32)  # until the kernel returns
         products = t.op("scores", [q, k], scores, [q.storage, k.storage], [wide, wide])
         del q, k
         weights = t.new(scores)
@@ -211,7 +212,9 @@ class Decoder:
         # Values of one sequence are read in place; those of several are copied, as are narrower ones.
         in_place = self.batch.batch == 1 and self.batch.width == FP32
         saved = [dropped.storage, v.storage if in_place else t.new(wide)]
-        return t.op("values", [dropped, v], self._queries, saved, [scores, self._keys])
+        out = t.op("values", [dropped, v], self._queries, saved, [scores, self._keys])
+        del mask
+        return out
 
     # -- mlp -------------------------------------------------------------------------------------------------------
 
