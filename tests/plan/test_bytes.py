@@ -11,9 +11,11 @@ from ranks import run_ranks
 
 import zerocli
 from zerocli.config import ModelConfig
+from zerocli.engine.buckets import Completion, Pool
 from zerocli.engine.engine import Engine
 from zerocli.engine.rules import make_optimizer
 from zerocli.engine.settings import Settings
+from zerocli.engine.streams import Waits
 from zerocli.models import build
 from zerocli.plan.build import plan_model
 from zerocli.plan.flats import plan_flats
@@ -77,6 +79,18 @@ def test_what_rounding_a_whole_master_allocates_is_known():
         with LiveBytes() as live:
             narrow(values, dtype)
         assert live.peak == ROUNDING[precision] * values.numel()
+
+
+def test_a_bucket_that_is_free_is_used_again_before_another_is_made():
+    """A pass with one bucket makes one, however many passes there are: the plan counts those of a pass."""
+    pool = Pool(2, torch.device("cpu"), Waits(torch.device("cpu")))
+    first = pool.take(8, torch.float32)
+    assert pool.take(8, torch.float32) is first  # its use never began
+    first.busy = Completion(lambda: None)
+    assert pool.take(8, torch.float32) is not first and len(pool.all()) == 2
+    pool.clear()
+    pool.take(8, torch.float32)
+    assert len(pool.all()) == 2
 
 
 # -- gloo --------------------------------------------------------------------------------------------------------------
