@@ -4,6 +4,7 @@
     python benchmarks/accuracy.py --device cuda          # one GPU: the allocator's own peak
     python benchmarks/accuracy.py --device cuda --verdicts   # five runs in what fit asks for, five in 3 % less
     python benchmarks/accuracy.py --markdown FILE        # and the table for docs/accuracy.md
+    python benchmarks/accuracy.py --random 60 --seed 1   # random configurations in real ranks, on every tier
 
 On the CPU each run is rank 0 of its world with a process group that moves nothing: what is allocated does not depend on
 the numbers that arrive. Under- and over-estimates are reported apart; exit code 1 if a bound is broken: never more than
@@ -300,9 +301,16 @@ def main() -> int:
     parser.add_argument("--verdicts", action="store_true", help="cap a GPU's memory, and see who is right")
     parser.add_argument("--cap", type=int, default=0, help="train the one case of --only within so many bytes")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the configurations, from 0")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="measure N random configurations, all tiers")
+    parser.add_argument("--seed", type=int, default=0, help="of the random configurations")
     parser.add_argument("--markdown", metavar="FILE")
     parser.add_argument("--json", metavar="FILE")
     given = parser.parse_args()
+    if given.random:
+        import random_runs
+
+        asked = (given.random, given.seed, given.device, given.only, given.json, given.markdown)
+        return 0 if random_runs.run(*asked) else 1
     torch.manual_seed(0)
     if given.device == "cpu":
         torch.backends.mkldnn.set_flags(_enabled=False)  # where it refuses bf16 it costs more than the matmul

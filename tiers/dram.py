@@ -27,8 +27,8 @@ FIRST_ARENA_NBYTES = 16 << 20
 class _Arena:
     """One mapping, cut into blocks."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.pages = Pages(nbytes)
+    def __init__(self, nbytes: int, shared: bool) -> None:
+        self.pages = Pages(nbytes, huge=not shared)
         self.extents = Extents(self.pages.nbytes)
 
 
@@ -152,7 +152,8 @@ class DramTier(Tier):
                 reason=limits.describe(),
                 hint=self._full_hint,
             )
-        arena = _Arena(min(self._arena_size(nbytes), room, max(nbytes, limits.available)))
+        size = min(self._arena_size(nbytes), room, max(nbytes, limits.available))
+        arena = _Arena(size, shared=size > nbytes)
         if self._pin:
             self._pin_arena(arena)
         if self._prefault and not arena.pages.pinned:

@@ -103,8 +103,8 @@ class NvmeTier(Tier):
 
     @property
     def file_nbytes(self) -> int:
-        """Return the size of the swap files as the system reports it."""
-        return sum(os.fstat(file.fd).st_size for file in self._files)
+        """Return the bytes that the swap files take on disk, as the system counts them: in blocks of 512."""
+        return sum(512 * os.fstat(file.fd).st_blocks for file in self._files)
 
     def host_memory(self) -> list[Tensor]:
         """Return the memory of the staging buffers made so far."""
@@ -261,7 +261,7 @@ class NvmeTier(Tier):
             if body:
                 await worker.write(unit.start + piece.start, memory[:body])
         if body < len(memory):
-            async with self._tails.buffer() as page, _Turn(self, unit.file.writers) as worker:
+            async with self._tails.buffer(PAGE_NBYTES) as page, _Turn(self, unit.file.writers) as worker:
                 page.bytes[: len(memory) - body].copy_(piece.data[body:])
                 await worker.write(unit.start + piece.start + body, page.memory)
 
@@ -269,7 +269,7 @@ class NvmeTier(Tier):
         unit, memory = piece.unit, memory_of(piece.data)
         body = piece.body_nbytes
         if body < len(memory):
-            async with self._tails.buffer() as page, _Turn(self, unit.file.readers) as worker:
+            async with self._tails.buffer(PAGE_NBYTES) as page, _Turn(self, unit.file.readers) as worker:
                 await worker.read(unit.start + piece.start + body, page.memory)
                 piece.data[body:].copy_(page.bytes[: len(memory) - body])
         async with _Turn(self, unit.file.readers) as worker:
@@ -281,7 +281,10 @@ class NvmeTier(Tier):
     async def _write_staged(self, piece: Piece, position: torch.cuda.Event | None) -> None:
         unit = piece.unit
         first, last = self._window(piece)
-        async with self._staging.buffer(piece.data.is_cuda) as pages, _Turn(self, unit.file.writers) as worker:
+        async with (
+            self._staging.buffer(last - first, piece.data.is_cuda) as pages,
+            _Turn(self, unit.file.writers) as worker,
+        ):
             window = pages.bytes[: last - first]
             if piece.start > first or piece.end < min(last, unit.nbytes):
                 await worker.read(unit.start + first, memory_of(window))
@@ -294,7 +297,10 @@ class NvmeTier(Tier):
     async def _read_staged(self, piece: Piece, position: torch.cuda.Event | None) -> None:
         unit = piece.unit
         first, last = self._window(piece)
-        async with self._staging.buffer(piece.data.is_cuda) as pages, _Turn(self, unit.file.readers) as worker:
+        async with (
+            self._staging.buffer(last - first, piece.data.is_cuda) as pages,
+            _Turn(self, unit.file.readers) as worker,
+        ):
             window = pages.bytes[: last - first]
             await worker.read(unit.start + first, memory_of(window))
             if self._verify:

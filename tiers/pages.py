@@ -10,6 +10,8 @@ that was dropped instead of closed only costs a wait for the device.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import mmap
 import os
@@ -75,16 +77,14 @@ class _Mapping(mmap.mmap):
 class Pages:
     """A span of zeroed, page-aligned memory; `bytes` is all of it as a uint8 tensor."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, huge: bool = False) -> None:
+        """Take `huge` for memory that will be used whole: otherwise its first byte would take 2 MiB."""
         self.nbytes = round_up(nbytes, PAGE_NBYTES)
         mapping = _Mapping(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Huge pages: fewer faults, faster pinning. No fork: a child's copy-on-write would move pinned pages.
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            try:
-                mapping.madvise(getattr(mmap, advice))
-            except (OSError, AttributeError):
-                pass
         self._mapping: _Mapping | None = mapping
+        self._advise("MADV_DONTFORK")  # a child's copy-on-write would move pinned pages
+        if huge:
+            self._advise("MADV_HUGEPAGE")
         self.bytes: Tensor = torch.frombuffer(mapping, dtype=torch.uint8)
         self.address: int = self.bytes.data_ptr()
 
@@ -98,8 +98,14 @@ class Pages:
         """Return all of it as a memoryview, for system calls."""
         return memory_of(self.bytes)
 
+    def _advise(self, advice: str) -> None:
+        assert self._mapping is not None, "released"
+        with contextlib.suppress(OSError, AttributeError):
+            self._mapping.madvise(getattr(mmap, advice))
+
     def prefault(self) -> None:
         """Fault in all pages now, with several threads: the kernel zeroes them, which is slow on one core."""
+        self._advise("MADV_HUGEPAGE")  # fewer faults, faster pinning
         num_threads = 1 if self.nbytes <= _SMALL_NBYTES else min(8, os.cpu_count() or 1)
         span = round_up(-(-self.nbytes // num_threads), PAGE_NBYTES)
         parts = [self.bytes[start : start + span : PAGE_NBYTES] for start in range(0, self.nbytes, span)]
@@ -128,6 +134,19 @@ class Pages:
             unpin()
         # Never unmapped explicitly: tensors refer to the mapping without locking it, and would dangle.
         self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def resident_nbytes(memory: Tensor) -> int:
+    """Return how many bytes of page-aligned host memory are in RAM; all of them if the system does not say.
+
+    Pages of an unpinned mapping are there from their first use on.
+    """
+    pages = (ctypes.c_ubyte * (round_up(memory.nbytes, PAGE_NBYTES) // PAGE_NBYTES))()
+    try:
+        code = ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), pages)
+    except (OSError, AttributeError):
+        return memory.nbytes
+    return sum(page & 1 for page in bytes(pages)) * PAGE_NBYTES if code == 0 else memory.nbytes
 
 
 def memory_of(data: Tensor) -> memoryview:

@@ -10,7 +10,11 @@ from tiers.pages import Pages, Registrar
 
 
 class Staging:
-    """At most `count` buffers of `nbytes`, made when first needed and then reused; callers wait if none is free."""
+    """At most `count` buffers of `nbytes`, made when first needed and then reused; callers wait if none is free.
+
+    Memory that is not pinned is in RAM only as far as it was used, so a buffer that was used as far before is reused
+    first: small transfers keep the others small.
+    """
 
     def __init__(self, count: int, nbytes: int, registrar: Registrar) -> None:
         self.refusal: str | None = None
@@ -18,10 +22,10 @@ class Staging:
         self._registrar = registrar
         self.made: list[Pages] = []
         """The buffers made so far, lent or not."""
-        # LIFO: the buffer used last is reused first, so buffers that are never needed are never made.
-        self._free: asyncio.LifoQueue[Pages | None] = asyncio.LifoQueue()
-        for _ in range(count):
-            self._free.put_nowait(None)
+        self._turns = asyncio.Semaphore(count)
+        self._free: list[Pages] = []
+        self._used: dict[Pages, int] = {}
+        """How many bytes of each buffer, from its start, were ever lent."""
 
     @property
     def nbytes(self) -> int:
@@ -29,21 +33,34 @@ class Staging:
         return sum(pages.nbytes for pages in self.made)
 
     @asynccontextmanager
-    async def buffer(self, pinned: bool = False) -> AsyncIterator[Pages]:
-        """Lend a buffer; `pinned` for bytes that come from or go to a GPU (unpinned where that is refused)."""
-        pages = await self._free.get()
-        try:
-            if pages is None:
-                pages = Pages(self._nbytes)
-                self.made.append(pages)
-            if pinned and self.refusal is None and self._registrar.available:
-                self.refusal = pages.pin(self._registrar)
-            yield pages
-        finally:
-            self._free.put_nowait(pages)
+    async def buffer(self, nbytes: int, pinned: bool = False) -> AsyncIterator[Pages]:
+        """Lend a buffer whose first `nbytes` are used; `pinned` for bytes of a GPU (unpinned where that is refused)."""
+        async with self._turns:
+            pages = self._take(nbytes)
+            try:
+                if pinned and self.refusal is None and self._registrar.available:
+                    self.refusal = pages.pin(self._registrar)
+                yield pages
+            finally:
+                self._free.append(pages)
+
+    def _take(self, nbytes: int) -> Pages:
+        """Return the free buffer that was used least of those used as far as `nbytes`; else the one used most."""
+        fitting = [pages for pages in self._free if self._used[pages] >= nbytes]
+        if fitting:
+            pages = min(fitting, key=self._used.__getitem__)
+        elif self._free:
+            pages = max(self._free, key=self._used.__getitem__)
+        else:
+            pages = Pages(self._nbytes)
+            self.made.append(pages)
+        if pages in self._free:
+            self._free.remove(pages)
+        self._used[pages] = max(nbytes, self._used.get(pages, 0))
+        return pages
 
     def release(self) -> None:
         """Release the buffers' memory; none may be lent."""
         for pages in self.made:
             pages.release()
-        self.made = []
+        self.made, self._free, self._used = [], [], {}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from tiers.pages import resident_nbytes
 from zerocli.checkpoint.saver import Saver
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
@@ -52,11 +53,12 @@ OFFLOADS = ["nvme", "params=nvme,optimizer=cpu", "params=cpu,grads=cpu,optimizer
 
 
 def _footprints(folder: str, room: int) -> list[tuple[int, int]]:
-    """Return, for each placement, the bytes of the tiers' arenas, and those with staging."""
+    """Return, for each placement, the bytes in RAM of the tiers' arenas, and those with staging."""
     found = []
     for offload in OFFLOADS:
         engine = trained(stage=3, offload=offload, nvme_path=(folder,), read_ahead_nbytes=room)
-        found.append((engine.tiers.footprint().get("dram", 0), places.footprint(engine)["dram"]))
+        arenas = [memory for tier in engine.tiers.opened() if tier.name == "dram" for memory in tier.host_memory()]
+        found.append((sum(map(resident_nbytes, arenas)), places.footprint(engine)["dram"]))
         engine.close()
     return found
 
@@ -68,11 +70,13 @@ def test_host_memory_of_disks_is_counted_as_it_is_taken(room, tmp_path):
         plan = planned(2, stage=3, offload=offload, read_ahead_nbytes=room)
         rows = [row for row in plan.rows if row.tier == "dram"]
         [staged] = [row for row in rows if "staging" in row.formula]
+        host = sum(row.nbytes for row in rows if row.category != "runtime")
         arenas, mapped = (sum(rank[at][which] for rank in measured) for which in (0, 1))
-        assert plan.needed("dram") - staged.nbytes == arenas, offload
-        assert mapped <= plan.needed("dram"), offload
-        objects = 2 if offload == "nvme" else 1
-        assert staged.nbytes == 2 * objects * ((64 << 20) + 32 * 4096)
+        # With room for few, what is read ahead fills its budget only as far as whole copies do.
+        fewer = 0 if room > 1 << 20 or "params=nvme" not in f"params={offload}" else 2 * room // 4
+        assert -fewer <= arenas - (host - staged.nbytes) <= 0, offload
+        assert mapped <= host, offload
+        assert staged.nbytes < 2 * (8 << 20), offload  # a small model's transfers use little of their buffers
 
 
 def test_slots_of_the_update_and_copies_read_ahead_are_each_counted_by_their_own_key():
@@ -90,7 +94,8 @@ def test_checkpoints_of_blocks_on_disks_have_staging_of_their_own():
     common: dict[str, Any] = {"stage": 3, "recompute": True}
     without = planned(2, **common, offload="params=nvme")
     plan = planned(2, **common, offload="params=nvme,activations=nvme")
-    assert plan.needed("dram") - without.needed("dram") == 2 * ((64 << 20) + 32 * 4096)
+    each = 2 * SEQ * MODEL.hidden * 4  # two are written and one is read at a time
+    assert plan.needed("dram") - without.needed("dram") == 2 * 3 * each
     assert plan.needed("nvme") - without.needed("nvme") == 2 * (64 << 20)  # swap files grow by so much
 
 
@@ -186,3 +191,19 @@ def test_the_largest_count_is_of_model_states_alone(capsys, monkeypatch, tmp_pat
     saving = ask(capsys, *words, "--set", "checkpoint.every=10")["max"]
     assert saving["model_states_parameters"] == without["model_states_parameters"]
     assert saving["parameters"] < without["parameters"]
+
+
+# -- what a GPU pins ---------------------------------------------------------------------------------------------------
+
+
+def test_pinned_memory_counts_whole_and_other_memory_by_its_pages():
+    common: dict[str, Any] = {"stage": 3, "offload": "params=nvme,optimizer=cpu,grads=cpu", "update": "stream"}
+    cpu, gpu = planned(1, **common), planned(1, **common, device="cuda", precision="fp32")
+
+    def rows(plan: Plan, words: str) -> int:
+        return sum(row.nbytes for row in plan.rows if row.tier == "dram" and words in row.formula)
+
+    states = sum(row.nbytes for row in cpu.rows if row.tier == "dram" and row.category != "buffers")
+    assert rows(cpu, "beyond their pieces") < 4096 * 15
+    assert (states + rows(gpu, "beyond their pieces")) % (16 << 20) == 0  # whole arenas
+    assert rows(gpu, "staging") % (8 << 20) == 32 * 4096 > 0 and rows(cpu, "staging") < rows(gpu, "staging")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -19,6 +20,8 @@ from tiers import registry
 from tiers.errors import TierError, TierFull, format_nbytes
 from tiers.extents import Extents
 from tiers.null import NullTier
+from tiers.pages import Pages, Registrar, resident_nbytes
+from tiers.staging import Staging
 from tiers.stripes import Record, Unit, cut
 from tiers.transfer import Transfer
 
@@ -119,6 +122,35 @@ def test_errors_carry_the_fact_the_place_and_the_numbers():
     assert str(error) == "nvme is full: 3 GiB needed, 512 MiB free in /scratch"
     assert (error.tier, error.path, error.needed, error.available) == ("nvme", "/scratch", 3 << 30, 1 << 29)
     assert [format_nbytes(n) for n in (0, 1023, 1536, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5 TiB"]
+
+
+# Host memory
+
+
+def test_unpinned_memory_takes_only_the_pages_that_are_used():
+    pages = Pages(16 << 20)
+    pages.bytes[:1] = 1
+    pages.bytes[5 << 20 : (5 << 20) + 4097] = 1
+    assert resident_nbytes(pages.bytes) == 3 * 4096
+    pages.prefault()
+    assert resident_nbytes(pages.bytes) == 16 << 20
+
+
+def test_staging_reuses_the_buffer_that_was_used_as_far_before():
+    async def used() -> list[int]:
+        staging = Staging(3, 1 << 20, Registrar())
+
+        async def lend(nbytes: int) -> None:
+            async with staging.buffer(nbytes) as pages:
+                pages.bytes[:nbytes] = 1
+
+        async with staging.buffer(4096):
+            await lend(1 << 19)
+        for nbytes in (1 << 19, 4096, 1 << 18, 1 << 19):
+            await lend(nbytes)
+        return sorted(resident_nbytes(pages.bytes) for pages in staging.made)
+
+    assert asyncio.run(used()) == [4096 * (index == 0) or 1 << 19 for index in range(2)]
 
 
 # The registry

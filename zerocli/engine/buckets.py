@@ -170,7 +170,8 @@ class Pool:
     def take(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Return a bucket whose last use is complete, waiting for it if necessary."""
         buckets = self._kinds.setdefault((numel, dtype), [])
-        if len(buckets) < self._count:
+        is_free = bool(buckets) and buckets[0].busy is None
+        if len(buckets) < self._count and not is_free:
             buckets.append(Bucket(torch.empty(numel, dtype=dtype, device=self._device)))
             return buckets[-1]
         bucket = buckets.pop(0)

@@ -305,10 +305,13 @@ def recomputed_units(units: Sequence[Unit], choice: bool | int | str | Recompute
 def find_units(model: nn.Module, choice: UnitChoice = None) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of the modules that become units, in the model's order; the rest is the model itself.
 
-    By default these are repeated blocks: two or more children of one class in a ModuleList, ModuleDict or Sequential.
-    `choice` selects others: a class, a predicate, or a list of modules. The rest comes first, named "".
+    By default these are the modules that the model's own `unit_modules()` returns, as that of a built-in model does;
+    without it repeated blocks: two or more children of one class in a ModuleList, ModuleDict or Sequential. `choice`
+    selects others: a class, a predicate, or a list of modules. The rest comes first, named "".
     """
     chosen: list[tuple[str, nn.Module]] = [("", model)]
+    if choice is None and callable(own := getattr(model, "unit_modules", None)):
+        choice = own()
     if choice is None:
         _walk_blocks(model, "", chosen)
         return chosen

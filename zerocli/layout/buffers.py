@@ -71,7 +71,7 @@ def optimizer_states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:
             if width:
                 yield Spec("optimizer_states", name, flat.held.numel, width)
     elif sizing.state_width(flat.width):
-        chunks = [sizing.record_nbytes(flat.width, n) * count for count, n in _chunk_runs(flat, sizing.chunk)]
+        chunks = [sizing.record_nbytes(flat.width, n) * count for count, n in chunk_runs(flat, sizing.chunk)]
         yield Spec("optimizer_states", name, sum(chunks) // FP32, FP32, tier)
 
 
@@ -208,7 +208,7 @@ def update_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
     at = 0
     for flat in (flat for flat in flats if flat.offloaded):
         device, widths = update_device(flat, sizing), slot_widths(flat, sizing)
-        for count, numel in _chunk_runs(flat, sizing.chunk):
+        for count, numel in chunk_runs(flat, sizing.chunk):
             for slot in range(at, at + min(count, NUM_SLOTS)):
                 for name, width in widths.items():
                     key = (device, slot % NUM_SLOTS, name)
@@ -219,7 +219,7 @@ def update_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
         yield Spec("buffers", "update slots", nbytes, 1, _tier(device, sizing))
 
 
-def _chunk_runs(flat: FlatSpec, numel: int) -> Iterator[tuple[int, int]]:
+def chunk_runs(flat: FlatSpec, numel: int) -> Iterator[tuple[int, int]]:
     """Yield (count, size) of each run of equal chunks of a flat, by optimizer group."""
     for _, segment in flat.layout.segments(flat.held):
         if segment.numel >= numel:
@@ -246,9 +246,29 @@ def update_scratch(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
             numel = max(sizing.update_chunk(flat.width, device) for flat in alike)
             if device != "cpu":  # a GPU converts a fetched chunk in one piece
                 fetched = [flat for flat in alike if flat.offloaded]
-                numel = max([numel, *(size for flat in fetched for _, size in _chunk_runs(flat, sizing.chunk))])
+                numel = max([numel, *(size for flat in fetched for _, size in chunk_runs(flat, sizing.chunk))])
             for _ in range(arrays):
                 yield Spec("buffers", "update scratch", numel, FP32, _tier(device, sizing))
+
+
+def update_temporaries(flats: Sequence[FlatSpec], sizing: Sizing, arrays: int, rounding: int) -> Iterator[Spec]:
+    """Yield the memory in which the longest piece is updated by a rule that allocates `arrays` fp32 arrays for it.
+
+    Rounding a whole master to narrower parameters then takes `rounding` bytes per element. None of it is kept from step
+    to step, so it is not among the persistent buffers.
+    """
+    most: dict[str, int] = {}
+    for flat in flats:
+        if fuses(flat, sizing):
+            continue
+        device = update_device(flat, sizing)
+        cached = device == "cpu" or not flat.offloaded  # a GPU updates a fetched chunk in one piece
+        limit = sizing.update_chunk(flat.width, device) if cached else sizing.chunk
+        numel = max((size for _, size in chunk_runs(flat, limit)), default=0)
+        rounds = flat.width < FP32 and not sizing.split_master
+        most[device] = max(most.get(device, 0), numel * arrays * FP32, numel * rounding * rounds)
+    for device, nbytes in most.items():
+        yield Spec("buffers", "arrays of an update", nbytes, 1, _tier(device, sizing))
 
 
 def _tier(device: str, sizing: Sizing) -> str:

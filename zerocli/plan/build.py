@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 
 from offload.placement import HBM
 from zerocli.errors import UserError
 from zerocli.layout import constants
-from zerocli.layout.buffers import persistent, states, update_scratch, update_slots
+from zerocli.layout.buffers import bucket_limit, chunk_runs, persistent, states, update_scratch, update_slots
 from zerocli.layout.categories import model_states
 from zerocli.layout.flats import FP32
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan import saves
-from zerocli.plan.flats import Flats, arenas, plan_flats, swap
+from zerocli.plan.flats import Flats, arenas, pages, plan_flats, swap
 from zerocli.plan.ledger import Peak
 from zerocli.plan.loading import host_nbytes
 from zerocli.plan.rows import Plan, Row
@@ -61,6 +62,9 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
     check(setup, shape)
     flats = plan_flats(shape, setup)
     peaks = Replay(shape, setup, flats).run()
+    if setup.device == "cpu" and setup.dp > 1:
+        with_gloo = Replay(shape, setup, flats, with_gloo=True).run().highest.nbytes
+        peaks = dataclasses.replace(peaks, gloo_nbytes=with_gloo - peaks.highest.nbytes)
     kept = saves.saved(shape.numel, setup, flats, shape.numel - shape.trainable_numel)
     rows = [*_device_rows(shape, setup, peaks), *_host_rows(setup, flats, peaks)]
     rows += _disk_rows(setup, flats, peaks, kept)
@@ -254,24 +258,32 @@ def _piece_rows(tier: str, sizes: dict[str, list[int]], times: int) -> list[Row]
 
 
 def _host_rows(setup: Setup, flats: Flats, peaks: Peaks) -> list[Row]:
-    times = setup.local_ranks
+    times, taken = setup.local_ranks, _taken(setup)
     sizes, parameters, others = _pieces(setup, flats, "dram")
-    pinned = arenas(parameters) + arenas(others)
     rows = _piece_rows("dram", sizes, times)
-    if pinned:
-        rest = pinned - sum(sum(blocks) for blocks in sizes.values())
+    rest = taken(parameters) + taken(others) - sum(sum(blocks) for blocks in sizes.values())
+    if rest:
         rows.append(Row("buffers", "dram", rest * times, f"arenas beyond their pieces x {times}"))
     kept = peaks.offloaded.get("dram", 0)
     if kept:
         rows.append(Row("activations", "dram", kept * times, f"activation checkpoints per rank x {times}"))
-        rows.append(Row("buffers", "dram", (arenas([kept]) - kept) * times, f"the rest of their arena x {times}"))
+    if rest := taken([kept]) - kept if kept else 0:
+        rows.append(Row("buffers", "dram", rest * times, f"the rest of their arena x {times}"))
     for sentence, nbytes in _host_buffers(setup, flats, peaks).items():
         if nbytes:
             rows.append(Row("buffers", "dram", nbytes * times, f"{sentence} x {times}"))
+    if peaks.gloo_nbytes:
+        formula = f"gloo's copies of what it reduces, at the process's peak x {times}"
+        rows.append(Row("runtime", "dram", peaks.gloo_nbytes * times, formula))
     if setup.device == "cuda":
         python = constant("python", setup.runtime)
         rows.append(Row("runtime", "dram", python * times, f"{SENTENCES['python']} x {times}"))
     return rows
+
+
+def _taken(setup: Setup) -> Callable[[list[int]], int]:
+    """Return what host memory tiers take for blocks: whole arenas where they are pinned, else the pages in use."""
+    return arenas if setup.device == "cuda" else pages
 
 
 def _host_buffers(setup: Setup, flats: Flats, peaks: Peaks) -> dict[str, int]:
@@ -279,20 +291,57 @@ def _host_buffers(setup: Setup, flats: Flats, peaks: Peaks) -> dict[str, int]:
     near = (HBM, "dram", "null")  # a tier of another package is assumed to be prefetched from, too
     far = flats.sizes(lambda flat: [flat.own.numel * flat.width] * (flat.tiers["parameters"] not in near))
     budget = -(-setup.read_ahead_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
-    disks = [  # tier objects, each with its own staging
-        any(flat.tiers["parameters"] == "nvme" for flat in flats.distinct),
-        any("nvme" in (flat.tiers.get("optimizer"), flat.tiers.get("gradients")) for flat in flats.distinct),
-        bool(peaks.offloaded.get("nvme")),
-    ]
-    staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
     found = {
-        "arenas of parameters read ahead": min(budget, arenas(far)),
-        "staging buffers for disks, at most": sum(disks) * staging,
+        "arenas of parameters read ahead": min(budget, _taken(setup)(far)),
+        "staging buffers for disks, at most": _staging(setup, flats, peaks),
         "buffer for saving checkpoints, at most": saves.buffer(setup, flats),
     }
     if setup.device == "cuda":
         found["page-locked buffers of the update"] = _update_pinned(setup, flats)
     return found
+
+
+def _staging(setup: Setup, flats: Flats, peaks: Peaks) -> int:
+    """Return the staging memory of a rank's disk tiers: for each tier object, what its transfers in flight use."""
+    sizing, trainable = setup.sizing, [flat for flat in flats if flat.trainable]
+    chunks = [(flat, n) for flat in trainable if flat.offloaded for _, n in chunk_runs(flat, sizing.chunk)]
+    parameters = [n * flat.width * (flat.tiers["parameters"] == "nvme") for flat, n in chunks]
+    records = [sizing.record_nbytes(flat.width, n) * (flat.tiers["optimizer"] == "nvme") for flat, n in chunks]
+    fetched = [n * sizing.grad_width(flat.width) * (flat.tiers["gradients"] == "nvme") for flat, n in chunks]
+    whole = [flat.own.numel * flat.width * (flat.tiers["parameters"] == "nvme") for flat in flats]
+    written = [
+        min(flat.own.numel * sizing.grad_width(flat.width), sizing.bucket_nbytes) * (flat.tiers["gradients"] == "nvme")
+        for flat in trainable
+    ]
+    slots = constants.NUM_SLOTS
+    objects = (
+        # Written back in the update; whole when they are placed; fetched for the next unit while one is computed with.
+        [(parameters, slots), (whole, 2)],
+        [
+            ([sum(each) for each in zip(records, fetched, strict=True)], slots),
+            (written, bucket_limit(trainable, sizing)),
+        ],
+        [([peaks.checkpoint_nbytes * bool(peaks.offloaded.get("nvme"))] * 3, 3)],  # two written and one read
+    )
+    tails = constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES if any(whole) else 0  # of copies read ahead, in place
+    return tails + sum(_buffers(setup, uses) for uses in objects)
+
+
+def _buffers(setup: Setup, uses: Sequence[tuple[list[int], int]]) -> int:
+    """Return the bytes of the staging buffers of a tier whose `uses` are (sizes of transfers, how many in flight).
+
+    A transfer takes a buffer for each of its stripe units, and the buffer that was used as far before is reused first.
+    A pinned buffer counts whole, any other by the pages that it uses.
+    """
+    unit = constants.UNIT_NBYTES
+    most = [0] * (constants.STAGING_NBYTES // unit)
+    for sizes, in_flight in uses:
+        for at in range(max(1, len(sizes) - in_flight + 1)):
+            window = sizes[at : at + in_flight]
+            pieces = [min(unit, size - start) for size in window for start in range(0, min(size, 8 * unit), unit)]
+            for rank, piece in enumerate(sorted(pieces, reverse=True)[: len(most)]):
+                most[rank] = max(most[rank], piece)
+    return sum(1 for each in most if each) * unit if setup.device == "cuda" else pages(most)
 
 
 def _update_pinned(setup: Setup, flats: Flats) -> int:

@@ -237,17 +237,24 @@ class Decoder:
         return t.op("repeat heads", [x], self._queries, grads=[self._keys])
 
     def _attend_whole(self, t: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with all scores materialised in fp32: the plain kernel."""
+        """Attend with all scores materialised in fp32: the plain kernel, operation by operation."""
         scores = self.batch.batch * (self.shape.heads // self.batch.tp) * self.batch.seq**2 * FP32
         wide = self._queries * FP32 // self.batch.width
-        saved = [t.new(wide), t.new(wide), t.new(wide), t.new(scores), t.new(scores), t.new(scores)]
-        keys = [self._queries, self._keys, self._keys]
-        temporary = scores
-        if self.batch.width < FP32:  # queries, keys, values, scaled queries and the result in fp32; rounded weights
-            temporary = max(scores, 5 * wide + scores * self.batch.width // FP32)
-        return t.op(
-            *("attention", [q, k, v], self._queries, saved, keys), temporary=temporary, backward_temporary=2 * scores
-        )
+        q, k = t.op("scale", [q], wide, grads=[self._queries]), t.op("scale", [k], wide, grads=[self._keys])
+        mask = t.new(self.batch.seq**2 * FP32)  # until the kernel returns
+        products = t.op("scores", [q, k], scores, [q.storage, k.storage], [wide, wide])
+        del q, k
+        weights = t.new(scores)
+        soft = Tensor(weights, t.record("softmax", [products], [weights], [scores]))
+        del products, weights
+        dropped = t.op("dropout", [soft], scores, [t.new(scores)], [scores])
+        del soft
+        # Values of one sequence are read in place; those of several are copied, as are narrower ones.
+        in_place = self.batch.batch == 1 and self.batch.width == FP32
+        saved = [dropped.storage, v.storage if in_place else t.new(wide)]
+        out = t.op("values", [dropped, v], self._queries, saved, [scores, self._keys])
+        del mask
+        return out
 
     # -- mlp -------------------------------------------------------------------------------------------------------
 

@@ -133,6 +133,11 @@ def arenas(sizes: list[int]) -> int:
     return mapped
 
 
+def pages(sizes: list[int]) -> int:
+    """Return the bytes of host memory that blocks of these sizes take where nothing is pinned: the pages they use."""
+    return sum(-(-size // constants.PAGE_NBYTES) * constants.PAGE_NBYTES for size in sizes)
+
+
 def swap(sizes: list[int]) -> int:
     """Return the bytes that a swap file grows to for blocks of these sizes, taken in this order."""
     size = free = 0

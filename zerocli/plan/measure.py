@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerocli.engine.optim import At, FlatOptimizer, Group
+
 
 class LiveBytes(TorchDispatchMode):
     """While active, counts the storages on `device` that operations allocate, and their peak.
@@ -58,6 +60,26 @@ class LiveBytes(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         self.peak = self.nbytes
+
+
+def update_arrays(rule: FlatOptimizer) -> int:
+    """Return how many fp32 arrays as long as a piece `rule` allocates at once, in the first update or a later one.
+
+    0 for a rule that needs whole parameters: it is not called on pieces.
+    """
+    if rule.whole:
+        return 0
+    numel, most = 1 << 14, 0
+    master, states = torch.ones(numel), {name: torch.zeros(numel) for name in rule.state_names}
+    for count in (1.0, 2.0):
+        grad = torch.ones(numel)
+        with LiveBytes() as live:
+            rule.update(
+                master, grad, None, states, Group(1e-3, 0.1, rule.defaults), At(torch.tensor(count), torch.zeros(()))
+            )
+        most = max(most, live.peak)
+    rule.forget()
+    return round(most / grad.nbytes)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -129,6 +129,11 @@ class Setup(Sharding):
         """Number of fp32 arrays of the optimizer, without the master."""
         return num_states(self)
 
+    @functools.cached_property
+    def num_temporaries(self) -> int:
+        """Number of fp32 arrays that the optimizer allocates while it updates a piece, each as long as the piece."""
+        return num_temporaries(self)
+
     @property
     def state_width(self) -> int:
         """Bytes per parameter of the optimizer's arrays and the master."""
@@ -156,18 +161,31 @@ def num_states(sharding: Sharding) -> int:
         return 2
     if name == "sgd" and options.keys() <= {"momentum"}:
         return int(options.get("momentum", 0) != 0)
+    return _count(sharding)[0]
+
+
+def num_temporaries(sharding: Sharding) -> int:
+    """Return the number of piece-sized fp32 arrays that an update allocates; torch's fused kernels need none."""
+    return 0 if sharding.optimizer.lower() in ("adamw", "adam", "sgd") else _count(sharding)[1]
+
+
+def _count(sharding: Sharding) -> tuple[int, int]:
+    """Construct an optimizer and return how many arrays it keeps, and how many it allocates while it updates."""
+    name, options = sharding.optimizer.lower(), sharding.options
     key = (name, repr(sorted(options.items())))
     if key not in _counted:
         from zerocli.engine.rules import make_optimizer
+        from zerocli.plan.measure import update_arrays
 
         try:
-            _counted[key] = len(make_optimizer(sharding.optimizer, options).state_names)
+            rule = make_optimizer(sharding.optimizer, options)
         except (ValueError, TypeError) as error:
             raise UserError(str(error), hint="--set optimizer.name=adamw") from error
+        _counted[key] = len(rule.state_names), update_arrays(rule)
     return _counted[key]
 
 
-_counted: dict[tuple[str, str], int] = {}
+_counted: dict[tuple[str, str], tuple[int, int]] = {}
 
 
 def num_checkpoints(config: Config) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +22,8 @@ from zerocli.plan.tape import Tape, Tensor
 TRANSIENT = 3
 """Blocks of a run after which each further one changes what is held by the same bytes: two checkpoints are in flight,
 and one is prefetched."""
+ROUNDING = {"bf16": 6, "fp16": 2}
+"""Bytes per element that rounding a master allocates (`engine.master.narrow`): bf16 has an fp32 copy between."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Peaks:
     offloaded: dict[str, int]
     built: int = 0
     """Bytes held after initialisation."""
+    checkpoint_nbytes: int = 0
+    """Bytes of one activation checkpoint, a rank's part of it."""
+    gloo_nbytes: int = 0
+    """Bytes by which gloo's copies raise the peak of a CPU rank's process."""
 
     @property
     def highest(self) -> Peak:
@@ -43,8 +49,12 @@ class Peaks:
 class Replay(Initialisation):
     """One rank's device memory through initialisation and a step."""
 
-    def __init__(self, shape: Shape, setup: Setup, flats: Flats) -> None:
+    def __init__(self, shape: Shape, setup: Setup, flats: Flats, with_gloo: bool = False) -> None:
+        """Take `with_gloo` to count gloo's copies of what it reduce-scatters, which are in the process's memory."""
         super().__init__(shape, setup, flats)
+        self._with_gloo = with_gloo and setup.dp > 1 and setup.zero.optimizer
+        self._copies: deque[Storage] = deque()
+        """gloo's copies: one of each bucket in flight, or of every gradient that is reduced whole."""
         self._grads: dict[int, list[Storage]] = defaultdict(list)
         """Gradients of units in backward, until they are reduced."""
         self._flat_grads: dict[int, list[Storage]] = {}
@@ -63,6 +73,7 @@ class Replay(Initialisation):
         self._ahead: dict[int, Storage] = {}
         """Checkpoints prefetched before their block's backward."""
         self._checkpoints_away: dict[str, int] = {}
+        self._checkpoint_nbytes = 0
         self._has_buckets = False
         self._recompute = setup.blocks(shape.layers)
         self._replayed: list[tuple[int, int]] = []
@@ -86,7 +97,7 @@ class Replay(Initialisation):
         self._keep(*buffers.update_slots(self._trainable, self._sizing))
         self._keep(*buffers.update_scratch(self._trainable, self._sizing))
         self._step()
-        return Peaks(initialisation, first, ledger.peak, dict(self._checkpoints_away), built)
+        return Peaks(initialisation, first, ledger.peak, dict(self._checkpoints_away), built, self._checkpoint_nbytes)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -114,13 +125,18 @@ class Replay(Initialisation):
         assert root is not None
         del loss
         tape.backward(root, [Storage(ledger, 4)])
-        for unit in list(self._grads):
+        for unit in list(self._grads) if setup.zero.gradients else [0]:
             self._reduce(unit)
+        del inputs
+        self._copies.clear()
+        ledger.moment = "update"
+        rounding = ROUNDING.get(setup.precision, 0)
+        arrays = buffers.update_temporaries(self._trainable, self._sizing, setup.num_temporaries, rounding)
+        Storage(ledger, sum(spec.nbytes for spec in arrays if spec.tier == HBM), "buffers")
         self._flat_grads.clear()
         ledger.add(self._repeated, -1)
         self._repeated = dict.fromkeys(ledger.held, 0)
         self._ends.clear()
-        del inputs
 
     def _forward(self, tape: Tape, decoder: Decoder) -> Tensor:
         """Replay the embedding, and the first and last blocks of each run of equal ones; the others are counted."""
@@ -194,7 +210,7 @@ class Replay(Initialisation):
 
     def _assign_slots(self, part: int) -> None:
         """Assign the recomputed blocks to the tiers that keep their inputs."""
-        checkpoints = self._recompute.count
+        checkpoints, self._checkpoint_nbytes = self._recompute.count, part
         for share in self._setup.checkpoint_shares():
             each = self._slot_nbytes(share.tier, part)
             left = checkpoints - len(self._slots)
@@ -303,9 +319,24 @@ class Replay(Initialisation):
 
     def _reduce(self, unit: int) -> None:
         """Reduce a unit's gradients into those of its flats, and free them."""
+        if self._with_gloo:
+            self._copy(unit)
         if unit in self._grads:
             self._open_grads(unit)
             del self._grads[unit]
+
+    def _copy(self, unit: int) -> None:
+        """Add gloo's copies of a unit's gradients; those of the buckets that are used again are freed."""
+        sizing, trainable = self._sizing, self._trainable
+        for flat in (flat for flat in self._units[unit] if flat.trainable):
+            wire = sizing.wire_width(flat.width)
+            left = flat.total
+            each = buffers.bucket_numel(trainable, sizing, wire) if sizing.stage.gradients else flat.total
+            while left > 0:
+                if sizing.stage.gradients and len(self._copies) >= buffers.bucket_limit(trainable, sizing):
+                    self._copies.popleft()
+                self._copies.append(Storage(self._ledger, min(left, each) * wire, "buffers"))
+                left -= each
 
     def _open_grads(self, unit: int) -> None:
         """Allocate the gradients of a unit's flats, unless they are there."""

@@ -6,6 +6,7 @@ node that uses the most, as in a plan.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,6 +41,11 @@ def assemble(
     plan, problem = predict(config, facts)
     if problem:
         notes.append(problem)
+    if (
+        plan is not None and facts["device"] == "cpu"
+    ):  # there dram is what the tiers have, and gloo's memory is no tier's
+        kept = tuple(row for row in plan.rows if (row.tier, row.category) != ("dram", "runtime"))
+        plan = dataclasses.replace(plan, rows=kept)
     document = {
         "schema": SCHEMA,
         "kind": "profile",

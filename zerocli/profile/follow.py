@@ -16,6 +16,8 @@ _LOSS_OPS = {"aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::nl
 """Operations that make or read logits in models that do not use our own loss."""
 _FRESH = "aten::lift_fresh"
 """Operation that introduces new memory not made by any operation: torch.tensor, torch.from_numpy."""
+RUNTIME = "runtime"
+"""Category of memory that is the communication library's own: it is no tensor of the run, and not counted."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -56,7 +58,11 @@ class Follower(TorchDispatchMode):
         return out
 
     def _meet(self, tensor: torch.Tensor, operation: str, about_logits: bool) -> None:
-        self._log(tensor, self._category() if operation == _FRESH else self._unseen(), operation)
+        unseen = self._unseen()
+        known = tensor.untyped_storage()._cdata in self._references
+        self._log(tensor, self._category() if operation == _FRESH else unseen, operation)
+        if unseen == RUNTIME and not known:
+            self.disown(tensor)
         if about_logits and operation == "aten::_log_softmax":
             found = self.find(tensor)
             if found is not None and found.category == "activations":

@@ -12,6 +12,7 @@ import torch
 from offload import Store
 from offload.mover import StagedStore
 from tiers.base import Block
+from tiers.pages import resident_nbytes
 from zerocli.engine.engine import Engine
 from zerocli.profile.ledger import TIERS
 
@@ -65,11 +66,13 @@ def tier_rows(engine: Engine) -> dict[str, dict[str, int]]:
 def footprint(engine: Engine) -> dict[str, int]:
     """Return the bytes that each tier but the device's memory has taken, with an entry for dram and nvme.
 
-    dram is all host memory that tiers have mapped (and torch's pinned memory), nvme the files of all tiers. The bytes
-    of a tier from another package are those that it reports itself.
+    dram is the host memory that tiers have mapped: all of it with a GPU, for which it is pinned (and torch's own pinned
+    memory), else the pages in use. nvme is the files of all tiers. The bytes of a tier from another package are those
+    that it reports itself.
     """
-    mapped = sum(memory.nbytes for memory in host_memory(engine))
-    if engine.device.type == "cuda":
+    cuda = engine.device.type == "cuda"
+    mapped = sum(memory.nbytes if cuda else resident_nbytes(memory) for memory in host_memory(engine))
+    if cuda:
         mapped += sum(memory.nbytes for _, _, memory in engine.updater.holdings() if memory.device.type == "cpu")
     found = {"dram": mapped, "nvme": sum(tier.file_nbytes for tier in engine.tiers.opened())}
     return found | {name: taken for name, taken in engine.tiers.footprint().items() if name not in TIERS}

@@ -24,7 +24,7 @@ from zerocli.plan import bench
 from zerocli.profile import clock as clocks
 from zerocli.profile import places, rates
 from zerocli.profile.clock import Clock, Segment, Span
-from zerocli.profile.follow import Follower
+from zerocli.profile.follow import RUNTIME, Follower
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger, describe
 from zerocli.profile.lines import Line
 from zerocli.profile.nvml import process_nbytes
@@ -124,7 +124,7 @@ class Profiler(Observer):
 
     def _unseen(self) -> str:
         """Return the category of memory whose creation was not seen: inside a collective it is gloo's own copy."""
-        return "buffers" if self._recorder is not None and self._recorder.in_collective else UNATTRIBUTED
+        return RUNTIME if self._recorder is not None and self._recorder.in_collective else UNATTRIBUTED
 
     def _entered(self, label: tuple[str, str]) -> None:
         before, self.ledger.moment = self.ledger.moment, label

@@ -1,0 +1,132 @@
+"""Laws of bytes that random configurations found missing: an update's arrays, gloo's copies, units by default."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+import zerocli
+from zerocli.config import ModelConfig
+from zerocli.engine.buckets import Completion, Pool
+from zerocli.engine.engine import Engine
+from zerocli.engine.rules import make_optimizer
+from zerocli.engine.settings import Settings
+from zerocli.engine.streams import Waits
+from zerocli.models import build
+from zerocli.plan.build import plan_model
+from zerocli.plan.flats import plan_flats
+from zerocli.plan.inputs import shape_of
+from zerocli.plan.measure import LiveBytes, update_arrays
+from zerocli.plan.setup import Setup
+from zerocli.plan.step import ROUNDING
+
+MODEL = ModelConfig(layers=3, hidden=64, heads=4, vocab=600, tie=False)
+SEQ = 8
+
+
+def measured_peak(setup: dict[str, Any], model: ModelConfig = MODEL, seq: int = SEQ) -> int:
+    """Return the most bytes alive at once in two steps; by default of so few tokens that the peak is in the update."""
+    with LiveBytes() as live:
+        decoder = build(model, seq, "meta")
+        common: dict[str, Any] = {"units": decoder.unit_modules(), "device": "cpu", "clip": 1.0, "weight_decay": 0.1}
+        engine = Engine(decoder, Settings(**setup, **common))
+        for _ in range(2):
+            tokens = torch.randint(model.vocab, (2, 1, seq))
+            engine.backward(engine(tokens[0], tokens[1]))
+            engine.step()
+        engine.synchronize()
+    engine.close()
+    return live.peak
+
+
+def plan(setup: dict[str, Any], world: int = 1, model: ModelConfig = MODEL, seq: int = SEQ) -> Any:
+    common: dict[str, Any] = {"ranks": world, "ranks_per_node": world, "batch": 1, "seq": seq, "device": "cpu"}
+    return plan_model(shape_of(model, seq), Setup(**(common | setup)))
+
+
+@pytest.mark.parametrize(
+    ("name", "arrays"), [("adamw", 0), ("sgd", 0), ("adagrad", 3), ("rmsprop", 3), ("adamax", 4), ("nadam", 5)]
+)
+def test_arrays_of_an_update_are_counted(name, arrays):
+    """In the first update a rule of torch's makes new states too, which are copied."""
+    assert update_arrays(make_optimizer(name, {})) == Setup(optimizer=name).num_temporaries == arrays
+
+
+@pytest.mark.parametrize("name", ["adagrad", "nadam"])
+def test_a_plan_holds_where_the_update_is_the_peak(name):
+    setup = {"stage": 2, "precision": "fp32", "optimizer": name}
+    peak, planned = measured_peak(setup), plan(setup)
+    assert planned.moment == "update"
+    assert peak <= planned.allocated <= peak * 1.01
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_plan_holds_where_scores_with_dropout_are_most_of_the_memory(recompute):
+    model, setup = dataclasses.replace(MODEL, dropout=0.1), {"stage": 0, "precision": "fp32", "recompute": recompute}
+    peak, planned = measured_peak(setup, model, 128), plan(setup, 1, model, 128).allocated
+    assert peak <= planned <= peak * 1.01
+
+
+def test_what_rounding_a_whole_master_allocates_is_known():
+    from zerocli.engine.master import narrow
+
+    values = torch.ones(1 << 12)
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        with LiveBytes() as live:
+            narrow(values, dtype)
+        assert live.peak == ROUNDING[precision] * values.numel()
+
+
+def test_a_bucket_that_is_free_is_used_again_before_another_is_made():
+    """A pass with one bucket makes one, however many passes there are: the plan counts those of a pass."""
+    pool = Pool(2, torch.device("cpu"), Waits(torch.device("cpu")))
+    first = pool.take(8, torch.float32)
+    assert pool.take(8, torch.float32) is first  # its use never began
+    first.busy = Completion(lambda: None)
+    assert pool.take(8, torch.float32) is not first and len(pool.all()) == 2
+    pool.clear()
+    pool.take(8, torch.float32)
+    assert len(pool.all()) == 2
+
+
+# -- gloo --------------------------------------------------------------------------------------------------------------
+
+
+def _gloo_nbytes(setup: dict[str, Any], world: int) -> int:
+    rows = plan(setup, world).rows
+    return sum(row.nbytes for row in rows if "gloo" in row.formula) // world
+
+
+def test_gloos_copies_are_host_memory_of_ranks_that_reduce_scatter():
+    common = {"precision": "fp32"}
+    flats = plan_flats(shape_of(MODEL, SEQ), Setup(stage=2, ranks=2, device="cpu", **common))
+    two = sum(sorted((flat.total for flat in flats), reverse=True)[:2]) * 4
+    assert 0 < _gloo_nbytes({"stage": 2, **common}, 2) <= two  # of the two buckets in flight
+    assert 0 < _gloo_nbytes({"stage": 1, **common}, 2) <= 4 * sum(flat.total for flat in flats)
+    assert _gloo_nbytes({"stage": 0, **common}, 2) == 0  # an all-reduce is in place
+    assert _gloo_nbytes({"stage": 2, **common}, 1) == 0
+
+
+# -- units -------------------------------------------------------------------------------------------------------------
+
+
+def _default_totals(changes: dict[str, Any]) -> list[int]:
+    engine = zerocli.shard(build(dataclasses.replace(MODEL, **changes), SEQ), lr=1e-3, stage=3, device="cpu")
+    totals = [flat.layout.total for flat in engine.flats()]
+    engine.close()
+    return totals
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie": True}, {"layers": 1}, {"layers": 1, "family": "llama"}])
+def test_units_by_default_are_those_of_the_plan(changes):
+    planned = plan_flats(shape_of(dataclasses.replace(MODEL, **changes), SEQ), Setup(stage=3, ranks=1, device="cpu"))
+    assert [flat.total for flat in planned] == _default_totals(changes)
+
+
+def test_units_by_default_are_those_of_the_plan_on_two_ranks():
+    planned = plan_flats(shape_of(MODEL, SEQ), Setup(stage=3, ranks=2, device="cpu"))
+    assert run_ranks(2, _default_totals, {}) == [[flat.total for flat in planned]] * 2
