@@ -42,6 +42,15 @@ def test_delays_with_offload_change_no_number():
         assert train_stack(3, {"precision": "bf16", "offload": "cpu", **STREAM}, seed) == reference
 
 
+def test_deferring_the_update_changes_no_number_on_a_gpu():
+    """With delays on the streams: a forward that did not wait for its unit's update would compute with old values."""
+    for stage, text in ((1, "optimizer=cpu"), (2, "cpu"), (3, "optimizer=hbm:10MB+cpu")):
+        reference = train_stack(stage, {"precision": "bf16"})
+        for seed in (None, 1, 2):
+            settings = {"precision": "bf16", "offload": text, "defer_update": True, **STREAM}
+            assert train_stack(stage, settings, seed) == reference
+
+
 def test_the_cpu_update_agrees_to_rounding():
     reference = train_stack(3, {"precision": "bf16"})
     for text in ("cpu", "optimizer=cpu"):
