@@ -193,8 +193,9 @@ def test_fit_shows_what_each_candidate_recomputes(capsys):
     assert [each["policy"] for each in (keep, selective, whole)] == ["keep", "selective", "recompute"]
     assert not keep["fits"] and whole["fits"]
     assert whole["peaks"]["steady"] < selective["peaks"]["steady"] < keep["peaks"]["steady"]
-    # Selective recomputation repeats no matrix product.
-    assert keep["step"]["parts"]["compute"] == selective["step"]["parts"]["compute"] < whole["step"]["parts"]["compute"]
+    # Selective recomputation repeats no matrix product, only what is bound by memory.
+    times = [each["step"]["parts"]["compute"] for each in (keep, selective, whole)]
+    assert times == sorted(times) and times[1] - times[0] < 0.3 * (times[2] - times[0])
     for memory in ROOMS:
         auto = found["auto", memory]
         assert auto["policy"] == "auto" and auto["fits"]

@@ -10,11 +10,11 @@ import pytest
 
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
-from zerocli.layout.recompute import Recompute
 from zerocli.plan.build import plan_model
+from zerocli.plan.compute import passes
 from zerocli.plan.hardware import PRESETS, Hardware, this_machine
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.seconds import Estimate, estimate
+from zerocli.plan.seconds import DISK, LINK, Estimate, estimate
 from zerocli.plan.setup import Setup
 
 MODEL = ModelConfig(layers=24, hidden=2048, heads=16, vocab=50304, tie=False)
@@ -31,36 +31,83 @@ def timed(model: ModelConfig = MODEL, hardware: Hardware = NODE, **setup: Any) -
     return estimate(plan_model(shape, asked), shape, hardware)
 
 
+LLAMA = ModelConfig(family="llama", layers=16, hidden=2048, heads=32, vocab=50304, tie=False)
+EIGHT = dataclasses.replace(LLAMA, layers=32, hidden=4096, kv_heads=8, vocab=128256, mlp_hidden=14336)
+SHORT = {"recompute": False, "batch": 8, "seq": 2048}
+
+
 @pytest.mark.parametrize(
     ("model", "hardware", "setup", "seconds"),
     [
-        (MODEL, NODE, {"stage": 0}, 0.317),
-        (MODEL, NODE, {}, 0.317),
-        (LARGE, NODE, {}, 0.618),
-        (LARGE, NODE, {"offload": "activations=cpu"}, 0.618),
-        (LARGE, NODE, {"offload": "cpu", "master": "fp32"}, 1.331),
+        (MODEL, NODE, {}, 0.304),
+        (MODEL, NODE, {"compiled": True}, 0.2945),
+        (LARGE, NODE, {"recompute": False}, 0.471),
+        (LARGE, NODE, {}, 0.558),
+        (LLAMA, NODE, SHORT, 0.1895),
+        (LLAMA, NODE, SHORT | {"compiled": True}, 0.187),
+        (EIGHT, NODE, {"batch": 2, "seq": 4096}, 0.8705),
+        (LARGE, MACHINE, {"offload": "optimizer=hbm:16GiB+cpu"}, 0.662),
+        (LARGE, MACHINE, {"offload": "optimizer=hbm:20GiB+cpu", "recompute": 16}, 0.530),
         (LARGE, MACHINE, {"offload": "cpu", "master": "fp32"}, 1.331),
-        (LARGE, MACHINE, {"offload": "cpu", "update": "cpu", "master": "fp32"}, 1.96),
         (MODEL, MACHINE, {"offload": "optimizer=nvme", "master": "fp32"}, 9.95),
     ],
 )
-def test_an_estimate_is_within_a_quarter_of_what_was_measured(model, hardware, setup, seconds):
-    """docs/performance.md has the measurements, docs/accuracy.md this table."""
-    assert timed(model, hardware, **setup).seconds == pytest.approx(seconds, rel=0.25)
+def test_an_estimate_is_near_what_was_measured(model, hardware, setup, seconds):
+    """On one H200; docs/performance.md has the measurements. Disks of one machine differ more from day to day."""
+    near = 0.15 if "nvme" in setup.get("offload", "") else 0.08
+    assert timed(model, hardware, **setup).seconds == pytest.approx(seconds, rel=near)
 
 
-def test_compute_is_every_operation_that_is_executed():
-    rate = NODE.tflops * 1e12 * NODE.efficiency
+def test_products_are_those_that_are_executed():
+    """Forward once, backward twice, recomputation once more but for a block's last product; the loss is in forward."""
     tokens, hidden = 16 * 1024, 2048
-    block = 12 * hidden**2 + 13 * hidden  # matrices, biases and norms
-    blocks, head = 24 * block + 2 * hidden, 50304 * hidden
-    attention = 24 * 2 * 1024 * hidden
-    forward = (2 * blocks + attention) * tokens
-    for recompute, passes in ((False, 3), ("selective", 3), (6, 3.25), (Recompute(6, 18), 3.25), (True, 4)):
-        expected = (passes * forward + 6 * head * tokens) / rate
-        assert timed(recompute=recompute).parts["compute"] == pytest.approx(expected, rel=1e-6)
-    # A table that is only looked up costs nothing; one that is also the head costs what a head does.
-    assert timed(dataclasses.replace(MODEL, tie=True)).parts["compute"] == pytest.approx(expected, rel=1e-6)
+    block, head = 2 * 12 * hidden**2 * tokens, 6 * 50304 * hidden * tokens
+    last = 2 * 4 * hidden**2 * tokens
+    for recompute, again in ((False, 0), (6, 6), (True, 24), ("selective", 0)):
+        asked = Setup(**(ALONE | {"recompute": recompute}))
+        work = passes(shape_of(MODEL, 1024), asked)
+        assert work.forward.products == pytest.approx(24 * block + head)
+        assert work.backward.products == pytest.approx(2 * 24 * block)
+        assert work.again.products == pytest.approx(again * (block - last))
+        assert (work.again.moved > 0) == bool(recompute)
+
+
+def test_experts_that_a_token_does_not_visit_cost_nothing():
+    shape = dataclasses.replace(shape_of(MODEL, 1024), experts=8, experts_per_token=2, expert_hidden=8192)
+    dense = passes(shape_of(MODEL, 1024), Setup(**ALONE)).forward.products
+    router = 2 * 24 * 8 * 2048 * 16 * 1024
+    visits = 2 * 24 * 8 * 2048**2 * 16 * 1024  # of two experts as wide as the dense MLP, one is more than it has
+    assert passes(shape, Setup(**ALONE)).forward.products == pytest.approx(dense + router + visits)
+
+
+def test_mfu_counts_the_models_own_operations():
+    plain, again = timed(recompute=False), timed()
+    assert plain.mfu * plain.seconds == pytest.approx(again.mfu * again.seconds)
+    assert 0.3 < again.mfu < plain.mfu < 0.7
+
+
+def test_phases_add_up_to_the_step():
+    for setup in ({}, {"offload": "optimizer=cpu"}, {"offload": "nvme"}, {"ranks": 8}, {"accumulate": 3}):
+        found = timed(LARGE, MACHINE, **setup)
+        assert sum(found.phases.values()) == pytest.approx(found.seconds) and min(found.phases.values()) >= 0
+
+
+def test_small_blocks_are_bound_by_the_host():
+    narrow = dataclasses.replace(MODEL, hidden=256, heads=4)
+    assert timed(narrow, batch=1, seq=128).bound == "host"
+
+
+def test_collectives_between_nodes_use_every_adapter_of_a_node():
+    """Inside a node NVLink bounds them; between nodes 8 x 10 GB/s carry what the other nodes have."""
+    numel = plan_model(shape_of(MODEL, 1024), Setup(**ALONE)).numel
+    one = timed(ranks=8).parts["collectives"]
+    assert one == pytest.approx(3 * 2 * numel * 7 / 8 / (NODE.links * 1e9))
+    slow = dataclasses.replace(NODE, network=10)
+    four = timed(hardware=slow, ranks=32).parts["collectives"]
+    assert four == pytest.approx(3 * 2 * numel * 3 / 4 / (8 * 10 * 1e9))
+    # Tensor parallelism over two nodes goes over the network too.
+    inside, across = (timed(ranks=16, ranks_per_node=n, tp=16).parts["tensor parallel"] for n in (16, 8))
+    assert across > inside > 0
 
 
 def test_what_crosses_the_link_is_counted_in_its_direction():
@@ -69,7 +116,7 @@ def test_what_crosses_the_link_is_counted_in_its_direction():
     A split master is 2 of 10 bytes of states, and needs the parameters too.
     """
     numel = plan_model(shape_of(LARGE, 1024), Setup(**ALONE)).numel
-    rate = NODE.pcie * 1e9
+    rate = NODE.pcie * 1e9 * LINK
     both = 2 * NODE.both_ways * rate
     backward = max(2 * numel / rate, (2 + 2) * numel / both)
     for master, states, fetched in (("fp32", 12, 0), ("split", 10, 2)):
@@ -86,17 +133,17 @@ def test_a_disk_reads_and_writes_all_states_in_a_step():
     numel = plan_model(shape_of(MODEL, 1024), Setup(**ALONE)).numel
     for master, states, fetched in (("fp32", 24, 0), ("split", 20, 2)):
         parts = timed(offload="optimizer=nvme", master=master).parts
-        assert parts["nvme"] == pytest.approx(states * numel / (NODE.disk * 1e9), rel=1e-3)
+        assert parts["nvme"] == pytest.approx(states * numel / (NODE.disk * 1e9 * DISK), rel=1e-3)
         # Parameters too: written once, read twice, less what is still in host memory at each of the two turns.
         everything = {"offload": "params=nvme,grads=cpu,optimizer=nvme", "read_ahead_nbytes": 1 << 20}
         more = timed(**everything, master=master).parts["nvme"]
-        assert more == pytest.approx((states + 6 + fetched) * numel / (NODE.disk * 1e9), rel=2e-3)
+        assert more == pytest.approx((states + 6 + fetched) * numel / (NODE.disk * 1e9 * DISK), rel=2e-3)
 
 
 def test_only_the_first_forward_hides_the_update():
     """With four micro-steps the update waits for one forward of the four; the others come after it."""
     once, four = (timed(LARGE, offload="optimizer=cpu", accumulate=n) for n in (1, 4))
-    assert four.parts["compute"] == pytest.approx(4 * once.parts["compute"])
+    assert four.parts["compute"] == pytest.approx(4 * once.parts["compute"], rel=0.01)
     assert four.seconds - once.seconds >= 3 * once.parts["compute"] * 0.99
 
 

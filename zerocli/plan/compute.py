@@ -16,8 +16,9 @@ from zerocli.plan.shape import NORMS, Shape
 # Shares of the data sheet's rates, measured on an H200 with torch 2.11: 1.41B GPT-2, 16 x 1024 tokens, bf16.
 PRODUCTS = 0.73
 """Matrix products of at least a thousand rows and columns."""
-ATTENTION = 0.40
-"""Causal attention, forward; its backward reaches 0.7 of that."""
+ATTENTION, SHORT = 0.60, 512
+"""Causal attention, forward, reaches the first share for long sequences and half of it for so many tokens; its backward
+reaches 0.7 of that."""
 MEMORY = 0.64
 """Element-wise kernels, norms and sums, of the memory bandwidth."""
 UPDATE = 0.83
@@ -30,12 +31,12 @@ BACKWARD_OPS = 2.5 / 0.7
 """Attention's backward relative to its forward: 2.5 times the operations, at 0.7 of the rate."""
 
 # Seconds of the host per block and pass, in which it launches kernels; measured beside the same H200.
-HOST_FORWARD, HOST_BACKWARD = 0.75e-3, 1.15e-3
-HOST_WHOLE, HOST_SELECTIVE = 3.4e-3, 6.0e-3
+HOST_FORWARD, HOST_BACKWARD = 0.85e-3, 1.3e-3
+HOST_WHOLE, HOST_SELECTIVE = 3.8e-3, 6.6e-3
 """What recomputation adds: a second forward and torch's bookkeeping; a selective one looks at each operation twice."""
 HOST_COMPILED = 0.3
 """The host's time for compiled blocks, relative to eager ones."""
-HOST_MOVED = 2.0e-3
+HOST_MOVED = 2.2e-3
 """What gathering a unit's offloaded parameters adds to each of its two uses."""
 
 
@@ -68,7 +69,7 @@ class Work:
         rate = hardware.products * 1e12 if hardware.products and setup.width < 4 else peak * PRODUCTS
         return {
             "products": self.products / rate,
-            "attention": self.attention / (peak * ATTENTION),
+            "attention": self.attention / (peak * ATTENTION * setup.seq / (setup.seq + SHORT)),
             "memory": self.moved / (hardware.hbm * 1e9 * MEMORY),
         }
 

@@ -188,6 +188,9 @@ def _candidates(verdict: Verdict, paint: Paint) -> list[str]:
 def _fits(verdict: Verdict, best: Candidate, paint: Paint) -> list[str]:
     lines = [paint(f"fits: {_arguments(best)}", fg="green", bold=True)]
     lines += wrap(verdict.reason, "  ")
+    if (timed := best.estimate) is not None:
+        phases = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in timed.phases.items())
+        lines += wrap(f"{phases}; {timed.tokens_per_second:,.0f} tokens/s, MFU {timed.mfu:.0%}", "  ")
     if verdict.budget is not None and (taken := verdict.budget.of(best)):
         cost = f", cost {taken['cost']:,.0f} at {verdict.budget.price:g} per GPU-hour" if taken["cost"] else ""
         text = f"{format_count(verdict.budget.tokens)} tokens: {_days(taken['days'])} days, "

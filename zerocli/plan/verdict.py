@@ -121,7 +121,9 @@ def _max(largest: Largest, shape: Shape | None, budget: Budget | None) -> dict[s
         "model_states_parameters": largest.count,
         "shape": {"layers": grown.layers, "hidden": grown.hidden, "heads": grown.heads} if grown else None,
         "margin": MARGIN,
-        "next": None if over is None else {"value": largest.next_value, **_candidate(over, shape, budget)},
+        "next": None
+        if over is None
+        else {"value": largest.next_value, **_candidate(over, None if largest.kind == "model" else shape, budget)},
         "end": largest.end or None,
     }
 
@@ -164,7 +166,9 @@ def _candidate(candidate: Candidate, shape: Shape | None, budget: Budget | None)
             "seconds": timed.seconds,
             "parts": timed.parts,
             "bound": timed.bound,
+            "phases": timed.phases,
             "tokens_per_second": timed.tokens_per_second,
+            "mfu": timed.mfu,
             "estimate": True,
         },
         "training": budget.of(candidate) if budget else None,

@@ -15,9 +15,12 @@ from typing import Any
 from zerocli.config import Config, to_dict
 from zerocli.errors import UserError
 from zerocli.layout.categories import CATEGORIES
+from zerocli.plan import bench
+from zerocli.plan.hardware import this_machine
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.rows import Plan
 from zerocli.plan.search import plan_of
+from zerocli.plan.seconds import estimate
 from zerocli.plan.setup import setup_of
 from zerocli.plan.shape import Shape
 from zerocli.profile import rates
@@ -41,9 +44,8 @@ def assemble(
     plan, problem = predict(config, facts)
     if problem:
         notes.append(problem)
-    if (
-        plan is not None and facts["device"] == "cpu"
-    ):  # there dram is what the tiers have, and gloo's memory is no tier's
+    expected = expect(config, plan, facts)
+    if plan is not None and facts["device"] == "cpu":  # there dram is what the tiers have; gloo's memory is no tier's
         kept = tuple(row for row in plan.rows if (row.tier, row.category) != ("dram", "runtime"))
         plan = dataclasses.replace(plan, rows=kept)
     document = {
@@ -66,7 +68,7 @@ def assemble(
             for tier in tiers
         },
         "steps": [lines[0]["step"], lines[-1]["step"]],
-        "step": seconds(config, lines, facts),
+        "step": seconds(config, lines, facts) | {"predicted": expected},
         "system": record["system"],
         "boundaries": facts.get("boundaries", []),
         "losses": [line["loss"] if math.isfinite(line["loss"]) else None for line in lines],  # JSON has no NaN
@@ -121,6 +123,20 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
     except UserError as error:
         return None, f"nothing is predicted: {error}"
     return plan, "" if plan.whole else "of a factory's model only model states are predicted"
+
+
+def expect(config: Config, plan: Plan | None, facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the estimated seconds of a step and of its phases on this machine; None without a plan or a GPU."""
+    shape = config_shape(config)
+    if plan is None or shape is None or facts["device"] != "cuda":
+        return None
+    paths = config.offload.nvme_path
+    known = bench.gather(paths)
+    hardware = this_machine(known, bench.remembered(known, paths))
+    if hardware is None:
+        return None
+    timed = estimate(plan, shape, hardware)
+    return {"seconds": timed.seconds, "phases": timed.phases, "bound": timed.bound, "rates": hardware.source}
 
 
 def config_shape(config: Config) -> Shape | None:

@@ -129,6 +129,11 @@ def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
         return
     total = step["seconds"]
     yield f"{'step':<24}{total:>10.4f} s   mean of {step['steps']}, rank 0"
+    if expected := step.get("predicted"):
+        phases = ", ".join(f"{name} {seconds:.4f}" for name, seconds in expected["phases"].items())
+        yield f"{'  predicted':<24}{expected['seconds']:>10.4f} s {expected['seconds'] / total - 1:>+6.1%}   {phases}"
+        found = ", ".join(f"{name} {seconds:.4f}" for name, seconds in step["phases"].items() if seconds)
+        yield f"{'  by phase, measured':<24}{found}"
     yield f"{'  compute':<24}{step['compute']:>10.4f} s {step['compute'] / total:>6.1%}"
     for cause, seconds in step["waits"].items():
         yield f"{'  wait for ' + cause:<24}{seconds:>10.4f} s {seconds / total:>6.1%}"

@@ -1,0 +1,140 @@
+"""Laws of `--auto`: what is chosen fits with its margin, nothing tried by hand is faster, and it is always the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+
+from zerocli.cli import main as cli
+from zerocli.config import ModelConfig
+from zerocli.config.options import AUTOMATIC, automatic_keys
+from zerocli.layout.recompute import Recompute, read_recompute
+from zerocli.plan import choose as choose_module
+from zerocli.plan.automatic import choose_setup, flags
+from zerocli.plan.choose import HOST_MARGIN, choose
+from zerocli.plan.hardware import PRESETS, Hardware
+from zerocli.plan.inputs import shape_of
+from zerocli.plan.recompute import MARGIN
+from zerocli.plan.search import weigh
+from zerocli.plan.setup import Setup
+
+LARGE = ModelConfig(layers=32, hidden=2560, heads=20, vocab=50304, tie=False)
+THIRTEEN = ModelConfig(family="llama", layers=40, hidden=5120, heads=40, vocab=32000, mlp_hidden=13824, tie=False)
+ONE = dataclasses.replace(
+    PRESETS["h200"], pcie=54.3, both_ways=0.9, gpus=1, host_memory=115 << 30, nvme_space=50 << 30, disk=3.0
+)
+FREE = frozenset(AUTOMATIC)
+
+
+def setup(**changes: Any) -> Setup:
+    return Setup(**({"stage": 3, "ranks": 1, "ranks_per_node": 1, "batch": 16, "seq": 1024} | changes))
+
+
+def capped(gib: float, hardware: Hardware = ONE) -> Hardware:
+    return dataclasses.replace(hardware, gpu_memory=int(gib * 2**30))
+
+
+@pytest.mark.parametrize("gib", [8, 12, 16, 24, 32, 48, 139])
+def test_no_placement_by_hand_is_faster(gib):
+    shape, hardware = shape_of(LARGE, 1024), capped(gib)
+    best = choose_setup(shape, setup(), hardware, FREE).best
+    assert best is not None and best.estimate is not None
+    assert best.plan.needed("hbm") <= hardware.gpu_memory * (1 - MARGIN)
+    assert best.plan.needed("dram") <= hardware.host_memory * (1 - HOST_MARGIN)
+    placements = ["", "optimizer=cpu", "optimizer=cpu,grads=cpu", "cpu", "cpu,activations=cpu"[4:], "optimizer=nvme"]
+    placements += [f"optimizer=hbm:{size}GiB+cpu" for size in (4, 8, 12, 16, 20, 24)]
+    placements += [f"optimizer=hbm:{size}GiB+cpu,activations=cpu" for size in (4, 8, 16, 20)]
+    placements += ["params=hbm:3GiB+cpu,grads=cpu,optimizer=cpu,activations=cpu"]
+    for text, policy in itertools.product(placements, ("keep", "selective", "recompute", "recompute:16")):
+        by_hand = weigh(shape, setup(offload=text, recompute=read_recompute(policy)), capped(gib * (1 - MARGIN)))
+        if by_hand.fits and by_hand.estimate is not None:
+            assert best.estimate.seconds <= by_hand.estimate.seconds * 1.02, (text, policy)
+
+
+def test_what_needs_a_budget_is_not_refused(capsys, tmp_path):
+    """13B on one H200 with 115 GiB of host memory: none of the plain placements fits, one with a budget does."""
+    path = tmp_path / "large.toml"
+    lines = [f"{key} = {json.dumps(value)}" for key, value in dataclasses.asdict(THIRTEEN).items() if key != "factory"]
+    path.write_text("\n".join(["[model]", *lines, "[train]", "batch = 4", "seq = 2048"]))
+    words = ["fit", str(path), "--hardware", "h200", "--ranks", "1", "--host-memory", "115GiB", "--nvme-space", "50GiB"]
+    for extra, most in (([], 3.2), (["--auto"], 2.2)):
+        assert cli.run([*words, *extra, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        best = found["candidates"][found["best"]["index"]]
+        assert "hbm:" in best["offload"] and best["step"]["seconds"] < most
+    assert cli.run([*words, "--auto"]) == 0
+    out = capsys.readouterr().out
+    assert "auto: --stage 3 --offload " in out and "next: " in out and "stay free" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_same_inputs_give_the_same_choice_by_its_own_flags():
+    """The flags that are printed are a setup with the same plan and the same estimate."""
+    rng = random.Random(5)
+    for _ in range(6):
+        shape, hardware = shape_of(LARGE, 1024), capped(rng.uniform(6, 60))
+        one, two = (choose_setup(shape, setup(), hardware, FREE).best for _ in range(2))
+        assert one is not None and two is not None and flags(one) == flags(two)
+        words = flags(one).split()
+        policy = words[-1].partition("=")[2]
+        text = words[words.index("--offload") + 1] if "--offload" in words else ""
+        again = weigh(shape, setup(offload=text, recompute=read_recompute(policy)), hardware)
+        assert again.plan.rows == one.plan.rows and again.estimate == one.estimate
+
+
+def test_what_the_command_line_sets_is_kept():
+    assert automatic_keys(
+        ("activations.policy=keep",), {"zero.stage": 2, "train.seq": 5, "offload.placement": None}
+    ) == {
+        "offload.placement",
+        "train.batch",
+    }
+    shape = shape_of(LARGE, 1024)
+    kept = choose_setup(shape, setup(stage=2, recompute=False), capped(60), FREE - {"zero.stage", "activations.policy"})
+    assert {each.setup.stage for each in kept.fitting} == {2}
+    assert {each.setup.recomputed for each in kept.fitting} == {Recompute()}
+    asked = setup(offload="optimizer=cpu")
+    fixed = choose_setup(shape, asked, capped(60), FREE - {"offload.placement"})
+    assert {str(each.setup.offload) for each in fixed.fitting} == {"optimizer=cpu"}
+
+
+def test_a_global_batch_is_divided_into_micro_batches():
+    shape = shape_of(LARGE, 1024)
+    asked = setup(batch=16, accumulate=4)
+    best = choose_setup(shape, asked, capped(24), FREE, global_batch=64).best
+    assert best is not None and best.setup.batch * best.setup.accumulate == 64
+    one = choose_setup(shape, asked, capped(24), FREE - {"train.batch"}, global_batch=64).best
+    assert one is not None and one.setup.batch == 16
+    assert best.cost <= one.cost * 1.001
+
+
+def test_host_memory_that_is_too_small_spills_to_disks():
+    hardware = dataclasses.replace(capped(16), host_memory=24 << 30, nvme_space=200 << 30)
+    best = choose_setup(shape_of(LARGE, 1024), setup(), hardware, FREE).best
+    assert best is not None and best.plan.needed("nvme") > 0
+    assert best.plan.needed("dram") <= hardware.host_memory * (1 - HOST_MARGIN)
+    nothing = choose_setup(shape_of(LARGE, 1024), setup(), dataclasses.replace(hardware, nvme_space=0), FREE)
+    assert nothing.best is None and nothing.nearest is not None and nothing.nearest.over
+
+
+def test_a_choice_needs_few_plans(monkeypatch):
+    """A plan takes about 5 ms whatever the depth, so a choice among all stages takes one to two seconds."""
+    calls = []
+    monkeypatch.setattr(choose_module, "weigh", lambda *args: calls.append(1) or weigh(*args))
+    for model, ranks in ((LARGE, 1), (THIRTEEN, 8), (dataclasses.replace(LARGE, layers=2000), 8)):
+        calls.clear()
+        choose(shape_of(model, 1024), setup(ranks=ranks, recompute="auto"), capped(20), (0, 1, 2, 3))
+        assert len(calls) < 400
+
+
+def test_policies_are_read_and_written():
+    for value in (Recompute(), Recompute(12), Recompute(0, 7), Recompute(3, 4), read_recompute(True)):
+        assert read_recompute(value.policy) == value
+    for text in ("", "recompute:", "12", "selective:2+recompute:1", "recompute:1+selective:2+"):
+        with pytest.raises(ValueError, match="recompute="):
+            read_recompute(text)
