@@ -129,7 +129,7 @@ def test_a_choice_needs_few_plans(monkeypatch):
     for model, ranks in ((LARGE, 1), (THIRTEEN, 8), (dataclasses.replace(LARGE, layers=2000), 8)):
         calls.clear()
         choose(shape_of(model, 1024), setup(ranks=ranks, recompute="auto"), capped(20), (0, 1, 2, 3))
-        assert len(calls) < 400
+        assert len(calls) < 500
 
 
 def test_policies_are_read_and_written():

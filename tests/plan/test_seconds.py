@@ -106,7 +106,8 @@ def test_collectives_between_nodes_use_every_adapter_of_a_node():
     four = timed(hardware=slow, ranks=32).parts["collectives"]
     assert four == pytest.approx(3 * 2 * numel * 3 / 4 / (8 * 10 * 1e9))
     # Tensor parallelism over two nodes goes over the network too.
-    inside, across = (timed(ranks=16, ranks_per_node=n, tp=16).parts["tensor parallel"] for n in (16, 8))
+    split = {"hardware": slow, "ranks": 16, "tp": 16}
+    inside, across = (timed(**split, ranks_per_node=n).parts["tensor parallel"] for n in (16, 8))
     assert across > inside > 0
 
 

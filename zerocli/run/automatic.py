@@ -68,6 +68,7 @@ def choose_together(
 
 def _choose(config: Config, options: RunOptions, setup: Setup, hardware: Hardware, model: Model | None) -> Chosen:
     model = shape_of(config.model, config.train.seq) if model is None else model
+    setup = dataclasses.replace(setup, checkpoints=0)  # those are in the run folder, not on the nvme tier
     whole = config.train.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
     choice: Choice = automatic.choose_setup(model, setup, hardware, options.auto, whole)
     automatic.refuse(choice, options.source)

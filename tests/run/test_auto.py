@@ -1,0 +1,107 @@
+"""Laws of `--auto` on real ranks: one choice for all, which runs, and gives the losses of the same flags by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pytest
+from runs import TINY, losses, train
+
+from zerocli import config as configs
+from zerocli.cli import main as cli
+from zerocli.config.options import AUTOMATIC, RunOptions
+from zerocli.plan import automatic
+from zerocli.plan.inputs import shape_of
+from zerocli.plan.recompute import needed_by
+from zerocli.plan.search import plan_of
+from zerocli.plan.setup import Setup, setup_of
+from zerocli.run.automatic import choose_here, choose_together
+
+FREE = frozenset(AUTOMATIC)
+
+
+def needed(sets: list[str], **changes: object) -> int:
+    config = configs.load("tiny", sets)
+    setup = setup_of(config, ranks=2, ranks_per_node=2, device="cpu", **changes)
+    return needed_by(plan_of(shape_of(config.model, config.train.seq), setup))
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 20))])
+def test_a_choice_runs_and_changes_no_number(tmp_path, seed):
+    """Random models and caps, between what recomputing all needs and what keeping all needs."""
+    rng = random.Random(seed)
+    hidden = rng.choice([64, 128])
+    sets = [*TINY, f"model.family={rng.choice(['gpt2', 'llama'])}", f"model.layers={rng.randint(2, 6)}"]
+    sets += [f"model.hidden={hidden}", "model.heads=2", f"train.seq={rng.choice([32, 64])}", "train.steps=3"]
+    sets += [f"train.batch={rng.choice([2, 4])}", f"model.dropout={rng.choice([0.0, 0.1])}", "checkpoint.every=0"]
+    (tmp_path / "swap").mkdir()
+    sets += [f"offload.nvme_path={tmp_path / 'swap'}"] if rng.random() < 0.5 else []
+    least, most = needed(sets, stage=3, recompute=True), needed(sets, stage=3, recompute=False)
+    cap = int(rng.uniform(least * 1.06, max(least * 1.1, most * 1.05)))
+    chosen = train(tmp_path / "auto", *sets, f"train.gpu_memory={cap}B", auto=FREE)
+    assert chosen.codes == [0, 0], chosen.said
+    assert "\nauto: --stage " in f"\n{chosen.said[0]}" and "auto:" not in chosen.said[1]
+    document = json.loads((tmp_path / "auto" / "auto.json").read_text())
+    assert sum(document["needed"][tier] / (1 if tier == "hbm" else 2) for tier in ("hbm", "dram")) <= cap * 0.96
+    words = document["flags"].split()
+    by_hand = [f"zero.stage={words[words.index('--stage') + 1]}", words[-1]]
+    by_hand += [f"offload.placement={words[words.index('--offload') + 1]}"] if "--offload" in words else []
+    assert train(tmp_path / "hand", *sets, *by_hand).codes == [0, 0]
+    assert losses(tmp_path / "auto") == losses(tmp_path / "hand")
+    saved = json.loads((tmp_path / "auto" / "config.json").read_text())
+    assert f"activations.policy={saved['activations']['policy']}" == words[-1]
+
+
+def test_unequal_ranks_agree_on_one_choice(tmp_path):
+    """Each rank proposes what its own machine has; the least of everything decides."""
+    sets = [*TINY, "model.layers=6", "model.hidden=128", "train.seq=128", "train.batch=8", "parallel.ranks=2"]
+    config = configs.load("tiny", sets)
+    options = RunOptions(str(tmp_path), auto=FREE)
+    setup = setup_of(config, ranks=2, ranks_per_node=2, device="cpu")
+    rooms = [needed(sets, stage=3, recompute=each) for each in (False, True)]
+    proposals = [dataclasses.asdict(automatic.hardware_here(config, setup, int(room * 1.1))) for room in rooms]
+    found = [choose_together(config, options, setup, int(room * 1.1), lambda _: proposals) for room in rooms]
+    assert found[0].config == found[1].config and found[0].lines == found[1].lines
+    alone = choose_together(config, options, setup, int(rooms[0] * 1.1), lambda value: [value])
+    assert alone.config != found[0].config
+
+
+def test_nothing_that_fits_is_an_answer(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["train", "tiny", "--auto", "--ranks", "2", "--set", "train.gpu_memory=1MiB"]) == 3
+    err = capsys.readouterr().err
+    assert "no stage, placement or recomputation fits" in err and "zerocli fit tiny" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_command_line_sets_stays(tmp_path):
+    config = configs.load("tiny", [*TINY, "parallel.ranks=2", "zero.stage=2"])
+    chosen = choose_here(config, RunOptions(str(tmp_path), auto=FREE - {"zero.stage"})).config
+    assert chosen.zero.stage == 2
+    assert choose_here(config, RunOptions(str(tmp_path))).config == config
+
+
+def test_a_choice_is_replayed_by_its_command(tmp_path, capsys):
+    """The command gives the flags again from the numbers in it, whatever machine it runs on."""
+    config = configs.load("gpt2-124m", ["parallel.ranks=1", "train.batch=16"])
+    (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(config)))
+    setup = setup_of(config, ranks=1, ranks_per_node=1, precision="bf16")
+    hardware = dataclasses.replace(automatic_machine(), gpu_memory=5 << 30, host_memory=20 << 30, nvme_space=1 << 40)
+    choice = automatic.choose_setup(shape_of(config.model, config.train.seq), setup, hardware, FREE)
+    assert choice.best is not None
+    command = automatic.replay(str(tmp_path / "config.json"), setup, hardware, FREE)
+    assert cli.run([*command[1:], "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert f"auto: {automatic.flags(choice.best)}" in notes
+
+
+def automatic_machine():
+    from zerocli.plan.hardware import PRESETS
+
+    return dataclasses.replace(PRESETS["h100"], pcie=41.5, disk=3.25, products=600.5)
+
+
+def test_a_setup_of_python_is_read_too():
+    assert Setup(recompute="recompute:3+selective:2").recomputed.policy == "recompute:3+selective:2"
