@@ -18,7 +18,7 @@ from zerocli.console import printable, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
 from zerocli.plan import automatic, largest, search
-from zerocli.plan.choose import choose
+from zerocli.plan.choose import choose, kind_of
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
 from zerocli.plan.inputs import Source, model_of, read_source
 from zerocli.plan.lora import Lora, parse_lora
@@ -215,7 +215,10 @@ def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware
     choice = automatic.choose_setup(model, setup, hardware, free, whole)
     if choice.best is not None:
         notes += automatic.describe(choice, hardware, free if whole else free - {"train.batch"})
-    shown = list(choice.fitting[:SHOWN]) or ([choice.nearest] if choice.nearest is not None else [])
+    kinds: dict[object, search.Candidate] = {}
+    for each in choice.fitting:  # the fastest of each kind: the others differ in numbers only
+        kinds.setdefault(kind_of(each.setup), each)
+    shown = list(kinds.values())[:SHOWN] or ([choice.nearest] if choice.nearest is not None else [])
     change = None if choice.best else search.smallest_change(model, shown[0].setup, hardware)
     return Verdict(model, printable(ask.source.name), hardware, shown, choice.best, change)
 
