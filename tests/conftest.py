@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -36,3 +37,9 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "long" in item.keywords:
                 item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    """Set the objects of imported modules aside: tests that collect garbage or look for tensors see only newer ones."""
+    gc.collect()
+    gc.freeze()

@@ -19,7 +19,7 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "pytest", "zerocli.engine.api", "zerocli.models", "zerocli.models.parallel", "zerocli.run.trainer"]
     + ["zerocli.run.resume", "torch._dynamo"]  # any torch.optim optimizer imports it
-    + ["compiler_told"]
+    + ["before_fork"]
 )
 
 
