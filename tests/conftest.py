@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import pytest
 
@@ -39,7 +40,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(skip)
 
 
-def pytest_collection_finish():
-    """Set the objects of imported modules aside: tests that collect garbage or look for tensors see only newer ones."""
+def pytest_collection_finish(session):
+    """Start the process that ranks are forked from, and set the objects of imported modules aside.
+
+    Tests that collect garbage or look for tensors then see newer objects only.
+    """
+    if "ranks" in sys.modules and not session.config.option.collectonly:
+        sys.modules["ranks"].start_server()
     gc.collect()
     gc.freeze()
