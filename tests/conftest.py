@@ -40,12 +40,13 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(skip)
 
 
-def pytest_collection_finish(session):
+@pytest.fixture(scope="session", autouse=True)
+def ready():
     """Start the process that ranks are forked from, and set the objects of imported modules aside.
 
     Tests that collect garbage or look for tensors then see newer objects only.
     """
-    if "ranks" in sys.modules and not session.config.option.collectonly:
+    if "ranks" in sys.modules:
         sys.modules["ranks"].start_server()
     gc.collect()
     gc.freeze()
