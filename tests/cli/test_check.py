@@ -42,15 +42,22 @@ def checked_many(sources: list[str], rows: list[Row], sets: list[str]) -> dict[s
     return {source: checked(source, rows, sets) for source in sources}
 
 
+LOW = ["train.precision=bf16", "train.accumulate=2"]
+
+
 @pytest.mark.parametrize(
-    "extra",
-    [[], pytest.param(["train.precision=bf16", "train.accumulate=2"], marks=pytest.mark.long)],
-    ids=["fp32", "bf16"],
+    ("extra", "some"),
+    [
+        ([], [0, 3]),  # each stage with each placement, without or with recomputation by turns
+        pytest.param([], [0, 1, 2, 3], marks=pytest.mark.long),
+        pytest.param(LOW, [0, 3, 6, 9], marks=pytest.mark.long),  # some of each stage and placement
+    ],
+    ids=["fp32", "fp32, all", "bf16"],
 )
-def test_every_stage_and_placement_equals_plain_torch(tmp_path, extra):
+def test_every_stage_and_placement_equals_plain_torch(tmp_path, extra, some):
     rows = list(choose_rows((), (), 40_000, 2, nvme=True, compiler=False))
     assert len(rows) == 2 * (1 + 3 * 4)
-    rows = rows[::3] if extra else rows  # some of each stage and placement
+    rows = [row for index, row in enumerate(rows) if index % (12 if extra else 4) in some]
     about, results = run_ranks(2, checked, "tiny", rows, [*SMALL, *extra], str(tmp_path))[0]
     assert about["reference"] == "plain torch"
     assert [result["verdict"] for result in results] == ["equal"] * len(rows), results

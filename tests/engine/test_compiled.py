@@ -47,13 +47,13 @@ def _graphs_and_losses(**settings) -> tuple[list[int], list[float]]:
 # -- the number of compilations ----------------------------------------------------------------------------------------
 
 STEADY = [
-    {"stage": 3, "accumulate": 2},
-    {"stage": 3, "offload": "params=cpu,optimizer=cpu,activations=cpu"},
     {"stage": 2, "recompute": True, "precision": "bf16"},
     {"stage": 3, "recompute": "selective", "accumulate": 2},
 ]
 MORE = [
     {"stage": 0},
+    {"stage": 3, "accumulate": 2},
+    {"stage": 3, "offload": "params=cpu,optimizer=cpu,activations=cpu"},
     {"stage": 2, "accumulate": 2},
     {"stage": 3, "offload": "cpu"},
     {"stage": 3, "recompute": True, "accumulate": 2},

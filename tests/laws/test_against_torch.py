@@ -15,6 +15,9 @@ def groups(model: nn.Module) -> list[dict]:
     return [{"params": decays, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
 
 
+STEPS = 10
+
+
 def _peer(kind: str) -> list[float]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -33,7 +36,7 @@ def _peer(kind: str) -> list[float]:
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(groups(model), lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
     losses = []
-    for step in range(1, 21):
+    for step in range(1, STEPS + 1):
         loss = model(*uneven_batch(step, split(rank, world)))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -46,7 +49,7 @@ def _peer(kind: str) -> list[float]:
 
 
 def _ours(stage: int) -> list[float]:
-    return train_uneven(stage=stage)
+    return train_uneven(STEPS, stage=stage)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.long), "fsdp2"])

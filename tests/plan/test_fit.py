@@ -253,7 +253,10 @@ def test_days_and_cost_follow_from_the_tokens(capsys):
     "words",
     [
         ["llama3-8b", "--ranks", "8", "--explain"],
-        ["llama3-70b", "--ranks", "8", "--set", "activations.policy=auto", "--tokens", "15T", "--price", "3"],
+        pytest.param(
+            ["llama3-70b", "--ranks", "8", "--set", "activations.policy=auto", "--tokens", "15T", "--price", "3"],
+            marks=pytest.mark.long,
+        ),
         ["zero-1t", "--ranks", "1024", "--hardware", "v100", "--explain"],
         ["7.5B", "--ranks", "64"],
         ["1T", "--ranks", "1"],

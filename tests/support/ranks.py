@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing as mp
+import multiprocessing.forkserver as forkserver
 import os
 import pickle
 import tempfile
@@ -19,7 +20,18 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "pytest", "zerocli.engine.api", "zerocli.models", "zerocli.models.parallel", "zerocli.run.trainer"]
     + ["zerocli.run.resume", "torch._dynamo"]  # any torch.optim optimizer imports it
+    + ["before_fork"]
 )
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from, which finds the modules of this folder by PYTHONPATH alone."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
 
 
 def _worker(rank: int, world: int, store: str, connection: Any, function: Callable[..., Any], packed: bytes) -> None:
