@@ -86,8 +86,8 @@ def test_completion_knows_the_commands():
 def test_the_flags_of_train_are_these():
     options = [name for param in train.command.params if isinstance(param, click.Option) for name in param.opts]
     assert sorted(options) == sorted(
-        "--stage --offload --nvme-path --ranks --tp --steps --batch --seq --precision --data --seed --run-dir --resume "
-        "--check --dry-run --json --set --init-from".split()
+        "--stage --offload --auto --nvme-path --ranks --tp --steps --batch --seq --precision --data --seed --run-dir "
+        "--resume --check --dry-run --json --set --init-from".split()
     )
 
 

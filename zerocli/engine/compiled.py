@@ -24,7 +24,7 @@ import pkgutil
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -253,10 +253,29 @@ def tell_compiler() -> None:
 
     package, _, _ = __name__.rpartition(".")  # naming a package would skip all its files, this one too
     engine = {f"{package}.{each.name}" for each in pkgutil.iter_modules(sys.modules[package].__path__)}
+    names = []
     for name in sorted({*sys.modules, *engine} - {package, __name__}):
         ours = name.startswith(("zerocli.", "offload.", "tiers.")) and not name.startswith("zerocli.models")
         if ours and (name in engine or sys.modules[name].__spec__ is not None):
+            names.append(name)
+    # torch compiles one regular expression of all files for each that is added, which takes a second in all.
+    with _without(trace_rules, "_recompile_re"):
+        for name in names[:-1]:
             trace_rules.add(name)
+    trace_rules.add(names[-1])
+
+
+@contextlib.contextmanager
+def _without(module: Any, name: str) -> Iterator[None]:
+    """Replace a module's function, if it has it, by one that does nothing, while the body runs."""
+    function = getattr(module, name, None)
+    if function is not None:
+        setattr(module, name, lambda: None)
+    try:
+        yield
+    finally:
+        if function is not None:
+            setattr(module, name, function)
 
 
 # -- functions that are compiled ---------------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ _TIMED = {
     "tokens_per_second": NUMBER,
     **dict.fromkeys(("tflops", "best_tflops", "utilisation", "overlap"), NUMBER + OR_NULL),
     "links": [{"lane": TEXT, "bytes": NUMBER, "seconds": NUMBER, "achieved": NUMBER, "best": NUMBER + OR_NULL}],
+    "phases?": {"*": NUMBER},
+    "predicted?": ({"seconds": NUMBER, "phases": {"*": NUMBER}}, NULL),
 }
 _TIMELINE = {
     "step": WHOLE,

@@ -132,7 +132,7 @@ def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
     if expected := step.get("predicted"):
         phases = ", ".join(f"{name} {seconds:.4f}" for name, seconds in expected["phases"].items())
         yield f"{'  predicted':<24}{expected['seconds']:>10.4f} s {expected['seconds'] / total - 1:>+6.1%}   {phases}"
-        found = ", ".join(f"{name} {seconds:.4f}" for name, seconds in step["phases"].items() if seconds)
+        found = ", ".join(f"{name} {seconds:.4f}" for name, seconds in step.get("phases", {}).items() if seconds)
         yield f"{'  by phase, measured':<24}{found}"
     yield f"{'  compute':<24}{step['compute']:>10.4f} s {step['compute'] / total:>6.1%}"
     for cause, seconds in step["waits"].items():
