@@ -12,7 +12,7 @@ from zerocli.layout.sizes import format_bytes
 from zerocli.plan import bench
 from zerocli.plan.choose import HOST_MARGIN, Choice, choose
 from zerocli.plan.compute import FP32_PRODUCTS, PRODUCTS
-from zerocli.plan.hardware import RATES, Hardware, this_machine
+from zerocli.plan.hardware import PRESETS, RATES, Hardware, this_machine
 from zerocli.plan.recompute import MARGIN
 from zerocli.plan.search import Candidate, Model
 from zerocli.plan.setup import Setup
@@ -34,8 +34,7 @@ def hardware_here(config: Config, setup: Setup, room: int) -> Hardware:
     disks = {entry["free"] for entry in facts["disks"].values()} if paths else {0}
     host = facts["memory"]["available"]
     if setup.device == "cuda":
-        found = this_machine(facts, measured)
-        assert found is not None
+        found = this_machine(facts, measured) or PRESETS["h100"]  # a GPU that the driver does not list
     else:
         rates = {**_CPU, **measured.get(bench.COMPUTE, {}).get("result", {})}
         products = rates["products"] / setup.local_ranks
