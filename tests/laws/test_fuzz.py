@@ -18,7 +18,7 @@ from fuzz.draw import FEATURES, chosen_features, programs
 from fuzz.loop import Invalid
 from fuzz.plain import NOT_OFFERED
 from fuzz.plain import PLAIN as PLAIN_ENGINE
-from fuzz.program import Event, Program, Setting, Step, parse
+from fuzz.program import Block, Call, Event, Program, Setting, Step, parse
 from fuzz.reference import expected
 from fuzz.server import Ranks
 from fuzz.sharded import Outcome
@@ -67,6 +67,14 @@ def test_any_program_is_exact_or_refused(ranks):
 @pytest.mark.skipif("ZEROCLI_FUZZ_PROGRAM" not in os.environ, reason="runs the program in ZEROCLI_FUZZ_PROGRAM")
 def test_this_program(ranks):
     law(parse(os.environ["ZEROCLI_FUZZ_PROGRAM"]), ranks, os.environ.get("ZEROCLI_FUZZ_DEFECT", ""))
+
+
+def test_a_reentrant_checkpoint_beside_a_call_that_one_rank_makes(ranks):
+    """Rank 0 once took a unit's gradients as complete before the checkpoint's came, and raised alone: a hang."""
+    calls = (Call(when="rank1", other=1), Call(checkpoint="reentrant"), Call())
+    for stage in (0, 2, 3):
+        setting = Setting(stage=stage, gather_buffers=1 if stage == 0 else 2)
+        law(Program(setting, (Block(), Block()), calls=calls, steps=(Step(), Step())), ranks)
 
 
 def test_a_reported_program_fails_with_the_defect_and_passes_without(ranks, monkeypatch):

@@ -38,6 +38,8 @@ class Hooks:
     def __init__(self, engine: Engine, recomputed: Mapping[Unit, bool], blocks: CompiledBlocks) -> None:
         self._engine, self.blocks = engine, blocks
         self._depth = 0
+        self._records = False
+        """Whether autograd records the outermost call."""
         self._recomputing = 0
         """Number of nested recomputed units that are running."""
         self._backward_units: set[int] = set()
@@ -106,9 +108,11 @@ class Hooks:
         outermost = self._depth == 0 and not engine.reducer.active  # else a recomputation in backward
         if outermost:
             engine.before_forward()
-            gatherer = engine.gatherer
+            gatherer, self._records = engine.gatherer, grad
             if grad and engine.loss_scale.active:
                 self._ends.note_inputs((args, kwargs))
+        elif self._records and not grad:  # a reentrant checkpoint
+            engine.reducer.hold(unit)
         with _plain_tensors(), paused():
             gatherer.enter(unit, record=grad)
         self._depth += 1

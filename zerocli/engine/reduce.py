@@ -56,6 +56,9 @@ class Reducer:
         self._arrived: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
         self._nested: set[int] = set()
         """Flats that got a gradient from a nested backward: they are complete only when the outer backward ends."""
+        self._held: set[int] = set()
+        """Flats of units that a reentrant checkpoint ran in this step: some of their gradients come in a nested
+        backward, after others that are complete by count."""
         self._graph_task: int | None = None
         self._received: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
         """Parameters of each flat that got a gradient on this rank in any of the step's micro-steps."""
@@ -94,6 +97,10 @@ class Reducer:
                 received.clear()
         if not joining:
             self.drop_grads()
+
+    def hold(self, unit: Unit) -> None:
+        """Treat the unit's gradients as complete only when backward ends, in this step."""
+        self._held.update(id(flat) for flat in unit.trainable)
 
     def outermost(self) -> None:
         """Record autograd's current graph task as the outermost one; others are nested in it."""
@@ -141,7 +148,12 @@ class Reducer:
         if flat.whole_grad:
             self._keep(flat, index, parameter, add=not self._first or index in arrived)
         arrived.add(index)
-        if self._eager and len(arrived) == len(flat.parameters) and id(flat) not in self._nested:
+        if (
+            self._eager
+            and len(arrived) == len(flat.parameters)
+            and id(flat) not in self._nested
+            and id(flat) not in self._held
+        ):
             self.complete(flat)
 
     def _keep(self, flat: Flat, index: int, parameter: nn.Parameter, add: bool) -> None:
@@ -214,6 +226,7 @@ class Reducer:
             self._received[id(flat)] |= self._arrived[id(flat)]
         if self._last:
             self.norms.measure_on_device()  # offloaded gradients were measured as they were written
+            self._held.clear()
         self.active, self.reduced = False, self._last or self._stage.gradients
         if not self._ordered_by_use:
             self._adopt_order()
