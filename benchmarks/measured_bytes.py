@@ -16,8 +16,6 @@ A case runs through the trainer behind `zerocli train` and `profile`, in process
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import json
 import multiprocessing as mp
 import os
@@ -26,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,113 +173,8 @@ def device_used() -> int:
     return 0
 
 
-def _free_unused() -> None:
-    gc.collect()
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def _observer(follow: bool, others: int = 0) -> Any:
     """Return an observer of one run; `follow` counts live tensors, `others` are bytes that other processes use."""
-    import torch
+    from counted_bytes import Counting, Following  # imports torch, which must know its allocator first
 
-    from tiers.pages import resident_nbytes
-    from zerocli.engine.engine import Engine
-    from zerocli.layout.sizes import format_bytes
-    from zerocli.profile import places
-    from zerocli.profile.document import predict
-    from zerocli.profile.nvml import process_nbytes
-    from zerocli.profile.observer import Observer, facts
-    from zerocli.profile.profiler import Profiler
-
-    class Counting(Profiler if follow else Observer):  # type: ignore[misc]
-        """Counts one rank's bytes when its run ends."""
-
-        found: dict[str, Any]
-
-        def build(self, make: Callable[[], Engine]) -> Engine:
-            self._outsides: dict[str, int] = {}
-            if torch.cuda.is_available():
-                torch.zeros(1, device="cuda")
-                self._note("context")
-            _free_unused()
-            if not torch.cuda.is_available():
-                places.forget_rss_peak()
-            self._base = places.rss()[0]
-            self._seen: dict[str, int] = {}
-            engine = super().build(make)
-            self._note("built")
-            self._seen["built"] = places.rss()[1]
-            step = engine.step
-
-            def stepped(*args: Any, **kwargs: Any) -> Any:
-                done = step(*args, **kwargs)
-                self._note(f"step {len(self._seen)}")
-                self._seen[f"step {len(self._seen)}"] = places.rss()[1]
-                return done
-
-            engine.step = stepped
-            return engine
-
-        def _note(self, moment: str) -> None:
-            """Note the bytes that the driver counts beyond the allocator's."""
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-                self._outsides[moment] = self._taken_by_driver() - torch.cuda.memory_reserved()
-
-        def _taken_by_driver(self) -> int:
-            mine = process_nbytes(torch.device("cuda", torch.cuda.current_device()))
-            free, total = torch.cuda.mem_get_info()
-            return mine if mine is not None else total - free - others
-
-        def report(self, config: Any, options: Any, engine: Engine, lines: Any) -> None:
-            if follow:
-                self.detach()
-            about = facts(engine)
-            plan, problem = predict(config, about)
-            if plan is None:
-                raise RuntimeError(problem)
-            tiers = [row for row in plan.rows if row.tier == "dram" and row.category != "runtime"]
-            cuda = about["device"] == "cuda"
-            memory = list(places.host_memory(engine))
-            self.found = {
-                "plan": {tier: plan.needed(tier) for tier in ("hbm", "dram", "nvme")}
-                | {"tiers": sum(row.nbytes for row in tiers), "moment": plan.moment},
-                "hbm": self._peak(cuda),
-                "rss_peak": places.rss()[1],
-                "seen": self._seen,
-                "base": self._base,
-                "tiers": sum(map(resident_nbytes, memory)),
-                "mapped": sum(each.nbytes for each in memory),
-                "nvme": sum(tier.file_nbytes for tier in engine.tiers.opened()),
-                "rows": [[row.category, row.tier, row.nbytes, row.formula] for row in plan.rows],
-                "recompute": about["recompute"],
-                "holders": self.holders(),
-                "update_on_cpu": about["update_on_cpu"],
-            }
-            if cuda:
-                self.found |= {
-                    "allocated": torch.cuda.max_memory_allocated(),
-                    "reserved": torch.cuda.max_memory_reserved(),
-                    "planned_allocated": plan.allocated,
-                    "outside": self._outsides,
-                    "pinned": places.pinned_nbytes(engine),
-                    "said": f"{format_bytes(self._taken_by_driver())} by the driver",
-                }
-
-        def holders(self) -> list[Any]:
-            if not follow:
-                return []
-            peak = self.ledger.peak()
-            return [peak.moment, dict(peak.rows), peak.holders]
-
-        def _peak(self, cuda: bool) -> int:
-            if cuda:
-                torch.cuda.synchronize()
-                outside = max(self._outsides.values(), default=0)
-                return torch.cuda.max_memory_reserved() + max(
-                    outside, self._taken_by_driver() - torch.cuda.memory_reserved()
-                )
-            return self.ledger.peak().nbytes if follow else 0
-
-    return Counting()
+    return Following(others) if follow else Counting(others)

@@ -34,10 +34,12 @@ def run(
         row["seconds"] = time.perf_counter() - began
         rows.append(row)
         print(_line(row), flush=True)
+        lines, sound = verdict(rows)
+        if to_json:  # after each, so that a run that is ended leaves what it has measured
+            about = {"device": device, "seed": seed, "rows": rows, "verdict": lines}
+            Path(to_json).write_text(json.dumps(about, indent=1))
     lines, sound = verdict(rows)
     print("\n".join(lines))
-    if to_json:
-        Path(to_json).write_text(json.dumps({"device": device, "seed": seed, "rows": rows, "verdict": lines}, indent=1))
     if to_markdown:
         Path(to_markdown).write_text(markdown(rows) + "\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
     return sound
