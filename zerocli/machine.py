@@ -94,11 +94,20 @@ def memlock() -> int | None:
 
 def disk(path: str | os.PathLike[str]) -> tuple[int, int]:
     """Return (total, free) bytes of the file system that holds `path`, which need not exist yet."""
+    usage = shutil.disk_usage(_existing(path))
+    return usage.total, usage.free
+
+
+def file_system(path: str | os.PathLike[str]) -> int:
+    """Return the number of the file system that holds `path`, which need not exist yet."""
+    return _existing(path).stat().st_dev
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
     folder = Path(path).absolute()
     while not folder.exists():
         folder = folder.parent
-    usage = shutil.disk_usage(folder)
-    return usage.total, usage.free
+    return folder
 
 
 def gpus(environ: Mapping[str, str] = os.environ) -> list[Gpu]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.record import UNIT
+from tiers.pages import Pages, Registrar
 from tiers.transfer import Transfer
 from zerocli.engine.comm import Collectives
 from zerocli.engine.counts import Counts, within
@@ -457,8 +458,14 @@ def choose_update(asked: str, device: torch.device, offloaded: bool, split: bool
 
 
 def measure_stream(device: torch.device, width: int, nbytes: int = 96 << 20) -> float:
-    """Return the seconds per parameter to copy its `width` bytes of states in both directions at once, pinned."""
-    host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    """Return the seconds per parameter to copy its `width` bytes of states in both directions at once, pinned.
+
+    torch would round its own pinned memory up to a power of two and keep it.
+    """
+    pages = [Pages(nbytes), Pages(nbytes)]
+    for each in pages:
+        each.pin(Registrar())
+    host = [each.bytes for each in pages]
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
     best = float("inf")
@@ -471,6 +478,8 @@ def measure_stream(device: torch.device, width: int, nbytes: int = 96 << 20) -> 
             host[1].copy_(there[1], non_blocking=True)
         torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)
+    for each in pages:
+        each.release()
     return best / (nbytes / width)
 
 

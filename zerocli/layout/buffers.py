@@ -15,6 +15,9 @@ from zerocli.layout.constants import MAX_BUCKETS, NUM_SLOTS
 from zerocli.layout.flats import FP32, FlatSpec, Sizing
 from zerocli.layout.shards import SHARD_ALIGN
 
+BUCKET_SUMS = "sums of buckets"
+"""Name of the buffers in which offloaded gradients are added up."""
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -149,7 +152,7 @@ def buckets(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
             if sizing.accumulate > 1 or width != wire:
                 adding = [flat for flat in leaving if sizing.grad_width(flat.width) == width]
                 for _ in range(min(limit, _num_buckets(adding, sizing, numel))):
-                    yield Spec("buffers", "reduction buckets", numel // sizing.world, width)
+                    yield Spec("buffers", BUCKET_SUMS, numel // sizing.world, width)
 
 
 def _num_buckets(flats: Sequence[FlatSpec], sizing: Sizing, numel: int) -> int:

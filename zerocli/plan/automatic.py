@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from zerocli import machine
 from zerocli.config import AUTO, Config
 from zerocli.console import printable, quoted
 from zerocli.errors import DOES_NOT_FIT, UserError
@@ -31,7 +32,7 @@ def hardware_here(config: Config, setup: Setup, room: int) -> Hardware:
     paths = config.offload.nvme_path
     facts = bench.gather(paths)
     measured = bench.remembered(facts, paths)
-    disks = {entry["free"] for entry in facts["disks"].values()} if paths else {0}
+    disks = {machine.file_system(path): entry["free"] for path, entry in facts["disks"].items()} if paths else {}
     host = facts["memory"]["available"]
     if setup.device == "cuda":
         found = this_machine(facts, measured) or PRESETS["h100"]  # a GPU that the driver does not list
@@ -46,7 +47,7 @@ def hardware_here(config: Config, setup: Setup, room: int) -> Hardware:
             source="this machine",
         )
         host = room * setup.local_ranks  # host memory is the device's
-    return dataclasses.replace(found, gpu_memory=room, host_memory=host, nvme_space=sum(disks))
+    return dataclasses.replace(found, gpu_memory=room, host_memory=host, nvme_space=sum(disks.values()))
 
 
 def choose_setup(model: Model, setup: Setup, hardware: Hardware, free: frozenset[str], global_batch: int = 0) -> Choice:

@@ -19,7 +19,7 @@ from zerocli.plan.flats import Flats, arenas, pages, plan_flats, swap
 from zerocli.plan.ledger import Peak
 from zerocli.plan.loading import host_nbytes
 from zerocli.plan.rows import Plan, Row
-from zerocli.plan.runtime import SENTENCES, constant, fragments
+from zerocli.plan.runtime import LAST_PAGES, SENTENCES, constant, process_nbytes, usual_fragments
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.step import Peaks, Replay
@@ -79,7 +79,17 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
     moment, trained = peaks.highest.moment, shape.trainable_numel
     transposes = shape.family == "gpt2"
     loading = host_nbytes(setup, flats, peaks.initialisation.nbytes, peaks.built, transposes)
-    return Plan(setup, shape.numel, tuple(rows), phases, moment, saved=kept, loading=loading, trained=trained)
+    return Plan(
+        setup,
+        shape.numel,
+        tuple(rows),
+        phases,
+        moment,
+        saved=kept,
+        loading=loading,
+        trained=trained,
+        fragments=_fragments(setup, peaks),
+    )
 
 
 def plan_traced(traced: Traced, setup: Setup) -> Plan:
@@ -114,7 +124,10 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
     allocated = sum(row.nbytes for row in rows)
     peaks = Peaks(Peak(), Peak(), Peak(allocated, "a traced step", {row.category: row.nbytes for row in rows}), {})
     kept = saves.saved(traced.numel, setup, flats, traced.numel - traced.trainable_numel)
-    rows += [*_runtime_rows(setup, peaks.steady), *_host_rows(setup, flats, peaks)]
+    rows += [
+        *_runtime_rows(setup, constant("fragments", setup.runtime) or usual_fragments(allocated)),
+        *_host_rows(setup, flats, peaks),
+    ]
     rows += _disk_rows(setup, flats, peaks, kept)
     return Plan(
         setup,
@@ -190,16 +203,24 @@ def _device_rows(shape: Shape, setup: Setup, peaks: Peaks) -> list[Row]:
         for category, nbytes in peak.held.items()
         if category in formulas
     ]
-    return rows + _runtime_rows(setup, peak)
+    return rows + _runtime_rows(setup, _fragments(setup, peaks))
 
 
-def _runtime_rows(setup: Setup, peak: Peak) -> list[Row]:
+def _fragments(setup: Setup, peaks: Peaks) -> int:
+    """Return what torch's CUDA allocator reserves beyond the live bytes of the peak."""
+    if setup.device != "cuda":
+        return 0
+    beyond = peaks.reserved - peaks.highest.nbytes - constant("workspace", setup.runtime)
+    return constant("fragments", setup.runtime) or max(0, beyond) + LAST_PAGES
+
+
+def _runtime_rows(setup: Setup, fragments: int) -> list[Row]:
     if setup.device != "cuda":
         return []
     given = setup.runtime
     runtime = {"context": constant("context", given), "workspace": constant("workspace", given)}
     runtime["nccl"] = constant("nccl", given) if setup.ranks > 1 else 0
-    runtime["fragments"] = constant("fragments", given) or fragments(peak.nbytes)
+    runtime["fragments"] = fragments
     return [Row("runtime", "hbm", nbytes, SENTENCES[name]) for name, nbytes in runtime.items()]
 
 
@@ -276,7 +297,7 @@ def _host_rows(setup: Setup, flats: Flats, peaks: Peaks) -> list[Row]:
         formula = f"gloo's copies of what it reduces, at the process's peak x {times}"
         rows.append(Row("runtime", "dram", peaks.gloo_nbytes * times, formula))
     if setup.device == "cuda":
-        python = constant("python", setup.runtime)
+        python = process_nbytes(setup.runtime, setup.width < FP32, setup.num_temporaries > 0)
         rows.append(Row("runtime", "dram", python * times, f"{SENTENCES['python']} x {times}"))
     return rows
 

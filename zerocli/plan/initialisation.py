@@ -9,6 +9,7 @@ from offload.placement import HBM
 from zerocli.layout import buffers
 from zerocli.layout.buffers import Spec
 from zerocli.layout.flats import FP32, REMAINDER, FlatSpec
+from zerocli.plan.arena import COMPUTE, Arenas
 from zerocli.plan.flats import WHOLE, Flats
 from zerocli.plan.ledger import Ledger, Storage
 from zerocli.plan.repeats import replayed
@@ -25,7 +26,7 @@ class Initialisation:
     def __init__(self, shape: Shape, setup: Setup, flats: Flats) -> None:
         self._shape, self._setup, self._flats = shape, setup, flats
         self._sizing = setup.sizing
-        self._ledger = Ledger(GRANULARITY[setup.device])
+        self._ledger = Ledger(GRANULARITY[setup.device], Arenas() if setup.device == "cuda" else None)
         # With several micro-steps gradients are there in all forwards but the first.
         self._frees_grads = not self._sizing.keep_gradients and setup.accumulate == 1
         self._units = [unit for unit, times in flats.runs for unit in [unit] * times]
@@ -116,9 +117,10 @@ class Initialisation:
         table = self._setup.seq * self._shape.head_size * FP32
         return [table, table]
 
-    def _keep(self, *specs: Spec) -> None:
+    def _keep(self, *specs: Spec, stream: str = COMPUTE) -> None:
         """Allocate the device part of these buffers for the lifetime of the engine."""
-        self._kept += [Storage(self._ledger, s.nbytes, s.category) for s in specs if s.nbytes and s.tier == HBM]
+        here = [spec for spec in specs if spec.nbytes and spec.tier == HBM]
+        self._kept += [Storage(self._ledger, spec.nbytes, spec.category, stream) for spec in here]
 
     def _keep_bytes(self, category: str, *sizes: int) -> None:
         self._kept += [Storage(self._ledger, size, category) for size in sizes if size]

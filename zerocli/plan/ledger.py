@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zerocli.layout.categories import CATEGORIES
+from zerocli.plan.arena import COMPUTE, Arenas
 
 
 @dataclass
@@ -22,28 +23,45 @@ class Peak:
 
 
 class Ledger:
-    """Counts allocations and frees; sizes are rounded up to `granularity`, as in the device's allocator."""
+    """Counts allocations and frees; sizes are rounded up to `granularity`, as in the device's allocator.
 
-    def __init__(self, granularity: int = 1) -> None:
-        self._granularity = granularity
+    With `arenas` it also says what a CUDA allocator reserves for them.
+    """
+
+    def __init__(self, granularity: int = 1, arenas: Arenas | None = None) -> None:
+        self._granularity, self._arenas = granularity, arenas
+        self._uncounted: list[tuple[int, int]] = []
+        """(address, size) in the compute stream's arena of what `add` has added."""
         self.held = dict.fromkeys(CATEGORIES, 0)
         self.total = 0
         self.moment = ""
         self.peak = Peak()
 
-    def take(self, nbytes: int, category: str) -> int:
-        """Count an allocation and return its rounded size."""
+    @property
+    def reserved(self) -> int:
+        """The bytes that an allocator has reserved until now; 0 where none is followed."""
+        return self._arenas.nbytes if self._arenas is not None else 0
+
+    def take(self, nbytes: int, category: str, stream: str = COMPUTE) -> tuple[int, int]:
+        """Count an allocation; return its rounded size and its address."""
         size = self.rounded(nbytes)
         self.held[category] += size
         self.total += size
         if self.total > self.peak.nbytes:
             self.peak = Peak(self.total, self.moment, dict(self.held))
-        return size
+        return size, self._arenas.take(size, stream) if self._arenas is not None and size else 0
 
-    def give(self, size: int, category: str) -> None:
-        """Count the free of a size that `take` returned."""
+    def give(self, size: int, address: int, category: str, stream: str = COMPUTE) -> None:
+        """Count the free of what `take` returned."""
         self.held[category] -= size
         self.total -= size
+        if self._arenas is not None and size:
+            self._arenas.give(address, size, stream)
+
+    def set_aside(self, nbytes: int, stream: str) -> None:
+        """Reserve bytes in an arena that are no category's."""
+        if self._arenas is not None:
+            self._arenas.take(nbytes, stream)
 
     def rounded(self, nbytes: int) -> int:
         """Return the bytes that an allocation of `nbytes` takes."""
@@ -55,9 +73,22 @@ class Ledger:
 
     def add(self, change: Mapping[str, int], sign: int = 1) -> None:
         """Add a change of what is held, by category; the peak is not looked at."""
+        before = self.total
         for category, nbytes in change.items():
             self.held[category] += sign * nbytes
             self.total += sign * nbytes
+        if self._arenas is not None:
+            self._reserve(self.total - before)
+
+    def _reserve(self, change: int) -> None:
+        """Follow a change that `add` made in the arenas, as one allocation, or as frees of earlier ones."""
+        assert self._arenas is not None
+        while change < 0 and self._uncounted:
+            address, size = self._uncounted.pop()
+            self._arenas.give(address, size)
+            change += size
+        if change > 0:  # an increase, or what was freed beyond the change
+            self._uncounted.append((self._arenas.take(change), change))
 
     def begin(self, moment: str) -> None:
         """Start a phase; its peak starts at the bytes that are live now."""
@@ -68,13 +99,13 @@ class Ledger:
 class Storage:
     """A size without memory; its free is counted when the last reference is dropped."""
 
-    __slots__ = ("_category", "_ledger", "_size", "nbytes")
+    __slots__ = ("_category", "_ledger", "_stream", "_taken", "nbytes")
 
-    def __init__(self, ledger: Ledger, nbytes: int, category: str = "activations") -> None:
+    def __init__(self, ledger: Ledger, nbytes: int, category: str = "activations", stream: str = COMPUTE) -> None:
         self.nbytes = nbytes
-        self._ledger, self._category = ledger, category
-        self._size = ledger.take(nbytes, category)
+        self._ledger, self._category, self._stream = ledger, category, stream
+        self._taken = ledger.take(nbytes, category, stream)
 
     def __del__(self) -> None:
-        if hasattr(self, "_size"):  # an interrupt may come before it is counted
-            self._ledger.give(self._size, self._category)
+        if hasattr(self, "_taken"):  # an interrupt may come before it is counted
+            self._ledger.give(*self._taken, self._category, self._stream)

@@ -18,7 +18,7 @@ from zerocli.layout import constants
 from zerocli.layout.buffers import states
 from zerocli.layout.flats import FP32, REMAINDER, FlatSpec
 from zerocli.plan.flats import Flats, arenas
-from zerocli.plan.runtime import constant
+from zerocli.plan.runtime import process_nbytes
 from zerocli.plan.setup import Setup
 
 
@@ -30,7 +30,7 @@ def host_nbytes(setup: Setup, flats: Flats, initialised: int, built: int, transp
     """
     ranks = setup.local_ranks
     if setup.device == "cuda":
-        initialised = built = constant("python", setup.runtime)
+        initialised = built = process_nbytes(setup.runtime, setup.width < FP32, setup.num_temporaries > 0)
     kept = _kept(setup, flats)
     read = max((nbytes for flat in flats.distinct for nbytes in _read(setup, flat, transposes)), default=0)
     random = ranks * (initialised + kept)

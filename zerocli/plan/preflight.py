@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from offload.placement import HBM
@@ -204,17 +203,9 @@ def _available(config: Config, setup: Setup, gpus: Sequence[Gpu]) -> dict[str, i
             beside = constant("context", setup.runtime) + constant("nccl", setup.runtime) * (setup.ranks > 1)
             there[HBM] = min(there[HBM], cap + beside)
     if config.offload.nvme_path:
-        disks = {_file_system(path): machine.disk(path)[1] for path in config.offload.nvme_path}
+        disks = {machine.file_system(path): machine.disk(path)[1] for path in config.offload.nvme_path}
         there["nvme"] = sum(disks.values())
     return there
-
-
-def _file_system(path: str) -> int:
-    """Return the number of the file system that holds `path`, which need not exist yet."""
-    folder = Path(path).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder.stat().st_dev
 
 
 def _room(config: Config, setup: Setup, there: Mapping[str, int]) -> int:

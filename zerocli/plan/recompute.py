@@ -4,7 +4,8 @@ The choices have one order, from the cheapest in time: nothing is recomputed; th
 selectively, and the last ones kept; all are selective; the first ones are recomputed whole, and the others selectively;
 all are whole. Within each half of that order a further block lowers the peak at the end of forward by what it no longer
 keeps. The peaks in backward rise by one checkpoint for each selective block, since the arena of checkpoints stays. So
-the plan's peak falls and then rises within each half, and a bisection finds the first choice of a half that fits.
+what is live at the peak falls and then rises within each half, and a bisection finds the first choice of a half for
+which that fits. Fragmentation has no such order: from there on choices are tried one by one.
 """
 
 from __future__ import annotations
@@ -71,24 +72,38 @@ def choose_recompute(shape: Shape, setup: Setup, room: int) -> tuple[Recompute, 
     def needed(at: int) -> int:
         return needed_by(plan(at))
 
-    def first_fit(low: int, high: int) -> int:
-        """Return the first position that fits, or that of the lowest peak."""
+    def live(at: int) -> int:
+        return needed(at) - plan(at).fragments
+
+    def first_live_fit(low: int, high: int, limit: int = limit) -> int:
+        """Return the first position whose live bytes fit, or that of the fewest."""
         while low < high:
             middle = (low + high) // 2
-            if needed(middle) <= limit or needed(middle + 1) >= needed(middle):
+            if live(middle) <= limit or live(middle + 1) >= live(middle):
                 high = middle
             else:
                 low = middle + 1
         return low
 
+    def first_fit(low: int, high: int) -> int | None:
+        for at in range(first_live_fit(low, high), high + 1):
+            if needed(at) <= limit:
+                return at
+            if live(at) > limit:
+                break
+        return None
+
     if needed(0) <= limit:
         at = 0
-    elif sum(plan(0).of(category) for category in STATIC) > limit:
+    elif sum(plan(0).of(category) for category in STATIC) - plan(0).fragments > limit:
         at = len(order) - 1  # whatever is recomputed, it does not fit
     else:
-        at = first_fit(0, layers)
-        if needed(at) > limit:
-            at = min(at, first_fit(layers, 2 * layers), key=lambda each: (needed(each) > limit, needed(each)))
+        found = first_fit(0, layers)
+        if found is None:
+            found = first_fit(layers, 2 * layers)
+        if found is None:
+            found = min((first_live_fit(*half, limit=0) for half in ((0, layers), (layers, 2 * layers))), key=live)
+        at = found
     return order[at], f"{describe(order[at], layers)} ({_comparison(needed(at), room)})"
 
 

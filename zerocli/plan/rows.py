@@ -43,6 +43,8 @@ class Plan:
     """Peak of a node's host memory while the model is loaded: `random`, or `init_from` (see loading.py)."""
     trained: int = 0
     """Parameters that are trained, of `numel`; 0: all."""
+    fragments: int = 0
+    """Device memory that the allocator reserves beyond what is live at the peak; also in the rows."""
     activations: str = ""
     """What `activations.policy=auto` chose, and why; empty for another policy."""
 

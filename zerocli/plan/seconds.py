@@ -19,6 +19,9 @@ from zerocli.plan.shape import Shape
 GB = 1e9
 LINK, DISK = 0.95, 0.97
 """Shares of the rates that copies alone reach which a step's transfers reach (measured on an H200)."""
+EXPOSED = 2.5
+"""How often per micro-step compute waits for the gathers of offloaded embedding and head: in forward for both, in
+backward for one of them, as nothing is before them that could hide it (measured on an H200)."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
         first.parts["update"] = held * setup.local_ranks * (offloaded / states) / (hardware.adam * GB)
         here *= 1 - offloaded / states
     host = first.parts["host"] + rest.parts["host"]  # it runs ahead of the device, from one phase into the next
-    seconds = max(first.seconds + rest.seconds + here, host)
+    seconds = max(first.seconds + rest.seconds + here + _exposed(plan, shape, hardware), host)
     parts = {name: first.parts[name] + rest.parts.get(name, 0.0) for name in first.parts}
     parts["update"] = parts.get("update", 0.0) + here
     bound = max(parts, key=lambda name: parts[name])
@@ -94,6 +97,20 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
     mfu = model_flops(shape, setup) / (seconds * setup.ranks * hardware.tflops * 1e12)
     return Estimate(seconds, parts, bound, tokens / seconds, phases, mfu)
+
+
+def _exposed(plan: Plan, shape: Shape, hardware: Hardware) -> float:
+    """Return the seconds of a step in which compute waits for the offloaded parameters of embedding and head."""
+    setup = plan.setup
+    ends = sum(each.numel for each in (*shape.embed_parameters(), *shape.head_parameters())) * setup.width / setup.tp
+    off, held = _parameters_off_device(plan), plan.of("parameters", HBM)
+    share = off / (off + held) if off else 0.0
+    return EXPOSED * setup.accumulate * share * ends / (hardware.pcie * GB * LINK)
+
+
+def _parameters_off_device(plan: Plan) -> float:
+    """Return the bytes of one rank's parameters on other tiers."""
+    return sum(plan.of("parameters", tier) for tier in _off_device(plan)) / plan.setup.local_ranks
 
 
 def _update_nbytes(setup: Setup) -> int:
@@ -122,19 +139,19 @@ def _phases(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Phase, Phase]
     # Two sums per block and direction, each a reduction and a gather.
     sums = 2 * shape.layers * 2 * _collective_seconds(hidden, setup.tp, setup.ranks_per_node, hardware)
     repeated = setup.num_recomputed(shape.layers) / shape.layers
-    off = sum(plan.of("parameters", tier) for tier in _off_device(plan)) / setup.local_ranks
+    off = _parameters_off_device(plan)
     held = off + plan.of("parameters", HBM)
     moves = HOST_MOVED * (shape.layers + 2) * off / held if held else 0.0
     made = [
         {
             "compute": sum(forward.seconds(setup, hardware).values()),
-            "host": forward.host + moves,
+            "host": (forward.host + moves) * hardware.launch,
             "tensor parallel": sums,
             "collectives": wire * gathers[0],
         },
         {
             "compute": sum(later.seconds(setup, hardware).values()),
-            "host": later.host + moves * (2 * setup.accumulate - 1),
+            "host": (later.host + moves * (2 * setup.accumulate - 1)) * hardware.launch,
             "tensor parallel": sums * again + sums * (1 + repeated) * setup.accumulate,
             "collectives": wire * (gathers[1] + reduces * trained / local),
         },

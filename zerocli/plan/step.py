@@ -10,15 +10,21 @@ from offload.placement import HBM
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import buffers, constants
 from zerocli.layout.flats import FP32
+from zerocli.plan.arena import COMPUTE
 from zerocli.plan.decoder import Batch, Decoder
 from zerocli.plan.flats import Flats
 from zerocli.plan.initialisation import Initialisation
 from zerocli.plan.ledger import Peak, Storage
 from zerocli.plan.repeats import replayed
+from zerocli.plan.runtime import constant
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.tape import Tape, Tensor
 
+FETCHES, UPDATES, REDUCTIONS = "fetches", "updates", "reductions"
+"""Streams of the engine that allocate device memory, beside the compute stream."""
+WORKSPACES = "workspaces"
+"""cuBLAS's workspaces lie between other allocations of the compute stream, and rarely fill a gap."""
 TRANSIENT = 3
 """Blocks of a run after which each further one changes what is held by the same bytes: two checkpoints are in flight,
 and one is prefetched."""
@@ -40,6 +46,8 @@ class Peaks:
     """Bytes of one activation checkpoint, a rank's part of it."""
     gloo_nbytes: int = 0
     """Bytes by which gloo's copies raise the peak of a CPU rank's process."""
+    reserved: int = 0
+    """What torch's CUDA allocator reserves for all of it, cuBLAS's workspaces included."""
 
     @property
     def highest(self) -> Peak:
@@ -90,14 +98,24 @@ class Replay(Initialisation):
         self.initialise()
         initialisation, built = ledger.peak, ledger.total
         ledger.begin("first step")
+        ledger.set_aside(constant("workspace", self._setup.runtime), WORKSPACES)
         self._keep(*buffers.gather_buffers(self._some, self._sizing))
         self._step()
         first = ledger.peak
         ledger.begin("steady state")
-        self._keep(*buffers.update_slots(self._trainable, self._sizing))
-        self._keep(*buffers.update_scratch(self._trainable, self._sizing))
+        streamed = any(flat.offloaded for flat in self._trainable)
+        self._keep(*buffers.update_slots(self._trainable, self._sizing), stream=FETCHES)
+        self._keep(*buffers.update_scratch(self._trainable, self._sizing), stream=UPDATES if streamed else COMPUTE)
         self._step()
-        return Peaks(initialisation, first, ledger.peak, dict(self._checkpoints_away), built, self._checkpoint_nbytes)
+        return Peaks(
+            initialisation,
+            first,
+            ledger.peak,
+            dict(self._checkpoints_away),
+            built,
+            self._checkpoint_nbytes,
+            reserved=ledger.reserved,
+        )
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -118,7 +136,8 @@ class Replay(Initialisation):
         loss = self._head(tape, decoder, x)
         del x
         if setup.zero.gradients and not self._has_buckets:
-            self._keep(*buffers.buckets(self._trainable, self._sizing))
+            for spec in buffers.buckets(self._trainable, self._sizing):
+                self._keep(spec, stream=REDUCTIONS if spec.name == buffers.BUCKET_SUMS else COMPUTE)
             self._has_buckets = True
         ledger.moment = "backward of the head"
         root = loss.node
@@ -130,13 +149,26 @@ class Replay(Initialisation):
         del inputs
         self._copies.clear()
         ledger.moment = "update"
-        rounding = ROUNDING.get(setup.precision, 0)
-        arrays = buffers.update_temporaries(self._trainable, self._sizing, setup.num_temporaries, rounding)
-        Storage(ledger, sum(spec.nbytes for spec in arrays if spec.tier == HBM), "buffers")
+        self._update()
         self._flat_grads.clear()
         ledger.add(self._repeated, -1)
         self._repeated = dict.fromkeys(ledger.held, 0)
         self._ends.clear()
+
+    def _update(self) -> None:
+        """Replay the update's temporaries: resident states are updated on the compute stream, the others on their own.
+
+        The two do not add up: resident states come first.
+        """
+        setup, rounding = self._setup, ROUNDING.get(self._setup.precision, 0)
+        for offloaded, stream in ((False, COMPUTE), (True, UPDATES)):
+            flats = [flat for flat in self._trainable if flat.offloaded is offloaded]
+            arrays = buffers.update_temporaries(flats, self._sizing, setup.num_temporaries, rounding)
+            left, held = sum(spec.nbytes for spec in arrays if spec.tier == HBM), []
+            for number in range(max(1, setup.num_temporaries), 0, -1):
+                held.append(Storage(self._ledger, left // number, "buffers", stream))
+                left -= left // number
+            del held
 
     def _forward(self, tape: Tape, decoder: Decoder) -> Tensor:
         """Replay the embedding, and the first and last blocks of each run of equal ones; the others are counted."""
@@ -310,7 +342,8 @@ class Replay(Initialisation):
     def _on_grad(self, unit: int, grad: Storage) -> None:
         """Record a parameter's gradient: kept until its unit is reduced, or added at once to the full gradient."""
         if unit == 0 and self._tied and grad.nbytes == self._tied[0].nbytes:
-            grad = Storage(self._ledger, grad.nbytes, "buffers")  # the sum of both: autograd adds them in new memory
+            if self._setup.device == "cpu":  # autograd adds them in new memory; on a GPU in place (torch 2.11)
+                grad = Storage(self._ledger, grad.nbytes, "buffers")
             self._tied.clear()
         if self._setup.zero.gradients:
             self._grads[unit].append(grad)
