@@ -32,6 +32,15 @@ DEFAULTS: dict[str, Any] = dict(
     rope_theta=1e4,
     norm_eps=1e-5,
     bias=True,
+    head_dim=0,
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    window=0,
+    window_layers="",
+    rope_scaling={},
+    positions=0,
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": dict(family="gpt2"),
@@ -39,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2-dropout": dict(family="gpt2", dropout=0.1),
     "llama": dict(family="llama", tie=False, mlp_hidden=48),
     "llama-tied-gqa": dict(family="llama", kv_heads=2, mlp_hidden=48),
+    "qwen2-window": dict(family="llama", kv_heads=2, mlp_hidden=48, qkv_bias=True, window=9, window_layers="1"),
+    "qwen3": dict(family="llama", kv_heads=2, mlp_hidden=48, head_dim=6, qk_norm=True),
 }
 
 

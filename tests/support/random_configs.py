@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from zerocli.config import FIELDS, draft
 
+OF_LLAMA = {f"model.{key}" for key in ("head_dim", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "window")}
+
 
 @st.composite
 def configs(draw):
@@ -24,4 +26,12 @@ def configs(draw):
     values["data.path"] = draw(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
     values["optimizer.options"] = draw(st.dictionaries(st.text("ab", min_size=1), st.lists(st.integers(0, 9))))
     values["offload.nvme_path"] = tuple(draw(st.lists(st.text("/ab", min_size=1), max_size=3)))
+    if values["model.family"] == "gpt2":
+        values = {key: value for key, value in values.items() if key not in OF_LLAMA}
+    else:
+        values["model.head_dim"] *= 2
+        values["model.head_dim"] %= 2**62
+        values["model.window_layers"] = draw(st.sampled_from(("", "0")))
+        values["model.rope_scaling"] = draw(st.sampled_from(({}, {"rope_type": "linear", "factor": 2.0})))
+    values["model.positions"] = draw(st.sampled_from((0, values["train.seq"], 2**62)))
     return draft.build(values)

@@ -33,7 +33,7 @@ def convert(field: dataclasses.Field[Any], value: object, raw: str | None) -> ob
         return _whole(parse_bytes(value) if field.metadata.get("size") and isinstance(value, str) else value)
     if kind is float:
         return _number(value)
-    if field.name == "options":
+    if field.name in ("options", "rope_scaling"):
         return _options(value)
     if raw is not None and isinstance(value, str):
         # A list on the command line needs no brackets: 0.9,0.95

@@ -32,7 +32,7 @@ def assemble(
     is_file: bool = False,
 ) -> Config:
     """Return the config that a document describes, overridden by `sets` and `flags`; see `load`."""
-    draft = _Draft(list(document.problems))
+    draft = _Draft(list(document.problems), document.hint)
     draft.add_document(document)
     if draft.values.get("model.factory") and is_file:
         fact = "a factory is code, and no code is run because a file says so: name it as CONFIG instead"
@@ -57,8 +57,8 @@ def assemble(
 class _Draft:
     """A config under construction: typed values, the place each came from, and the problems so far."""
 
-    def __init__(self, problems: list[Problem]):
-        self.problems = problems
+    def __init__(self, problems: list[Problem], hint: str = ""):
+        self.problems, self.hint = problems, hint
         self.values: dict[str, Any] = {}
         self.places: dict[str, str] = {}
         self.bad: set[str] = set()  # keys with a reported problem: cross checks skip them
@@ -97,7 +97,7 @@ class _Draft:
         seq = self.values.get("train.seq")
         if seq is None:
             self.values["train.seq"] = min(positions, TrainConfig.seq)
-        elif seq > positions:
+        elif seq > positions and "model.positions" not in self.values:
             fact = f"seq {seq} is beyond the {positions} positions the model was made for"
             self.problems.append(Problem(self.places["train.seq"], fact))
 
@@ -109,7 +109,7 @@ class _Draft:
                 place = next((self.places[key] for key in reversed(self.places) if key in keys), problem.place)
                 self.problems.append(dataclasses.replace(problem, place=place))
         if self.problems:
-            raise ConfigError(self.problems)
+            raise ConfigError(self.problems, self.hint)
         return config
 
 

@@ -7,11 +7,12 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerocli.config import hugging
 from zerocli.errors import ConfigError, Problem, closest, quote
 from zerocli.regular_files import MAX_CONFIG_NBYTES
 
@@ -34,6 +35,8 @@ class Document:
     places: dict[str, str] = field(default_factory=dict)
     positions: int = 0  # the longest sequence the model supports; 0 = unknown
     problems: list[Problem] = field(default_factory=list)
+    hint: str = ""  # the next command, if there are problems
+    notes: list[str] = field(default_factory=list)  # for the log
 
 
 def read(source: str) -> Document:
@@ -223,77 +226,22 @@ def parse_set(text: str) -> tuple[str, object, str]:
     return key, parsed["value"] if len(parsed) == 1 else raw, raw
 
 
-# Hugging Face key, our key, and the default in Hugging Face's config class: files omit defaults.
-_HUGGING_FACE: dict[str, list[tuple[str, str, object]]] = {
-    "gpt2": [
-        ("vocab_size", "vocab", 50257),
-        ("n_layer", "layers", 12),
-        ("n_embd", "hidden", 768),
-        ("n_head", "heads", 12),
-        ("n_inner", "mlp_hidden", 0),
-        ("layer_norm_epsilon", "norm_eps", 1e-5),
-        ("tie_word_embeddings", "tie", True),
-    ],
-    "llama": [
-        ("vocab_size", "vocab", 32000),
-        ("num_hidden_layers", "layers", 32),
-        ("hidden_size", "hidden", 4096),
-        ("num_attention_heads", "heads", 32),
-        ("num_key_value_heads", "kv_heads", 0),
-        ("intermediate_size", "mlp_hidden", 11008),
-        ("rms_norm_eps", "norm_eps", 1e-6),
-        ("tie_word_embeddings", "tie", False),
-        ("rope_theta", "rope_theta", 10000.0),
-        ("attention_bias", "bias", False),
-    ],
-}
-_POSITIONS = {"gpt2": ("n_positions", 1024), "llama": ("max_position_embeddings", 2048)}
-
-
 def _from_hugging_face(stem: str, values: dict[str, Any], places: dict[str, str], path: str) -> Document:
-    """Return the model's shape without dropout and rope scaling, which change no size."""
+    """Return the model of a config.json of a built-in family; `zerocli.config.hugging` says what becomes of a key."""
     family = values.get("model_type")
-    if not isinstance(family, str) or family not in _HUGGING_FACE:
+    if not isinstance(family, str) or family not in hugging.TYPES:
         if family is None:
             fact = "holds neither a model_type (Hugging Face) nor a model section (a run's config.json)"
         else:
-            fact = f"model_type {quote(family)} is not built in: gpt2 and llama are"
+            fact = f"model_type {quote(family)} is not built in: {', '.join(hugging.TYPES)} are"
         place = places.get("model_type", path)
         raise ConfigError([Problem(place, fact)], hint="zerocli train package.module:factory")
-
-    rope = values.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" not in values:
-        values = {**values, "rope_theta": rope.get("rope_theta")}
-        places.setdefault("rope_theta", places.get("rope_parameters.rope_theta", path))
-    model: dict[str, object] = {"family": family}
-    document = Document(re.sub(r"[^\w.-]+", "-", stem).strip("-.") or family, {"model": model})
-    document.places["model.family"] = places["model_type"]
-    for theirs, ours, default in _HUGGING_FACE[family]:
-        given = values.get(theirs)
-        model[ours] = default if given is None else given
-        document.places[f"model.{ours}"] = places.get(theirs, path)
-
-    name, default_positions = _POSITIONS[family]
-    positions = values.get(name, default_positions)
-    if isinstance(positions, int) and not isinstance(positions, bool) and positions > 0:
-        document.positions = positions
-    else:
-        document.problems.append(Problem(places.get(name, path), f"{name} {quote(positions)} is not a whole number"))
-    document.problems += [
-        Problem(places.get(key, path), f"{key} {quote(values[key])} is not what the built-in {family} computes")
-        for key, computes in _computes(values, model, family).items()
-        if values.get(key) is not None and not computes(values[key])
-    ]
+    made = hugging.translate(values, places, path)
+    document = Document(re.sub(r"[^\w.-]+", "-", stem).strip("-.") or family, {"model": made.model}, made.places)
+    document.positions = made.positions
+    document.problems = made.problems + made.unsupported
+    if made.unsupported:
+        document.hint = "--set model.code=transformers, which runs the model with the code of transformers"
+    if made.unknown:
+        document.notes.append(f"{path}: not known, and not used: {', '.join(made.unknown)}")
     return document
-
-
-def _computes(values: dict[str, Any], model: dict[str, Any], family: str) -> dict[str, Callable[[object], bool]]:
-    if family == "gpt2":
-        return {"activation_function": lambda name: str(name).startswith("gelu")}
-    hidden, heads = model["hidden"], model["heads"]
-    return {
-        "hidden_act": lambda name: name in ("silu", "swish"),
-        "mlp_bias": lambda bias: bias == values.get("attention_bias", False),
-        # The built-in models support only a head size of hidden / heads.
-        "head_dim": lambda size: not all(isinstance(n, int) for n in (size, heads, hidden)) or size * heads == hidden,
-    }

@@ -5,8 +5,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from zerocli.config.rope import broken_rope
 from zerocli.config.schema import FIELDS, Config, get, short
 from zerocli.errors import Problem, closest, quote
+from zerocli.layout.ranges import parse_ranges
 from zerocli.layout.shards import nearest_divisor
 
 
@@ -63,14 +65,29 @@ def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ..
 
     if model.factory:
         return  # the factory determines the shape
-    if sound("model.heads", "model.hidden"):
-        if model.hidden % model.heads:
+    if sound("model.heads", "model.hidden", "model.head_dim"):
+        size = model.head_dim or model.hidden // model.heads
+        if not model.head_dim and model.hidden % model.heads:
             yield ("model.heads", "model.hidden"), f"heads {model.heads} does not divide hidden {model.hidden}"
-        elif model.family == "llama" and model.hidden // model.heads % 2:
-            fact = f"heads of {model.hidden // model.heads} (hidden / heads) are odd: rotary embeddings turn pairs"
-            yield ("model.heads", "model.hidden"), fact
+        elif model.family == "llama" and size % 2:
+            rule = "head_dim" if model.head_dim else "hidden / heads"
+            fact = f"heads of {size} ({rule}) are odd: rotary embeddings turn pairs"
+            yield ("model.heads", "model.hidden", "model.head_dim"), fact
     if sound("model.heads", "model.kv_heads") and model.heads % kv_heads:
         yield ("model.kv_heads", "model.heads"), f"kv_heads {kv_heads} does not divide heads {model.heads}"
+    if sound("model.positions", "train.seq") and 0 < model.positions < config.train.seq:
+        fact = f"seq {config.train.seq} is beyond the {model.positions} positions the model was made for"
+        yield ("train.seq", "model.positions"), fact
+    if fact := broken_rope(model.rope_scaling):
+        yield ("model.rope_scaling",), f"rope_scaling {fact}"
+    if sound("model.window_layers", "model.layers") and model.window_layers:
+        beyond = max(parse_ranges(model.window_layers))
+        if beyond >= model.layers:
+            yield ("model.window_layers", "model.layers"), f"window_layers {beyond} is not one of {model.layers} layers"
+    if model.family == "gpt2":
+        for key in ("head_dim", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "window", "rope_scaling"):
+            if getattr(model, key):
+                yield (f"model.{key}", "model.family"), f"{key} is a key of llama: the built-in gpt2 has none"
 
 
 def _tp_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...], str, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from offload.placement import Placement
 from zerocli.config.file import FACTORY
+from zerocli.layout.ranges import RANGES
 from zerocli.layout.recompute import POLICY
 
 
@@ -33,7 +34,7 @@ class ModelConfig:
     hidden: int = setting(128, least=1)
     """Width of the residual stream."""
     heads: int = setting(4, least=1)
-    """Attention heads; they divide `hidden`."""
+    """Attention heads; they divide `hidden` unless `head_dim` is given."""
     kv_heads: int = setting(0, least=0)
     """Heads of keys and values (grouped-query attention); 0 = as many as `heads`."""
     vocab: int = setting(256, least=1)
@@ -50,6 +51,26 @@ class ModelConfig:
     """Base of the rotary embedding's wavelengths (llama)."""
     norm_eps: float = setting(1e-5, above=0)
     """Added under the root in normalisation."""
+    head_dim: int = setting(0, least=0)
+    """Width of a head; 0 = hidden / heads (llama)."""
+    qkv_bias: bool = setting(False)
+    """Whether the projections to queries, keys and values have biases (llama)."""
+    out_bias: bool = setting(False)
+    """Whether attention's output projection has a bias (llama)."""
+    mlp_bias: bool = setting(False)
+    """Whether the MLP's projections have biases (llama)."""
+    qk_norm: bool = setting(False)
+    """Whether each head's queries and keys are normalised (llama)."""
+    window: int = setting(0, least=0)
+    """Tokens that a token attends to, itself included; 0 = all before it (llama)."""
+    window_layers: str = setting("", form=RANGES, example="0-3,7")
+    """Layers with the window, counted from 0; empty = all of them."""
+    rope_scaling: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """How rotary positions are scaled, with the keys of Hugging Face: `{rope_type = "llama3", factor = 8.0, ...}`."""
+    positions: int = setting(0, least=0)
+    """Positions the model was made for: rows of GPT-2's table, bound of `train.seq`; 0 = train.seq."""
+    type: str = setting("", choices=("", "gpt2", "llama", "mistral", "qwen2", "qwen3"))
+    """The model_type that an export writes, of those that have this shape; empty = the simplest."""
     factory: str = setting("", form=FACTORY, example="package.module:callable")
     """`package.module:callable` that builds the model instead of a built-in family."""
     compile: bool | str = setting("auto", choices=("auto", True, False))

@@ -19,11 +19,12 @@ def build(model_config: ModelConfig, seq: int, device: str | torch.device = "cpu
     config = model_config
     if config.family not in FAMILIES:
         raise ValueError(f"model.family is {config.family!r}: choose one of {', '.join(FAMILIES)}")
-    if config.hidden % config.heads:
+    size = config.head_dim or config.hidden // config.heads
+    if not config.head_dim and config.hidden % config.heads:
         raise ValueError(f"model.hidden {config.hidden} does not divide into {config.heads} heads")
     if config.kv_heads and config.heads % config.kv_heads:
         raise ValueError(f"model.heads {config.heads} does not divide into {config.kv_heads} groups (model.kv_heads)")
-    if config.family == "llama" and config.hidden // config.heads % 2:
-        raise ValueError(f"rotary positions need an even head size, not {config.hidden} / {config.heads}")
+    if config.family == "llama" and size % 2:
+        raise ValueError(f"rotary positions need an even head size, not {size}")
     with torch.device(device):
         return FAMILIES[config.family](config, seq)

@@ -91,7 +91,8 @@ class _SwiGLU(torch.autograd.Function):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return (batch, seq, heads, head_dim) rotated: computed in fp32, rounded once to the type of x.
 
-    cos and sin: (seq, 1, head_dim), fp32; the sine's first half is negative. Backward keeps nothing but these tables.
+    cos and sin: (seq, 1, head_dim), or (batch, seq, 1, head_dim) where each token has its own position, in fp32; the
+    sine's first half is negative. Backward keeps nothing but these tables.
     """
     if _is_transformed():
         swapped = torch.roll(x, x.shape[3] // 2, dims=-1)

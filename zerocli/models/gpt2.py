@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class GPT2(Decoder):
-    """A GPT-2 of any size, for sequences of up to `seq` tokens."""
+    """A GPT-2 of any size, for sequences of up to `seq` tokens, or up to its `positions` if these are more."""
 
     def __init__(self, config: ModelConfig, seq: int) -> None:
+        seq = max(seq, config.positions)
         embed = Embed(config, seq)
         blocks: list[nn.Module] = [Block(config) for _ in range(config.layers)]
         tied = embed.tokens.weight if config.tie else None
@@ -44,8 +45,10 @@ class Embed(nn.Module):
         self.positions = Embedding(seq, config.hidden)
         self.dropout = config.dropout
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        table = self.positions.weight
+        places = table[: tokens.shape[1]] if positions is None else F.embedding(positions, table)
+        x = self.tokens(tokens) + places
         return _dropout(x, self.dropout, self.training)
 
 
@@ -59,8 +62,8 @@ class Block(nn.Module):
         self.norm2 = _norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.norm1(x), mask)
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
 
@@ -80,14 +83,14 @@ class Attention(nn.Module):
         self.qkv = Linear(config.hidden, qkv_width, config.bias)
         self.out = Linear(config.hidden, config.hidden, config.bias, residual_std(config.layers))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         if self.dropout > 0 and self.training:
             with self.masks():
-                x = attend(q, k, v, self.dropout)
+                x = attend(q, k, v, self.dropout, mask)
         else:
-            x = attend(q, k, v)
+            x = attend(q, k, v, mask=mask)
         return _dropout(self.out(x), self.dropout, self.training)
 
 

@@ -65,7 +65,8 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
     """Return (batch, seq, heads, head_dim) `x` rotated by the tables of `Rotary`; `transposed`: rotated back.
 
-    cos and sin: (seq, 1, head_dim), contiguous fp32; of each row the second half is read.
+    cos and sin: (seq, 1, head_dim), or (batch, seq, 1, head_dim) with a row per token, contiguous fp32; of each row the
+    second half is read.
     """
     x = x if x.stride(3) == 1 else x.contiguous()
     batch, seq, heads, head_dim = x.shape
@@ -78,6 +79,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
             _rotate[(batch * seq, triton.cdiv(heads, group))](
                 *(x, cos, sin, out, seq, heads, head_dim // 2, x.stride(0), x.stride(1), x.stride(2)),
                 transposed=transposed,
+                per_token=cos.dim() == 4,
                 group=group,
                 block=half,
             )
@@ -160,14 +162,15 @@ def _swiglu_backward(gate_up, grad, out, width, block: tl.constexpr):
 @triton.jit
 def _rotate(
     x, cos, sin, out, seq, heads, half, stride_batch, stride_token, stride_head,
-    transposed: tl.constexpr, group: tl.constexpr, block: tl.constexpr,
+    transposed: tl.constexpr, per_token: tl.constexpr, group: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     place = token % seq
     element = tl.arange(0, block)[None, :]
     head = (tl.program_id(1) * group + tl.arange(0, group))[:, None]
     inside = (head < heads) & (element < half)
-    table = place * 2 * half + half + element
+    row = token if per_token else place
+    table = row * 2 * half + half + element
     c = tl.load(cos + table, mask=element < half, other=0.0)
     s = tl.load(sin + table, mask=element < half, other=0.0)
     if transposed:

@@ -1,15 +1,21 @@
-"""The Llama family: rotary positions, RMSNorm before each sublayer, grouped-query attention, SwiGLU, no biases."""
+"""The Llama family: rotary positions, RMSNorm before each sublayer, grouped-query attention, SwiGLU.
+
+Mistral is a Llama with a sliding window, Qwen 2 one with biases of queries, keys and values, Qwen 3 one with norms of
+queries and keys.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from zerocli.layout.ranges import parse_ranges
 from zerocli.models.fused import rotate, swiglu
 from zerocli.models.parts import Decoder, Embedding, Head, Linear, ModelConfig, attend, residual_std
+from zerocli.models.rope import frequencies
 
 if TYPE_CHECKING:
     from zerocli.engine.tensor_parallel import TensorParallel
@@ -22,8 +28,11 @@ class Llama(Decoder):
     def __init__(self, config: ModelConfig, seq: int) -> None:
         embed = Embedding(config.vocab, config.hidden)
         # All layers share one pair of tables; each holds the module, so that a block is complete by itself.
-        rotary = Rotary(seq, config.hidden // config.heads, config.rope_theta)
-        blocks: list[nn.Module] = [Block(config, rotary) for _ in range(config.layers)]
+        head_dim = config.head_dim or config.hidden // config.heads
+        rotary = Rotary(seq, head_dim, config.rope_theta, config.rope_scaling)
+        windowed = parse_ranges(config.window_layers) or range(config.layers)
+        windows = [config.window if at in windowed else 0 for at in range(config.layers)]
+        blocks: list[nn.Module] = [Block(config, rotary, window) for window in windows]
         tied = embed.weight if config.tie else None
         super().__init__(embed, blocks, Head(_norm(config), config.hidden, config.vocab, tied), seq)
 
@@ -37,6 +46,14 @@ class Llama(Decoder):
         vocabulary = split_vocabulary("embed", self.head.weight.shape[0], tp)
         return vocabulary | split_attention(block.attention, tp) | mlp
 
+    def _placed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        return (tokens,)
+
+    def _tables(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows of the rotary tables at these positions, (batch, seq, 1, head_dim) each."""
+        rotary: Any = self.blocks[0].attention.rotary  # type: ignore[union-attr]
+        return rotary.cos[positions], rotary.sin[positions]
+
 
 class Rotary(nn.Module):
     """Rotates each head's vector by angles that grow with its position; element i pairs with i + head_dim / 2."""
@@ -44,9 +61,9 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, seq: int, head_dim: int, theta: float) -> None:
+    def __init__(self, seq: int, head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self.theta = theta
+        self.theta, self.scaling = theta, scaling or {}
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(seq, 1, head_dim, dtype=torch.float32), persistent=False)
         self.reset_parameters()
@@ -55,9 +72,11 @@ class Rotary(nn.Module):
         """Fill the tables, (seq, 1, head_dim); the sine's first half is negative, for the half that is subtracted."""
         seq, _, head_dim = self.cos.shape
         device, dtype = self.cos.device, torch.float64  # fp32 angles are off by 0.01 at position 100,000
-        powers = torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim
-        angles = torch.outer(torch.arange(seq, device=device, dtype=dtype), self.theta**-powers)
+        turns, factor = frequencies(head_dim, self.theta, self.scaling, device)
+        angles = torch.outer(torch.arange(seq, device=device, dtype=dtype), turns)
         cos, sin = angles.cos(), angles.sin()
+        if factor != 1:
+            cos, sin = cos * factor, sin * factor
         self.cos.copy_(torch.cat((cos, cos), dim=-1)[:, None])
         self.sin.copy_(torch.cat((-sin, sin), dim=-1)[:, None])
 
@@ -69,24 +88,32 @@ class Rotary(nn.Module):
             self.reset_parameters()
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, seq, heads, head_dim) rotated: computed in fp32, rounded once to the type of x."""
-        seq = x.shape[1]
-        return rotate(x, self.cos[:seq], self.sin[:seq])
+    def forward(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor:
+        """Return (batch, seq, heads, head_dim) rotated: computed in fp32, rounded once to the type of x.
+
+        Given tables have a row per token, (batch, seq, 1, head_dim).
+        """
+        if cos is None or sin is None:
+            seq = x.shape[1]
+            cos, sin = self.cos[:seq], self.sin[:seq]
+        return rotate(x, cos, sin)
 
 
 class Block(nn.Module):
     """One layer: attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, rotary: Rotary) -> None:
+    def __init__(self, config: ModelConfig, rotary: Rotary, window: int = 0) -> None:
         super().__init__()
+        self.window = window
+        """Tokens that a token attends to; 0: all before it. The decoder makes the mask."""
         self.norm1 = _norm(config)
         self.attention = Attention(config, rotary)
         self.norm2 = _norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
+    def forward(self, x: Tensor, *shared: Tensor) -> Tensor:
+        """Return the layer's output; `shared` is a mask, and with positions the rotary tables of the tokens."""
+        x = x + self.attention(self.norm1(x), *shared)
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
 
@@ -98,16 +125,24 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.kv_heads = config.kv_heads or config.heads
-        self.head_dim = config.hidden // config.heads
+        self.head_dim = config.head_dim or config.hidden // config.heads
         self.rotary = rotary
-        self.qkv = Linear(config.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim)
-        self.out = Linear(config.hidden, config.hidden, init_std=residual_std(config.layers))
+        wide, qkv_width = self.heads * self.head_dim, (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = Linear(config.hidden, qkv_width, config.qkv_bias)
+        self.q_norm, self.k_norm = None, None
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=config.norm_eps) for _ in range(2))
+        self.out = Linear(wide, config.hidden, config.out_bias, residual_std(config.layers))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, *tables: Tensor) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
-        q, k = self.rotary(qk).split((self.heads, self.kv_heads), dim=2)
-        out: Tensor = self.out(attend(q, k, v))
+        if self.q_norm is None or self.k_norm is None:
+            qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
+            q, k = self.rotary(qk, *tables).split((self.heads, self.kv_heads), dim=2)
+        else:
+            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+            q, k = self.rotary(self.q_norm(q), *tables), self.rotary(self.k_norm(k), *tables)
+        out: Tensor = self.out(attend(q, k, v, mask=mask))
         return out
 
 
@@ -117,8 +152,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width = config.mlp_hidden or -(-8 * config.hidden // (3 * 256)) * 256
-        self.gate_up = Linear(config.hidden, 2 * width)
-        self.down = Linear(width, config.hidden, init_std=residual_std(config.layers))
+        self.gate_up = Linear(config.hidden, 2 * width, config.mlp_bias)
+        self.down = Linear(width, config.hidden, config.mlp_bias, residual_std(config.layers))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(swiglu(self.gate_up(x)))

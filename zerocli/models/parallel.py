@@ -124,6 +124,19 @@ class Heads(Split):
         return module
 
 
+class HeadNorm(Split):
+    """A norm of each head, whose weight all heads share: a rank has the gradient of its heads, and ranks sum them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.RMSNorm)
+
+        def forward(x: Tensor) -> Tensor:
+            return F.rms_norm(x, module.normalized_shape, _summed_grad(module.weight, self.tp), module.eps)
+
+        module.forward = forward  # type: ignore[method-assign]
+        return module
+
+
 class VocabularyIn(Split):
     """An embedding of which each rank holds a range of tokens; other tokens give zeros, and ranks sum the results."""
 
@@ -198,7 +211,8 @@ def split_attention(attention: nn.Module, tp: TensorParallel) -> dict[str, Split
     heads is the one that uses its range of key and value heads.
     """
     heads, kv_heads, size = (int(getattr(attention, name)) for name in ("heads", "kv_heads", "head_dim"))
-    return {
+    norms = [name for name in ("q_norm", "k_norm") if getattr(attention, name, None) is not None]
+    return {f"blocks.*.attention.{name}": HeadNorm(tp) for name in norms} | {
         "blocks.*.attention": Heads(tp),
         "blocks.*.attention.qkv": Column(tp, heads * size, kv_heads * size, kv_heads * size),
         "blocks.*.attention.out": Row(tp),
@@ -267,6 +281,20 @@ class _SumOut(torch.autograd.Function):
         return grad, None
 
 
+class _SummedGrad(torch.autograd.Function):
+    """A parameter that all ranks hold and each uses for its own part: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.tp.sum_(grad.clone()), None
+
+
 class _JoinOut(torch.autograd.Function):
     """Gathers outputs that are split over ranks in the last dimension; each rank's gradient is that of its part."""
 
@@ -299,6 +327,12 @@ def _column(x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) 
 @_not_compiled
 def _sum_out(x: Tensor, tp: TensorParallel) -> Tensor:
     out: Tensor = _SumOut.apply(x, tp)  # type: ignore[no-untyped-call]
+    return out
+
+
+@_not_compiled
+def _summed_grad(weight: Tensor, tp: TensorParallel) -> Tensor:
+    out: Tensor = _SummedGrad.apply(weight, tp)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -5,7 +5,8 @@ only those, in place: a unit can be materialised from the meta device and initia
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,24 @@ class ModelConfig(Protocol):
     def norm_eps(self) -> float: ...
     @property
     def bias(self) -> bool: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def out_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def window_layers(self) -> str: ...
+    @property
+    def rope_scaling(self) -> Mapping[str, Any]: ...
+    @property
+    def positions(self) -> int: ...
 
 
 def residual_std(layers: int) -> float:
@@ -111,13 +130,18 @@ class Decoder(nn.Module):
         self.head = head
         self.seq = seq
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the mean loss of (batch, seq) targets in fp32, or without targets the (batch, seq, vocab) logits."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Return the mean loss of (batch, seq) targets in fp32, or without targets the (batch, seq, vocab) logits.
+
+        `positions`, (batch, seq), are those of tokens in their documents, several of which share a row: attention does
+        not cross from one into another. Without them a row is one document. A target of -100 is not counted.
+        """
         if tokens.shape[1] > self.seq:
             raise ValueError(f"a sequence of {tokens.shape[1]} tokens is longer than the model's {self.seq} positions")
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
+        x = self.embed(tokens) if positions is None else self.embed(*self._placed(tokens, positions))
+        inputs = self._block_inputs(x, positions)
+        for block, more in zip(self.blocks, inputs, strict=True):
+            x = block(x, *more)
         out: Tensor = self.head(x, targets)
         return out
 
@@ -130,18 +154,62 @@ class Decoder(nn.Module):
             return list(self.blocks)
         return [self.embed, *self.blocks, self.head]
 
+    def _placed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return what the embedding takes where positions are given."""
+        return tokens, positions
 
-def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Return causal attention as (batch, seq, heads * head_dim).
+    def _block_inputs(self, x: Tensor, positions: Tensor | None) -> list[tuple[Tensor, ...]]:
+        """Return what each block takes beside x: nothing, a mask, or a mask and what `_tables` returns.
+
+        Blocks share these tensors: each mask is made once per forward, in the type that attention computes in, as
+        torch would otherwise convert it in each block and keep each copy for backward.
+        """
+        seq = x.shape[1]
+        windows = [int(getattr(block, "window", 0)) for block in self.blocks]
+        windows = [window if window < seq else 0 for window in windows]  # a longer one is plain causal attention
+        masks: dict[int, tuple[Tensor, ...]] = {} if positions is not None else {0: ()}
+        tables = () if positions is None else self._tables(positions)
+        for window in windows:
+            if window not in masks:
+                masks[window] = (attention_mask(seq, window, positions, x), *tables)
+        return [masks[window] for window in windows]
+
+    def _tables(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return further inputs of all blocks that depend on given positions."""
+        return ()
+
+
+def attention_mask(seq: int, window: int, positions: Tensor | None, x: Tensor) -> Tensor:
+    """Return what is added to scores, in the type of x: 0 where a token may attend, else -inf.
+
+    (seq, seq) for whole rows, (batch, 1, seq, seq) with positions: a document begins wherever a position is not the
+    previous one plus 1. With a window a token attends to so many tokens, itself included.
+    """
+    place = torch.arange(seq, device=x.device)
+    distance = place[:, None] - place
+    allowed = distance >= 0
+    if window:
+        allowed &= distance < window
+    if positions is not None:
+        begins = torch.zeros_like(positions)
+        begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+        document = begins.cumsum(1)
+        allowed = (allowed & (document[:, :, None] == document[:, None, :]))[:, None]
+    return torch.zeros(allowed.shape, dtype=x.dtype, device=x.device).masked_fill_(~allowed, float("-inf"))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, mask: Tensor | None = None) -> Tensor:
+    """Return causal attention as (batch, seq, heads * head_dim); a `mask` of `attention_mask` replaces the causal one.
 
     q: (batch, seq, heads, head_dim); k and v may have fewer heads, each of which serves a run of query heads.
     """
     groups = q.shape[2] // k.shape[2]
-    # Only the half-precision GPU kernels read shared heads in place; the others would fall back to a kernel that holds
-    # all seq x seq scores, which costs far more than repeating keys and values.
-    shared = groups > 1 and q.is_cuda and q.dtype != torch.float32
+    # Only the half-precision GPU kernels read shared heads in place, and of those none with a mask; the others would
+    # fall back to a kernel that holds all seq x seq scores, which costs far more than repeating keys and values.
+    shared = groups > 1 and mask is None and q.is_cuda and q.dtype != torch.float32
     if groups > 1 and not shared:
         k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
+    causal = mask is None
+    out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, enable_gqa=shared)
     return out.transpose(1, 2).flatten(2)
