@@ -63,6 +63,10 @@ def test_units_are_those_the_engine_makes(family, bias, tie, kv_heads):
     assert [flat.total for flat in planned] == [flat.layout.total for flat in engine.flats()]
 
 
+BIASED: dict[str, Any] = {"family": "llama", "qkv_bias": True, "mlp_bias": True, "out_bias": True}
+QWEN3: dict[str, Any] = {"family": "llama", "qk_norm": True, "head_dim": 12}
+
+
 # -- what autograd keeps -----------------------------------------------------------------------------------------------
 
 
@@ -86,9 +90,13 @@ def saved_nbytes(block: torch.nn.Module, x: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("width", [4, 2], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kv_heads", [0, 2])
-@pytest.mark.parametrize("family,dropout", [("gpt2", 0.0), ("gpt2", 0.1), ("llama", 0.0)])
-def test_a_block_keeps_what_autograd_saves(family, dropout, kv_heads, width):
-    model = dataclasses.replace(SMALL, family=family, kv_heads=kv_heads, dropout=dropout)
+@pytest.mark.parametrize(
+    "changes",
+    [{"family": "gpt2"}, {"family": "gpt2", "dropout": 0.1}, {"family": "llama"}, BIASED, QWEN3],
+    ids=["gpt2", "gpt2-dropout", "llama", "biased", "qwen3"],
+)
+def test_a_block_keeps_what_autograd_saves(changes, kv_heads, width):
+    model = dataclasses.replace(SMALL, kv_heads=kv_heads, **changes)
     dtype = torch.float32 if width == 4 else torch.bfloat16
     block = build(model, 8).to(dtype).blocks[0]
     measured = saved_nbytes(block, torch.randn(2, 8, 32, dtype=dtype, requires_grad=True))

@@ -177,7 +177,7 @@ def _largest(
         planned,
         largest.Search(setup, room, stages, offload),
         count,
-        grows=ask.source.file is None,
+        grows=ask.source.file is None and not ask.source.config.model.positions,
         whole=ask.source.config.train.global_batch,
     )
     name = printable(ask.source.name)

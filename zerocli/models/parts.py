@@ -185,17 +185,16 @@ def attention_mask(seq: int, window: int, positions: Tensor | None, x: Tensor) -
     (seq, seq) for whole rows, (batch, 1, seq, seq) with positions: a document begins wherever a position is not the
     previous one plus 1. With a window a token attends to so many tokens, itself included.
     """
-    place = torch.arange(seq, device=x.device)
-    distance = place[:, None] - place
-    allowed = distance >= 0
+    allowed = torch.ones(seq, seq, dtype=torch.bool, device=x.device).tril_()
     if window:
-        allowed &= distance < window
+        allowed.triu_(1 - window)
     if positions is not None:
         begins = torch.zeros_like(positions)
         begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
         document = begins.cumsum(1)
-        allowed = (allowed & (document[:, :, None] == document[:, None, :]))[:, None]
-    return torch.zeros(allowed.shape, dtype=x.dtype, device=x.device).masked_fill_(~allowed, float("-inf"))
+        allowed = (document[:, :, None] == document[:, None, :]).logical_and_(allowed)[:, None]
+    mask = torch.zeros(allowed.shape, dtype=x.dtype, device=x.device)
+    return mask.masked_fill_(allowed.logical_not_(), float("-inf"))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, mask: Tensor | None = None) -> Tensor:

@@ -6,6 +6,8 @@ What each operation saves and allocates differs between devices; both are facts 
   operations, which keep the input and the normalised input in fp32.
 - Attention keeps queries, keys, values, output and one fp32 number per head and token (flash kernels). With fewer
   key heads than query heads, half-precision GPU kernels read them in place; otherwise keys and values are repeated.
+- A mask (sliding windows shorter than the sequence, packed documents) is made once per forward and shared by blocks; on
+  a GPU it needs repeated keys and values.
 - On a CPU attention with dropout falls back to a kernel that keeps scores of seq x seq.
 - SwiGLU keeps its input and rotary positions keep nothing, everywhere. In half precision on a GPU both are Triton
   kernels (`zerocli.models.kernels`), which allocate only their output: plans for GPUs assume that triton is installed.
@@ -16,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from zerocli.layout.ranges import parse_ranges
 from zerocli.plan.ledger import Storage
 from zerocli.plan.shape import Latent, Parameter, Shape
 from zerocli.plan.tape import SHARED, Tape, Tensor
@@ -33,6 +36,8 @@ class Batch:
     """Bytes of an element in the compute dtype."""
     cuda: bool = True
     tp: int = 1
+    packed: bool = False
+    """Whether rows hold several documents, which attention does not cross."""
 
     @property
     def tokens(self) -> int:
@@ -56,12 +61,29 @@ class Decoder:
         self._groups = shape.heads // (shape.kv_heads or shape.heads)
         self._kinds = {shape.is_sparse(block): block for block, _ in shape.runs}
         """A block of each kind: sparse or not."""
+        windows = 1 if 0 < shape.window < batch.seq else 0
+        some = windows and len(parse_ranges(shape.window_layers)) not in (0, shape.layers)
+        self._masks = windows + (1 if batch.packed and (some or not windows) else 0)
+        """Number of different masks: with a window, and of packed rows without one."""
 
     @property
     def before_recomputation(self) -> int:
         """Bytes of gradients that a block's backward makes before it needs a saved tensor: that of the last adapter."""
         lora = self.shape.lora
         return self.hidden if lora is not None and "down" in lora.targets and not self.shape.dropout else 0
+
+    @property
+    def mask_scratch(self) -> int:
+        """Bytes of what a mask is made of: where attention may look, a byte per pair of tokens."""
+        rows = self.batch.batch if self.batch.packed else 0
+        return (1 + rows) * self.batch.seq**2 if self._masks else 0
+
+    def shared_inputs(self) -> list[int]:
+        """Return the bytes of what all blocks read besides their input: masks; positions and the tables at them."""
+        batch, shape = self.batch, self.shape
+        masks = [(batch.batch if batch.packed else 1) * batch.seq**2 * batch.width] * self._masks
+        tables = [2 * batch.tokens * shape.head_size * FP32] if batch.packed and shape.rotary else []
+        return [*masks, *tables, *([8 * batch.tokens] if batch.packed else [])]
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -83,15 +105,18 @@ class Decoder:
         return [nbytes for name in names for nbytes in sizes.get(name, ())]
 
     def norm(self, t: Tape, x: Tensor, params: list[int], unit: int) -> Tensor:
-        tokens, fp32 = self.batch.tokens, self.batch.tokens * self.shape.hidden * FP32
+        return self._norm_rows(t, x, self.batch.tokens, self.shape.hidden, params, unit)
+
+    def _norm_rows(self, t: Tape, x: Tensor, rows: int, width: int, params: list[int], unit: int) -> Tensor:
+        nbytes, fp32 = rows * width * self.batch.width, rows * width * FP32
         if self.shape.norm == "rms" and not self.batch.cuda:
             half = self.batch.width < FP32
             source = t.new(fp32) if half else x.storage
-            rstd, normal = t.new(tokens * FP32), t.new(fp32)
+            rstd, normal = t.new(rows * FP32), t.new(fp32)
             saved = [source, rstd, normal] if params else [source, rstd]
-            return t.op("norm", [x], self.hidden, saved, [self.hidden], fp32, 3 * fp32, params, unit)
-        stats = tokens * (FP32 if self.batch.cuda else self.batch.width) * (1 if self.shape.norm == "rms" else 2)
-        return t.op("norm", [x], self.hidden, [x.storage, t.new(stats)], [self.hidden], params=params, unit=unit)
+            return t.op("norm", [x], nbytes, saved, [nbytes], fp32, 3 * fp32, params, unit)
+        stats = rows * (FP32 if self.batch.cuda else self.batch.width) * (1 if self.shape.norm == "rms" else 2)
+        return t.op("norm", [x], nbytes, [x.storage, t.new(stats)], [nbytes], params=params, unit=unit)
 
     def linear(self, t: Tape, label: str, x: Tensor, inputs: int, outputs: int, params: list[int], unit: int) -> Tensor:
         tokens, width = self.batch.tokens, self.batch.width
@@ -154,7 +179,10 @@ class Decoder:
             parts = t.split(y, self._queries + 2 * self._keys)
             del y
             q = k = v = parts
-            if shape.rotary or shape.q_norm:
+            if shape.q_norm == shape.head_size:
+                q = self._rotate_normed(t, parts, shape.heads, "q_norm", block, unit)
+                k = self._rotate_normed(t, parts, shape.kv_heads or shape.heads, "k_norm", block, unit)
+            elif shape.rotary or shape.q_norm:
                 q = k = self._rotate(t, parts, block, unit)
         out = self._attend(t, q, k, v)
         weight = self._params("block", "out", "sinks", block=block)
@@ -193,7 +221,7 @@ class Decoder:
         both = self._queries + self._keys
         wide = both * FP32 // self.batch.width
         half = self.batch.width < FP32
-        if self.shape.q_norm:  # an estimate: no built-in model has these norms
+        if self.shape.q_norm:  # an estimate: no built-in model has norms over all heads
             params = self._params("block", "q_norm", "k_norm", block=block)
             temporary, backward_temporary = both + wide * (2 if half else 1), 2 * wide
             saved = [t.new(wide)]
@@ -210,21 +238,32 @@ class Decoder:
         )
         return t.split(rotated, both)
 
+    def _rotate_normed(self, t: Tape, parts: Tensor, heads: int, name: str, block: int, unit: int) -> Tensor:
+        """Norm each head of queries or of keys, and rotate the result."""
+        rows, size = self.batch.tokens * heads // self.batch.tp, self.shape.head_size
+        nbytes, wide = rows * size * self.batch.width, rows * size * FP32
+        normed = self._norm_rows(t, parts, rows, size, self._params("block", name, block=block), unit)
+        if not self.shape.rotary:
+            return normed
+        temporary = 0 if self.batch.has_kernels else nbytes + (wide if self.batch.width < FP32 else 0)
+        return t.op("rotary", [normed], nbytes, (), [nbytes], temporary=temporary, backward_temporary=temporary)
+
     def _attend(self, t: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, heads = self.batch, self.shape.heads // self.batch.tp
-        if self._groups > 1 and not (batch.cuda and batch.width < FP32):
+        shared = batch.cuda and batch.width < FP32 and not self._masks  # kernels that read shared heads in place
+        if self._groups > 1 and not shared:
             k, v = self._repeat(t, k), self._repeat(t, v)
         if self.shape.dropout and not batch.cuda:
             return self._attend_whole(t, q, k, v)
         keys = self._keys if k.storage is q.storage or k.storage is v.storage else k.storage.nbytes
         one = batch.tokens * heads * FP32
-        if batch.cuda and batch.width == FP32:
+        if batch.cuda and (batch.width == FP32 or self._masks):
             one = batch.batch * heads * -(-batch.seq // 32) * 32 * FP32
         extra = 0
         if batch.cuda:
             # The sum of dq in fp32, one number per row, and keys' gradients per query head before they are summed.
             extra = batch.tokens * (self.shape.width_q // batch.tp) * FP32 + one
-            extra += 2 * self._queries if self._groups > 1 and batch.width < FP32 else 0
+            extra += 2 * self._queries if self._groups > 1 and shared else 0
         new = t.new if self.shape.dropout else t.product  # what draws random numbers is recomputed
         out, stats = new(self._queries), new(one)
         saved = [q.storage, k.storage, v.storage, out, stats]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from zerocli import config as configs
 from zerocli.config import AUTO, Config, ModelConfig
 from zerocli.config import file as configfile
+from zerocli.config.hugging import TYPES, translate
 from zerocli.errors import ConfigError, Problem, UserError
 from zerocli.layout.sizes import parse_count
 from zerocli.plan import hugging
@@ -80,6 +81,7 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
     notes = []
     if values.get("model_type") is None or values["model_type"] in FAMILIES or not hugging.installed():
         shape = read_shape(values, places, path)
+        shape = _as_trained(shape, file)
         longest = shape.max_positions
         if text_family(values):
             notes.append(
@@ -98,10 +100,20 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
         train = dataclasses.replace(train, batch=1)
         notes.append("batch 1 (not in the file; set it with --batch)")
     hint = " (--trace runs transformers' own model)" if hugging.installed() else ""
-    if shape is not None and shape.family not in ("gpt2", "llama"):
+    if shape is not None and shape.family not in TYPES:
         notes.append(f"{shape.family} is planned as zerocli would build it{hint}; train it by a factory")
     config = dataclasses.replace(config, train=train)
     return Source(name, config, shape, 0, notes=tuple(notes), file=file)
+
+
+def _as_trained(shape: Shape, file: hugging.ConfigFile) -> Shape:
+    """Return the shape of a built-in family with what training reads besides its sizes: dropout and windows."""
+    if file.values.get("model_type") not in TYPES:
+        return shape
+    model = translate(file.values, file.places, file.path).model
+    window, layers, dropout = (model.get(key) for key in ("window", "window_layers", "dropout"))
+    rate = dropout if isinstance(dropout, int | float) and 0 <= dropout < 1 else 0.0
+    return dataclasses.replace(shape, window=window or 0, window_layers=layers or "", dropout=float(rate))
 
 
 def _refuse_shapes(sets: Sequence[str], why: str) -> None:
@@ -131,34 +143,44 @@ def shape_of(model: ModelConfig, seq: int) -> Shape:
     """Return the shape of a built-in model: what `zerocli.models` would build."""
     gpt2 = model.family == "gpt2"
     wide = model.mlp_hidden or (4 * model.hidden if gpt2 else -(-8 * model.hidden // (3 * 256)) * 256)
-    bias = gpt2 and model.bias
+    head_dim = 0 if model.head_dim * model.heads == model.hidden else model.head_dim
+    normed = (head_dim or model.hidden // model.heads) if model.qk_norm else 0
     return Shape(
-        model.family,
+        model.type or model.family,
         model.layers,
         model.hidden,
         model.heads,
         model.vocab,
         wide,
         kv_heads=0 if model.kv_heads == model.heads else model.kv_heads,
+        head_dim=head_dim,
         tie=model.tie,
         gated=not gpt2,
         norm="layer" if gpt2 else "rms",
         norm_bias=model.bias,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
-        positions=seq if gpt2 else 0,
+        q_norm=normed,
+        k_norm=normed,
+        qkv_bias=model.bias if gpt2 else model.qkv_bias,
+        out_bias=model.bias if gpt2 else model.out_bias,
+        mlp_bias=model.bias if gpt2 else model.mlp_bias,
+        positions=max(seq, model.positions) if gpt2 else 0,
         rotary=not gpt2,
+        window=model.window,
+        window_layers=model.window_layers,
         dropout=model.dropout if gpt2 else 0.0,
     )
 
 
 def model_of(shape: Shape) -> ModelConfig | None:
-    """Return the built-in model of exactly this shape, None if there is none: the inverse of `shape_of`."""
-    if shape.family not in ("gpt2", "llama"):
+    """Return the built-in model of exactly this shape, None if there is none: the inverse of `shape_of`.
+
+    A shape does not know how rotary positions are scaled.
+    """
+    if shape.family not in TYPES:
         return None
+    gpt2 = shape.family == "gpt2"
     model = ModelConfig(
-        family=shape.family,
+        family="gpt2" if gpt2 else "llama",
         layers=shape.layers,
         hidden=shape.hidden,
         heads=shape.heads,
@@ -168,6 +190,14 @@ def model_of(shape: Shape) -> ModelConfig | None:
         tie=shape.tie,
         bias=shape.norm_bias,
         dropout=shape.dropout,
+        head_dim=shape.head_dim,
+        qkv_bias=not gpt2 and shape.qkv_bias,
+        out_bias=not gpt2 and shape.out_bias,
+        mlp_bias=not gpt2 and shape.mlp_bias,
+        qk_norm=bool(shape.q_norm),
+        window=shape.window,
+        window_layers=shape.window_layers,
+        type="" if shape.family in ("gpt2", "llama") else shape.family,
     )
     same = dataclasses.replace(shape_of(model, shape.positions), max_positions=shape.max_positions)
     return model if same == shape else None

@@ -42,6 +42,8 @@ class Setup(Sharding):
     """Bytes of host memory per rank for writing checkpoints."""
     compiled: bool = False
     """Whether blocks are compiled, which changes seconds only: bytes are those of eager blocks."""
+    packed: bool = False
+    """Whether rows hold several documents: a batch then has positions, and attention a mask."""
     device: str = "cuda"
     """`cuda`, or `cpu`: no GPU, and host memory is reported as hbm."""
     runtime: Mapping[str, int] = field(default_factory=dict)

@@ -98,6 +98,10 @@ class Shape:
     positions: int = 0
     """Rows of a table of learned positions."""
     rotary: bool = False
+    window: int = 0
+    """Tokens that a token attends to in the layers with a window; 0: all before it."""
+    window_layers: str = ""
+    """The layers with a window, as in `ModelConfig`."""
     embed_dim: int = 0
     """Width of the embedding if it is projected to the hidden size; 0: hidden."""
     dropout: float = 0.0

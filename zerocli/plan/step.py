@@ -122,10 +122,11 @@ class Replay(Initialisation):
     def _step(self) -> None:
         """Replay forward and backward of one micro-step; all micro-steps are the same."""
         setup, shape, ledger = self._setup, self._shape, self._ledger
-        batch = Batch(setup.batch, setup.seq, setup.width, setup.device == "cuda", setup.tp)
+        batch = Batch(setup.batch, setup.seq, setup.width, setup.device == "cuda", setup.tp, setup.packed)
         decoder = Decoder(shape, batch)
         tape = Tape(ledger, self._on_grad)
         inputs = [Storage(ledger, 2 * 8 * batch.tokens)]  # token ids and targets
+        inputs += [Storage(ledger, nbytes) for nbytes in decoder.shared_inputs()]
         if setup.tp > 1:  # an unfinished all-reduce keeps its buffer alive
             inputs.append(Storage(ledger, decoder.hidden))
         if not self._replayed:
@@ -174,6 +175,7 @@ class Replay(Initialisation):
         """Replay the embedding, and the first and last blocks of each run of equal ones; the others are counted."""
         self._ledger.moment = "embedding"
         x = decoder.embed(tape)
+        Storage(self._ledger, decoder.mask_scratch)
         period = self._shape.period
         begins: list[dict[str, int]] = []
         for block, skipped in self._replayed:
