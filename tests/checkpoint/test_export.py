@@ -42,7 +42,10 @@ def saved_run(folder: str, sets: list[str], stage: int) -> dict[str, torch.Tenso
     return state
 
 
-@pytest.mark.parametrize("name", MODELS)
+LONG = ("gpt2 with more positions",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in MODELS])
 def test_exports_have_hugging_face_names_and_layouts_and_start_a_run_bit_for_bit(tmp_path, name, capsys):
     run, out = tmp_path / "run", tmp_path / "out"
     state = run_ranks(3, saved_run, str(run), MODELS[name], 3)[0]
@@ -58,8 +61,10 @@ def test_exports_have_hugging_face_names_and_layouts_and_start_a_run_bit_for_bit
     # The exported config gives the same model, and the weights load into it at any stage and world size.
     theirs = configs.load(str(out / "config.json"), ["train.seq=16"])
     ours = config_of(MODELS[name])
-    keys = ("family", "layers", "hidden", "heads", "vocab", "tie", "norm_eps")
+    keys = ("family", "layers", "hidden", "heads", "vocab", "tie", "norm_eps", "head_dim", "qkv_bias", "out_bias")
+    keys += ("mlp_bias", "qk_norm", "window", "window_layers", "rope_scaling", "dropout")
     assert all(getattr(theirs.model, key) == getattr(ours.model, key) for key in keys)
+    assert theirs.model.positions == (ours.model.positions or ours.train.seq)
     for world, stage in ((1, 0), (2, 3), (3, 2)):
         for loaded in run_ranks(world, loaded_run, str(out), MODELS[name], stage):
             assert all(torch.equal(loaded[key], state[key]) for key in state), (world, stage)
@@ -72,7 +77,7 @@ def loaded_run(path: str, sets: list[str], stage: int) -> dict[str, torch.Tensor
     return engine.state_dict()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3 with biases", "gpt2 with more positions"])
 def test_transformers_computes_the_same_loss(tmp_path, name):
     transformers = pytest.importorskip("transformers", reason="transformers is an optional extra")
     state = saved_run(str(tmp_path / "run"), MODELS[name], 0)

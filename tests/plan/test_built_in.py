@@ -38,8 +38,9 @@ def test_fit_and_train_read_the_same_model(name, tmp_path):
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3-window"])
-def test_fit_traces_the_built_in_model(name, tmp_path, capsys):
+@pytest.mark.long
+def test_fit_traces_the_built_in_model(tmp_path, capsys):
+    name = "qwen3-window"
     load_config(values_of(name), tmp_path)
     words = ["--ranks", "2", "--stage", "3", "--seq", str(SEQ), "--trace", "--json"]
     assert cli.run(["fit", str(tmp_path / "config.json"), *words]) == 0
@@ -89,8 +90,14 @@ def _measure_all(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[int
     return [measured(changes, setup | {"precision": "fp32"}) for changes, setup in cases]
 
 
-def test_a_plan_is_never_below_the_measured_and_hardly_above_it():
-    cases = [(changes, setup) for changes in MODELS.values() for setup in SETUPS]
+QUICK = ("norms", "window", "packed")
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(tuple(set(MODELS) - set(QUICK)), marks=pytest.mark.long)], ids=["quick", "others"]
+)
+def test_a_plan_is_never_below_the_measured_and_hardly_above_it(names):
+    cases = [(MODELS[name], setup) for name in names for setup in SETUPS]
     found = [max(peaks) for peaks in zip(*run_ranks(2, _measure_all, cases), strict=True)]
     for (changes, setup), peak in zip(cases, found, strict=True):
         common = {"ranks": 2, "ranks_per_node": 2, "batch": 4, "seq": LONG, "device": "cpu", "precision": "fp32"}

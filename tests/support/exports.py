@@ -17,6 +17,12 @@ MODELS = {
     "llama": ["model.family=llama", "model.kv_heads=2", "model.tie=false"],
     "llama tied": ["model.family=llama", "model.mlp_hidden=0"],
     "gpt2": ["model.family=gpt2"],
+    "qwen3 with biases": [
+        *("model.family=llama", "model.kv_heads=2", "model.head_dim=12", "model.qk_norm=true", "model.tie=false"),
+        *("model.qkv_bias=true", "model.out_bias=true", "model.window=5", "model.window_layers=1"),
+        *("model.rope_scaling={rope_type = 'linear', factor = 2.0}", "model.positions=64"),
+    ],
+    "gpt2 with more positions": ["model.family=gpt2", "model.positions=40"],
     "gpt2 untied without biases": ["model.family=gpt2", "model.tie=false", "model.bias=false"],
 }
 
@@ -55,16 +61,21 @@ def read_back(folder: Path) -> dict[str, torch.Tensor]:
 def expected(state: dict[str, torch.Tensor], config: configs.Config) -> dict[str, torch.Tensor]:
     """What Hugging Face calls each, written out here once more."""
     model, found = config.model, {}
-    head = model.hidden // model.heads
+    head = model.head_dim or model.hidden // model.heads
     kv = (model.kv_heads or model.heads) * head
     if model.family == "llama":
         found["model.embed_tokens.weight"] = state["embed.weight"]
         found["model.norm.weight"] = state["head.norm.weight"]
         for i in range(model.layers):
             ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-            q, k, v = state[ours + "attention.qkv.weight"].split((model.hidden, kv, kv))
             gate, up = state[ours + "mlp.gate_up.weight"].chunk(2)
-            found |= {f"{theirs}self_attn.{n}_proj.weight": t for n, t in (("q", q), ("k", k), ("v", v))}
+            for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
+                parts = state[f"{ours}attention.qkv.{kind}"].split((model.heads * head, kv, kv))
+                found |= {f"{theirs}self_attn.{n}_proj.{kind}": t for n, t in zip("qkv", parts, strict=True)}
+            if model.out_bias:
+                found[theirs + "self_attn.o_proj.bias"] = state[ours + "attention.out.bias"]
+            for norm in ("q_norm", "k_norm") if model.qk_norm else ():
+                found[f"{theirs}self_attn.{norm}.weight"] = state[f"{ours}attention.{norm}.weight"]
             found |= {f"{theirs}mlp.gate_proj.weight": gate, f"{theirs}mlp.up_proj.weight": up}
             found[theirs + "self_attn.o_proj.weight"] = state[ours + "attention.out.weight"]
             found[theirs + "mlp.down_proj.weight"] = state[ours + "mlp.down.weight"]

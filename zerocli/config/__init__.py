@@ -1,6 +1,6 @@
 """The config: its keys, how it is read and checked. `load` is the entry point; all problems are reported at once."""
 
-from zerocli.config.draft import assemble, from_dict, load, to_dict
+from zerocli.config.draft import assemble, from_dict, load, notes_of, to_dict
 from zerocli.config.file import bundled
 from zerocli.config.laws import validate
 from zerocli.config.placement import placement_at, read_placement, refuse_placement
@@ -41,6 +41,7 @@ __all__ = [
     "bundled",
     "from_dict",
     "load",
+    "notes_of",
     "num_micro_steps",
     "placement_at",
     "read_placement",

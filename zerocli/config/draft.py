@@ -25,6 +25,14 @@ def load(source: str, sets: Sequence[str] = (), flags: Mapping[str, object] | No
     return assemble(configfile.read(source), sets, flags, is_file=source.endswith((".toml", ".json")))
 
 
+def notes_of(source: str) -> list[str]:
+    """Return what the log should say about reading `source`: keys that are not used."""
+    try:
+        return configfile.read(source).notes
+    except ConfigError:  # reported by `load`
+        return []
+
+
 def assemble(
     document: configfile.Document,
     sets: Sequence[str] = (),

@@ -23,7 +23,7 @@ from offload.verify import Corrupted
 from tiers.errors import TierError
 from zerocli import machine
 from zerocli.checkpoint.folder import Folder
-from zerocli.config import AUTO, Config, num_micro_steps, sharding_of, to_dict
+from zerocli.config import AUTO, Config, notes_of, num_micro_steps, sharding_of, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say, show
 from zerocli.engine.api import open_process_group
@@ -129,7 +129,7 @@ def _train(
             own_folder(run_dir / "checkpoints")
             for folder in (run_dir, run_dir.absolute().parent):  # or a power failure could lose the run folder itself
                 sync_folder(folder)
-            for line in chosen.lines:
+            for line in (*notes_of(options.source), *chosen.lines):
                 say(line)
             say(report.opening(config, engine, reason))
     with STARTUP.by_itself("loading"):
@@ -343,7 +343,7 @@ def dry_run(config: Config, options: RunOptions) -> int:
     open_batches(config)
     chosen = choose_here(config, options)
     config = chosen.config
-    for line in chosen.lines:
+    for line in (*notes_of(options.source), *chosen.lines):
         say(line)
     try:
         numel, local = count_parameters(config)
