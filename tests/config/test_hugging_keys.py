@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published import PUBLISHED
 
 from zerocli.config import ModelConfig, load
 from zerocli.config import file as configfile
@@ -129,6 +130,12 @@ def test_every_key_that_transformers_writes_is_known(kind):
     transformers = pytest.importorskip("transformers", reason="transformers is an optional extra")
     values = transformers.CONFIG_MAPPING[kind]().to_dict()
     made = translate(values, {}, "config.json")
+    assert not made.unknown and not made.problems and not made.unsupported
+
+
+@pytest.mark.parametrize("name", [name for name, (values, _) in PUBLISHED.items() if values["model_type"] in TYPES])
+def test_published_models_are_covered(name):
+    made = translate(PUBLISHED[name][0], {}, name)
     assert not made.unknown and not made.problems and not made.unsupported
 
 

@@ -117,13 +117,14 @@ def test_a_hugging_face_config_is_traced_as_the_model_it_describes(family, capsy
         found.append(json.loads(capsys.readouterr().out))
     count = sum(p.numel() for p in build(model, 256, "meta").parameters())
     assert found[0]["model"]["parameters"] == found[1]["model"]["parameters"] == count
-    other = {"n_inner": 100} if family == "gpt2" else {"attention_bias": True}
+    granite = {"model_type": "granite", "architectures": ["GraniteForCausalLM"]}
+    other = {"n_inner": 100} if family == "gpt2" else granite
     path.write_text(json.dumps(values | other))
     code = cli.run(["fit", *words, "--trace"])
     captured = capsys.readouterr()
-    # An MLP of another width is still a GPT-2 of ours; a Llama with biases is none.
+    # An MLP of another width is still a GPT-2 of ours; a Granite is none.
     if family == "gpt2" or hugging.installed():
-        assert code == 0 and ("LlamaForCausalLM of transformers" in captured.out) == (family == "llama")
+        assert code == 0 and ("GraniteForCausalLM of transformers" in captured.out) == (family == "llama")
     else:
         assert code == 2 and "names none that is built in" in captured.err
 

@@ -35,6 +35,10 @@ class GPT2(Decoder):
         vocabulary = split_vocabulary("embed.tokens", self.head.weight.shape[0], tp)
         return vocabulary | split_attention(block.attention, tp) | mlp
 
+    def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        x: Tensor = self.embed(tokens) if positions is None else self.embed(tokens, positions)
+        return x
+
 
 class Embed(nn.Module):
     """The sum of a token's embedding and its position's."""

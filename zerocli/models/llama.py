@@ -46,9 +46,6 @@ class Llama(Decoder):
         vocabulary = split_vocabulary("embed", self.head.weight.shape[0], tp)
         return vocabulary | split_attention(block.attention, tp) | mlp
 
-    def _placed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        return (tokens,)
-
     def _tables(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the rows of the rotary tables at these positions, (batch, seq, 1, head_dim) each."""
         rotary: Any = self.blocks[0].attention.rotary  # type: ignore[union-attr]

@@ -138,9 +138,8 @@ class Decoder(nn.Module):
         """
         if tokens.shape[1] > self.seq:
             raise ValueError(f"a sequence of {tokens.shape[1]} tokens is longer than the model's {self.seq} positions")
-        x = self.embed(tokens) if positions is None else self.embed(*self._placed(tokens, positions))
-        inputs = self._block_inputs(x, positions)
-        for block, more in zip(self.blocks, inputs, strict=True):
+        x = self._embed(tokens, positions)
+        for block, more in zip(self.blocks, self._block_inputs(x, positions), strict=True):
             x = block(x, *more)
         out: Tensor = self.head(x, targets)
         return out
@@ -154,9 +153,10 @@ class Decoder(nn.Module):
             return list(self.blocks)
         return [self.embed, *self.blocks, self.head]
 
-    def _placed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Return what the embedding takes where positions are given."""
-        return tokens, positions
+    def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Return the first block's input; a family with learned positions adds them."""
+        x: Tensor = self.embed(tokens)
+        return x
 
     def _block_inputs(self, x: Tensor, positions: Tensor | None) -> list[tuple[Tensor, ...]]:
         """Return what each block takes beside x: nothing, a mask, or a mask and what `_tables` returns.

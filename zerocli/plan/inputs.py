@@ -78,10 +78,10 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
     _refuse_shapes(sets, f"{path} says what the model is")
     file = hugging.ConfigFile(values, places, path)
     shape: Shape | None = None
-    notes = []
+    notes: list[str] = []
     if values.get("model_type") is None or values["model_type"] in FAMILIES or not hugging.installed():
         shape = read_shape(values, places, path)
-        shape = _as_trained(shape, file)
+        shape = _as_trained(shape, file, notes)
         longest = shape.max_positions
         if text_family(values):
             notes.append(
@@ -106,11 +106,13 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
     return Source(name, config, shape, 0, notes=tuple(notes), file=file)
 
 
-def _as_trained(shape: Shape, file: hugging.ConfigFile) -> Shape:
+def _as_trained(shape: Shape, file: hugging.ConfigFile, notes: list[str]) -> Shape:
     """Return the shape of a built-in family with what training reads besides its sizes: dropout and windows."""
     if file.values.get("model_type") not in TYPES:
         return shape
-    model = translate(file.values, file.places, file.path).model
+    made = translate(file.values, file.places, file.path)
+    notes += [f"planned as the built-in {shape.family}, but {problem.fact}" for problem in made.unsupported]
+    model = made.model
     window, layers, dropout = (model.get(key) for key in ("window", "window_layers", "dropout"))
     rate = dropout if isinstance(dropout, int | float) and 0 <= dropout < 1 else 0.0
     return dataclasses.replace(shape, window=window or 0, window_layers=layers or "", dropout=float(rate))
