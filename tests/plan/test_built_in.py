@@ -90,7 +90,7 @@ def _measure_all(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[int
     return [measured(changes, setup | {"precision": "fp32"}) for changes, setup in cases]
 
 
-QUICK = ("norms", "window", "packed")
+QUICK = ("norms", "packed")
 
 
 @pytest.mark.parametrize(
