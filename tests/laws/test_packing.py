@@ -75,6 +75,20 @@ def test_packed_documents_have_the_losses_and_gradients_of_single_ones(name):
     assert abs(model(tokens, targets).item() - expected.item()) > 1e-3, "without positions documents see each other"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_documents_have_the_losses_of_single_ones_on_a_gpu(name, dtype):
+    model = fresh(name)
+    expected = one_by_one(model, range(4)).item()
+    model = model.to("cuda", dtype)
+    loss = model(*(each.cuda() for each in packed(range(4))))
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-3 if dtype == torch.float32 else 2e-2)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("name", ["gpt2", "qwen"])
 def test_positions_of_whole_rows_change_nothing_but_rounding(name):
     model, tokens = fresh(name), packed(range(4))[0]

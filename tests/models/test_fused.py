@@ -57,6 +57,17 @@ def test_rotation_has_the_bits_of_the_plain_expression(heads, head_dim, strided,
     assert all(torch.equal(a, b) for a, b in zip(with_gradient(rotate, x, *tables(head_dim)), expected, strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation_by_positions_of_each_token_has_the_bits_of_rotation_by_row(dtype) -> None:
+    cos, sin = tables(8)
+    places = torch.tensor([[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6]])
+    x = draw(2, SEQ, 3, 8, dtype=dtype)
+    found = with_gradient(rotate, x, cos[places], sin[places])
+    expected = with_gradient(plain_rotate, x, cos[places], sin[places])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(found[0][1], rotate(x, cos, sin)[1])
+
+
 def test_backward_keeps_the_input_of_swiglu_and_the_tables_of_a_rotation() -> None:
     cos, sin = tables(8)
     gate_up, x = draw(2, SEQ, 48).requires_grad_(), draw(2, SEQ, 3, 8).requires_grad_()

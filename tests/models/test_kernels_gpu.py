@@ -217,3 +217,15 @@ def test_results_are_reproducible() -> None:
 
     runs = [gradients(ours, None, x, weight) for _ in range(3)]
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rotation_by_positions_of_each_token_is_rotation_by_row(dtype) -> None:
+    rotary = Rotary(32, 64, 1e4).cuda()
+    x = torch.randn(3, 32, 5, 64, device="cuda", dtype=dtype)
+    whole = torch.arange(32, device="cuda").repeat(3, 1)
+    assert torch.equal(rotary(x, rotary.cos[whole], rotary.sin[whole]), rotary(x))
+    restarts = whole % 10
+    found = rotary(x, rotary.cos[restarts], rotary.sin[restarts])
+    for start in (0, 10, 20):
+        assert torch.equal(found[:, start : start + 10], rotary(x[:, start : start + 10]))
