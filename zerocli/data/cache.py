@@ -7,6 +7,7 @@ The footer comes last: a file that was cut short has none, and is made again.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -23,6 +24,8 @@ from zerocli.engine.startup import STARTUP
 from zerocli.errors import FAILURE, UserError
 
 FOLDER = ".zerocli-cache"
+PART = ".part-"
+"""Begins the names of files that are being written; each is locked by its writer."""
 MAGIC = b"zerocli1"
 ALIGN = 64
 READ_NBYTES = 16 * 2**20
@@ -40,7 +43,10 @@ class Writer:
     def __init__(self, folder: Path, sections: Mapping[str, Any]) -> None:
         self._kinds = {name: np.dtype(kind).newbyteorder("<") for name, kind in sections.items()}
         # The first section is written where it stays, the others to temporary files that are appended at the end.
-        self._main = tempfile.NamedTemporaryFile(dir=folder, prefix=".part-", delete=False)
+        sweep(folder)
+        self._main = tempfile.NamedTemporaryFile(dir=folder, prefix=PART, delete=False)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._main, fcntl.LOCK_EX | fcntl.LOCK_NB)
         spools: list[IO[bytes]] = [tempfile.TemporaryFile(dir=folder) for _ in list(sections)[1:]]
         self._files: dict[str, Any] = dict(zip(sections, [self._main, *spools], strict=True))
         self._crcs = dict.fromkeys(sections, 0)
@@ -140,6 +146,14 @@ def _crc(file: IO[bytes], start: int, nbytes: int) -> int:
         crc, nbytes = zlib.crc32(data, crc), nbytes - len(data)
         STARTUP.move()
     return crc
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed writers left: a file of a living one is locked."""
+    for left in folder.glob(f"{PART}*"):
+        with contextlib.suppress(OSError), open(left, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def fingerprint(*parts: Any) -> str:

@@ -74,7 +74,7 @@ class Chat:
         if self._masked and self._marks:
             return self._encode_marked(place, messages, tools)
         text = self._render(place, messages, tools)
-        [encoded] = self._encoder.encode([text])
+        [encoded] = self._encoder.encode([text], places=self._masked)
         if not self._masked:
             return encoded, np.ones(len(encoded.ids), bool)
         counted = np.zeros(len(encoded.ids), bool)

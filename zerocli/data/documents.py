@@ -162,7 +162,8 @@ class _Tokeniser:
         prompts = [row.values.get("prompt", "") for row in rows]
         rests = [row.values["text"] if kind == "text" else row.values["completion"] for row in rows]
         texts = [prompt + rest for prompt, rest in zip(prompts, rests, strict=True)]
-        for text, prompt, encoded in zip(texts, prompts, self._encoder.encode(texts, special=True), strict=True):
+        several = self._encoder.encode(texts, special=True, places=self._masked and kind != "text")
+        for text, prompt, encoded in zip(texts, prompts, several, strict=True):
             yield self._document(encoded, len(prompt) if self._masked else 0, bool(text))
 
     def _document(self, encoded: Encoded, prompt: int, filled: bool) -> Document:

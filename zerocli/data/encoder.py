@@ -45,8 +45,11 @@ class Encoder:
         """The smallest unsigned type that holds every id."""
         return np.uint8 if self.size <= 2**8 else np.uint16 if self.size <= 2**16 else np.uint32
 
-    def encode(self, texts: Sequence[str], special: bool = False) -> list[Encoded]:
-        """Return the ids of each text; with `special` also those that the tokenizer puts around a text, such as bos."""
+    def encode(self, texts: Sequence[str], special: bool = False, places: bool = True) -> list[Encoded]:
+        """Return the ids of each text; with `special` also those that the tokenizer puts around a text, such as bos.
+
+        Without `places` all are said to begin at character 0, which takes less time.
+        """
         found = []
         for text in texts:
             ids = np.frombuffer(text.encode(), np.uint8)
@@ -64,6 +67,8 @@ class FileEncoder(Encoder):
         except ImportError:
             message = f"{path}: reading it needs the package tokenizers, which is not installed"
             raise UserError(message, hint="pip install 'zerocli[hf]'") from None
+        # Said by default, it makes no warning when this process later forks (torch.compile does).
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the package raises bare Exception
@@ -75,11 +80,12 @@ class FileEncoder(Encoder):
         self.eos = vocabulary.get(eos) if eos else None
         self.identity = f"{hashlib.sha256(Path(path).read_bytes()).hexdigest()} {self.eos}"
 
-    def encode(self, texts: Sequence[str], special: bool = False) -> list[Encoded]:
+    def encode(self, texts: Sequence[str], special: bool = False, places: bool = True) -> list[Encoded]:
         found = []
         for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=special):
-            starts = [start for start, _ in encoding.offsets]
-            found.append(Encoded(np.array(encoding.ids, self.dtype), np.array(starts, np.int64)))
+            ids = np.array(encoding.ids, self.dtype)
+            starts = [start for start, _ in encoding.offsets] if places else np.zeros(len(ids))
+            found.append(Encoded(ids, np.array(starts, np.int64)))
         return found
 
     def encode_stream(self, text: str) -> np.ndarray:

@@ -113,8 +113,8 @@ class TextCheck:
 
     def decode(self, data: bytes, final: bool = False) -> str:
         """Return the text of the next bytes; an unfinished character at their end comes with the next ones."""
-        nul = data.find(b"\0")
-        if nul >= 0:
+        nul, utf_16 = data.find(b"\0"), not self._taken and data[:2] in (b"\xff\xfe", b"\xfe\xff")
+        if nul >= 0 and not utf_16:
             at, hint = self._taken + nul, "--data with a text, jsonl or parquet file"
             raise UserError(f"{self._name}: has a NUL byte at offset {at}: it is a binary file, not text", hint=hint)
         held = len(self._decoder.getstate()[0])
@@ -122,7 +122,7 @@ class TextCheck:
             text = self._decoder.decode(data, final)
         except UnicodeDecodeError as error:
             at = self._taken - held + error.start
-            encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
+            encoding = "utf-16" if utf_16 else "latin1"
             raise UserError(
                 f"{self._name}: byte 0x{error.object[error.start]:02x} at offset {at} is not UTF-8",
                 hint=f"iconv -f {encoding} -t utf-8 {quoted(self._name)} > text.txt, if it is text in {encoding}",

@@ -40,7 +40,7 @@ def _jsonl(file: Path) -> Iterator[Row]:
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             place = f"{file}:{number}"
-            content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            content = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).rstrip(b"\r\n")
             if not content.strip():
                 continue
             if (nul := content.find(b"\0")) >= 0:
@@ -53,10 +53,8 @@ def _jsonl(file: Path) -> Iterator[Row]:
                 hint = ""
                 if content.strip() in (b"{", b"["):
                     hint = f"jq -c {'.' if content.strip() == b'{' else repr('.[]')} {file} > data.jsonl"
-                column = f"column {error.colno}" if error.lineno == 1 else f"the end of the line, column {len(content)}"
-                raise UserError(
-                    f"{place}: is not JSON: {error.msg[:1].lower()}{error.msg[1:]} at {column}", hint=hint
-                ) from None
+                fact = f"{error.msg[:1].lower()}{error.msg[1:]} at column {error.colno}"
+                raise UserError(f"{place}: is not JSON: {fact}", hint=hint) from None
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{place}: is not JSON: {error}") from None
             yield make_row(place, value, len(line))

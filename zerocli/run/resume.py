@@ -54,6 +54,9 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
             for line in changes(config, found.values.get("config")):
                 tell(line)
             batches.begun = (found.step, samples_of(found))
+            before = found.values.get("windows", batches.num_windows)
+            if before != batches.num_windows:
+                tell(f"note: the data had {before} windows and has {batches.num_windows} now: their order is another")
         else:
             tell(f"nothing to resume: no checkpoint in {options.run_dir}; starting at step 1")
     if config.train.init_from and not found.step:

@@ -29,11 +29,11 @@ def open_batches(config: Config, check: bool = True) -> Batches:
     vocab = 0 if config.model.factory else config.model.vocab
     node = this_node()
     try:
-        form, _ = find_files(data.path) if data.path else ("text", [])
+        form, files = find_files(data.path) if data.path else ("text", [])
     except OSError as error:
         raise unreadable(error, data.path) from None
     if form in DOCUMENTS:
-        return _open_documents(config, form, vocab, node)
+        return _open_documents(config, form, files, vocab, node)
     tokenizer, reason = (BYTES, "") if form in TOKENS else find_tokenizer(data.tokenizer, config.model.folder)
     source = open_source(data.path, tokenizer, data.dtype, vocab, train.seq, check, data.cache, node)
     batches = Batches(source, train.batch, train.seq, train.accumulate, train.seed)
@@ -44,13 +44,12 @@ def open_batches(config: Config, check: bool = True) -> Batches:
     return batches
 
 
-def _open_documents(config: Config, form: str, vocab: int, node: Node) -> Batches:
+def _open_documents(config: Config, form: str, files: list[Path], vocab: int, node: Node) -> Batches:
     data, train = config.data, config.train
     tokenizer, reason = find_tokenizer(data.tokenizer, config.model.folder)
     encoder = open_encoder(tokenizer)
     refuse_vocabulary(encoder.name, encoder.size, vocab)
     try:
-        _, files = find_files(data.path)
         name = documents.cache_name(data.path, form, files, encoder, data.mask)
 
         def tokenise(folder: Path, target: Path) -> None:

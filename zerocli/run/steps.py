@@ -104,7 +104,8 @@ def run_steps(
             keep(recorder.flush())
             if metrics is not None:
                 metrics.sync()
-            saver.save(step, {"config": to_dict(config), "samples": batches.seen(step, replicas)})
+            about = {"samples": batches.seen(step, replicas), "windows": batches.num_windows}
+            saver.save(step, {"config": to_dict(config), **about})
 
         for step in range(first, steps + 1):
             total = torch.zeros((), device=engine.device)

@@ -138,7 +138,10 @@ def _train(
             say(report.opening(config, engine, reason))
     with STARTUP.by_itself("loading"):
         first = begin(config, options, engine, batches, rank)
+        planned = config.train.steps
         config = with_epochs(config, batches, world)  # a resumed run may have had another global batch
+        if config.train.steps != planned and rank == 0:
+            say(f"note: {config.train.steps} steps, as earlier ones had another batch; the schedule is of {planned}")
     if rank == 0:
         for line in (*batches.lines, epochs_line(config, batches, world)):
             say(line)
