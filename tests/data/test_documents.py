@@ -238,6 +238,17 @@ def test_a_folder_that_cannot_be_written_leaves_the_users_cache(tmp_path, monkey
     assert "data.cache=DIR" in caught.value.hint
 
 
+def test_what_a_killed_writer_left_is_removed_and_a_living_ones_file_is_not(tmp_path):
+    folder = tmp_path / cache.FOLDER
+    folder.mkdir()
+    (folder / ".part-dead").write_bytes(b"x" * 100)
+    living = cache.Writer(folder, {"a": np.uint8})
+    Node().cached(str(tmp_path), "", "x.tokens", build([1]))
+    assert len(os.listdir(folder)) == 2 and not (folder / ".part-dead").exists()
+    living.close()
+    assert os.listdir(folder) == ["x.tokens"]
+
+
 def test_a_build_that_fails_leaves_nothing(tmp_path):
     path = write_rows(tmp_path / "x.jsonl", [*some_rows(), {"text": 3}])
     with pytest.raises(UserError, match="x.jsonl:41"):

@@ -6,12 +6,13 @@ The template is data. transformers renders it in a sandbox; no code of the folde
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from zerocli.data.encoder import Encoded, Encoder, read_object, special_tokens
+from zerocli.data.encoder import Encoder, read_object, special_tokens
 from zerocli.errors import UserError
 from zerocli.regular_files import MAX_CONFIG_NBYTES
 
@@ -63,24 +64,24 @@ class Chat:
         self.last_only = 0
         """Conversations of which only the assistant's last turn counts: see `encode`."""
 
-    def encode(self, place: str, values: dict[str, Any]) -> tuple[Encoded, np.ndarray]:
-        """Return a conversation's ids, and which of them the assistant wrote.
+    def encode(self, rows: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the ids of each (place, values), and which of them the assistant wrote.
 
         A template with `{% generation %}` says itself what the assistant writes. Otherwise a turn is what is added to
         the text by it, which takes that each conversation's text begins with the text of its first turns. Where it does
         not (some templates drop the reasoning of earlier turns), only the last turn counts.
         """
-        messages, tools = values["messages"], values.get("tools")
         if self._masked and self._marks:
-            return self._encode_marked(place, messages, tools)
-        text = self._render(place, messages, tools)
-        [encoded] = self._encoder.encode([text], places=self._masked)
-        if not self._masked:
-            return encoded, np.ones(len(encoded.ids), bool)
-        counted = np.zeros(len(encoded.ids), bool)
-        for start, end in self._turns(place, text, messages, tools):
-            counted |= (encoded.starts >= start) & (encoded.starts < end)
-        return encoded, counted
+            for place, values in rows:
+                yield self._encode_marked(place, values["messages"], values.get("tools"))
+            return
+        texts = [self._render(place, values["messages"], values.get("tools")) for place, values in rows]
+        several = self._encoder.encode(texts, places=self._masked)
+        for (place, values), text, encoded in zip(rows, texts, several, strict=True):
+            counted = np.full(len(encoded.ids), not self._masked)
+            for start, end in self._turns(place, text, values["messages"], values.get("tools")) if self._masked else ():
+                counted |= (encoded.starts >= start) & (encoded.starts < end)
+            yield encoded.ids, counted
 
     def _turns(self, place: str, text: str, messages: list[Any], tools: Any) -> list[tuple[int, int]]:
         """Return the (first character, end) of each turn of the assistant."""
@@ -119,11 +120,10 @@ class Chat:
     def _render(self, place: str, messages: list[Any], tools: Any, prompt: bool = False) -> str:
         return str(self._apply(place, messages, tools, tokenize=False, add_generation_prompt=prompt))
 
-    def _encode_marked(self, place: str, messages: list[Any], tools: Any) -> tuple[Encoded, np.ndarray]:
+    def _encode_marked(self, place: str, messages: list[Any], tools: Any) -> tuple[np.ndarray, np.ndarray]:
         more = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         found = self._apply(place, messages, tools, **more)
-        ids = np.array(found["input_ids"], self._encoder.dtype)
-        return Encoded(ids, np.zeros(len(ids), np.int64)), np.array(found["assistant_masks"], bool)
+        return np.array(found["input_ids"], self._encoder.dtype), np.array(found["assistant_masks"], bool)
 
     def _apply(self, place: str, messages: list[Any], tools: Any, **more: Any) -> Any:
         try:

@@ -18,7 +18,7 @@ from zerocli.errors import UserError
 
 VERSION = 1
 """Counts changes of what a cache file holds."""
-BATCH_NBYTES = 2**20
+BATCH_NBYTES = 2**18
 """Text that is tokenised at once."""
 
 Moved = Callable[[int], None]
@@ -86,7 +86,7 @@ def cache_name(path: str, form: str, files: Sequence[Path], encoder: Encoder, ma
 def write_documents(
     folder: Path, target: Path, form: str, files: Sequence[Path], encoder: Encoder, mask: str, moved: Moved
 ) -> None:
-    """Tokenise the rows of files into a cache file, a MiB of text at a time."""
+    """Tokenise the rows of files into a cache file, `BATCH_NBYTES` of text at a time."""
     writer = cache.Writer(folder, {"ids": encoder.dtype, "ends": np.int64, "flips": np.int64})
     kind, end, empty, state = "", 0, 0, False
     try:
@@ -155,9 +155,7 @@ class _Tokeniser:
         kind = rows[0].kind
         if kind == "messages":
             self.chat = self.chat or Chat(self._encoder, self._masked)
-            for row in rows:
-                encoded, counted = self.chat.encode(row.place, row.values)
-                yield Document(encoded.ids, counted)
+            yield from (Document(*each) for each in self.chat.encode([(row.place, row.values) for row in rows]))
             return
         prompts = [row.values.get("prompt", "") for row in rows]
         rests = [row.values["text"] if kind == "text" else row.values["completion"] for row in rows]

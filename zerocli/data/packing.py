@@ -39,7 +39,8 @@ class Windows:
     counts: np.ndarray
     """Targets of each window that count for the loss."""
     about: dict[str, int]
-    """What was cut: documents `split` or `truncated`, tokens `dropped`, pieces without a target (`blank`)."""
+    """What was cut: documents `split` or `truncated`, tokens `dropped`, pieces without a target (`blank`); and the places
+    that the `longest` document needs."""
     pad: int = 0
 
     def __len__(self) -> int:
@@ -127,6 +128,7 @@ def cut_pieces(documents: Documents, seq: int, long: str) -> tuple[np.ndarray, n
         "split": longer if long == "split" else 0,
         "truncated": longer if long != "split" else 0,
         "dropped": dropped,
+        "longest": int(places.max(initial=0)),
         "blank": int((~kept).sum()),
     }
     return starts[kept], lengths[kept], counts[kept], cut

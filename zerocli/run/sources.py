@@ -98,10 +98,11 @@ def _describe(
         f"windows: {len(windows):,} of {windows.seq} tokens, {how}, {share}",
     ]
     said = [
-        (cut["split"], "longer than that, split"),
+        (cut["split"], f"longer than that, split (the longest needs {cut['longest']:,})"),
         (
             cut["truncated"],
-            f"longer than that, truncated: {cut['dropped']:,} tokens dropped (data.long=split keeps them)",
+            f"longer than that, truncated: {cut['dropped']:,} tokens dropped (the longest needs {cut['longest']:,}; "
+            "data.long=split keeps all)",
         ),
         (found.about["empty"], "empty, left out"),
         (found.about["last_only"], "of several turns of which only the last counts: the template changes earlier ones"),
