@@ -9,6 +9,8 @@ import pytest
 from document_models import VOCAB, some_rows, write_rows, write_tokenizer
 from runs import losses, train
 
+from zerocli.cli import main as cli
+
 MODEL = "model.factory=document_models:Attentive"
 SETS = ("train.seq=40", "optimizer.lr=0.01", "optimizer.schedule=constant", "train.watchdog=30")
 
@@ -90,6 +92,20 @@ def test_a_malformed_line_ends_the_run_with_its_place(tmp_path):
     bad = write_rows(tmp_path / "x.jsonl", [*some_rows(), {"text": 1}])
     ended = train(tmp_path / "run", *sets_of(bad, "data.tokenizer=bytes"), grace=10)
     assert ended.codes[0] == 2 and "x.jsonl:41: " in ended.said[0] and "Traceback" not in "".join(ended.said)
+
+
+def test_a_dry_run_tries_the_data_and_writes_nothing(tmp_path, capsys):
+    data = write_rows(tmp_path / "x.jsonl", some_rows())
+    assert cli.run(["train", "--dry-run", "--data", str(data), "--ranks", "2"]) == 0
+    said = capsys.readouterr().err
+    assert "x.jsonl (jsonl), not tokenised" in said and "rows of prompt/completion; the first 40 were tokenised" in said
+    assert list(tmp_path.iterdir()) == [data]
+    write_rows(data, [{"prompt": "a"}])
+    assert cli.run(["train", "--dry-run", "--data", str(data)]) == 2
+    assert "x.jsonl:1: has neither text" in capsys.readouterr().err
+    write_rows(data, [{"text": "abc"}])
+    assert cli.run(["train", "--dry-run", "--data", str(data), "--set", "model.vocab=99"]) == 2
+    assert "bytes: has 256 token ids, and the model knows 99: 0 to 98" in capsys.readouterr().err
 
 
 def test_text_is_tokenised_once_by_the_models_own_tokenizer(tmp_path):

@@ -39,8 +39,8 @@ class Windows:
     counts: np.ndarray
     """Targets of each window that count for the loss."""
     about: dict[str, int]
-    """What was cut: documents `split` or `truncated`, tokens `dropped`, pieces without a target (`blank`); and the places
-    that the `longest` document needs."""
+    """What was cut: documents `split` or `truncated`, tokens `dropped`, pieces without a target (`blank`); and how many
+    places the `longest` document needs."""
     pad: int = 0
 
     def __len__(self) -> int:
