@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from test_documents import tokenise
 
 from zerocli.data import cache, documents, packing
+from zerocli.errors import UserError
 from zerocli.run.data import DocumentBatches, steps_of_epochs
+from zerocli.run.sources import split_documents
 
 LENGTHS = st.lists(st.integers(2, 30), min_size=1, max_size=40)
 
@@ -155,6 +157,19 @@ def test_unpacked_batches_have_no_positions(tmp_path):
     tokens, targets = batches.batch(1, 0, 0, 1)
     assert tokens.dtype == targets.dtype == torch.int64 and not batches.positions
     assert sorted((targets != -100).sum(1).tolist()) == [2, 3] and tokens.max() < VOCAB
+
+
+def test_documents_that_are_held_out_are_in_no_window_of_the_others(tmp_path):
+    found = tokenise(write_rows(tmp_path / "x.jsonl", some_rows()))
+    trained, held = split_documents(found, 0.1, "x.jsonl")
+    assert (len(trained), len(held)) == (36, 4)
+    assert trained.num_tokens + held.num_tokens == len(found.ids) == found.num_tokens
+    assert trained.num_counted + held.num_counted == found.num_counted
+    both = [windows_of(tmp_path, part, 64) for part in (trained, held)]
+    assert [int(windows.counts.sum()) for windows in both] == [trained.num_counted, held.num_counted]
+    assert both[0].starts.max() < trained.ends[-1] == held.begin <= both[1].starts.min()
+    with pytest.raises(UserError, match="40 documents are too few to hold out 0.001 of them"):
+        split_documents(found, 0.001, "x.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,8 @@ class Documents:
     kind: str
     """What the rows have: text, prompt/completion or messages."""
     about: dict[str, Any]
+    begin: int = 0
+    """First token of the first document."""
 
     @classmethod
     def of(cls, reader: cache.Reader) -> Documents:
@@ -54,9 +56,18 @@ class Documents:
         return len(self.ends)
 
     @property
+    def num_tokens(self) -> int:
+        return int(self.ends[-1]) - self.begin if len(self) else 0
+
+    @property
     def num_counted(self) -> int:
         """Tokens that count for the loss."""
-        return int((self.flips[1::2] - self.flips[::2]).sum())
+        before, after = self.counted_before(np.array([self.begin, self.begin + self.num_tokens]))
+        return int(after - before)
+
+    def part(self, first: int, last: int) -> Documents:
+        """Return documents first..last-1."""
+        return replace(self, ends=self.ends[first:last], begin=int(self.ends[first - 1]) if first else self.begin)
 
     def counted(self, start: int, end: int) -> np.ndarray:
         """Return, for tokens start..end-1, whether each counts for the loss."""

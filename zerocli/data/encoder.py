@@ -106,6 +106,7 @@ def find_tokenizer(tokenizer: str, folder: str) -> tuple[str, str]:
         return path, "as asked"
     if not folder:
         return BYTES, "no tokenizer was given"
+    folder = os.path.dirname(folder) if os.path.isfile(folder) else folder
     path = os.path.join(folder, FILE)
     if os.path.isfile(path):
         return path, "of the model's folder"

@@ -72,9 +72,9 @@ class Windows:
         return tokens, targets, positions
 
 
-def cache_key(tokens: str, seq: int, pack: bool, long: str, seed: int) -> str:
-    """Return what tells the windows of a cache file of tokens from others."""
-    return cache.fingerprint(VERSION, tokens, seq, pack, long, seed)
+def cache_key(tokens: str, documents: Documents, seq: int, pack: bool, long: str, seed: int) -> str:
+    """Return what tells the windows of these documents of a cache file of tokens from others."""
+    return cache.fingerprint(VERSION, tokens, documents.begin, len(documents), seq, pack, long, seed)
 
 
 def open_windows(reader: cache.Reader, documents: Documents, seq: int, pad: int = 0) -> Windows:
@@ -109,7 +109,7 @@ def write_windows(folder: Path, target: Path, documents: Documents, seq: int, pa
 def cut_pieces(documents: Documents, seq: int, long: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, int]]:
     """Return the first token, the places and the counted targets of each piece, and what was cut: [Note: pieces]."""
     ends = np.asarray(documents.ends)
-    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64) if len(ends) else ends
+    starts = np.concatenate([[documents.begin], ends[:-1]]).astype(np.int64) if len(ends) else ends
     places = ends - starts - 1
     longer = int((places > seq).sum())
     dropped = 0

@@ -163,6 +163,8 @@ class DocumentBatches(Batches):
         positions: bool = True,
     ):
         self.windows = windows
+        self.held_out: DocumentBatches | None = None
+        """Batches of the documents that are not trained on."""
         self.lines = []
         self.sequences, self.seq, self.accumulate, self.seed, self.begun = batch, seq, accumulate, seed, begun
         self.num_windows = len(windows)

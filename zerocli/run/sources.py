@@ -26,7 +26,7 @@ def open_batches(config: Config, check: bool = True) -> Batches:
     With `check`, all of it is read once to find ids outside the vocabulary, or bytes that are no text.
     """
     data, train = config.data, config.train
-    vocab = 0 if config.model.factory else config.model.vocab
+    vocab = known_vocab(config)
     node = this_node()
     try:
         form, files = find_files(data.path) if data.path else ("text", [])
@@ -44,8 +44,13 @@ def open_batches(config: Config, check: bool = True) -> Batches:
     return batches
 
 
+def known_vocab(config: Config) -> int:
+    """Return the token ids that the model knows, 0 if code other than our own decides that."""
+    return 0 if getattr(config.model, "foreign", config.model.factory) else config.model.vocab
+
+
 def _open_documents(config: Config, form: str, files: list[Path], vocab: int, node: Node) -> Batches:
-    data, train = config.data, config.train
+    data = config.data
     tokenizer, reason = find_tokenizer(data.tokenizer, config.model.folder)
     encoder = open_encoder(tokenizer)
     refuse_vocabulary(encoder.name, encoder.size, vocab)
@@ -57,26 +62,46 @@ def _open_documents(config: Config, form: str, files: list[Path], vocab: int, no
                 documents.write_documents(folder, target, form, files, encoder, data.mask, moved)
 
         found = documents.Documents.of(node.cached(data.path, data.cache, name, tokenise))
-        long = data.long if data.long != "auto" else "split" if found.kind == "text" else "truncate"
-        pack: tuple[Any, ...] = (train.seq, data.pack, long, train.seed if data.pack else 0)
-        key = packing.cache_key(name, *pack)
-
-        def fill(folder: Path, target: Path) -> None:
-            packing.write_windows(folder, target, found, *pack)
-
-        reader = node.cached(data.path, data.cache, f"{Path(data.path).name}-{key}.windows", fill)
+        trained, held = split_documents(found, getattr(data, "split", 0.0), data.path)
+        batches = _pack(config, trained, name, encoder, node)
+        batches.held_out = _pack(config, held, name, encoder, node) if len(held) else None
     except OSError as error:
         raise unreadable(error, data.path) from None
-    windows = packing.open_windows(reader, found, train.seq, encoder.eos or 0)
+    batches.lines = _describe(config, form, trained, batches.windows, f"tokenizer: {tokenizer} ({reason})", encoder)
+    return batches
+
+
+def split_documents(
+    found: documents.Documents, share: float, path: str
+) -> tuple[documents.Documents, documents.Documents]:
+    """Return (documents to train on, documents that are held out): the last `share` of them."""
+    held = round(len(found) * share)
+    if share and not 0 < held < len(found):
+        raise UserError(
+            f"{path}: {count_of(len(found), 'document')} are too few to hold out {share:g} of them",
+            hint="--set data.validation=FILE, or another --set data.split=...",
+        )
+    return found.part(0, len(found) - held), found.part(len(found) - held, len(found))
+
+
+def _pack(config: Config, found: documents.Documents, name: str, encoder: Encoder, node: Node) -> DocumentBatches:
+    """Return the batches of documents of the cache file `name`. Collective."""
+    data, train = config.data, config.train
+    long = data.long if data.long != "auto" else "split" if found.kind == "text" else "truncate"
+    pack: tuple[Any, ...] = (found, train.seq, data.pack, long, train.seed if data.pack else 0)
+
+    def fill(folder: Path, target: Path) -> None:
+        packing.write_windows(folder, target, *pack)
+
+    target = f"{Path(data.path).name}-{packing.cache_key(name, *pack)}.windows"
+    windows = packing.open_windows(node.cached(data.path, data.cache, target, fill), found, train.seq, encoder.eos or 0)
     if not len(windows):
         raise UserError(
             f"{data.path}: nothing in it counts for the loss: {count_of(len(found), 'document')} of {found.kind}, "
             f"{found.num_counted} counted tokens, none of them within the first {train.seq} of its document",
             hint="a longer --seq, or --set data.mask=none",
         )
-    batches = DocumentBatches(windows, train.batch, train.seq, train.accumulate, train.seed, positions=data.pack)
-    batches.lines = _describe(config, form, found, windows, f"tokenizer: {tokenizer} ({reason})", encoder)
-    return batches
+    return DocumentBatches(windows, train.batch, train.seq, train.accumulate, train.seed, positions=data.pack)
 
 
 def _describe(
@@ -93,7 +118,7 @@ def _describe(
     cut = windows.about
     lines = [
         f"data: {config.data.path} ({form}, {found.kind}): {count_of(len(found), 'document')}, "
-        f"{len(found.ids):,} tokens, {found.num_counted:,} of them count for the loss",
+        f"{found.num_tokens:,} tokens, {found.num_counted:,} of them count for the loss",
         f"{tokenizer}; end of a document: {'none' if encoder.eos is None else f'id {encoder.eos}'}",
         f"windows: {len(windows):,} of {windows.seq} tokens, {how}, {share}",
     ]
@@ -161,7 +186,7 @@ def check_data(config: Config) -> list[str]:
         if form not in DOCUMENTS and tokenizer == BYTES:
             return open_batches(config).lines
         encoder = open_encoder(tokenizer)
-        refuse_vocabulary(encoder.name, encoder.size, 0 if config.model.factory else config.model.vocab)
+        refuse_vocabulary(encoder.name, encoder.size, known_vocab(config))
         lines = [f"data: {data.path or LIBRARY} ({form}), not tokenised", f"tokenizer: {tokenizer} ({reason})"]
         if form in DOCUMENTS:
             kind, number = documents.try_first(form, files, encoder, data.mask)
