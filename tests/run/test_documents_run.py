@@ -108,6 +108,25 @@ def test_a_dry_run_tries_the_data_and_writes_nothing(tmp_path, capsys):
     assert "bytes: has 256 token ids, and the model knows 99: 0 to 98" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "fact"),
+    [
+        ("x.jsonl", b'{"text": 1}\n', "x.jsonl:1: text is a number, not a string"),
+        ("x.txt", b"ab\0c", "x.txt: has a NUL byte at offset 2"),
+        ("x.txt.gz", b"\x1f\x8b", "x.txt.gz: is packed"),
+    ],
+)
+def test_what_the_first_bytes_show_is_refused_before_the_ranks_start(
+    tmp_path, monkeypatch, capsys, name, content, fact
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / name).write_bytes(content)
+    assert cli.run(["train", "--data", name]) == 2
+    said = capsys.readouterr().err
+    assert f"error: {fact}" in said and "ranks 2" not in said and not (tmp_path / "runs").exists()
+
+
 def test_text_is_tokenised_once_by_the_models_own_tokenizer(tmp_path):
     pytest.importorskip("tokenizers")
     folder = write_tokenizer(tmp_path / "model")

@@ -120,6 +120,15 @@ def open_encoder(path: str) -> Encoder:
     return Encoder() if path == BYTES else FileEncoder(path)
 
 
+def refuse_vocabulary(tokenizer: str, size: int, vocab: int) -> None:
+    """Raise UserError if a tokenizer has ids that the model does not know; a `vocab` of 0 is not known."""
+    if vocab and size > vocab:
+        raise UserError(
+            f"{tokenizer}: has {size} token ids, and the model knows {vocab}: 0 to {vocab - 1}",
+            hint=f"--set model.vocab={size}; or the model's own tokenizer: --set data.tokenizer=PATH",
+        )
+
+
 def _conversion(folder: str) -> str:
     if not any(os.path.isfile(os.path.join(folder, name)) for name in _OTHER):
         return ""

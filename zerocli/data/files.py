@@ -103,6 +103,11 @@ def _in_folder(folder: Path) -> list[Path]:
     return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(folder).as_posix())
 
 
+def unreadable(error: OSError, shown: str) -> UserError:
+    """Return the error for a user of a file that cannot be read."""
+    return UserError(f"{error.filename or shown}: cannot be read ({error.strerror or error})")
+
+
 class TextCheck:
     """Decodes the bytes of one file in order; raises UserError at a NUL byte or at what is not UTF-8."""
 

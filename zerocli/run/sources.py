@@ -9,13 +9,14 @@ from typing import Any
 
 from zerocli.config import Config
 from zerocli.data import documents, packing
-from zerocli.data.encoder import BYTES, Encoder, find_tokenizer, open_encoder
-from zerocli.data.files import DOCUMENTS, TOKENS, find_files
+from zerocli.data.encoder import BYTES, Encoder, find_tokenizer, open_encoder, refuse_vocabulary
+from zerocli.data.files import DOCUMENTS, TOKENS, find_files, unreadable
+from zerocli.data.preview import known_vocab
 from zerocli.errors import UserError
 from zerocli.layout.sizes import count_of
 from zerocli.run.caching import Node, this_node
 from zerocli.run.data import Batches, DocumentBatches, steps_of_epochs
-from zerocli.run.tokens import open_source, refuse_vocabulary, unreadable
+from zerocli.run.tokens import open_source
 
 LIBRARY = "Python's standard library"
 
@@ -42,11 +43,6 @@ def open_batches(config: Config, check: bool = True) -> Batches:
     if form not in TOKENS:
         batches.lines.append(f"tokenizer: {tokenizer} ({reason})")
     return batches
-
-
-def known_vocab(config: Config) -> int:
-    """Return the token ids that the model knows, 0 if code other than our own decides that."""
-    return 0 if getattr(config.model, "foreign", config.model.factory) else config.model.vocab
 
 
 def _open_documents(config: Config, form: str, files: list[Path], vocab: int, node: Node) -> Batches:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from zerocli.data import stream
-from zerocli.data.encoder import BYTES, FileEncoder
-from zerocli.data.files import TextCheck, find_files
+from zerocli.data.encoder import BYTES, FileEncoder, refuse_vocabulary
+from zerocli.data.files import TextCheck, find_files, unreadable
 from zerocli.engine.startup import STARTUP
 from zerocli.errors import UserError
 from zerocli.run.caching import ALONE, Node
@@ -125,20 +125,6 @@ def open_source(
     if check:
         source.check()
     return source
-
-
-def unreadable(error: OSError, shown: str) -> UserError:
-    """Return the error for a user of a file that cannot be read."""
-    return UserError(f"{error.filename or shown}: cannot be read ({error.strerror or error})")
-
-
-def refuse_vocabulary(tokenizer: str, size: int, vocab: int) -> None:
-    """Raise UserError if a tokenizer has ids that the model does not know; a `vocab` of 0 is not known."""
-    if vocab and size > vocab:
-        raise UserError(
-            f"{tokenizer}: has {size} token ids, and the model knows {vocab}: 0 to {vocab - 1}",
-            hint=f"--set model.vocab={size}; or the model's own tokenizer: --set data.tokenizer=PATH",
-        )
 
 
 def _parts(path: str, tokenizer: str, dtype: str, vocab: int, check: bool, cache: str, node: Node) -> list[Part]:
