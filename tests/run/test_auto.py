@@ -105,3 +105,13 @@ def automatic_machine():
 
 def test_a_setup_of_python_is_read_too():
     assert Setup(recompute="recompute:3+selective:2").recomputed.policy == "recompute:3+selective:2"
+
+
+def test_a_chosen_batch_is_the_one_that_is_trained(tmp_path):
+    """Of a global batch of 16, `--auto` takes more than one sequence at a time; the samples stay the same."""
+    common = ("train.global_batch=16", "train.steps=2", "checkpoint.every=0")
+    assert train(tmp_path / "auto", *common, "train.batch=1", auto=FREE).codes == [0, 0]
+    batch = json.loads((tmp_path / "auto/config.json").read_text())["train"]["batch"]
+    assert batch > 1
+    assert train(tmp_path / "given", *common, f"train.batch={batch}").codes == [0, 0]
+    assert losses(tmp_path / "auto") == losses(tmp_path / "given")

@@ -27,8 +27,9 @@ from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
 from zerocli.plan.factory import build_factory
+from zerocli.run.sources import open_batches
 from zerocli.run.steps import micro_step
-from zerocli.run.trainer import cap_device, make_engine, make_model, open_batches, resolve
+from zerocli.run.trainer import cap_device, make_engine, make_model, resolve
 
 Result = dict[str, Any]
 GRACE_SECONDS = 10.0
@@ -132,9 +133,10 @@ class Ranks:
         self, run: Any, step: int, replicas: range, device: torch.device
     ) -> list[Callable[[], torch.Tensor]]:
         def one(micro: int, replica: int) -> torch.Tensor:
-            tokens, targets = self.batches.batch(step, micro, replica, self.replicas)
+            batch = self.batches.batch(step, micro, replica, self.replicas)
+            weight = self.batches.weight(step, micro, replica, self.replicas)
             seeds = (self.config.train.seed, step, micro, replica)
-            return micro_step(run, tokens.to(device), targets.to(device), seeds)
+            return micro_step(run, tuple(part.to(device) for part in batch), seeds, weight)
 
         order = [(micro, replica) for micro in range(self.config.train.accumulate) for replica in replicas]
         return [lambda micro=micro, replica=replica: one(micro, replica) for micro, replica in order]  # type: ignore[misc]

@@ -57,7 +57,7 @@ KEYS = {
 )
 @click.option("--seq", type=int, metavar="N", help="Tokens per sequence; by default the config's, at most 128.")
 @click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto.")
-@click.option("--data", metavar="PATH", help="Text file or folder, or tokens in .bin or .npy.")
+@click.option("--data", metavar="PATH", help="Text file or folder, .jsonl, .parquet, or tokens in .bin or .npy.")
 @click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated.")
 @click.option(

@@ -113,7 +113,7 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
     resume = given["resume"]
     said = any(text.partition("=")[0].strip() == "train.steps" for text in sets)
     if flags["train.steps"] is None and not said and not resume:
-        flags["train.steps"] = STEPS
+        flags |= {"train.steps": STEPS, "train.epochs": 0.0}
     if worker:
         die_with_parent()
         flags["parallel.ranks"] = int(worker["WORLD_SIZE"])

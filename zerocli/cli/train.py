@@ -60,7 +60,9 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--batch", type=int, metavar="N", help="Sequences per data-parallel rank and micro-step."),
         click.option("--seq", type=int, metavar="N", help="Tokens per sequence."),
         click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto."),
-        click.option("--data", metavar="PATH", help="Text file or folder, or tokens in .bin or .npy."),
+        click.option(
+            "--data", metavar="PATH", help="Text file or folder, .jsonl, .parquet, or tokens in .bin or .npy."
+        ),
         click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order."),
         click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated."),
     ]

@@ -73,6 +73,8 @@ class ModelConfig:
     """The model_type that an export writes, of those that have this shape; empty = the simplest."""
     factory: str = setting("", form=FACTORY, example="package.module:callable")
     """`package.module:callable` that builds the model instead of a built-in family."""
+    folder: str = setting("")
+    """Folder of the Hugging Face config.json that the model came from, with its tokenizer; empty = none."""
     compile: bool | str = setting("auto", choices=("auto", True, False))
     """Whether the repeated blocks go through torch.compile; auto = on a GPU, in runs of 200 steps or more."""
 
@@ -83,6 +85,8 @@ class TrainConfig:
 
     steps: int = setting(100, least=1)
     """Optimizer steps."""
+    epochs: float = setting(0.0, least=0)
+    """Times that the run goes through its data; `steps` follows from it. 0 = as many as `steps` make."""
     batch: int = setting(8, least=1)
     """Sequences per data-parallel rank and micro-step."""
     seq: int = setting(128, least=1)
@@ -205,11 +209,19 @@ class DataConfig:
     """Where tokens come from."""
 
     path: str = setting("")
-    """Text file, folder of text files, .bin or .npy of token ids; empty = Python's standard library as bytes."""
-    tokenizer: str = setting("bytes")
-    """`bytes`, or the path of a tokenizer.json."""
+    """Text (file or folder), documents in .jsonl or .parquet, token ids in .bin or .npy; empty = Python's library."""
+    tokenizer: str = setting("")
+    """`bytes`, or a tokenizer.json or its folder; empty = that of the model's folder if it has one, else bytes."""
     dtype: str = setting("", choices=("", "uint16", "uint32"))
     """Type of the ids in a .bin; empty = uint16."""
+    mask: str = setting("auto", choices=("auto", "none"))
+    """What of a document counts for the loss: auto = completions and the assistant's turns; none = every token."""
+    pack: bool = setting(True)
+    """Whether several documents share a window, with attention within each; false = one per window, padded."""
+    long: str = setting("auto", choices=("auto", "split", "truncate"))
+    """What happens to a document longer than `seq`; auto = rows of text are split, others truncated."""
+    cache: str = setting("")
+    """Folder for tokenised data; empty = beside the data, or the user's cache folder where that cannot be written."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,17 @@
 [Note: sample order] Samples have a global index, counted over the whole run. An epoch is W = (tokens - 1) // seq
 windows that do not overlap; (seed, epoch) determine their order and the first token. Index g is therefore window
 permutation(g mod W) of epoch g div W on every rank: the order does not depend on how a global batch is split into
-ranks, micro-steps and sequences, and resuming needs no stored data state.
+ranks, micro-steps and sequences, and resuming needs no stored data state. Documents are packed into W windows once, and
+the same permutation orders those.
+
+[Note: weights] The engine averages the losses of a step's micro-steps on all ranks, each of which is a mean over its
+own counted targets. With documents these are not equally many, so a micro-step's loss is multiplied by its share of the
+step's counted targets: the sum is then the mean over all of them, however the step is split. The index of the windows
+says how many each has, so no rank has to ask another.
 """
 
+import functools
+import math
 import threading
 import time
 from collections import deque
@@ -14,12 +22,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from zerocli.data.packing import Windows
 from zerocli.run.tokens import TokenSource, open_source
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Batches", "Prefetcher", "TokenSource", "open_source", "permute"]
+__all__ = ["Batch", "Batches", "DocumentBatches", "Prefetcher", "TokenSource", "open_source", "permute"]
+
+Batch = tuple["torch.Tensor", ...]
+"""(tokens, targets) or (tokens, targets, positions): int64 of shape (batch, seq); a target of -100 is not counted."""
 
 _MASK = 2**64 - 1
 _ROUNDS = 6
@@ -50,7 +62,7 @@ def permute(index: int, size: int, seed: int, epoch: int) -> int:
     assert 0 <= index < size
     half = ((size - 1).bit_length() + 1) // 2 or 1
     mask = (1 << half) - 1
-    keys = [_draw(seed, epoch, stream) for stream in range(_ROUNDS)]
+    keys = _round_keys(seed, epoch)
     while True:
         left, right = index >> half, index & mask
         for key in keys:
@@ -58,6 +70,21 @@ def permute(index: int, size: int, seed: int, epoch: int) -> int:
         index = left << half | right
         if index < size:
             return index
+
+
+@functools.lru_cache(maxsize=8)
+def _round_keys(seed: int, epoch: int) -> list[int]:
+    return [_draw(seed, epoch, stream) for stream in range(_ROUNDS)]
+
+
+def steps_of_epochs(epochs: float, num_windows: int, per_step: int, begun: tuple[int, int] = (0, 0)) -> int:
+    """Return the last step of a run over `epochs` times `num_windows` samples, `per_step` of them in each step.
+
+    `begun` is (step, samples seen by its end) of a resumed run. The last step may go beyond the last epoch's end.
+    """
+    step, seen = begun
+    wanted = math.ceil(round(epochs * num_windows, 6))
+    return max(1, step + max(0, -(-(wanted - seen) // per_step)))
 
 
 class Batches:
@@ -79,20 +106,35 @@ class Batches:
         self.seed = seed
         self.begun = begun
         """(step, samples seen by its end): a resumed run continues there, with a global batch of any size."""
+        self.lines: list[str] = []
+        """What the run says about its data."""
         self.num_windows = (len(source) - 1) // seq
         assert self.num_windows > 0, f"{len(source)} tokens hold no window of {seq} + 1"
 
-    def batch(self, step: int, micro: int, rank: int, world: int) -> tuple["torch.Tensor", "torch.Tensor"]:
+    def batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
         """Return (tokens, the tokens that follow them), int64 of shape (batch, seq). Steps count from 1."""
         import torch
 
+        starts = [self.window_start(index) for index in self.samples(step, micro, rank, world)]
+        windows = np.stack([self.source.slice(start, self.seq + 1) for start in starts])
+        return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+
+    def samples(self, step: int, micro: int, rank: int, world: int) -> range:
+        """Return the global indices of a micro-batch's samples."""
         assert step > self.begun[0] and 0 <= micro < self.accumulate and 0 <= rank < world
         micro_batch = self.sequences * world
         steps, seen = self.begun
         first = seen + ((step - 1 - steps) * self.accumulate + micro) * micro_batch + rank * self.sequences
-        starts = [self.window_start(first + i) for i in range(self.sequences)]
-        windows = np.stack([self.source.slice(start, self.seq + 1) for start in starts])
-        return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+        return range(first, first + self.sequences)
+
+    def weight(self, step: int, micro: int, rank: int, world: int) -> float | None:
+        """Return what a micro-step's loss is multiplied by, None for nothing: see [Note: weights]."""
+        return None
+
+    @property
+    def positions(self) -> bool:
+        """Whether batches have positions, which restart where attention must not cross."""
+        return False
 
     def seen(self, step: int, world: int) -> int:
         """Return the samples that all ranks have seen at the end of a step."""
@@ -105,6 +147,61 @@ class Batches:
         spare = len(self.source) - 1 - self.num_windows * self.seq
         phase = _draw(self.seed, epoch, _PHASE) % (spare + 1)
         return phase + permute(place, self.num_windows, self.seed, epoch) * self.seq
+
+
+class DocumentBatches(Batches):
+    """Batches of windows of documents; with `positions`, several documents share a window."""
+
+    def __init__(
+        self,
+        windows: Windows,
+        batch: int,
+        seq: int,
+        accumulate: int = 1,
+        seed: int = 0,
+        begun: tuple[int, int] = (0, 0),
+        positions: bool = True,
+    ):
+        self.windows = windows
+        self.held_out: DocumentBatches | None = None
+        """Batches of the documents that are not trained on."""
+        self.lines = []
+        self.sequences, self.seq, self.accumulate, self.seed, self.begun = batch, seq, accumulate, seed, begun
+        self.num_windows = len(windows)
+        self._positions = positions
+        self._totals: dict[tuple[int, int], int] = {}
+        assert self.num_windows > 0, "no window has a target that counts"
+
+    @property
+    def positions(self) -> bool:
+        return self._positions
+
+    def batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
+        import torch
+
+        rows = [self.windows.window(self.window_of(index)) for index in self.samples(step, micro, rank, world)]
+        parts = [torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True)]
+        return tuple(parts if self._positions else parts[:2])
+
+    def window_of(self, index: int) -> int:
+        """Return the window of the sample with global `index`."""
+        epoch, place = divmod(index, self.num_windows)
+        return permute(place, self.num_windows, self.seed, epoch)
+
+    def num_counted(self, samples: range) -> int:
+        """Return how many targets of these samples count for the loss."""
+        return sum(int(self.windows.counts[self.window_of(index)]) for index in samples)
+
+    def weight(self, step: int, micro: int, rank: int, world: int) -> float:
+        passes = self.accumulate * world
+        total = self._totals.get((step, world))
+        if total is None:
+            first = self.samples(step, 0, 0, world).start
+            total = self.num_counted(range(first, first + self.sequences * passes))
+            if len(self._totals) > 16:
+                self._totals.clear()
+            self._totals[step, world] = total
+        return self.num_counted(self.samples(step, micro, rank, world)) * passes / total
 
 
 class Prefetcher:
@@ -132,7 +229,7 @@ class Prefetcher:
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._depth = depth
-        self._ready: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self._ready: deque[Batch] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._ended = False  # the thread adds nothing more
@@ -141,10 +238,10 @@ class Prefetcher:
         self._thread = threading.Thread(target=self._run, args=(start_step, steps), name="zerocli-data", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[tuple["torch.Tensor", "torch.Tensor"]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> tuple["torch.Tensor", "torch.Tensor"]:
+    def __next__(self) -> Batch:
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
@@ -155,11 +252,11 @@ class Prefetcher:
                 if self._error is not None:
                     raise self._error
                 raise StopIteration
-            tokens, targets = self._ready.popleft()
+            batch = self._ready.popleft()
             self._changed.notify_all()
         if self._device.type == "cpu":
-            return tokens, targets
-        return tokens.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+            return batch
+        return tuple(part.to(self._device, non_blocking=True) for part in batch)
 
     @property
     def waited_seconds(self) -> float:
@@ -199,13 +296,14 @@ class Prefetcher:
             torch.cuda.set_device(self._device)  # a new thread's current device is 0, and it would pin for that one
         while last is None or step <= last:
             for micro in range(self._batches.accumulate):
-                tokens, targets = self._batches.batch(step, micro, self._rank, self._world)
+                batch = self._batches.batch(step, micro, self._rank, self._world)
+                self._batches.weight(step, micro, self._rank, self._world)  # remembers the step's sum for the caller
                 if self._device.type == "cuda":
-                    tokens, targets = tokens.pin_memory(), targets.pin_memory()
+                    batch = tuple(part.pin_memory() for part in batch)
                 with self._changed:
                     self._changed.wait_for(lambda: len(self._ready) < self._depth or self._closed)
                     if self._closed:
                         return
-                    self._ready.append((tokens, targets))
+                    self._ready.append(batch)
                     self._changed.notify_all()
             step += 1

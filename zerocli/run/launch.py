@@ -46,6 +46,9 @@ def launch(
     if isinstance(config, Config):
         config = automatic.choose_here(with_ranks(config, num_ranks), options).config
         preflight.refuse(config, gpus)
+        from zerocli.data.preview import refuse_data  # imports numpy, which --help does not need
+
+        refuse_data(config)
     run_dir = create_run_dir(options.run_dir, fresh)
     say(f"ranks {num_ranks} ({reason})")
     say(f"equivalent torchrun command: {torchrun_line(num_ranks, arguments)}")

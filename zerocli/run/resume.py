@@ -17,7 +17,13 @@ from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, UserError
 from zerocli.run.data import Batches
 
-NO_NUMBERS = {("train", "accumulate"), ("train", "batch"), ("train", "log_every"), ("train", "watchdog")}
+NO_NUMBERS = {
+    ("train", "accumulate"),
+    ("train", "batch"),
+    ("train", "log_every"),
+    ("data", "cache"),
+    ("train", "watchdog"),
+}
 """Keys that change how a step is computed, but not its result."""
 
 
@@ -48,6 +54,9 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
             for line in changes(config, found.values.get("config")):
                 tell(line)
             batches.begun = (found.step, samples_of(found))
+            before = found.values.get("windows", batches.num_windows)
+            if before != batches.num_windows:
+                tell(f"note: the data had {before} windows and has {batches.num_windows} now: their order is another")
         else:
             tell(f"nothing to resume: no checkpoint in {options.run_dir}; starting at step 1")
     if config.train.init_from and not found.step:

@@ -18,7 +18,7 @@ from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, UserError
 from zerocli.profile.lines import Line
 from zerocli.run import report
-from zerocli.run.data import Batches, Prefetcher
+from zerocli.run.data import Batch, Batches, Prefetcher
 from zerocli.run.launch import saves
 from zerocli.run.metrics import MetricsFile, Recorder
 from zerocli.run.preempt import Preemption
@@ -42,10 +42,16 @@ def long_lived() -> Iterator[None]:
         gc.unfreeze()
 
 
-def micro_step(engine: Engine, tokens: torch.Tensor, targets: torch.Tensor, seeds: tuple[int, ...]) -> torch.Tensor:
-    """Run one forward and backward with this micro-step's own random state; return its loss."""
+def micro_step(engine: Engine, batch: Batch, seeds: tuple[int, ...], weight: float | None = None) -> torch.Tensor:
+    """Run one forward and backward with this micro-step's own random state; return its loss.
+
+    `batch` is (tokens, targets), or (tokens, targets, positions) where attention must not cross documents. A `weight`
+    multiplies the loss: see [Note: weights] in `data.py`.
+    """
     torch.manual_seed(hash(seeds) & (2**63 - 1))
-    loss: torch.Tensor = engine(tokens, targets)
+    loss: torch.Tensor = engine(*batch)
+    if weight is not None:
+        loss = loss * weight
     engine.backward(loss)
     return loss.detach()
 
@@ -98,13 +104,14 @@ def run_steps(
             keep(recorder.flush())
             if metrics is not None:
                 metrics.sync()
-            saver.save(step, {"config": to_dict(config), "samples": batches.seen(step, replicas)})
+            about = {"samples": batches.seen(step, replicas), "windows": batches.num_windows}
+            saver.save(step, {"config": to_dict(config), **about})
 
         for step in range(first, steps + 1):
             total = torch.zeros((), device=engine.device)
             for micro in range(train.accumulate):
-                tokens, targets = next(loader)
-                total += micro_step(engine, tokens, targets, (train.seed, step, micro, replica))
+                weight = batches.weight(step, micro, replica, replicas)
+                total += micro_step(engine, next(loader), (train.seed, step, micro, replica), weight)
             keep(recorder.record(engine.step(), total / train.accumulate))
             if step == first and rank == 0:
                 for note in (*engine.hooks.blocks.notes, *engine.activations.notes):

@@ -1,6 +1,5 @@
-"""Where tokens come from: text, folders of text, .bin and .npy files, read as one flat sequence of ids."""
+"""One flat sequence of token ids: text, folders of text, .bin and .npy files."""
 
-import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,8 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zerocli.data import stream
+from zerocli.data.encoder import BYTES, FileEncoder, refuse_vocabulary
+from zerocli.data.files import TextCheck, find_files, unreadable
 from zerocli.engine.startup import STARTUP
-from zerocli.errors import UserError, quote
+from zerocli.errors import UserError
+from zerocli.run.caching import ALONE, Node
 
 MAPPED_NBYTES = 16 * 2**20  # only files of this size or more are mapped: each mapping holds a file open
 LIBRARY_NBYTES = 8 * 2**20
@@ -93,18 +96,27 @@ def _chunks(part: Part, limit: int | None = None) -> Iterator[tuple[int, np.ndar
 
 
 def open_source(
-    path: str, tokenizer: str = "bytes", dtype: str = "", vocab: int = 0, seq: int = 1, check: bool = True
+    path: str,
+    tokenizer: str = BYTES,
+    dtype: str = "",
+    vocab: int = 0,
+    seq: int = 1,
+    check: bool = True,
+    cache: str = "",
+    node: Node = ALONE,
 ) -> TokenSource:
     """Return the tokens at `path` (empty: Python's standard library); raise UserError if they cannot be used.
 
-    There must be at least seq + 1 tokens. With `check`, ids are compared with `vocab` now; one rank per node is enough
-    for that, as `slice` checks what it returns anyway.
+    There must be at least seq + 1 tokens. With `check`, ids are compared with `vocab`, and bytes with UTF-8, now; one
+    rank per node is enough for that, as `slice` checks what it returns anyway. What a tokenizer made is cached in the
+    folder `cache`; `node` says which rank of a node tokenises.
     """
     shown = path or "Python's standard library"
     try:
-        source = TokenSource(_parts(path, tokenizer, dtype), vocab)
+        parts = _parts(path, tokenizer, dtype, vocab, check, cache, node)
+        source = TokenSource(parts, vocab)
     except OSError as error:
-        raise UserError(f"{error.filename or shown}: cannot be read ({error.strerror or error})") from None
+        raise unreadable(error, shown) from None
     if len(source) == 0:
         raise UserError(f"{shown}: there is no data in it", hint="--data PATH")
     if len(source) < seq + 1:
@@ -115,37 +127,48 @@ def open_source(
     return source
 
 
-def _parts(path: str, tokenizer: str, dtype: str) -> list[Part]:
-    if path and ("\0" in path or not os.path.exists(path)):
-        raise UserError(f"{quote(path, 4096)[1:-1]}: no such file or folder", hint="--data PATH, or no --data at all")
-    if path and not os.path.isfile(path) and not os.path.isdir(path):
-        raise UserError(f"{path}: is neither a regular file nor a folder")
-    files = _library() if not path else _folder(Path(path)) if os.path.isdir(path) else [Path(path)]
-    kinds = {file.suffix if file.suffix in (".bin", ".npy") else "text" for file in files}
-    if len(kinds) > 1:
-        raise UserError(f"{path}: holds {' and '.join(sorted(kinds))} files: text and token ids do not mix")
-    if kinds == {".bin"}:
+def _parts(path: str, tokenizer: str, dtype: str, vocab: int, check: bool, cache: str, node: Node) -> list[Part]:
+    form, files = find_files(path) if path else ("text", library())
+    if form == ".bin":
         return [_read_bin(file, dtype or "uint16") for file in files]
-    if kinds == {".npy"}:
+    if form == ".npy":
         return [_read_npy(file) for file in files]
+    assert form == "text", "rows of documents are no stream"
+    if tokenizer != BYTES:
+        return _tokenised(path, files, tokenizer, vocab, cache, node)
     texts = [_read_bytes(file) for file in files]
-    return texts if tokenizer == "bytes" else _tokenize(texts, tokenizer)
+    if check and path:
+        refuse_binary(texts)
+    return texts
 
 
-def _folder(folder: Path) -> list[Path]:
-    """Return the files under `folder` except hidden ones, sorted by path."""
+def _tokenised(path: str, files: list[Path], tokenizer: str, vocab: int, cache: str, node: Node) -> list[Part]:
+    encoder = FileEncoder(tokenizer)
+    refuse_vocabulary(encoder.name, encoder.size, vocab)
 
-    def refuse(error: OSError) -> None:
-        raise error
+    def write(folder: Path, target: Path) -> None:
+        with node.progress(f"tokenising {path or 'text'}", sum(file.stat().st_size for file in files)) as moved:
+            stream.write_stream(folder, target, [_read_bytes(file) for file in files], encoder, moved)
 
-    found = []
-    for root, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(root, name) for name in names if not name.startswith(".")]
-    return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(folder).as_posix())
+    reader = node.cached(path, cache, stream.cache_name(path, files, encoder), write)
+    ends = [0, *reader["ends"].tolist()]
+    return [
+        Part(str(file), reader["ids"][ends[k] : ends[k + 1]]) for k, file in enumerate(files) if ends[k + 1] > ends[k]
+    ]
 
 
-def _library() -> list[Path]:
+def refuse_binary(texts: Sequence[Part]) -> None:
+    """Raise UserError at the first NUL byte, or byte that is not UTF-8, of the first `CHECKED_NUMEL`."""
+    left = CHECKED_NUMEL
+    for text in texts:
+        checked = TextCheck(text.name)
+        for first, data in _chunks(text, left):
+            checked.decode(data.tobytes(), first + len(data) == len(text.ids))
+            STARTUP.move()
+        left -= min(left, len(text.ids))
+
+
+def library() -> list[Path]:
     """Return source files of the standard library, the same ones each time, up to `LIBRARY_NBYTES`."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(root.glob("*.py"))
@@ -188,39 +211,3 @@ def _read_npy(file: Path) -> Part:
     if ids.ndim != 1:
         raise UserError(f"{file}: has shape {ids.shape}; token ids are one flat sequence")
     return Part(str(file), ids)
-
-
-def _tokenize(texts: Sequence[Part], tokenizer: str) -> list[Part]:
-    """Return the texts as token ids, in memory; bytes that are not UTF-8 become the replacement character."""
-    if not os.path.isfile(tokenizer):
-        raise UserError(f"{tokenizer}: no such tokenizer file", hint="--set data.tokenizer=bytes")
-    try:
-        import tokenizers
-    except ImportError:
-        message = f"{tokenizer}: reading it needs the package tokenizers, which is not installed"
-        raise UserError(message, hint="pip install 'zerocli[hf]'") from None
-    try:
-        encoder = tokenizers.Tokenizer.from_file(tokenizer)
-    except Exception as error:  # the package raises bare Exception
-        raise UserError(f"{tokenizer}: is not a tokenizer.json ({error})") from None
-    parts = []
-    for text in texts:
-        pieces = []
-        for piece in _pieces(text.ids):
-            encodings = encoder.encode_batch([piece], add_special_tokens=False)
-            pieces += [np.array(encoding.ids, np.uint32) for encoding in encodings]
-            STARTUP.move()
-        parts.append(Part(text.name, np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)))
-    return parts
-
-
-def _pieces(data: np.ndarray, nbytes: int = 2**20) -> Iterator[str]:
-    """Yield `data` as text in pieces of about `nbytes`, cut at line ends so that a tokenizer sees whole lines."""
-    rest = b""
-    for first in range(0, len(data), nbytes):
-        head, line_end, tail = (rest + data[first : first + nbytes].tobytes()).rpartition(b"\n")
-        if head or line_end:
-            yield (head + line_end).decode("utf-8", "replace")
-        rest = tail
-    if rest:
-        yield rest.decode("utf-8", "replace")

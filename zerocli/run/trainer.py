@@ -45,11 +45,12 @@ from zerocli.profile.observer import Observer
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run import rank_loss, report
 from zerocli.run.automatic import Chosen, choose_here, choose_together
-from zerocli.run.data import Batches, open_source
+from zerocli.run.data import Batches
 from zerocli.run.launch import JOB_FILE, open_files
 from zerocli.run.recompute import NOT_TRACED, choose_blocks, device_room, gather_values, run_setup, trace_factory
 from zerocli.run.run_lock import lock_run_folder
 from zerocli.run.schedule import make_schedule
+from zerocli.run.sources import check_data, epochs_line, open_batches, refuse_without_positions, with_epochs
 from zerocli.run.steps import Diverged, micro_step, run_steps
 from zerocli.run.watchdog import START_SECONDS, Watchdog, end_process
 from zerocli.worker import job_name
@@ -114,15 +115,18 @@ def _train(
     config = resolve(config, world)
     with STARTUP.by_itself("opening the data"):
         batches = open_batches(config, check=rank == 0)
+    config = with_epochs(config, batches, world)
     run_dir = Path(options.run_dir)
     cap_device(config)
     chosen = choose_run(config, options, traced)
     config = chosen.config
+    batches.sequences, batches.accumulate = config.train.batch, config.train.accumulate
     recompute, reason = choose_blocks(config, traced)
     with STARTUP.by_itself("building the model"):
         refuse_overwriting(options)
         changes: dict[str, Any] = {"recompute": recompute, "events": options.events, "watch": watchdog.attach}
         engine = observer.build(lambda: make_engine(config, **changes))
+    refuse_without_positions(config, batches, engine.model)
     config = with_choices(config, engine)
     with STARTUP.by_itself("preparing the run folder"):
         if rank == 0:
@@ -134,6 +138,13 @@ def _train(
             say(report.opening(config, engine, reason))
     with STARTUP.by_itself("loading"):
         first = begin(config, options, engine, batches, rank)
+        planned = config.train.steps
+        config = with_epochs(config, batches, world)  # a resumed run may have had another global batch
+        if config.train.steps != planned and rank == 0:
+            say(f"note: {config.train.steps} steps, as earlier ones had another batch; the schedule is of {planned}")
+    if rank == 0:
+        for line in (*batches.lines, epochs_line(config, batches, world)):
+            say(line)
     with STARTUP.by_itself("writing the run folder"):
         if rank == 0:
             Folder(run_dir / "checkpoints").sweep()
@@ -249,13 +260,6 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
         raise UserError(str(error), hint=error.hint, exit_code=DOES_NOT_FIT) from error
 
 
-def open_batches(config: Config, check: bool = True) -> Batches:
-    vocab = 0 if config.model.factory else config.model.vocab
-    source = open_source(config.data.path, config.data.tokenizer, config.data.dtype, vocab, config.train.seq, check)
-    train = config.train
-    return Batches(source, train.batch, train.seq, train.accumulate, train.seed)
-
-
 def refuse_overwriting(options: RunOptions) -> None:
     """Raise if a new run would use a folder that holds another run's checkpoints."""
     saved = Folder(Path(options.run_dir) / "checkpoints").committed()
@@ -297,9 +301,10 @@ def compare(
             total = torch.zeros((), dtype=torch.float64, device=engine.device)
             for micro in range(accumulate):
                 for each in range(replicas):
-                    tokens, targets = batches.batch(line.step, micro, each, replicas)
+                    batch = batches.batch(line.step, micro, each, replicas)
+                    weight = batches.weight(line.step, micro, each, replicas)
                     seeds = (config.train.seed, line.step, micro, each)
-                    total += micro_step(engine, tokens.to(engine.device), targets.to(engine.device), seeds)
+                    total += micro_step(engine, tuple(part.to(engine.device) for part in batch), seeds, weight)
             engine.step()
             difference = abs(total.item() / (accumulate * replicas) - line.loss)
             result = [max(result[0], difference), max(result[1], difference / abs(line.loss))]
@@ -340,7 +345,8 @@ def dry_run(config: Config, options: RunOptions) -> int:
     """Print the resolved config, the memory of each rank and whether this machine has it; return 0, or 3 if not."""
     began = time.perf_counter()
     config = resolve(config, max(1, config.parallel.ranks))
-    open_batches(config)
+    for line in check_data(config):
+        say(line)
     chosen = choose_here(config, options)
     config = chosen.config
     for line in (*notes_of(options.source), *chosen.lines):

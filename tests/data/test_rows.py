@@ -1,0 +1,159 @@
+"""Formats: what a file is, its rows, and the line and the fact of each that is malformed."""
+
+from __future__ import annotations
+
+import gzip
+import sys
+import tarfile
+
+import numpy as np
+import pytest
+
+from zerocli.data.files import find_files, text_pieces
+from zerocli.data.rows import read_rows
+from zerocli.errors import UserError
+from zerocli.run.tokens import open_source
+
+
+def refused(function, *args):
+    """Return (message, hint) with which a call is refused."""
+    with pytest.raises(UserError) as caught:
+        function(*args)
+    return str(caught.value), caught.value.hint
+
+
+def rows_of(file):
+    form, files = find_files(str(file))
+    return list(read_rows(form, files))
+
+
+def test_formats_are_known_by_suffix_and_content(tmp_path):
+    contents = {"a.jsonl": b'{"text": ""}', "b.json": b' {"text": 1}', "c.dat": b"PAR1", "d.txt": b"{}", "e.bin": b""}
+    found = {}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        found[name[0]] = find_files(str(tmp_path / name))[0]
+    assert found == {"a": "jsonl", "b": "jsonl", "c": "parquet", "d": "text", "e": ".bin"}
+    message, _ = refused(find_files, str(tmp_path))
+    assert message == f"{tmp_path}: holds .bin and jsonl and parquet and text files: a run takes one format"
+
+
+def test_a_readme_beside_rows_is_not_data(tmp_path):
+    (tmp_path / "README.md").write_text("about it")
+    (tmp_path / "b.jsonl").write_text('{"text": "1"}\n')
+    (tmp_path / "a.jsonl").write_text('{"text": "0"}\n\n \n{"text": "2", "other": 3}\n')
+    assert [(row.place.rpartition("/")[2], row.values["text"]) for row in rows_of(tmp_path)] == [
+        ("a.jsonl:1", "0"),
+        ("a.jsonl:4", "2"),
+        ("b.jsonl:1", "1"),
+    ]
+
+
+def test_packed_files_are_refused_with_the_command_to_unpack_them(tmp_path):
+    plain = tmp_path / "x.txt"
+    plain.write_text("text " * 100)
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    (tmp_path / "hidden.jsonl").write_bytes(gzip.compress(b"{}"))
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.add(plain, "x.txt")
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as tar:
+        tar.add(plain, "x.txt")
+    (tmp_path / "x.zip").write_bytes(b"PK\x03\x04")
+    for name, command in {
+        "x.jsonl.gz": "gunzip -k",
+        "hidden.jsonl": "gunzip -k",
+        "x.tar": "tar -xf",
+        "x.tar.gz": "tar -xzf",
+        "x.zip": "unzip",
+    }.items():
+        message, hint = refused(find_files, str(tmp_path / name))
+        assert "is packed" in message and hint == f"{command} {tmp_path / name}"
+
+
+def test_an_array_of_json_and_arrow_files_are_refused_with_their_conversion(tmp_path):
+    (tmp_path / "x.json").write_text('\n [{"text": ""}]')
+    message, hint = refused(find_files, str(tmp_path / "x.json"))
+    assert "one JSON array" in message and hint == f"jq -c '.[]' {tmp_path}/x.json > {tmp_path}/x.jsonl"
+    (tmp_path / "x.arrow").write_bytes(b"ARROW1")
+    assert "load_from_disk" in refused(find_files, str(tmp_path / "x.arrow"))[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "fact"),
+    [
+        (b'{"text": "a"', "is not JSON: expecting ',' delimiter at column 13"),
+        (b"{'text': 1}", "is not JSON: expecting property name enclosed in double quotes at column 2"),
+        (b'{"text": "\xff"}', "is not UTF-8 at offset 10 of the line"),
+        (b'{"text": "\0"}', "has a NUL byte at offset 10 of the line: it is a binary file, not jsonl"),
+        (b'"text"', "is a string, not an object with text or messages"),
+        (b"null", "is null, not an object with text or messages"),
+        (b'{"text": 3}', "text is a number, not a string"),
+        (b'{"text": null}', "text is null, not a string"),
+        (b'{"text": "\\ud800"}', "text has half of a surrogate pair at character 0"),
+        (b'{"body": "", "id": 1}', "has neither text, nor messages, nor prompt and completion; its keys: body, id"),
+        (b'{"prompt": "a"}', "has neither text, nor messages, nor prompt and completion; its keys: prompt"),
+        (b'{"prompt": "a", "completion": []}', "completion is a list, not a string"),
+        (b'{"messages": []}', "messages is empty, not a list of objects with role and content"),
+        (b'{"messages": ["hi"]}', "message 1 is a string, not an object with role and content"),
+        (b'{"messages": [{"from": "a"}]}', "message 1 has no role; its keys: from"),
+        (b'{"messages": [{"role": "user"}]}', "message 1 has no content; its keys: role"),
+        (b"[" * 100_000, "is not JSON: "),
+    ],
+)
+def test_a_malformed_line_is_refused_with_its_number_and_the_fact(tmp_path, line, fact):
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "fine"}\n\n' + line + b'\n{"text": ""}\n')
+    message, _ = refused(rows_of, tmp_path / "x.jsonl")
+    assert message.startswith(f"{tmp_path}/x.jsonl:3: {fact}"), message
+
+
+def test_parquet_rows_are_those_of_jsonl(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"text": "a", "prompt": None, "completion": None}, {"text": None, "prompt": "b", "completion": "c"}]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+    found = rows_of(tmp_path / "x.parquet")
+    assert [(row.kind, row.values) for row in found] == [
+        ("text", {"text": "a"}),
+        ("prompt/completion", {"prompt": "b", "completion": "c"}),
+    ]
+    assert found[1].place.endswith("x.parquet: row 2")
+    whole = (tmp_path / "x.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    assert "is not a whole parquet file" in refused(rows_of, tmp_path / "cut.parquet")[0]
+    parquet.write_table(arrow.Table.from_pylist([{"body": 1}]), tmp_path / "y.parquet")
+    assert refused(rows_of, tmp_path / "y.parquet")[0].endswith("its columns: body")
+
+
+def test_parquet_without_its_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    message, hint = refused(rows_of, tmp_path / "x.parquet")
+    assert "pyarrow" in message and hint == "pip install 'zerocli[parquet]'"
+
+
+def test_binary_files_are_no_text(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"text" * 1000 + b"\0more")
+    assert refused(open_source, str(tmp_path / "x.txt"))[0].endswith(
+        "x.txt: has a NUL byte at offset 4000: it is a binary file, not text"
+    )
+    (tmp_path / "x.txt").write_bytes("caf\xe9 au lait".encode("latin1"))
+    message, hint = refused(open_source, str(tmp_path / "x.txt"))
+    assert message.endswith("x.txt: byte 0xe9 at offset 3 is not UTF-8") and "iconv -f latin1" in hint
+    (tmp_path / "x.txt").write_bytes("caf\xe9".encode("utf-16"))
+    assert "iconv -f utf-16" in refused(open_source, str(tmp_path / "x.txt"))[1]
+    (tmp_path / "x.txt").write_bytes("caf\xe9".encode()[:-1])
+    assert "byte 0xc3 at offset 3" in refused(open_source, str(tmp_path / "x.txt"))[0]
+
+
+@pytest.mark.parametrize("nbytes", [1, 3, 7, 1000])
+def test_pieces_of_text_are_whole_lines_and_lose_nothing(nbytes):
+    text = "a bb\nccc dddd\n\né€𝄞 é\n" + "x y" * 30 + "\nend"
+    pieces = list(text_pieces("x", np.frombuffer(text.encode(), np.uint8), nbytes))
+    assert "".join(pieces) == text
+    assert all(piece.endswith("\n") or piece == pieces[-1] or len(piece) > 16 * nbytes for piece in pieces)
+
+
+def test_text_that_is_binary_further_on_is_refused_at_its_offset():
+    data = np.frombuffer("é".encode() * 10 + b"\xff", np.uint8)
+    with pytest.raises(UserError, match="byte 0xff at offset 20 is not UTF-8"):
+        list(text_pieces("x", data, 3))

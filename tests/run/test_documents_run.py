@@ -1,0 +1,151 @@
+"""Runs on documents: one rank tokenises, samples and losses do not depend on the split, resuming is exact."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from document_models import VOCAB, some_rows, write_rows, write_tokenizer
+from runs import losses, train
+
+from zerocli.cli import main as cli
+
+MODEL = "model.factory=document_models:Attentive"
+SETS = ("train.seq=40", "optimizer.lr=0.01", "optimizer.schedule=constant", "train.watchdog=30")
+
+
+def sets_of(data: Path, *more: str) -> tuple[str, ...]:
+    return (MODEL, f"data.path={data}", *SETS, *more)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("data") / "x.jsonl", some_rows())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, data) -> Path:
+    """A run of two ranks over more than an epoch."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    ended = train(folder, *sets_of(data, "train.steps=10", "data.tokenizer=bytes"))
+    assert ended.codes == [0, 0], ended.said
+    return folder
+
+
+def test_a_run_says_what_its_data_is(whole, data):
+    said = Path(f"{whole}.said0").read_text()
+    assert re.search(
+        r"data: .*x.jsonl \(jsonl, prompt/completion\): 40 documents, [\d,]+ tokens, [\d,]+ of them count", said
+    )
+    assert "tokenizer: bytes (as asked)" in said
+    assert re.search(r"windows: \d+ of 40 tokens, packed, \d+\.\d % full", said)
+    assert re.search(r"data: \d+ documents longer than that, truncated: \d+ tokens dropped", said)
+    assert re.search(r"epochs: [\d.]+ by step 10: 4 windows per step, \d+ in the data", said)
+    assert "data: " not in Path(f"{whole}.said1").read_text()
+    assert sorted(file.suffix for file in (data.parent / ".zerocli-cache").iterdir()) == [".tokens", ".windows"]
+
+
+def test_resuming_in_the_middle_of_an_epoch_is_bit_exact(tmp_path, whole, data):
+    sets = sets_of(data, "data.tokenizer=bytes")
+    assert train(tmp_path / "run", *sets, "train.steps=3").codes == [0, 0]
+    ended = train(tmp_path / "run", *sets, "train.steps=10", resume=True)
+    assert ended.codes == [0, 0] and "resuming after step 3" in ended.said[0]
+    assert losses(tmp_path / "run") == losses(whole)
+
+
+def test_one_rank_and_two_ranks_train_on_the_same_samples(tmp_path, whole, data):
+    """Two ranks of 2, one rank of 4, and one of 2 x 2 micro-steps, the last two resumed from each other."""
+    sets = sets_of(data, "data.tokenizer=bytes")
+    assert train(tmp_path / "run", *sets, "train.batch=4", "train.steps=5", world=1).codes == [0]
+    ended = train(tmp_path / "run", *sets, "train.accumulate=2", "train.steps=10", world=1, resume=True)
+    assert ended.codes == [0], ended.said
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_a_check_compares_masked_steps_too(tmp_path, data):
+    sets = sets_of(data, "data.tokenizer=bytes", "train.accumulate=2", "checkpoint.every=0", "train.steps=3")
+    ended = train(tmp_path / "run", *sets, check=3)
+    assert ended.codes == [0, 0] and "check: equal to unsharded training over 3 steps" in ended.said[0], ended.said
+
+
+def test_epochs_decide_the_steps_also_of_a_resumed_run(tmp_path, data):
+    sets = sets_of(data, "data.tokenizer=bytes", "checkpoint.every=1")
+    stopped = train(tmp_path / "run", *sets, "train.epochs=0.3", world=1)
+    windows = int(re.search(r"([\d,]+) in the data", stopped.said[0])[1])
+    assert stopped.codes == [0] and len(losses(tmp_path / "run")) == -(-windows * 3 // 20)
+    resumed = train(tmp_path / "run", *sets, "train.epochs=1", "train.batch=3", world=1, resume=True)
+    assert resumed.codes == [0], resumed.said
+    steps, seen = -(-windows * 3 // 20), 2 * -(-windows * 3 // 20)
+    assert max(losses(tmp_path / "run")) == steps + -(-(windows - seen) // 3)
+
+
+def test_a_model_without_positions_trains_unpacked_documents_only(tmp_path, data):
+    sets = sets_of(data, "data.tokenizer=bytes", "model.factory=document_models:Blind", "train.steps=1")
+    ended = train(tmp_path / "run", *sets, world=1)
+    assert ended.codes == [2] and "takes no positions" in ended.said[0] and "data.pack=false" in ended.said[0]
+    ended = train(tmp_path / "run", *sets, "data.pack=false", world=1)
+    assert ended.codes == [0] and "windows: 40 of 40 tokens, one document each" in ended.said[0], ended.said
+
+
+def test_a_malformed_line_ends_the_run_with_its_place(tmp_path):
+    bad = write_rows(tmp_path / "x.jsonl", [*some_rows(), {"text": 1}])
+    ended = train(tmp_path / "run", *sets_of(bad, "data.tokenizer=bytes"), grace=10)
+    assert ended.codes[0] == 2 and "x.jsonl:41: " in ended.said[0] and "Traceback" not in "".join(ended.said)
+
+
+def test_a_dry_run_tries_the_data_and_writes_nothing(tmp_path, capsys):
+    data = write_rows(tmp_path / "x.jsonl", some_rows())
+    assert cli.run(["train", "--dry-run", "--data", str(data), "--ranks", "2"]) == 0
+    said = capsys.readouterr().err
+    assert "x.jsonl (jsonl), not tokenised" in said and "rows of prompt/completion; the first 40 were tokenised" in said
+    assert list(tmp_path.iterdir()) == [data]
+    write_rows(data, [{"prompt": "a"}])
+    assert cli.run(["train", "--dry-run", "--data", str(data)]) == 2
+    assert "x.jsonl:1: has neither text" in capsys.readouterr().err
+    write_rows(data, [{"text": "abc"}])
+    assert cli.run(["train", "--dry-run", "--data", str(data), "--set", "model.vocab=99"]) == 2
+    assert "bytes: has 256 token ids, and the model knows 99: 0 to 98" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fact"),
+    [
+        ("x.jsonl", b'{"text": 1}\n', "x.jsonl:1: text is a number, not a string"),
+        ("x.txt", b"ab\0c", "x.txt: has a NUL byte at offset 2"),
+        ("x.txt.gz", b"\x1f\x8b", "x.txt.gz: is packed"),
+    ],
+)
+def test_what_the_first_bytes_show_is_refused_before_the_ranks_start(
+    tmp_path, monkeypatch, capsys, name, content, fact
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / name).write_bytes(content)
+    assert cli.run(["train", "--data", name]) == 2
+    said = capsys.readouterr().err
+    assert f"error: {fact}" in said and "ranks 2" not in said and not (tmp_path / "runs").exists()
+
+
+def test_text_is_tokenised_once_by_the_models_own_tokenizer(tmp_path):
+    pytest.importorskip("tokenizers")
+    folder = write_tokenizer(tmp_path / "model")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/x.txt").write_text("so it is, and so it was\n" * 40)
+    sets = (f"data.path={tmp_path / 'text'}", f"model.folder={folder}", *SETS, f"model.vocab={VOCAB}", "train.steps=2")
+    ended = train(tmp_path / "run", *sets)
+    assert ended.codes == [0, 0], ended.said
+    assert (
+        "(text): 880 tokens, all count" in ended.said[0] and "tokenizer.json (of the model's folder)" in ended.said[0]
+    )
+    [made] = (tmp_path / "text/.zerocli-cache").iterdir()
+    before = made.stat().st_mtime_ns
+    assert train(tmp_path / "again", *sets).codes == [0, 0] and made.stat().st_mtime_ns == before
+    content = bytearray(made.read_bytes())
+    content[100] ^= 1
+    made.write_bytes(content)
+    ended = train(tmp_path / "mended", *sets)
+    assert ended.codes == [0, 0] and "section ids is damaged: it is made again" in ended.said[0]
+    assert losses(tmp_path / "run") == losses(tmp_path / "mended")
+    small = train(tmp_path / "small", *sets, "model.vocab=256", grace=5)
+    assert small.codes == [2, 2] and "tokenizer.json: has 261 token ids, and the model knows 256" in small.said[0]

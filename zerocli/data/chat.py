@@ -1,0 +1,133 @@
+"""Conversations to text by the chat template of a tokenizer's folder, and which characters the assistant wrote.
+
+The template is data. transformers renders it in a sandbox; no code of the folder runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerocli.data.encoder import Encoder, read_object, special_tokens
+from zerocli.errors import UserError
+from zerocli.regular_files import MAX_CONFIG_NBYTES
+
+FILE = "chat_template.jinja"
+CONFIG = "tokenizer_config.json"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def find_template(folder: str) -> str:
+    """Return the chat template of a tokenizer's folder, "" if it has none."""
+    file = Path(folder, FILE)
+    if file.is_file():
+        with open(file, "rb") as opened:
+            return opened.read(MAX_CONFIG_NBYTES).decode("utf-8", "replace")
+    found = read_object(Path(folder, CONFIG)).get("chat_template", "")
+    if isinstance(found, list):  # several, each with a name
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default", "")
+    return found if isinstance(found, str) else ""
+
+
+class Chat:
+    """The chat template of an encoder's folder."""
+
+    def __init__(self, encoder: Encoder, masked: bool) -> None:
+        if not encoder.folder:
+            raise UserError(
+                "rows of messages need the tokenizer and the chat template of a model's folder",
+                hint="a model's folder as CONFIG, or --set data.tokenizer=FOLDER",
+            )
+        self.template = find_template(encoder.folder)
+        if not self.template:
+            raise UserError(
+                f"{encoder.folder}: has no chat template ({FILE}, or chat_template in {CONFIG})",
+                hint="the folder of an instruction-tuned model: --set data.tokenizer=FOLDER; or rows of text",
+            )
+        try:
+            from transformers import PreTrainedTokenizerFast
+        except ImportError:
+            raise UserError(
+                "rows of messages are rendered by the package transformers, which is not installed",
+                hint="pip install 'zerocli[hf]'",
+            ) from None
+        specials: dict[str, Any] = special_tokens(encoder.folder)
+        self._encoder, self._masked = encoder, masked
+        make: Any = PreTrainedTokenizerFast
+        self._renderer = make(tokenizer_file=encoder.name, **specials)
+        self._marks = bool(_GENERATION.search(self.template))
+        self.last_only = 0
+        """Conversations of which only the assistant's last turn counts: see `encode`."""
+
+    def encode(self, rows: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the ids of each (place, values), and which of them the assistant wrote.
+
+        A template with `{% generation %}` says itself what the assistant writes. Otherwise a turn is what is added to
+        the text by it, which takes that each conversation's text begins with the text of its first turns. Where it does
+        not (some templates drop the reasoning of earlier turns), only the last turn counts.
+        """
+        if self._masked and self._marks:
+            for place, values in rows:
+                yield self._encode_marked(place, values["messages"], values.get("tools"))
+            return
+        texts = [self._render(place, values["messages"], values.get("tools")) for place, values in rows]
+        several = self._encoder.encode(texts, places=self._masked)
+        for (place, values), text, encoded in zip(rows, texts, several, strict=True):
+            counted = np.full(len(encoded.ids), not self._masked)
+            for start, end in self._turns(place, text, values["messages"], values.get("tools")) if self._masked else ():
+                counted |= (encoded.starts >= start) & (encoded.starts < end)
+            yield encoded.ids, counted
+
+    def _turns(self, place: str, text: str, messages: list[Any], tools: Any) -> list[tuple[int, int]]:
+        """Return the (first character, end) of each turn of the assistant."""
+        ours = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        found = []
+        for index in ours:
+            last = index == len(messages) - 1
+            before = self._before(place, text, messages[:index], tools)
+            whole = text if last else self._render(place, messages[: index + 1], tools)
+            if before is None or not text.startswith(whole):
+                break
+            found.append((before, len(whole)))
+        else:
+            return found
+        if ours[-1] == len(messages) - 1:
+            before = self._before(place, text, messages[:-1], tools)
+            if before is not None:
+                self.last_only += 1
+                return [(before, len(text))]
+        raise UserError(
+            f"{place}: the chat template renders earlier turns in another way once others follow, so the assistant's "
+            "part is not known",
+            hint="--set data.mask=none counts every token for the loss",
+        )
+
+    def _before(self, place: str, text: str, messages: list[Any], tools: Any) -> int | None:
+        """Return the length of the text before the assistant's answer; None if `text` does not begin with it."""
+        if not messages:
+            return 0
+        for prompt in (True, False):
+            before = self._render(place, messages, tools, prompt)
+            if text.startswith(before):
+                return len(before)
+        return None
+
+    def _render(self, place: str, messages: list[Any], tools: Any, prompt: bool = False) -> str:
+        return str(self._apply(place, messages, tools, tokenize=False, add_generation_prompt=prompt))
+
+    def _encode_marked(self, place: str, messages: list[Any], tools: Any) -> tuple[np.ndarray, np.ndarray]:
+        more = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        found = self._apply(place, messages, tools, **more)
+        return np.array(found["input_ids"], self._encoder.dtype), np.array(found["assistant_masks"], bool)
+
+    def _apply(self, place: str, messages: list[Any], tools: Any, **more: Any) -> Any:
+        try:
+            return self._renderer.apply_chat_template(messages, tools=tools, chat_template=self.template, **more)
+        except Exception as error:  # of jinja2, or of the template itself: raise_exception(...)
+            fact = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"{place}: the chat template refuses this conversation: {fact}") from None

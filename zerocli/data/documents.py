@@ -1,0 +1,187 @@
+"""Documents: their tokens, where each ends, and which tokens count for the loss; tokenised once into a cache file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zerocli.data import cache
+from zerocli.data.chat import Chat, find_template
+from zerocli.data.encoder import Encoded, Encoder
+from zerocli.data.rows import Row, read_rows
+from zerocli.engine.startup import STARTUP
+from zerocli.errors import UserError
+
+VERSION = 1
+"""Counts changes of what a cache file holds."""
+BATCH_NBYTES = 2**18
+"""Text that is tokenised at once."""
+
+Moved = Callable[[int], None]
+"""Called with the bytes that were read since the last call."""
+
+
+class Document(NamedTuple):
+    """The tokens of one row, and which of them count for the loss."""
+
+    ids: np.ndarray
+    counted: np.ndarray
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokenised documents, memory-mapped."""
+
+    ids: np.ndarray
+    """All tokens, one document after the other."""
+    ends: np.ndarray
+    """ends[d] is the number of tokens up to and including document d."""
+    flips: np.ndarray
+    """Tokens, by their index, at which counting for the loss begins, ends, begins again and so on."""
+    kind: str
+    """What the rows have: text, prompt/completion or messages."""
+    about: dict[str, Any]
+    begin: int = 0
+    """First token of the first document."""
+
+    @classmethod
+    def of(cls, reader: cache.Reader) -> Documents:
+        return cls(reader["ids"], reader["ends"], reader["flips"], reader.about["kind"], reader.about)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.ends[-1]) - self.begin if len(self) else 0
+
+    @property
+    def num_counted(self) -> int:
+        """Tokens that count for the loss."""
+        before, after = self.counted_before(np.array([self.begin, self.begin + self.num_tokens]))
+        return int(after - before)
+
+    def part(self, first: int, last: int) -> Documents:
+        """Return documents first..last-1."""
+        return replace(self, ends=self.ends[first:last], begin=int(self.ends[first - 1]) if first else self.begin)
+
+    def counted(self, start: int, end: int) -> np.ndarray:
+        """Return, for tokens start..end-1, whether each counts for the loss."""
+        first = int(np.searchsorted(self.flips, start, side="right"))
+        last = int(np.searchsorted(self.flips, end, side="left"))
+        edges = np.concatenate([[start], self.flips[first:last], [end]])
+        states = (np.arange(len(edges) - 1) + first) % 2 == 1
+        return np.repeat(states, np.diff(edges))
+
+    def counted_before(self, places: np.ndarray) -> np.ndarray:
+        """Return how many of the tokens before each place count for the loss."""
+        flips = np.asarray(self.flips)
+        sums = np.concatenate([[0], np.cumsum(flips[1::2] - flips[::2])])
+        passed = np.searchsorted(flips, places, side="right")
+        whole = sums[passed // 2]
+        inside = np.where(passed % 2, places - flips[np.maximum(passed - 1, 0)], 0) if len(flips) else 0
+        return np.asarray(whole + inside)
+
+
+def cache_name(path: str, form: str, files: Sequence[Path], encoder: Encoder, mask: str) -> str:
+    """Return the name of the cache file: it differs wherever the tokens may."""
+    template = find_template(encoder.folder) if encoder.folder else ""
+    key = cache.fingerprint(VERSION, form, cache.identity(files), encoder.identity, template, mask)
+    return f"{Path(path).name or 'data'}-{key}.tokens"
+
+
+def write_documents(
+    folder: Path, target: Path, form: str, files: Sequence[Path], encoder: Encoder, mask: str, moved: Moved
+) -> None:
+    """Tokenise the rows of files into a cache file, `BATCH_NBYTES` of text at a time."""
+    writer = cache.Writer(folder, {"ids": encoder.dtype, "ends": np.int64, "flips": np.int64})
+    kind, end, empty, state = "", 0, 0, False
+    try:
+        tokenise = _Tokeniser(encoder, mask)
+        for rows in _batches(read_rows(form, files)):
+            for row in rows:
+                kind = kind or row.kind
+                if row.kind != kind:
+                    raise UserError(
+                        f"{row.place}: has {row.kind}, and rows before it have {kind}: a run takes one kind"
+                    )
+            for document in tokenise(rows):
+                if len(document.ids) < 2:
+                    empty += 1
+                    continue
+                counted = document.counted.copy()
+                counted[0] = False  # nothing comes before it that could predict it
+                changes = np.flatnonzero(np.diff(counted, prepend=state))
+                state = bool(counted[-1])
+                writer.add("ids", document.ids)
+                writer.add("flips", changes + end)
+                end += len(document.ids)
+                writer.add("ends", [end])
+            moved(sum(row.nbytes for row in rows))
+            STARTUP.move()
+        if not end:
+            fact = f"its {empty} rows are empty" if empty else "there is no data in it"
+            raise UserError(f"{', '.join(map(str, files[:3]))}: {fact}", hint="--data PATH")
+        if state:
+            writer.add("flips", [end])
+        last_only = tokenise.chat.last_only if tokenise.chat else 0
+        writer.finish(target, {"kind": kind, "empty": empty, "last_only": last_only})
+    finally:
+        writer.close()
+
+
+def try_first(form: str, files: Sequence[Path], encoder: Encoder, mask: str) -> tuple[str, int]:
+    """Tokenise the first rows and keep nothing; return their kind and how many they are, "" and 0 if there are none."""
+    rows = next(_batches(read_rows(form, files)), [])
+    if not rows:
+        return "", 0
+    return rows[0].kind, len(list(_Tokeniser(encoder, mask)([row for row in rows if row.kind == rows[0].kind])))
+
+
+def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    held: list[Row] = []
+    nbytes = 0
+    for row in rows:
+        held.append(row)
+        nbytes += row.nbytes
+        if nbytes >= BATCH_NBYTES:
+            yield held
+            held, nbytes = [], 0
+    if held:
+        yield held
+
+
+class _Tokeniser:
+    """Rows of one kind to documents."""
+
+    def __init__(self, encoder: Encoder, mask: str) -> None:
+        self._encoder, self._masked = encoder, mask == "auto"
+        self.chat: Chat | None = None
+
+    def __call__(self, rows: Sequence[Row]) -> Iterator[Document]:
+        kind = rows[0].kind
+        if kind == "messages":
+            self.chat = self.chat or Chat(self._encoder, self._masked)
+            yield from (Document(*each) for each in self.chat.encode([(row.place, row.values) for row in rows]))
+            return
+        prompts = [row.values.get("prompt", "") for row in rows]
+        rests = [row.values["text"] if kind == "text" else row.values["completion"] for row in rows]
+        texts = [prompt + rest for prompt, rest in zip(prompts, rests, strict=True)]
+        several = self._encoder.encode(texts, special=True, places=self._masked and kind != "text")
+        for text, prompt, encoded in zip(texts, prompts, several, strict=True):
+            yield self._document(encoded, len(prompt) if self._masked else 0, bool(text))
+
+    def _document(self, encoded: Encoded, prompt: int, filled: bool) -> Document:
+        """Return a text with its end-of-sequence token; its first `prompt` characters do not count."""
+        ids, counted, eos = encoded.ids, encoded.starts >= prompt, self._encoder.eos
+        if not filled:
+            return Document(ids[:0], counted[:0])
+        if eos is not None and (not len(ids) or int(ids[-1]) != eos):
+            ids, counted = np.append(ids, ids.dtype.type(eos)), np.append(counted, True)
+        elif eos is not None:
+            counted[-1] = True  # placed by the tokenizer, at character 0
+        return Document(ids, counted)

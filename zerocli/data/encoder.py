@@ -1,0 +1,161 @@
+"""Text to token ids: bytes, or a tokenizer.json with the special tokens of the folder that it lies in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zerocli.console import quoted
+from zerocli.errors import UserError
+from zerocli.regular_files import MAX_CONFIG_NBYTES
+
+BYTES = "bytes"
+FILE = "tokenizer.json"
+_OTHER = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
+"""Files of tokenizers that transformers can turn into a tokenizer.json."""
+
+
+class Encoded(NamedTuple):
+    """The ids of a text, and the character that each begins at."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+
+
+class Encoder:
+    """Bytes as token ids; the tokenizers of files derive from it."""
+
+    name = BYTES
+    folder = ""
+    """The folder of the tokenizer, where its chat template is; empty for bytes."""
+    size = 256
+    """One more than the largest id."""
+    eos: int | None = None
+    identity = BYTES
+    """Differs between encoders that give different ids."""
+
+    @property
+    def dtype(self) -> Any:
+        """The smallest unsigned type that holds every id."""
+        return np.uint8 if self.size <= 2**8 else np.uint16 if self.size <= 2**16 else np.uint32
+
+    def encode(self, texts: Sequence[str], special: bool = False, places: bool = True) -> list[Encoded]:
+        """Return the ids of each text; with `special` also those that the tokenizer puts around a text, such as bos.
+
+        Without `places` all are said to begin at character 0, which takes less time.
+        """
+        found = []
+        for text in texts:
+            ids = np.frombuffer(text.encode(), np.uint8)
+            # A byte whose upper bits are 10 continues a character.
+            found.append(Encoded(ids, np.cumsum((ids & 0xC0) != 0x80) - 1))
+        return found
+
+
+class FileEncoder(Encoder):
+    """A tokenizer.json, read by the package tokenizers."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            message = f"{path}: reading it needs the package tokenizers, which is not installed"
+            raise UserError(message, hint="pip install 'zerocli[hf]'") from None
+        # Said by default, it makes no warning when this process later forks (torch.compile does).
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(path)
+        except Exception as error:  # the package raises bare Exception
+            raise UserError(f"{path}: is not a tokenizer.json ({error})") from None
+        self.name, self.folder = path, str(Path(path).absolute().parent)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.size = max(vocabulary.values(), default=-1) + 1
+        eos = special_tokens(self.folder).get("eos_token")
+        self.eos = vocabulary.get(eos) if eos else None
+        self.identity = f"{hashlib.sha256(Path(path).read_bytes()).hexdigest()} {self.eos}"
+
+    def encode(self, texts: Sequence[str], special: bool = False, places: bool = True) -> list[Encoded]:
+        found = []
+        for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=special):
+            ids = np.array(encoding.ids, self.dtype)
+            starts = [start for start, _ in encoding.offsets] if places else np.zeros(len(ids))
+            found.append(Encoded(ids, np.array(starts, np.int64)))
+        return found
+
+    def encode_stream(self, text: str) -> np.ndarray:
+        """Return the ids of a piece of a longer text, without special tokens around it."""
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        return np.array(encoding.ids, self.dtype)
+
+
+def find_tokenizer(tokenizer: str, folder: str) -> tuple[str, str]:
+    """Return (`bytes` or the path of a tokenizer.json, why that one) for `data.tokenizer` and `model.folder`."""
+    if tokenizer == BYTES:
+        return BYTES, "as asked"
+    if tokenizer:
+        path = os.path.join(tokenizer, FILE) if os.path.isdir(tokenizer) else tokenizer
+        if not os.path.isfile(path):
+            fact = f"has no {FILE}" if path != tokenizer else "no such tokenizer file"
+            raise UserError(f"{tokenizer}: {fact}", hint=_conversion(tokenizer) or "--set data.tokenizer=bytes")
+        return path, "as asked"
+    if not folder:
+        return BYTES, "no tokenizer was given"
+    folder = os.path.dirname(folder) if os.path.isfile(folder) else folder
+    path = os.path.join(folder, FILE)
+    if os.path.isfile(path):
+        return path, "of the model's folder"
+    if hint := _conversion(folder):
+        raise UserError(f"{folder}: has a tokenizer, but no {FILE}", hint=hint)
+    return BYTES, f"the model's folder has no {FILE}"
+
+
+def open_encoder(path: str) -> Encoder:
+    """Return the encoder of `bytes` or of a tokenizer.json."""
+    return Encoder() if path == BYTES else FileEncoder(path)
+
+
+def refuse_vocabulary(tokenizer: str, size: int, vocab: int) -> None:
+    """Raise UserError if a tokenizer has ids that the model does not know; a `vocab` of 0 is not known."""
+    if vocab and size > vocab:
+        raise UserError(
+            f"{tokenizer}: has {size} token ids, and the model knows {vocab}: 0 to {vocab - 1}",
+            hint=f"--set model.vocab={size}; or the model's own tokenizer: --set data.tokenizer=PATH",
+        )
+
+
+def _conversion(folder: str) -> str:
+    if not any(os.path.isfile(os.path.join(folder, name)) for name in _OTHER):
+        return ""
+    program = f"from transformers import AutoTokenizer as A; A.from_pretrained({folder!r}).save_pretrained({folder!r})"
+    return f"python -c {quoted(program)}"
+
+
+def special_tokens(folder: str) -> dict[str, str]:
+    """Return the special tokens that a tokenizer's folder names: bos_token, eos_token and so on."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in read_object(Path(folder, name)).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                found[key] = text
+    return found
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, {} if there is no such file; raise UserError if it is no object."""
+    if not path.is_file():
+        return {}
+    try:
+        with open(path, "rb") as file:
+            found = json.loads(file.read(MAX_CONFIG_NBYTES))
+        if not isinstance(found, dict):
+            raise ValueError(f"it is a {type(found).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not a JSON object ({error})") from None
+    return found
