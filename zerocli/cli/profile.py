@@ -14,11 +14,14 @@ from click.core import ParameterSource
 
 from zerocli import config as configs
 from zerocli import machine
-from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config
-from zerocli.config.options import RunOptions, automatic_keys
+from zerocli.cli.run_dirs import refuse_no_run
+from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config, run_options
+from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.run import launch
+from zerocli.run.automatic import choose_here
+from zerocli.run.folder import run_folder
 from zerocli.worker import die_with_parent, worker_environment
 
 STEPS = 6
@@ -122,36 +125,30 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
         ctx.params["source"] = source  # passed to the ranks instead of the default
     config = configs.load(source, sets=sets, flags=flags)
     configs.refuse_placement(config.offload.placement, config.zero.stage)
+    if resume and run_dir:
+        refuse_no_run(run_dir, ["profile", *arguments(ctx)], worker)
     fresh = run_dir is None and not resume
     if worker and "ZEROCLI_PARENT" in os.environ:
         run_dir = os.environ["ZEROCLI_RUN_DIR"]
     run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
-    options = RunOptions(
-        run_dir,
-        resume,
-        given["check"],
-        given["dry_run"],
-        given["json"],
-        source,
-        automatic_keys(sets, flags) if given["auto"] else frozenset(),
-    )
+    options = run_options(source, run_dir, resume, sets, flags, given)
     if options.dry_run:
-        return _dry_run(config, worker is not None, given["json"])
+        return _dry_run(config, options, worker is not None)
     if not worker:
         return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
     os.environ.update(worker)
     launch.refuse_worker(config, options, worker)
-    launch.create_run_dir(run_dir)
-    from zerocli.profile.profiler import Profiler
-    from zerocli.profile.reporter import Reporter, recording
-    from zerocli.run import trainer
+    with run_folder(run_dir):
+        from zerocli.profile.profiler import Profiler
+        from zerocli.profile.reporter import Reporter, recording
+        from zerocli.run import trainer
 
-    teller = Reporter(given["html"] or "", given["trace_file"] or "", source)
-    with recording(given["snapshot"] or ""):
-        return trainer.work(config, options, Profiler(teller, follow=config.model.compile is not True))
+        teller = Reporter(given["html"] or "", given["trace_file"] or "", source)
+        with recording(given["snapshot"] or ""):
+            return trainer.work(config, options, Profiler(teller, follow=config.model.compile is not True))
 
 
-def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
+def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:
     """Print the plan and whether this machine has what it needs; return 0, or 3 if not. Needs no torch."""
     from zerocli.plan.preflight import preflight, smallest_change
     from zerocli.profile import table
@@ -163,6 +160,10 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=ranks))
     if config.model.factory:
         raise UserError("a factory's model has no plan before it is built", hint="zerocli profile without --dry-run")
+    chosen = choose_here(config, options)
+    config = chosen.config
+    for line in chosen.lines:
+        say(line)
     local = os.environ.get("LOCAL_WORLD_SIZE")
     verdict = preflight(config, gpus, math.gcd(ranks, int(local)) if local else 0)
     plan = verdict.plan
@@ -177,7 +178,7 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
         document["activations"] = plan.activations
         say(f"activations: {plan.activations}")
     document |= verdict.as_dict()
-    if as_json:
+    if options.json:
         show(json.dumps(document))
     else:
         show("\n".join([*table.dry(document), "", *verdict.lines()]))

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from click.core import ParameterSource
 from zerocli import config as configs
 from zerocli import machine
 from zerocli.checkpoint.folder import Folder
+from zerocli.cli.run_dirs import refuse_no_run
 from zerocli.config.options import RunOptions, automatic_keys
 from zerocli.console import say
 from zerocli.errors import OK, UserError
 from zerocli.regular_files import read_regular
 from zerocli.run import launch
+from zerocli.run.folder import run_folder
 from zerocli.worker import die_with_parent, job_name, worker_environment
 
 RUNS = "runs"
@@ -96,6 +98,8 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
     config = configs.load(source, sets=sets, flags=flags)
     configs.refuse_placement(config.offload.placement, config.zero.stage)
 
+    if given["resume"] and run_dir:
+        refuse_no_run(run_dir, ["train", *arguments(ctx)], worker)
     fresh = run_dir is None and not given["resume"]
     resume = given["resume"]
     if worker and "ZEROCLI_PARENT" in os.environ:
@@ -103,26 +107,26 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
     run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
     if worker:
         resume = resume or was_restarted(run_dir)
-    options = RunOptions(
-        run_dir,
-        resume,
-        given["check"],
-        given["dry_run"],
-        given["json"],
-        source,
-        automatic_keys(sets, flags) if given["auto"] else frozenset(),
-    )
+    options = run_options(source, run_dir, resume, sets, flags, given)
 
     if options.dry_run:
         return _dry_run(config, options, worker)
     if worker:
         os.environ.update(worker)
         launch.refuse_worker(config, options, worker)
-        launch.create_run_dir(run_dir)
-        from zerocli.run import trainer
+        with run_folder(run_dir):
+            from zerocli.run import trainer
 
-        return trainer.work(config, options)
+            return trainer.work(config, options)
     return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
+
+
+def run_options(
+    source: str, run_dir: str, resume: bool, sets: Sequence[str], flags: Mapping[str, Any], given: Mapping[str, Any]
+) -> RunOptions:
+    """Return the options of a run from the flags of `train` and `profile`."""
+    auto = automatic_keys(sets, flags) if given["auto"] else frozenset()
+    return RunOptions(run_dir, resume, given["check"], given["dry_run"], given["json"], source, auto)
 
 
 def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, str] | None) -> int:
