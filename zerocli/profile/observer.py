@@ -33,6 +33,8 @@ class Observer:
 
     reports = False
     """Whether it prints its own report instead of the closing summary."""
+    written: dict[str, Any] | None = None
+    """The profile that rank 0 wrote at the end, for the closing summary."""
 
     def build(self, make: Callable[[], Engine]) -> Engine:
         """Return the engine that `make` builds."""
@@ -53,7 +55,8 @@ class Observer:
     ) -> None:
         """Write what was recorded; log instead of raising: failing to write profile.json must not fail the run."""
         try:
-            self.publish(config, options, self.document(config, engine, lines, everyone))
+            self.written = self.document(config, engine, lines, everyone)
+            self.publish(config, options, self.written)
         except Exception as error:
             say(f"note: {FILE} was not written: {type(error).__name__}: {error}")
 
