@@ -21,8 +21,10 @@ def command(measure: bool, nvme_path: tuple[str, ...], as_json: bool) -> int:
     """Show this machine: cores, memory and its limits, GPUs, disks, versions, measured bandwidths."""
     for path in nvme_path:
         if not Path(path).is_dir():
-            fact = "is a file, not a folder" if Path(path).exists() else "there is no such folder"
-            raise UserError(f"--nvme-path {path}: {fact}", hint=f"mkdir -p {quoted(path)}, if its name is right")
+            if Path(path).exists():
+                raise UserError(f"--nvme-path {path}: is a file, not a folder", hint="--nvme-path with a folder")
+            fact = f"--nvme-path {path}: there is no such folder"
+            raise UserError(fact, hint=f"mkdir -p {quoted(path)}, if its name is right")
     facts = bench.gather(nvme_path)
     if measure:
         bench.measure(facts, nvme_path)

@@ -103,6 +103,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def run(args: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code; every failure has been reported to the user by then."""
     console.open_standard_streams()
+    words = list(sys.argv[1:] if args is None else args)
     if COMPLETING in os.environ:
         from zerocli.cli import completion  # noqa: F401, its shells answer
     try:
@@ -114,14 +115,19 @@ def run(args: Sequence[str] | None = None) -> int:
         return FAILURE
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", INTERRUPTED)
+    except click.exceptions.NoArgsIsHelpError as error:
+        console.say(error.format_message())
+        return USAGE
     except click.UsageError as error:
         from zerocli.cli import usage
 
-        return _fail(describe(*usage.explain(error)), USAGE)
+        return _fail(describe(*usage.explain(error, words, COMMANDS)), USAGE)
     except click.ClickException as error:
         return _fail(describe(error.format_message()), error.exit_code)
     except UserError as error:
-        return _fail(describe(str(error), error.hint), error.exit_code)
+        from zerocli.cli import usage
+
+        return _fail(describe(str(error), usage.way_on(error, words, COMMANDS)), error.exit_code)
     except MemoryError:
         return _fail(describe("host memory ran out (or its limit: ulimit -v, a cgroup's)"), FAILURE)
     except OSError as error:

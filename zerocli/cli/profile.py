@@ -126,7 +126,7 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
     config = configs.load(source, sets=sets, flags=flags)
     configs.refuse_placement(config.offload.placement, config.zero.stage)
     if resume and run_dir:
-        refuse_no_run(run_dir, ["profile", *arguments(ctx)], worker)
+        refuse_no_run(ctx, run_dir, arguments(ctx), worker)
     fresh = run_dir is None and not resume
     if worker and "ZEROCLI_PARENT" in os.environ:
         run_dir = os.environ["ZEROCLI_RUN_DIR"]

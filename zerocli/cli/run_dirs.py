@@ -8,6 +8,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import click
+from click.core import ParameterSource
+
 from zerocli.checkpoint.folder import Folder
 from zerocli.console import quoted
 from zerocli.errors import UserError
@@ -17,8 +20,8 @@ TRACES = ("config.json", "metrics.jsonl")
 """Files of a run that has started: with one of them, a run that saved nothing yet starts again."""
 
 
-def refuse_no_run(run_dir: str, words: Sequence[str], worker: Mapping[str, str] | None) -> None:
-    """Raise UserError if there is no run to resume in `run_dir`; `words` is the command line.
+def refuse_no_run(ctx: click.Context, run_dir: str, words: Sequence[str], worker: Mapping[str, str] | None) -> None:
+    """Raise UserError if there is no run to resume in `run_dir`; `words` is the command line, CONFIG first.
 
     Ranks that torchrun or SLURM restarted may find nothing, as those do whose folder is on another node.
     """
@@ -29,6 +32,9 @@ def refuse_no_run(run_dir: str, words: Sequence[str], worker: Mapping[str, str] 
         return
     fact = "there is no such folder" if not folder.exists() else "it holds no checkpoint and no config.json"
     meant = nearest_run(run_dir)
+    if ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
+        words = words[1:]  # a resumed run has its own config
+    words = [str(ctx.info_name), *words]
     if meant:
         hint = f"zerocli {shlex.join(_replaced(words, run_dir, meant))}"
     else:

@@ -99,7 +99,7 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
     configs.refuse_placement(config.offload.placement, config.zero.stage)
 
     if given["resume"] and run_dir:
-        refuse_no_run(run_dir, ["train", *arguments(ctx)], worker)
+        refuse_no_run(ctx, run_dir, arguments(ctx), worker)
     fresh = run_dir is None and not given["resume"]
     resume = given["resume"]
     if worker and "ZEROCLI_PARENT" in os.environ:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 
 import click
 from click.exceptions import NoSuchOption
 
 from zerocli.config.schema import FIELDS, short
-from zerocli.errors import closest
+from zerocli.errors import USAGE, ConfigError, UserError, closest
 
 # Names that other programs use for the same thing -> ours.
 _ELSEWHERE = {
@@ -74,18 +75,66 @@ _ELSEWHERE = {
 _ASSIGNMENT = re.compile(r"(-{0,2})([a-z_]+\.)?([a-z_]+)=(.*)", re.DOTALL)
 
 
-def explain(error: click.UsageError) -> tuple[str, str]:
+# Flag -> a value that is right, for an error that names none.
+_EXAMPLES = {
+    "--offload": "--offload cpu, or --offload params=cpu,optimizer=nvme",
+    "--precision": "--precision bf16",
+    "--stage": "--stage 3",
+    "--tp": "--tp 2",
+    "--ranks": "--ranks 2",
+    "--gpu-memory": "--gpu-memory 80GiB",
+    "--host-memory": "--host-memory 512GiB",
+    "--nvme-space": "--nvme-space 4TiB",
+    "--hardware": "--hardware h100, or --hardware h100,h200",
+    "--tokens": "--tokens 1T",
+    "--lora": "--lora 16, or --lora 16:q,v",
+    "--file-size": "--file-size 5GB",
+}
+_PLACE = re.compile(r"(--[a-z-]+) ?")
+
+
+def explain(error: click.UsageError, args: Sequence[str], commands: Iterable[str]) -> tuple[str, str]:
     """Return the message and the hint for words that a command does not take."""
     message = error.format_message()
-    path = error.ctx.command_path if error.ctx else "zerocli"
+    path = error.ctx.command_path if error.ctx else command_path(args, commands)
     found = ""
     if isinstance(error, NoSuchOption):
         found = _option(error, path)
         if found:
             message = f"No such option: {error.option_name}"
+        elif path == "zerocli" and (meant := closest(error.option_name.lstrip("-"), commands)):
+            found, message = f"zerocli {meant}", f"No such option: {error.option_name}"
     elif extra := re.search(r"unexpected extra arguments? \((.*)\)", message):
         found = _extra(extra[1].split(), path)
+    elif message.startswith("there is no command help") and len(args) > 1:
+        return message, f"zerocli {args[1]} --help"
     return message, f"{found}\n{path} --help" if found else f"{path} --help"
+
+
+def command_path(args: Sequence[str], commands: Iterable[str]) -> str:
+    """Return `zerocli` and the command among the words, if there is one."""
+    return f"zerocli {args[0]}" if args and args[0] in set(commands) else "zerocli"
+
+
+def way_on(error: UserError, args: Sequence[str], commands: Iterable[str]) -> str:
+    """Return the hint of a user's error; if it has none, the nearest correct words, or the command's help."""
+    if error.hint or error.exit_code != USAGE:
+        return error.hint
+    path = command_path(args, commands)
+    if isinstance(error, ConfigError):
+        hints = []
+        for problem in error.problems:
+            if problem.place.startswith("--set ") and "." in problem.suggestion:
+                hints.append(f"--set {problem.suggestion}={problem.place.partition('=')[2] or '...'}")
+            elif problem.place.startswith("--set "):
+                hints.append("zerocli configs show tiny, which shows sections and keys")
+            elif flag := _PLACE.match(problem.place):
+                hints.append(_EXAMPLES.get(flag[1], f"{path} --help"))
+            else:
+                hints.append("zerocli configs show tiny, which is a whole config")
+        return "\n".join(dict.fromkeys(hints))
+    flag = _PLACE.match(str(error))
+    return _EXAMPLES.get(flag[1], f"{path} --help") if flag else f"{path} --help"
 
 
 def _option(error: NoSuchOption, path: str) -> str:
@@ -131,4 +180,4 @@ def _extra(words: list[str], path: str) -> str:
                 return f"{path} --set {keys[0]}={value}"
         if word.endswith((".txt", ".jsonl", ".parquet", ".bin", ".npy")):
             return f"{path} --data {word}"
-    return ""
+    return f"{path} {words[0]}" if path.endswith((" train", " check", " fit")) and words else ""

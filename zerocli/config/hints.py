@@ -62,7 +62,7 @@ def _file(source: str) -> tuple[str, str, str]:
         folder = quoted(os.path.dirname(source) or ".")
         return "holds weights; a model is named by its config", "", f"zerocli train CONFIG --init-from {folder}"
     if lowered.endswith((".txt", ".jsonl", ".parquet", ".csv", ".npy")):
-        return "is data, not a config", "", f"zerocli train CONFIG --data {quoted(source)}"
+        return "is data, not a config", "", f"zerocli train tiny --data {quoted(source)}"
     if lowered.endswith(".py"):
         module = os.path.splitext(source)[0].strip("./").replace("/", ".")
         return "is Python code; a model in it is named as module:function", "", f"zerocli train {module}:FUNCTION"
@@ -71,6 +71,8 @@ def _file(source: str) -> tuple[str, str, str]:
 
 def _nowhere(source: str, names: Sequence[str]) -> tuple[str, str, str]:
     meant = closest(source, names)
+    if "=" in source:
+        return "is key=value, which belongs after --set", "", f"--set {quoted(source)}, after a CONFIG or none (tiny)"
     if "://" in source:
         return "is an address, and zerocli downloads nothing", "", f"hf download OWNER/NAME --local-dir NAME\n{LIST}"
     if _HUB_ID.fullmatch(source) and not source.startswith((".", "runs/")):
@@ -80,6 +82,8 @@ def _nowhere(source: str, names: Sequence[str]) -> tuple[str, str, str]:
             "",
             f"hf download {source} --local-dir {name}, then the same command with ./{name}",
         )
+    if ":" in source:
+        return "is no factory: write package.module:function", "", "zerocli train package.module:function"
     if source.startswith((".", "/", "~")) or source.endswith("/"):
         return "there is no such file or folder", _beside(source), LIST
     return f"no bundled config has this name; there are {', '.join(names) or 'none'}", meant, LIST
