@@ -6,8 +6,9 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
     run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
     if worker:
         resume = resume or was_restarted(run_dir)
-    options = run_options(source, run_dir, resume, sets, flags, given)
+    options = run_options(ctx, run_dir, resume, flags)
 
     if options.dry_run:
         return _dry_run(config, options, worker)
@@ -121,12 +122,14 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
     return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
 
 
-def run_options(
-    source: str, run_dir: str, resume: bool, sets: Sequence[str], flags: Mapping[str, Any], given: Mapping[str, Any]
-) -> RunOptions:
+def run_options(ctx: click.Context, run_dir: str, resume: bool, flags: Mapping[str, Any]) -> RunOptions:
     """Return the options of a run from the flags of `train` and `profile`."""
-    auto = automatic_keys(sets, flags) if given["auto"] else frozenset()
-    return RunOptions(run_dir, resume, given["check"], given["dry_run"], given["json"], source, auto)
+    given = ctx.params
+    auto = automatic_keys(given["sets"], flags) if given["auto"] else frozenset()
+    ranks = ["--ranks", str(flags["parallel.ranks"])] if flags["parallel.ranks"] else []
+    command = shlex.join(["zerocli", str(ctx.info_name), *arguments(ctx), *ranks])
+    fixed = (resume, given["check"], given["dry_run"], given["json"], given["source"], auto)
+    return RunOptions(run_dir, *fixed, command=command)
 
 
 def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, str] | None) -> int:
