@@ -58,10 +58,10 @@ def command(
             f"--compare {given['compare']}: {source} and {other} are compared already",
             hint=f"zerocli profile {quoted(source)} --compare {quoted(given['compare'])}",
         )
-    other = other or given["compare"]
-    if ctx.params["other"] is not None or os.path.isdir(source):
+    if other is not None or os.path.isdir(source):
         _refuse_changes(ctx, source)
-        return _show_runs([source, *([other] if other is not None else [])], given)
+        before = [given["compare"]] if given["compare"] else []
+        return _show_runs([*before, source, *([other] if other is not None else [])], given)
     return _profile(ctx, source, sets, run_dir, given)
 
 

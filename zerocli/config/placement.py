@@ -26,9 +26,8 @@ def refuse_placement(placement: str | Placement, stage: int | None = None) -> No
     """Raise ConfigError, worded as for a config file, if a placement is invalid or not allowed at this stage."""
     try:
         read = read_placement(placement)
-        if stage is not None:
-            placement_at(read, stage)
-        for share in (share for kind in KINDS for share in read.of(kind)):
+        shares = placement_at(read, stage).shares.values() if stage is not None else ()
+        for share in (share for each in shares for share in each):
             if share.budget is not None and 0 < share.budget < SMALLEST_BUDGET:
                 raise ValueError(f"a budget of {share.budget} has no unit: did you mean {share.budget}GiB?")
     except ValueError as error:
