@@ -31,6 +31,11 @@ def show(text: str) -> None:
         silence_stdout()
 
 
+def colours() -> bool:
+    """Return whether stdout is a terminal that is to be coloured: NO_COLOR and TERM=dumb say no."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def silence_stdout() -> None:
     """Send what is still to be printed to the null device: nobody reads it, and Python would fail at its end."""
     with contextlib.suppress(OSError, ValueError):

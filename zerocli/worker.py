@@ -36,6 +36,7 @@ def worker_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
             raise UserError(
                 f"RANK is set, but not {' and '.join(missing)}", hint="torchrun, or unset RANK to run alone"
             )
+        _check_numbers(environ)
         world = environ["WORLD_SIZE"]
         local_world = environ.get("LOCAL_WORLD_SIZE", world)
         found = {
@@ -48,6 +49,21 @@ def worker_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
     if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
         return _slurm_environment(environ)
     return None
+
+
+def _check_numbers(environ: Mapping[str, str]) -> None:
+    """Raise UserError for a rank, a number of ranks or a port that is none."""
+    limits = {"RANK": (0, 2**31), "WORLD_SIZE": (1, 2**31), "LOCAL_RANK": (0, 2**31), "LOCAL_WORLD_SIZE": (1, 2**31)}
+    for name, (low, high) in (limits | {"MASTER_PORT": (1, 1 << 16)}).items():
+        text = environ.get(name) or str(low)
+        if not text.isdecimal() or not low <= int(text) < high:
+            wanted = f"a number from {low} to {high - 1}" if name == "MASTER_PORT" else f"a number from {low} on"
+            raise UserError(f"{name}={text} is not {wanted}", hint=f"torchrun, or unset {name} to run alone")
+    if int(environ["RANK"]) >= int(environ["WORLD_SIZE"]):
+        raise UserError(
+            f"RANK={environ['RANK']}, but WORLD_SIZE={environ['WORLD_SIZE']}: ranks count from 0",
+            hint="torchrun, or unset RANK to run alone",
+        )
 
 
 def _slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -204,6 +204,9 @@ def test_a_box_that_is_a_run_of_memory_is_known_as_one():
 
 def test_mistakes_get_facts(tmp_path, capsys):
     assert cli.run(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    (tmp_path / "hollow").mkdir()
+    assert cli.run(["export", str(tmp_path / "hollow"), str(tmp_path / "out")]) == 2
     assert "no whole checkpoint" in capsys.readouterr().err
     saved_run(str(tmp_path / "run"), MODELS["gpt2"], 0)
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--step", "3"]) == 2

@@ -250,7 +250,7 @@ def test_env_measures_and_remembers(capsys, monkeypatch, tmp_path):
     assert measured["dram_hbm"]["result"] == {"copy": 12.5} and measured[str(tmp_path)]["result"] == {"read": 3.25}
     assert cli.run(["env"]) == 0
     out = capsys.readouterr().out
-    assert "copy 12.5 (just now)" in out and "read 3.25" in out
+    assert "copy 12.5 GB/s (just now)" in out and "read 3.25 GB/s" in out
     plan_bench.cache_path().write_text("{ torn")
     assert cli.run(["env"]) == 0 and "nothing yet" in capsys.readouterr().out
 

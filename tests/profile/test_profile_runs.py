@@ -179,6 +179,7 @@ def test_whatever_stands_in_a_file_the_run_is_shown_or_refused_in_words(run, fil
         timeline |= {name: timeline[name][:2] for name in ("compute", "spans", "lives")}
         timeline["memory"] = {"dram": timeline["memory"]["dram"]}
         whole["settings"] = {name: whole["settings"][name] for name in ("zero", "offload")}
+        whole |= {name: whole[name][:1] for name in ("everyone", "units", "boundaries")}
     else:
         (run / "profile.json").unlink()
     refused = 0

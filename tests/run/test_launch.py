@@ -18,7 +18,7 @@ from zerocli import worker
 from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.errors import UserError
-from zerocli.run import launch
+from zerocli.run import folder, launch
 from zerocli.run.job import Tee
 
 WAIT = "import time; time.sleep(600)"
@@ -265,16 +265,16 @@ def test_number_of_ranks_is_chosen_with_a_reason(monkeypatch):
 def test_an_unwritable_run_folder_is_a_user_error_with_its_path(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=f"{tmp_path}/file/run") as caught:
-        launch.create_run_dir(str(tmp_path / "file" / "run"))
+        folder.create(str(tmp_path / "file" / "run"))
     assert caught.value.exit_code == 2
     with pytest.raises(UserError, match="File exists"):
-        launch.create_run_dir(str(tmp_path / "file"))
+        folder.create(str(tmp_path / "file"))
 
 
 def test_a_fresh_run_folder_is_nobody_elses(tmp_path):
-    made = [launch.create_run_dir(str(tmp_path / "run"), fresh=True).name for _ in range(3)]
+    made = [folder.create(str(tmp_path / "run"), fresh=True).path.name for _ in range(3)]
     assert made == ["run", "run-2", "run-3"]
-    assert launch.create_run_dir(str(tmp_path / "run")).name == "run"
+    assert folder.create(str(tmp_path / "run")).path.name == "run"
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import click
 
-from zerocli.errors import OK
+from zerocli.console import quoted
+from zerocli.errors import OK, UserError
 from zerocli.plan import bench
 
 
@@ -17,6 +19,12 @@ from zerocli.plan import bench
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def command(measure: bool, nvme_path: tuple[str, ...], as_json: bool) -> int:
     """Show this machine: cores, memory and its limits, GPUs, disks, versions, measured bandwidths."""
+    for path in nvme_path:
+        if not Path(path).is_dir():
+            if Path(path).exists():
+                raise UserError(f"--nvme-path {path}: is a file, not a folder", hint="--nvme-path with a folder")
+            fact = f"--nvme-path {path}: there is no such folder"
+            raise UserError(fact, hint=f"mkdir -p {quoted(path)}, if its name is right")
     facts = bench.gather(nvme_path)
     if measure:
         bench.measure(facts, nvme_path)
@@ -45,17 +53,24 @@ def render(facts: dict[str, Any]) -> str:
     if not facts["gpus"]:
         rows.insert(2, ("GPU (hbm)", "none: the CPU computes, and host memory is reported as hbm"))
     for name, entry in facts["bench"].items():
-        rows.append((f"measured {name}", f"{_flat(entry['result'])} ({_age(entry['age'])})"))
+        rows.append((f"measured {name}", f"{_rates(entry['result'])} ({_age(entry['age'])})"))
     if not facts["bench"]:
         rows.append(("measured", "nothing yet: zerocli env --bench --nvme-path DIR"))
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
 
 
-def _flat(result: Any) -> str:
+UNITS = {"products": "TFLOPS", "adam": "billion parameters/s"}
+"""Units of measured rates; all others are in GB/s."""
+
+
+def _rates(result: Any) -> str:
+    """Return the rates of a measurement in words; counts, paths and the rates of raw copies are left out."""
     if not isinstance(result, dict):
-        return f"{result:.3g}" if isinstance(result, float) else str(result)
-    return ", ".join(f"{name} {_flat(value)}" for name, value in result.items())
+        return str(result)
+    rates = {name: value for name, value in result.items() if isinstance(value, float) and "_ratio" not in name}
+    shown = [(name, value) for name, value in rates.items() if not name.startswith("raw_")] or list(rates.items())
+    return ", ".join(f"{name} {value:.3g} {UNITS.get(name, 'GB/s')}" for name, value in shown) or "nothing"
 
 
 def _age(seconds: float) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from zerocli.cli.run_dirs import refuse_no_export
 from zerocli.console import say, show
 from zerocli.errors import OK, UserError
 from zerocli.layout.sizes import format_bytes, format_count, parse_memory
@@ -30,6 +31,7 @@ def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as
         file_nbytes = parse_memory(file_size)
     except ValueError as error:
         raise UserError(f"--file-size {file_size}: {error}") from None
+    refuse_no_export(run)
     from zerocli.checkpoint import export
 
     began = time.perf_counter()

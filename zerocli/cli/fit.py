@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ import click
 from offload.placement import Placement
 from zerocli import machine
 from zerocli.config.options import automatic_keys
-from zerocli.console import printable, show
+from zerocli.console import colours, printable, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
 from zerocli.plan import automatic, largest, search
@@ -100,7 +99,7 @@ def command(model: str, most: str | None, explain: bool, trace: bool, as_json: b
     if as_json:
         show(json.dumps(document(verdict)))
     else:
-        click.echo(render(verdict, explain, sys.stdout.isatty()))
+        click.echo(render(verdict, explain, colours()))
     return OK if verdict.fits else DOES_NOT_FIT
 
 
@@ -240,7 +239,7 @@ def _side_by_side(ask: Question, names: list[str], notes: list[str], as_json: bo
         first = min(fitting, key=lambda each: each.seconds, default=judged[0])
         show(json.dumps(document(first) | {"machines": machines_document(found)}))
     else:
-        click.echo(render_machines(found, notes, sys.stdout.isatty()))
+        click.echo(render_machines(found, notes, colours()))
     return OK if fitting else DOES_NOT_FIT
 
 

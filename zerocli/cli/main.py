@@ -31,7 +31,12 @@ COMMANDS = {
     "export": ("zerocli.cli.export:command", "Write a checkpoint's weights as safetensors, for other programs."),
     "configs": ("zerocli.cli.configs:command", "List, show and copy the bundled configs."),
     "env": ("zerocli.cli.env:command", "Show this machine: cores, memory and its limits, GPUs, disks."),
+    "completion": ("zerocli.cli.completion:command", "Print the completion script of bash, zsh or fish."),
 }
+
+
+COMPLETING = "_ZEROCLI_COMPLETE"
+"""The variable by which a shell asks for completions."""
 
 
 class LazyGroup(click.Group):
@@ -45,6 +50,10 @@ class LazyGroup(click.Group):
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
+        if COMPLETING in os.environ:
+            from zerocli.cli import completion
+
+            return completion.attach(command)
         return command
 
     def resolve_command(
@@ -94,6 +103,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def run(args: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code; every failure has been reported to the user by then."""
     console.open_standard_streams()
+    words = list(sys.argv[1:] if args is None else args)
+    if COMPLETING in os.environ:
+        from zerocli.cli import completion  # noqa: F401, its shells answer
     try:
         result = group.main(args, prog_name="zerocli", standalone_mode=False)
         sys.stdout.flush()
@@ -103,13 +115,19 @@ def run(args: Sequence[str] | None = None) -> int:
         return FAILURE
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", INTERRUPTED)
+    except click.exceptions.NoArgsIsHelpError as error:
+        console.say(error.format_message())
+        return USAGE
     except click.UsageError as error:
-        path = error.ctx.command_path if error.ctx else "zerocli"
-        return _fail(describe(error.format_message(), f"{path} --help"), USAGE)
+        from zerocli.cli import usage
+
+        return _fail(describe(*usage.explain(error, words, COMMANDS)), USAGE)
     except click.ClickException as error:
         return _fail(describe(error.format_message()), error.exit_code)
     except UserError as error:
-        return _fail(describe(str(error), error.hint), error.exit_code)
+        from zerocli.cli import usage
+
+        return _fail(describe(str(error), usage.way_on(error, words, COMMANDS)), error.exit_code)
     except MemoryError:
         return _fail(describe("host memory ran out (or its limit: ulimit -v, a cgroup's)"), FAILURE)
     except OSError as error:

@@ -14,11 +14,14 @@ from click.core import ParameterSource
 
 from zerocli import config as configs
 from zerocli import machine
-from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config
-from zerocli.config.options import RunOptions, automatic_keys
+from zerocli.cli.run_dirs import refuse_no_run
+from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config, run_options
+from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.run import launch
+from zerocli.run.automatic import choose_here
+from zerocli.run.folder import run_folder
 from zerocli.worker import die_with_parent, worker_environment
 
 STEPS = 6
@@ -34,6 +37,7 @@ STEPS = 6
 @click.option("--check", type=click.IntRange(0), default=0, metavar="N", help="As in train; profiles those N steps.")
 @click.option("--dry-run", is_flag=True, help="Show what is predicted, and whether it fits; run nothing.")
 @click.option("--html", metavar="FILE", help="Write one page to look at in a browser; needs no network.")
+@click.option("--compare", metavar="RUN", help="Compare with another run: its folder, or what --json wrote of it.")
 @click.option("--trace-file", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
 @click.option("--snapshot", metavar="FILE", help="Write CUDA's memory snapshot, for torch's own viewer.")
 @click.option("--json", is_flag=True, help="One JSON document on stdout.")
@@ -43,14 +47,21 @@ def command(
 ) -> int:
     """Run a few steps of CONFIG and show what holds the memory of each tier and where the step's time goes.
 
-    Given the folder of a run instead, show what it recorded; given two, compare them.
+    Given the folder of a run instead, show what it recorded; given two, compare them. `--html` writes a page of one
+    run, or of two side by side.
     """
     for name in ("html", "trace_file", "snapshot"):
         if given[name]:
             _check_writable(given[name], f"--{name.replace('_', '-')}")
+    if other is not None and given["compare"]:
+        raise UserError(
+            f"--compare {given['compare']}: {source} and {other} are compared already",
+            hint=f"zerocli profile {quoted(source)} --compare {quoted(given['compare'])}",
+        )
     if other is not None or os.path.isdir(source):
         _refuse_changes(ctx, source)
-        return _show_runs([source, *([other] if other is not None else [])], given)
+        before = [given["compare"]] if given["compare"] else []
+        return _show_runs([*before, source, *([other] if other is not None else [])], given)
     return _profile(ctx, source, sets, run_dir, given)
 
 
@@ -65,7 +76,7 @@ def _check_writable(path: str, flag: str) -> None:
 
 def _refuse_changes(ctx: click.Context, run: str) -> None:
     """Refuse flags that would change a finished run: they would have no effect."""
-    shown = {"source", "other", "html", "trace_file", "snapshot", "json"}
+    shown = {"source", "other", "compare", "html", "trace_file", "snapshot", "json"}
     given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     names = [name if name != "sets" else "set" for name in given if name not in shown]
     flags = " ".join(f"--{name.replace('_', '-')}" for name in names)
@@ -76,10 +87,17 @@ def _refuse_changes(ctx: click.Context, run: str) -> None:
         )
 
 
-def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
-    from zerocli.profile import page, runs, table
+def _read(path: str) -> dict[str, Any]:
+    """Return the profile of a run folder, or of a file that `--json` wrote."""
+    from zerocli.profile import runs
 
-    found = [runs.read(path) for path in paths]
+    return runs.read(path) if not path.endswith(".json") or os.path.isdir(path) else runs.read_file(path)
+
+
+def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
+    from zerocli.profile import page, table
+
+    found = [_read(path) for path in paths]
     for path, document in zip(paths, found, strict=True):
         for note in document.pop("warnings", []):
             say(f"{path}: {note}")
@@ -122,36 +140,31 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
         ctx.params["source"] = source  # passed to the ranks instead of the default
     config = configs.load(source, sets=sets, flags=flags)
     configs.refuse_placement(config.offload.placement, config.zero.stage)
+    if resume and run_dir:
+        refuse_no_run(ctx, run_dir, arguments(ctx), worker)
     fresh = run_dir is None and not resume
     if worker and "ZEROCLI_PARENT" in os.environ:
         run_dir = os.environ["ZEROCLI_RUN_DIR"]
     run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
-    options = RunOptions(
-        run_dir,
-        resume,
-        given["check"],
-        given["dry_run"],
-        given["json"],
-        source,
-        automatic_keys(sets, flags) if given["auto"] else frozenset(),
-    )
+    options = run_options(ctx, run_dir, resume, flags)
     if options.dry_run:
-        return _dry_run(config, worker is not None, given["json"])
+        return _dry_run(config, options, worker is not None)
+    before = (given["compare"], _read(given["compare"])) if given["compare"] else None  # refused before ranks start
     if not worker:
         return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
     os.environ.update(worker)
     launch.refuse_worker(config, options, worker)
-    launch.create_run_dir(run_dir)
-    from zerocli.profile.profiler import Profiler
-    from zerocli.profile.reporter import Reporter, recording
-    from zerocli.run import trainer
+    with run_folder(run_dir):
+        from zerocli.profile.profiler import Profiler
+        from zerocli.profile.reporter import Reporter, recording
+        from zerocli.run import trainer
 
-    teller = Reporter(given["html"] or "", given["trace_file"] or "", source)
-    with recording(given["snapshot"] or ""):
-        return trainer.work(config, options, Profiler(teller, follow=config.model.compile is not True))
+        teller = Reporter(given["html"] or "", given["trace_file"] or "", before)
+        with recording(given["snapshot"] or ""):
+            return trainer.work(config, options, Profiler(teller, follow=config.model.compile is not True))
 
 
-def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
+def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:
     """Print the plan and whether this machine has what it needs; return 0, or 3 if not. Needs no torch."""
     from zerocli.plan.preflight import preflight, smallest_change
     from zerocli.profile import table
@@ -163,6 +176,10 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=ranks))
     if config.model.factory:
         raise UserError("a factory's model has no plan before it is built", hint="zerocli profile without --dry-run")
+    chosen = choose_here(config, options)
+    config = chosen.config
+    for line in chosen.lines:
+        say(line)
     local = os.environ.get("LOCAL_WORLD_SIZE")
     verdict = preflight(config, gpus, math.gcd(ranks, int(local)) if local else 0)
     plan = verdict.plan
@@ -177,7 +194,7 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
         document["activations"] = plan.activations
         say(f"activations: {plan.activations}")
     document |= verdict.as_dict()
-    if as_json:
+    if options.json:
         show(json.dumps(document))
     else:
         show("\n".join([*table.dry(document), "", *verdict.lines()]))

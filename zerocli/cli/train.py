@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,11 +18,13 @@ from click.core import ParameterSource
 from zerocli import config as configs
 from zerocli import machine
 from zerocli.checkpoint.folder import Folder
+from zerocli.cli.run_dirs import refuse_no_run
 from zerocli.config.options import RunOptions, automatic_keys
 from zerocli.console import say
 from zerocli.errors import OK, UserError
 from zerocli.regular_files import read_regular
 from zerocli.run import launch
+from zerocli.run.folder import run_folder
 from zerocli.worker import die_with_parent, job_name, worker_environment
 
 RUNS = "runs"
@@ -98,6 +101,8 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
     config = configs.load(source, sets=sets, flags=flags)
     configs.refuse_placement(config.offload.placement, config.zero.stage)
 
+    if given["resume"] and run_dir:
+        refuse_no_run(ctx, run_dir, arguments(ctx), worker)
     fresh = run_dir is None and not given["resume"]
     resume = given["resume"]
     if worker and "ZEROCLI_PARENT" in os.environ:
@@ -105,26 +110,28 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
     run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
     if worker:
         resume = resume or was_restarted(run_dir)
-    options = RunOptions(
-        run_dir,
-        resume,
-        given["check"],
-        given["dry_run"],
-        given["json"],
-        source,
-        automatic_keys(sets, flags) if given["auto"] else frozenset(),
-    )
+    options = run_options(ctx, run_dir, resume, flags)
 
     if options.dry_run:
         return _dry_run(config, options, worker)
     if worker:
         os.environ.update(worker)
         launch.refuse_worker(config, options, worker)
-        launch.create_run_dir(run_dir)
-        from zerocli.run import trainer
+        with run_folder(run_dir):
+            from zerocli.run import trainer
 
-        return trainer.work(config, options)
+            return trainer.work(config, options)
     return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
+
+
+def run_options(ctx: click.Context, run_dir: str, resume: bool, flags: Mapping[str, Any]) -> RunOptions:
+    """Return the options of a run from the flags of `train` and `profile`."""
+    given = ctx.params
+    auto = automatic_keys(given["sets"], flags) if given["auto"] else frozenset()
+    ranks = ["--ranks", str(flags["parallel.ranks"])] if flags["parallel.ranks"] else []
+    command = shlex.join(["zerocli", str(ctx.info_name), *arguments(ctx), *ranks])
+    fixed = (resume, given["check"], given["dry_run"], given["json"], given["source"], auto)
+    return RunOptions(run_dir, *fixed, command=command)
 
 
 def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, str] | None) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerocli.config import hugging
+from zerocli.config.hints import unknown_source
 from zerocli.errors import ConfigError, Problem, closest, quote
 from zerocli.regular_files import MAX_CONFIG_NBYTES
 
@@ -52,18 +53,7 @@ def read(source: str) -> Document:
         document = Document(source.rpartition(":")[2], {"model": {"factory": source}})
         document.places["model.factory"] = source
         return document
-    raise _unknown(source, list(names))
-
-
-def _unknown(source: str, names: list[str]) -> ConfigError:
-    if os.path.isdir(source):
-        inner = os.path.join(source, "config.json")
-        meant = inner if os.path.isfile(inner) else ""
-        return ConfigError([Problem(source, "is a folder, not a config file", meant)], hint="zerocli configs ls")
-    if os.path.isfile(source):
-        return ConfigError([Problem(source, "is neither a .toml nor a .json file")], hint="zerocli configs ls")
-    known = f"no bundled config has this name; there are {', '.join(names) or 'none'}"
-    return ConfigError([Problem(source or '""', known, closest(source, names))], hint="zerocli configs ls")
+    raise unknown_source(source, list(names))
 
 
 def bundled() -> list[tuple[str, str, str]]:

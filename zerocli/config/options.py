@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 AUTOMATIC = ("zero.stage", "offload.placement", "activations.policy", "train.batch")
@@ -36,3 +36,5 @@ class RunOptions:
     """What `--auto` chooses, of `AUTOMATIC`; empty without it."""
     events: Sequence[Any] = ()
     """Subscribers to the run's events, from its start: objects of `zerocli.engine.events.Events`."""
+    command: str = field(default="", compare=False)
+    """The command line, for the profile's page."""

@@ -7,6 +7,9 @@ from zerocli.errors import ConfigError, Problem
 from zerocli.layout.sizes import parse_bytes
 from zerocli.layout.stage import stage as stage_of
 
+SMALLEST_BUDGET = 4096
+"""Bytes below which a budget on a command line lacks its unit."""
+
 
 def read_placement(value: str | Placement) -> Placement:
     """Return the placement that the text of `--offload` describes; raise PlacementError, a ValueError, if invalid."""
@@ -23,7 +26,9 @@ def refuse_placement(placement: str | Placement, stage: int | None = None) -> No
     """Raise ConfigError, worded as for a config file, if a placement is invalid or not allowed at this stage."""
     try:
         read = read_placement(placement)
-        if stage is not None:
-            placement_at(read, stage)
+        shares = placement_at(read, stage).shares.values() if stage is not None else ()
+        for share in (share for each in shares for share in each):
+            if share.budget is not None and 0 < share.budget < SMALLEST_BUDGET:
+                raise ValueError(f"a budget of {share.budget} has no unit: did you mean {share.budget}GiB?")
     except ValueError as error:
         raise ConfigError([Problem(f"--offload {placement}", str(error))]) from error

@@ -10,6 +10,7 @@ from torch import nn
 
 from zerocli.engine.optim import At, FlatOptimizer, FusedAdam, FusedSGD, Group
 from zerocli.engine.torchrule import Template, WholeOptimizer, make_torch_rule
+from zerocli.errors import closest
 
 OptimizerChoice = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | FlatOptimizer
 """Accepted values of `optimizer`."""
@@ -121,7 +122,9 @@ def _named(name: str) -> type[torch.optim.Optimizer]:
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
     if name.lower() not in kinds:
-        raise ValueError(f"optimizer {name!r} is not one of {', '.join(sorted(kinds))}")
+        meant = closest(str(name), kinds)
+        question = f"; did you mean {meant}?" if meant else ""
+        raise ValueError(f"optimizer {name!r} is not one of {', '.join(sorted(kinds))}{question}")
     return kinds[name.lower()]
 
 

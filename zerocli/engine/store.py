@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zerocli.console import say
 from zerocli.errors import FAILURE, UserError
-from zerocli.worker import STORE_FD
+from zerocli.worker import STORE_FD, free_port
 
 CONNECT_SECONDS = 300.0
 """How long a rank waits for the store to come up by default."""
@@ -81,10 +81,21 @@ def _answers(host: str, port: int) -> bool:
 
 def _serve(host: str, port: int, world: int, patience: datetime.timedelta) -> dist.TCPStore:
     listener = _inherited() or listen(host, port, loopback=on_one_machine())
+    if listener is None and not _resolves(host):
+        raise UserError(
+            f"MASTER_ADDR {host}: no such host (rank 0 cannot resolve the name)",
+            hint="MASTER_ADDR with a name or an address of rank 0's machine: hostname -I lists those of this one",
+            exit_code=FAILURE,
+        )
     if listener is None:
         why = f"MASTER_ADDR {host} is no address of this machine that others reach"
         say(f"note: the store listens on all interfaces: {why}")
-        return dist.TCPStore(host, port, world, is_master=True, timeout=patience, wait_for_workers=False)
+        try:
+            return dist.TCPStore(host, port, world, is_master=True, timeout=patience, wait_for_workers=False)
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise _taken(f"port {port}") from error
     return dist.TCPStore(
         *(host, port, world),
         is_master=True,
@@ -92,6 +103,13 @@ def _serve(host: str, port: int, world: int, patience: datetime.timedelta) -> di
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+
+
+def _resolves(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except (socket.gaierror, UnicodeError):
+        return False
 
 
 def _inherited() -> socket.socket | None:
@@ -122,12 +140,16 @@ def listen(host: str, port: int, loopback: bool) -> socket.socket | None:
             except OSError as error:
                 made.close()
                 if error.errno == errno.EADDRINUSE:
-                    raise UserError(
-                        f"port {port} of {address[0]} is taken by another program: the store of this run needs it",
-                        hint="another MASTER_PORT",
-                        exit_code=FAILURE,
-                    ) from error
+                    raise _taken(f"port {port} of {address[0]}") from error
     return None
+
+
+def _taken(port: str) -> UserError:
+    return UserError(
+        f"{port} is taken by another program: the store of this run needs it",
+        hint=f"another MASTER_PORT, such as {free_port()}; under torchrun --master-port {free_port()}",
+        exit_code=FAILURE,
+    )
 
 
 def _is_loopback(host: str) -> bool:

@@ -67,6 +67,8 @@ def parse_count(value: str | int) -> int:
     count = int(parts[0] * COUNT_UNITS[parts[1]])
     if count < 1:
         raise ValueError(f"{quote(value)} is not a parameter count: it is below 1")
+    if not parts[1] and parts[0].denominator != 1:
+        raise ValueError(f"{quote(value)} is not a parameter count: did you mean {value}B?")
     return count
 
 

@@ -54,7 +54,6 @@ def measure(facts: dict[str, Any], paths: tuple[str, ...]) -> None:
     for path in paths:
         folder = Path(path)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             results[bench_key(facts, path)] = bench.bench_nvme([str(folder)], BENCH_NBYTES, BENCH_SECONDS)
         except OSError as error:
             raise UserError(f"cannot write to {folder}: {error.strerror}", hint="another --nvme-path") from error

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+WANTED = "package.module:function, a function that takes no arguments and returns the model"
+
+
 def build_factory(factory: str, device: str = "meta") -> nn.Module:
     """Return the module that `package.module:callable` builds, by default on meta; UserError if it cannot.
 
@@ -32,11 +35,12 @@ def build_factory(factory: str, device: str = "meta") -> nn.Module:
     except (ImportError, AttributeError) as error:
         raise UserError(f"cannot import {factory}: {error}", hint="the folder that holds it, as PYTHONPATH") from error
     except (Exception, SystemExit) as error:
-        raise UserError(f"{factory} failed: {type(error).__name__}: {error}") from error
+        fact = f"{factory} failed: {type(error).__name__}: {error}"
+        raise UserError(fact, hint=WANTED) from error
     finally:
         sys.path.remove(os.getcwd())
     if not isinstance(model, nn.Module):
-        raise UserError(f"{factory} returned {type(model).__name__}, not an nn.Module")
+        raise UserError(f"{factory} returned {type(model).__name__}, not an nn.Module", hint=WANTED)
     return model
 
 

@@ -29,7 +29,7 @@ from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 SCHEMA = 1
 STATES = ("parameters", "gradients", "optimizer_states")
 """Categories that are predicted for a model of which only the parameters are known."""
-NO_TIERS = ("hbm", "system", "node")
+NO_TIERS = ("hbm", "system", "node", "time")
 """Keys of a rank's record that are not tiers other than the device."""
 CAUSES = ("collectives", "transfers", "optimizer", "data")
 
@@ -73,10 +73,16 @@ def assemble(
         "boundaries": facts.get("boundaries", []),
         "losses": [line["loss"] if math.isfinite(line["loss"]) else None for line in lines],  # JSON has no NaN
         "notes": notes,
+        "everyone": [of_rank(rank, each) for rank, each in enumerate(everyone)],
     }
-    if "timeline" in facts:
-        document["timeline"] = facts["timeline"]
-    return document
+    return document | {name: facts[name] for name in ("capacity", "units", "timeline") if name in facts}
+
+
+def of_rank(rank: int, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one rank's peaks and seconds; seconds are None where only memory was recorded."""
+    timed = record.get("time") or dict.fromkeys(("seconds", "compute", "wait"))
+    peaks = {tier: record[tier]["measured"] for tier in TIERS}
+    return {"rank": rank, "node": record["node"], **peaks, "rss_peak": record["system"]["rss_peak"], **timed}
 
 
 def join(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:

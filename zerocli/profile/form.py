@@ -70,6 +70,23 @@ _TIMELINE = {
     "memory": {"*": {"times": [NUMBER], "bytes": {"*": [NUMBER]}}},
     "lives": [[TEXT, TEXT, NUMBER, NUMBER, NUMBER + OR_NULL, TEXT]],
 }
+_MADE = {
+    **dict.fromkeys(("command", "date", "host", "system"), TEXT),
+    "cores": WHOLE,
+    "versions": {"*": TEXT + OR_NULL},
+}
+_RANK = {
+    "rank": WHOLE,
+    "node": TEXT,
+    **dict.fromkeys(("hbm", "dram", "nvme", "rss_peak"), NUMBER),
+    **dict.fromkeys(("seconds", "compute", "wait"), NUMBER + OR_NULL),
+}
+_UNIT = {
+    "unit": TEXT,
+    "parameters": WHOLE,
+    **dict.fromkeys(("forward", "backward", "collectives", "transfers", "update", "moved", "activations"), NUMBER),
+    "held": {"*": NUMBER},
+}
 DOCUMENT: Form = {
     "config": TEXT,
     "settings": {"zero": {"stage": WHOLE}, "offload": {"placement": TEXT}},
@@ -86,6 +103,10 @@ DOCUMENT: Form = {
     "step": (_TIMED, _UNTIMED),
     "system": (dict.fromkeys(("rss_peak", "pinned", "nvme"), NUMBER), NULL),
     "notes": [TEXT],
+    "made?": _MADE,
+    "capacity?": {"*": NUMBER + OR_NULL},
+    "everyone?": [_RANK],
+    "units?": [_UNIT],
     "timeline?": _TIMELINE,
 }
 LINE: Form = {

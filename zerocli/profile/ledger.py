@@ -55,6 +55,8 @@ class Held:
     rows: dict[str, int]
     holders: list[tuple[str, str, int]] = field(default_factory=list)
     """(name, category, bytes) of the largest allocations, summed by name."""
+    names: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Bytes of all allocations, by (name, category)."""
 
 
 class Ledger:
@@ -131,6 +133,7 @@ class Ledger:
             last.at if last else 0.0,
             {category: rows[category] for category in (*CATEGORIES, UNATTRIBUTED)},
             [(name, category, n) for (name, category), n in names.most_common(NUM_HOLDERS) if n],
+            dict(names),
         )
 
     def series(self, start: int, stop: int, num_points: int = 2000) -> list[tuple[float, dict[str, int]]]:

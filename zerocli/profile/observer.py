@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zerocli import machine
 from zerocli.config import Config
 from zerocli.config.options import RunOptions
 from zerocli.console import say
@@ -33,6 +37,8 @@ class Observer:
 
     reports = False
     """Whether it prints its own report instead of the closing summary."""
+    written: dict[str, Any] | None = None
+    """The profile that rank 0 wrote at the end, for the closing summary."""
 
     def build(self, make: Callable[[], Engine]) -> Engine:
         """Return the engine that `make` builds."""
@@ -53,7 +59,8 @@ class Observer:
     ) -> None:
         """Write what was recorded; log instead of raising: failing to write profile.json must not fail the run."""
         try:
-            self.publish(config, options, self.document(config, engine, lines, everyone))
+            self.written = self.document(config, engine, lines, everyone) | {"made": made(options)}
+            self.publish(config, options, self.written)
         except Exception as error:
             say(f"note: {FILE} was not written: {type(error).__name__}: {error}")
 
@@ -124,4 +131,34 @@ def facts(engine: Engine) -> dict[str, Any]:
         "tp": engine.tensor_parallel.world,
         "update_on_cpu": engine.updater.on_cpu,
         "recompute": engine.settings.recompute,
+        "capacity": capacity(engine),
+    }
+
+
+def capacity(engine: Engine) -> dict[str, int | None]:
+    """Return the bytes of each tier: of the device, and of the node's host memory and disks; None if unknown.
+
+    Without a GPU the device's memory is the rank's share of host memory.
+    """
+    host = machine.memory()
+    there = min(host.total, host.limit or host.total)
+    if engine.device.type == "cuda":
+        hbm = torch.cuda.get_device_properties(engine.device).total_memory
+    else:
+        hbm = there // max(1, engine.local_world)
+    disks = {os.stat(path).st_dev: machine.disk(path)[0] for path in engine.settings.nvme_path if os.path.exists(path)}
+    return {"hbm": hbm, "dram": there, "nvme": sum(disks.values()) if disks else None}
+
+
+def made(options: RunOptions) -> dict[str, Any]:
+    """Return when, where and with what a profile was made."""
+    versions = {name: machine.version(name) for name in ("zerocli", "torch")}
+    cuda = torch.version.cuda
+    return {
+        "command": options.command,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "host": socket.gethostname(),
+        "system": machine.system(),
+        "cores": machine.cores(),
+        "versions": versions | ({"CUDA": cuda} if cuda else {}) | {"Python": platform.python_version()},
     }

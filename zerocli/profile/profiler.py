@@ -28,10 +28,11 @@ from zerocli.profile.follow import RUNTIME, Follower
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger, describe
 from zerocli.profile.lines import Line
 from zerocli.profile.nvml import process_nbytes
-from zerocli.profile.observer import Observer, facts, offloaded, system
+from zerocli.profile.observer import Observer, facts, made, offloaded, system
 from zerocli.profile.recorder import EventRecorder
 from zerocli.profile.runs import FILE
 from zerocli.profile.timeline import make_timeline
+from zerocli.profile.units import unit_rows
 from zerocli.regular_files import write_text
 
 NUM_FOLLOWED = 2
@@ -209,7 +210,15 @@ class Profiler(Observer):
             **offloaded(engine, self._process_nbytes),
             "system": system(engine),
             "node": socket.gethostname(),
+            "time": self._time(),
         }
+
+    def _time(self) -> dict[str, float]:
+        """Return this rank's mean seconds per timed step: in all, computing and waiting."""
+        found = [clocks.split(self._clock.step(number)[0]) for number in self.timed]
+        compute = sum(each for each, _ in found) / len(found)
+        wait = sum(sum(causes.values()) for _, causes in found) / len(found)
+        return {"seconds": compute + wait, "compute": compute, "wait": wait}
 
     def _device_total(self, held: dict[str, int]) -> dict[str, Any]:
         """Return the device's peak as the allocator and the driver count it, with `runtime` in the rows.
@@ -266,6 +275,8 @@ class Profiler(Observer):
             "boundaries": self.boundaries(),
             "notes": self._notes(config),
         }
+        names = self.ledger.peak().names
+        found["units"] = unit_rows(engine, [(segments, spans) for _, segments, spans in steps], names)
         return found | {"timeline": self._timeline(typical, before)}
 
     def _notes(self, config: Config) -> list[str]:
@@ -295,7 +306,8 @@ class Profiler(Observer):
         self, config: Config, options: RunOptions, engine: Engine, lines: list[Line], everyone: list[Any]
     ) -> None:
         """Publish the profile; the profile is the purpose of this run, so a failure is raised."""
-        self.publish(config, options, self.document(config, engine, lines, everyone))
+        self.written = self.document(config, engine, lines, everyone) | {"made": made(options)}
+        self.publish(config, options, self.written)
 
     def publish(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
         write_text(Path(options.run_dir) / FILE, json.dumps(document), sync=False)

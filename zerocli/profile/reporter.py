@@ -19,16 +19,20 @@ from zerocli.profile import page, table, trace
 class Reporter:
     """Reports a profile in the requested forms."""
 
-    def __init__(self, html: str, trace_file: str, source: str) -> None:
-        self._html, self._trace_file, self._source = html, trace_file, source
+    def __init__(self, html: str, trace_file: str, other: tuple[str, dict[str, Any]] | None = None) -> None:
+        self._html, self._trace_file, self._other = html, trace_file, other
 
     def __call__(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
         if options.json:
             show(json.dumps({key: value for key, value in document.items() if key != "timeline"}))
         else:
             show(table.render(document))
+            if self._other is not None:
+                name, other = self._other
+                show("\n" + table.compare(other, document, (name, config.name)))
         if self._html:  # after the report, as the disk may be full
-            page.write(self._html, [(config.name, document)])
+            before = [self._other] if self._other is not None else []
+            page.write(self._html, [*before, (config.name, document)])
             say(f"page: {self._html}")
         if self._trace_file:
             trace.write(self._trace_file, document)

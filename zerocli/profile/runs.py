@@ -54,6 +54,18 @@ def read(folder: str) -> dict[str, Any]:
     return document | {"warnings": warnings}
 
 
+def read_file(path: str) -> dict[str, Any]:
+    """Return the profile in a file that `zerocli profile --json` wrote; UserError if it is none."""
+    hint = "zerocli profile RUN --json > FILE writes one"
+    if not Path(path).exists():
+        raise UserError(f"{path}: there is no such file or folder", hint=hint)
+    document = form.read_table(Path(path), MAX_PROFILE_NBYTES, hint)
+    if "runs" in document:
+        raise UserError(f"{path} holds two profiles, and one is compared", hint=hint)
+    _check(Path(path), document, hint)
+    return document | {"warnings": []}
+
+
 def _check(path: Path, document: dict[str, Any], hint: str) -> None:
     schema = document.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:

@@ -22,7 +22,7 @@ def render(document: Mapping[str, Any]) -> str:
     """Return the whole report."""
     return "\n".join(
         [
-            _title(document),
+            title(document),
             "",
             *_memory(document),
             "",
@@ -34,7 +34,7 @@ def render(document: Mapping[str, Any]) -> str:
     )
 
 
-def _title(document: Mapping[str, Any]) -> str:
+def title(document: Mapping[str, Any]) -> str:
     settings, numel = document["settings"], document["parameters"]
     zero, placement = settings["zero"]["stage"], settings["offload"]["placement"]
     offload = f", offload {placement}" if placement else ""

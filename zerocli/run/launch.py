@@ -7,19 +7,17 @@ import math
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from zerocli import machine
 from zerocli.config import Config
 from zerocli.config.options import RunOptions
 from zerocli.console import say
-from zerocli.errors import UserError
+from zerocli.errors import DOES_NOT_FIT, INTERRUPTED, USAGE, UserError
 from zerocli.plan import preflight
-from zerocli.regular_files import own_folder
 from zerocli.run import automatic
+from zerocli.run.folder import run_folder
 from zerocli.run.job import Job
 from zerocli.run.run_lock import lock_run_folder
 
@@ -49,15 +47,17 @@ def launch(
         from zerocli.data.preview import refuse_data  # imports numpy, which --help does not need
 
         refuse_data(config)
-    run_dir = create_run_dir(options.run_dir, fresh)
-    say(f"ranks {num_ranks} ({reason})")
-    say(f"equivalent torchrun command: {torchrun_line(num_ranks, arguments)}")
-    say(f"run folder: {run_dir}")
-    command = list(worker or [sys.executable, "-m", "zerocli", *arguments])
-    with lock_run_folder(run_dir):
-        job = Job(command, num_ranks, run_dir, saves=saves(config))
-        code = job.run()
-    job.report()
+    with run_folder(options.run_dir, fresh) as folder:
+        say(f"ranks {num_ranks} ({reason})")
+        say(f"equivalent torchrun command: {torchrun_line(num_ranks, arguments)}")
+        say(f"run folder: {folder.path}")
+        command = list(worker or [sys.executable, "-m", "zerocli", *arguments])
+        with lock_run_folder(folder.path):
+            job = Job(command, num_ranks, folder.path, saves=saves(config))
+            code = job.run()
+        job.report()
+        if code in (USAGE, DOES_NOT_FIT, INTERRUPTED):  # other failures are explained by the logs
+            folder.discard()
     return code
 
 
@@ -114,26 +114,3 @@ def choose_ranks(asked: int, tp: int, num_gpus: int) -> tuple[int, str]:
 def torchrun_line(num_ranks: int, arguments: Sequence[str]) -> str:
     """Return the torchrun command that starts the same ranks, ready for pasting into a shell."""
     return shlex.join(["torchrun", "--standalone", "--nproc-per-node", str(num_ranks), "-m", "zerocli", *arguments])
-
-
-def create_run_dir(path: str, fresh: bool = False) -> Path:
-    """Create the run folder with its logs and return it; `fresh` picks a name that no other run has taken."""
-    run_dir = Path(path).absolute()
-    try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-        for number in range(2, 1000):
-            try:
-                run_dir.mkdir(exist_ok=not fresh)
-                break
-            except FileExistsError:
-                if not fresh:
-                    raise
-                run_dir = Path(f"{Path(path).absolute()}-{number}")
-        own_folder(run_dir / "logs")
-        with tempfile.TemporaryFile(dir=run_dir):  # check that the folder is writable
-            pass
-    except OSError as error:
-        raise UserError(
-            f"cannot write the run folder {run_dir}: {error.strerror}", hint="--run-dir with a folder you may write to"
-        ) from error
-    return run_dir

@@ -18,6 +18,7 @@ from zerocli.layout.categories import HELD, model_states
 from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.plan.setup import setup_of
+from zerocli.profile import table
 from zerocli.profile.lines import History, Line
 
 
@@ -27,6 +28,8 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
     `recomputed` is the choice of `activations.policy=auto`.
     """
     _, reason = precision(config.train.precision, engine.device)
+    if engine.precision.name == "fp16" and engine.device.type == "cpu":
+        reason += "; on a CPU fp32 and bf16 are faster, and need no loss scale"
     world, tp, train = engine.collectives.world, engine.tensor_parallel.world, config.train
     tokens = train.batch * train.accumulate * world * train.seq
     axes = f" ({world} data-parallel x {tp} tensor-parallel)" if tp > 1 else ""
@@ -58,12 +61,16 @@ def _vocabulary(config: Config, engine: Engine) -> list[str]:
     return [f"vocabulary whole on every rank (tp {tp.world} does not divide {vocab})"]
 
 
+MAX_SKIPPED_LINES = 5
+
+
 class Progress:
     """A bar on a terminal, a line every `every` steps elsewhere; silent on other ranks."""
 
     def __init__(self, steps: int, every: int, active: bool) -> None:
         self._steps, self._every, self._active = steps, every, active
         self._bar: Any = None
+        self._skipped = 0
 
     def __enter__(self) -> Progress:
         if self._active and sys.stderr.isatty():
@@ -75,12 +82,28 @@ class Progress:
     def show(self, line: Line) -> None:
         if not self._active:
             return
+        if line.skipped:
+            self._say_skipped(line)
         text = f"loss {line.loss:.4f}  grad {line.grad_norm:.3f}  {line.tokens_per_second:,.0f} tokens/s"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
         elif line.step == 1 or line.step % self._every == 0 or line.step == self._steps:
             say(f"step {line.step}/{self._steps}  {text}  lr {line.lr:.2e}")
+
+    def _say_skipped(self, line: Line) -> None:
+        """Say that a step was not applied, for the first few; the closing summary counts them."""
+        self._skipped += 1
+        if self._skipped > MAX_SKIPPED_LINES:
+            return
+        more = "; further ones are only counted" if self._skipped == MAX_SKIPPED_LINES else ""
+        text = (
+            f"step {line.step} was not applied: its gradients are not finite (in fp16 the loss scale is halved){more}"
+        )
+        if self._bar is None:
+            say(text)
+        else:
+            self._bar.write(text, file=sys.stderr)
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
@@ -101,8 +124,9 @@ def summary(
     lines: History,
     held: dict[str, int],
     checked: dict[str, Any] | None,
+    profile: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the closing summary as one JSON document."""
+    """Return the closing summary as one JSON document; `profile` is what the run recorded of its memory."""
     settled = lines[1:] or lines  # the first step also warms up
     width = engine.precision.compute.itemsize
     grads = grad_width(width, config.train.accumulate, config.zero.reduce)
@@ -121,6 +145,9 @@ def summary(
         "tokens_per_second": sum(x.tokens for x in settled) / sum(x.seconds for x in settled),
         "memory": {c: {"held": held[c], "stage_0": whole.get(c, 0)} for c in HELD},
         "peak": lines[-1].peak,
+        "at_peak": at_peak(profile) if profile else None,
+        "skipped": sum(line.skipped for line in lines),
+        "precision": engine.precision.name,
         "check": checked,
         "next": next_command(config, options.source),
     }
@@ -145,14 +172,70 @@ def _row(category: str, held: int, stage_0: int) -> str:
     return f"{category.replace('_', ' '):<20}{format_bytes(held):>14}{format_bytes(stage_0):>14}"
 
 
+LARGEST_HOLDERS = 4
+"""Categories of memory that the closing summary shows of the peak."""
+
+
+def at_peak(profile: dict[str, Any]) -> dict[str, Any]:
+    """Return the device's peak, measured and predicted, and its categories, the largest first.
+
+    Without a GPU nothing counts all of the device's memory, so `measured` is None.
+    """
+    rows = [
+        {"category": row["category"], "measured": table.seen(profile, row), "predicted": row["predicted"]}
+        for row in profile["rows"]
+        if row["tier"] == "hbm"
+    ]
+    rows.sort(key=lambda row: -(row["predicted"] or row["measured"] or 0))
+    peak = profile["peak"]["hbm"]
+    return {
+        "measured": peak["measured"] if table.whole(profile, "hbm") else None,
+        "predicted": peak["predicted"],
+        "rows": rows,
+        "rss_peak": profile["system"]["rss_peak"],
+    }
+
+
+def _peak_lines(peak: dict[str, Any] | None) -> list[str]:
+    """Return the table of the peak: its largest holders, of which activations are often the first."""
+    if peak is None:
+        return []
+
+    def row(name: str, found: dict[str, Any]) -> str:
+        shown = [format_bytes(found[key]) if found[key] is not None else "-" for key in ("measured", "predicted")]
+        return f"{name:<20}{shown[0]:>14}{shown[1]:>14}"
+
+    shown = [each for each in peak["rows"] if each["predicted"] or each["measured"]][:LARGEST_HOLDERS]
+    return [
+        "",
+        f"{'peak of a rank':<20}{'measured':>14}{'predicted':>14}",
+        *(row(each["category"].replace("_", " "), each) for each in shown),
+        row("all", peak),
+        f"OS view, largest rank: {format_bytes(peak['rss_peak'])} of host memory at most",
+    ]
+
+
+def skipped_line(summary: dict[str, Any]) -> list[str]:
+    """Return a note on steps whose gradients were not finite; nothing if there were none."""
+    count, steps = summary["skipped"], summary["steps"]
+    if not count:
+        return []
+    fp16 = summary["precision"] == "fp16"
+    why = "gradients overflowed in fp16, and the loss scale was halved" if fp16 else "gradients were not finite"
+    what = "no step was applied" if count == steps else f"{count} of {steps} steps were not applied"
+    return [f"note: {what}: {why}" + ("; --precision bf16 needs no scale" if fp16 else ""), ""]
+
+
 def closing(summary: dict[str, Any]) -> str:
     """Return the summary as readable text."""
-    rows = [_title("held by each rank", summary["stage"], summary["tp"])]
+    rows = [*skipped_line(summary), _title("held between steps", summary["stage"], summary["tp"])]
     totals = [0, 0]
     for category, row in summary["memory"].items():
         totals = [totals[0] + row["held"], totals[1] + row["stage_0"]]
-        rows.append(_row(category, row["held"], row["stage_0"]))
+        if row["held"] or row["stage_0"]:
+            rows.append(_row(category, row["held"], row["stage_0"]))
     rows.append(_row("total", *totals))
+    rows += _peak_lines(summary["at_peak"])
     head = (
         f"\nloss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f} in {summary['steps']} steps, "
         f"{summary['tokens_per_second']:,.0f} tokens/s on {count_of(summary['ranks'], 'rank')}\n"

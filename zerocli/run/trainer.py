@@ -176,7 +176,7 @@ def _train(
     checked = compare(config, start, lines, batches, rank, engine.collectives.world) if start else None
     held = report.gather_memory(engine)
     if rank == 0 and not observer.reports:
-        summary = report.summary(config, options, engine, lines, held, checked)
+        summary = report.summary(config, options, engine, lines, held, checked, observer.written)
         say(report.closing(summary))
         if options.json:
             show(json.dumps(summary))

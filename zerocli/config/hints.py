@@ -1,0 +1,99 @@
+"""What to say of a CONFIG or MODEL that cannot be read: what it probably is, and the next command."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+from zerocli.console import quoted
+from zerocli.errors import ConfigError, Problem, closest
+
+LIST = "zerocli configs ls"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+
+
+def unknown_source(source: str, names: Sequence[str]) -> ConfigError:
+    """Return the error for a source that is no bundled name (`names`), no .toml, no .json and no factory."""
+    if os.path.isdir(source):
+        fact, meant, hint = _folder(source)
+    elif os.path.isfile(source):
+        fact, meant, hint = _file(source)
+    else:
+        fact, meant, hint = _nowhere(source, names)
+    return ConfigError([Problem(source or '""', fact, meant)], hint=hint)
+
+
+def _folder(source: str) -> tuple[str, str, str]:
+    inside = set(os.listdir(source)) if os.access(source, os.R_OK) else set()
+    inner = os.path.join(source, "config.json")
+    if os.path.isfile(inner):
+        return "is a folder, not a config file", inner, LIST
+    tokenizer = next((name for name in _TOKENIZER if name in inside), "")
+    if tokenizer == "tokenizer.json":
+        path = quoted(os.path.join(source, tokenizer))
+        return (
+            "is a tokenizer's folder: it has no config.json, so it is no model",
+            "",
+            f"zerocli train CONFIG --set data.tokenizer={path}",
+        )
+    if tokenizer:
+        return f"has {tokenizer} and no config.json, so it is no model", "", LIST
+    if any(name.endswith(_WEIGHTS) for name in inside):
+        return (
+            "holds weights and no config.json, so the model's shape is not known",
+            "",
+            f"copy the model's config.json to {quoted(source)}; or zerocli train CONFIG --init-from {quoted(source)}",
+        )
+    return "is a folder without a config.json, so it is no model", "", LIST
+
+
+def _file(source: str) -> tuple[str, str, str]:
+    lowered = source.lower()
+    if lowered.endswith((".yaml", ".yml")):
+        return (
+            "is YAML, and configs are TOML (the same sections and keys, written `[train]` and `batch = 8`)",
+            "",
+            "zerocli configs show tiny, which is one to copy from",
+        )
+    if lowered.endswith(_WEIGHTS):
+        folder = quoted(os.path.dirname(source) or ".")
+        return "holds weights; a model is named by its config", "", f"zerocli train CONFIG --init-from {folder}"
+    if lowered.endswith((".txt", ".jsonl", ".parquet", ".csv", ".npy")):
+        return "is data, not a config", "", f"zerocli train tiny --data {quoted(source)}"
+    if lowered.endswith(".py"):
+        module = os.path.splitext(source)[0].strip("./").replace("/", ".")
+        return "is Python code; a model in it is named as module:function", "", f"zerocli train {module}:FUNCTION"
+    return "is neither a .toml nor a .json file", "", LIST
+
+
+def _nowhere(source: str, names: Sequence[str]) -> tuple[str, str, str]:
+    meant = closest(source, names)
+    if "=" in source:
+        return "is key=value, which belongs after --set", "", f"--set {quoted(source)}, after a CONFIG or none (tiny)"
+    if "://" in source:
+        return "is an address, and zerocli downloads nothing", "", f"hf download OWNER/NAME --local-dir NAME\n{LIST}"
+    if _HUB_ID.fullmatch(source) and not source.startswith((".", "runs/")):
+        name = source.rpartition("/")[2]
+        return (
+            "no such folder; zerocli does not download models from the Hugging Face hub",
+            "",
+            f"hf download {source} --local-dir {name}, then the same command with ./{name}",
+        )
+    if ":" in source:
+        return "is no factory: write package.module:function", "", "zerocli train package.module:function"
+    if source.startswith((".", "/", "~")) or source.endswith("/"):
+        return "there is no such file or folder", _beside(source), LIST
+    return f"no bundled config has this name; there are {', '.join(names) or 'none'}", meant, LIST
+
+
+def _beside(source: str) -> str:
+    """Return the name beside `source` that was probably meant, with its path."""
+    folder, name = os.path.split(source.rstrip("/"))
+    try:
+        found = closest(name, os.listdir(folder or "."))
+    except OSError:
+        return ""
+    return os.path.join(folder, found) if found else ""
