@@ -26,7 +26,7 @@ from zerocli.engine.api import open_process_group
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
-from zerocli.plan.factory import build_factory
+from zerocli.plan.factory import build_foreign
 from zerocli.run.steps import micro_step
 from zerocli.run.trainer import cap_device, make_engine, make_model, open_batches, resolve
 
@@ -98,7 +98,7 @@ class Ranks:
         try:
             engine = self._engine(Row(0))
         except UserError as error:
-            if not self.config.model.factory or error.exit_code != USAGE:
+            if not self.config.model.foreign or error.exit_code != USAGE:
                 raise
             self.built = "cpu"
             if self.rank == 0:
@@ -122,8 +122,8 @@ class Ranks:
     def _whole_model(self) -> nn.Module:
         """Return the model with memory, as without sharding."""
         torch.manual_seed(self.config.train.seed)
-        if self.config.model.factory:
-            return build_factory(self.config.model.factory, "cpu")
+        if self.config.model.foreign:
+            return build_foreign(self.config.model, self.config.train.seq, "cpu")
         return make_model(self.config, "cpu")
 
     # -- runs ------------------------------------------------------------------------------------------------------

@@ -161,8 +161,9 @@ def _dry_run(config: configs.Config, worker: bool, as_json: bool) -> int:
     gpus = machine.gpus()
     ranks, _ = launch.choose_ranks(config.parallel.ranks, config.parallel.tp, len(gpus))
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=ranks))
-    if config.model.factory:
-        raise UserError("a factory's model has no plan before it is built", hint="zerocli profile without --dry-run")
+    if config.model.foreign:
+        fact = "a model of other code than zerocli's own has no plan before it is built"
+        raise UserError(fact, hint="zerocli profile without --dry-run")
     local = os.environ.get("LOCAL_WORLD_SIZE")
     verdict = preflight(config, gpus, math.gcd(ranks, int(local)) if local else 0)
     plan = verdict.plan

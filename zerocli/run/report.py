@@ -51,7 +51,7 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
 def _vocabulary(config: Config, engine: Engine) -> list[str]:
     """Return how tensor parallelism split the vocabulary, and why; nothing without tensor parallelism."""
     tp, vocab = engine.tensor_parallel, config.model.vocab
-    if tp.world == 1 or config.model.factory:
+    if tp.world == 1 or config.model.foreign:
         return []
     if "head.weight" in tp.cuts:
         return [f"vocabulary split, {vocab // tp.world} tokens per rank (tp {tp.world} divides {vocab})"]

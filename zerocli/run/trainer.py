@@ -36,8 +36,8 @@ from zerocli.engine.startup import STARTUP
 from zerocli.engine.store import CONNECT_SECONDS
 from zerocli.engine.tensor_parallel import local_numel
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
-from zerocli.models import Decoder, build
-from zerocli.plan.factory import build_factory
+from zerocli.models import Decoder, build_model
+from zerocli.plan.factory import build_foreign
 from zerocli.plan.preflight import preflight, smallest_change
 from zerocli.plan.traced import Traced
 from zerocli.profile.lines import History, Line
@@ -179,8 +179,8 @@ def choose_run(config: Config, options: RunOptions, traced: Traced | str) -> Cho
     """Return the config with what `--auto` chooses, the same on all ranks. Collective."""
     if not options.auto:
         return Chosen(config)
-    if config.model.factory and isinstance(traced, str):
-        raise UserError(f"--auto: {config.model.factory}: {traced}", hint="--stage and --offload instead of --auto")
+    if config.model.foreign and isinstance(traced, str):
+        raise UserError(f"--auto: {config.model.source}: {traced}", hint="--stage and --offload instead of --auto")
     setup = run_setup(config)
     gathered = functools.partial(gather_values, stage="agreeing on the machine")
     model = traced if isinstance(traced, Traced) else None
@@ -222,8 +222,8 @@ def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
 def make_model(config: Config, device: str = "meta") -> nn.Module:
     """Return the model on `device`; a factory's model is always on meta, without memory."""
     if config.model.factory:
-        return build_factory(config.model.factory)
-    return build(config.model, config.train.seq, device)
+        return build_foreign(config.model, config.train.seq)
+    return build_model(config.model, config.train.seq, device)
 
 
 def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) -> Engine:
@@ -250,10 +250,19 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
 
 
 def open_batches(config: Config, check: bool = True) -> Batches:
-    vocab = 0 if config.model.factory else config.model.vocab
+    vocab = vocabulary(config)
     source = open_source(config.data.path, config.data.tokenizer, config.data.dtype, vocab, config.train.seq, check)
     train = config.train
     return Batches(source, train.batch, train.seq, train.accumulate, train.seed)
+
+
+def vocabulary(config: Config) -> int:
+    """Return how many token ids the model knows; 0 if nobody says."""
+    if config.model.code != "transformers":
+        return 0 if config.model.factory else config.model.vocab
+    from zerocli.models import transformers_model
+
+    return transformers_model.vocabulary(config.model.folder)
 
 
 def refuse_overwriting(options: RunOptions) -> None:
@@ -326,7 +335,7 @@ def count_parameters(config: Config) -> tuple[int, int]:
         return sum(p.numel() for p in model.parameters()), local_numel(model, config.parallel.tp)
 
     layers = config.model.layers
-    if config.model.factory or layers < 3:
+    if config.model.foreign or layers < 3:
         return count(make_model(config))
     counts = [
         count(make_model(dataclasses.replace(config, model=dataclasses.replace(config.model, layers=num))))
@@ -350,8 +359,8 @@ def dry_run(config: Config, options: RunOptions) -> int:
         held = report.planned_memory(config, numel, local)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if config.model.factory and config.activations.policy == AUTO:
-        say("activations: chosen when a run starts: the factory's model is traced then")
+    if config.model.foreign and config.activations.policy == AUTO:
+        say("activations: chosen when a run starts: the model is traced then")
     document = {"schema": 1, "config": to_dict(config), "parameters": numel, "memory": held}
     local = math.gcd(config.parallel.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.ranks)))
     gpus = machine.gpus()
