@@ -20,6 +20,7 @@ from torch import nn
 from zerocli.check.compare import Differences, Gap, Outcome, Tolerance, differences, rounding
 from zerocli.check.plain import NotPlain, Plain, train
 from zerocli.check.rows import COMPILED_FACTOR, FACTOR, Checklist, Row
+from zerocli.checkpoint.imports import load_weights
 from zerocli.config import Config, read_placement
 from zerocli.console import say
 from zerocli.engine.api import open_process_group
@@ -104,6 +105,8 @@ class Ranks:
             if self.rank == 0:
                 say(f"note: built on the CPU with its own initial values, as it cannot be on the meta device: {error}")
             engine = self._engine(Row(0))
+        if self.config.train.init_from:
+            load_weights(engine, self.config.train.init_from, self.config.model)
         start = engine.state_dict()
         engine.close()
         return start

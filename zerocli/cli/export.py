@@ -23,8 +23,9 @@ from zerocli.layout.sizes import format_bytes, format_count, parse_memory
 def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as_json: bool) -> int:
     """Write the weights of RUN's checkpoint to the folder OUT: safetensors with an index, and config.json.
 
-    Llama and GPT-2 models get Hugging Face names, so that `transformers` loads OUT; others keep the model's own.
-    `zerocli train --init-from OUT` starts from them.
+    A run that began from a Hugging Face folder gives one back, with that folder's names, config and tokenizer. Other
+    Llama and GPT-2 models get Hugging Face names, so that `transformers` loads OUT; the rest keep the model's own.
+    `zerocli train OUT` goes on from such a folder, `zerocli train --init-from OUT` starts from the weights.
     """
     try:
         file_nbytes = parse_memory(file_size)

@@ -24,6 +24,8 @@ class Mapping:
     transposed: bool = False
     leading: bool = False
     """Whether a model may take the first rows of a longer tensor (positions)."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Shape of each in the files, where it is not that of the rows: all of them in order have our elements."""
 
 
 def known(model: ModelConfig) -> str:

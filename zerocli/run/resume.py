@@ -17,7 +17,13 @@ from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, UserError
 from zerocli.run.data import Batches
 
-NO_NUMBERS = {("train", "accumulate"), ("train", "batch"), ("train", "log_every"), ("train", "watchdog")}
+NO_NUMBERS = {
+    ("train", "accumulate"),
+    ("train", "batch"),
+    ("train", "log_every"),
+    ("train", "watchdog"),
+    ("model", "folder"),
+}
 """Keys that change how a step is computed, but not its result."""
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from offload.verify import Corrupted
 from tiers.errors import TierError
 from zerocli import machine
+from zerocli.checkpoint import source_files
 from zerocli.checkpoint.folder import Folder
 from zerocli.config import AUTO, Config, num_micro_steps, sharding_of, to_dict
 from zerocli.config.options import RunOptions
@@ -58,6 +59,9 @@ from zerocli.worker import job_name
 def work(config: Config, options: RunOptions, observer: Observer | None = None) -> int:
     """Run one rank of a training run, watched by `observer`; return the exit code."""
     refuse_check_of_masks(config, options)
+    if config.model.folder:
+        folder = source_files.with_kept(config, options.run_dir)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, folder=folder))
     if "RANK" in os.environ and threading.current_thread() is threading.main_thread():
         # KeyboardInterrupt could be raised anywhere, even in torch's callbacks; end the process at once instead.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -122,6 +126,7 @@ def _train(
     with STARTUP.by_itself("building the model"):
         refuse_overwriting(options)
         changes: dict[str, Any] = {"recompute": recompute, "events": options.events, "watch": watchdog.attach}
+        changes["empty"] = bool(config.train.init_from)  # or a checkpoint's values: either way all are loaded
         engine = observer.build(lambda: make_engine(config, **changes))
     config = with_choices(config, engine)
     with STARTUP.by_itself("preparing the run folder"):
@@ -139,6 +144,7 @@ def _train(
             Folder(run_dir / "checkpoints").sweep()
             write_text(run_dir / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
             write_text(run_dir / JOB_FILE, job_name())
+            source_files.keep(config, engine.model, run_dir)
             chosen.save(run_dir)
     # The reference starts from the same values: copy them before the first update.
     start = engine.state_dict() if options.check else None
