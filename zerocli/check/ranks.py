@@ -105,8 +105,6 @@ class Ranks:
             if self.rank == 0:
                 say(f"note: built on the CPU with its own initial values, as it cannot be on the meta device: {error}")
             engine = self._engine(Row(0))
-        if self.config.train.init_from:
-            load_weights(engine, self.config.train.init_from, self.config.model)
         start = engine.state_dict()
         engine.close()
         return start
@@ -120,7 +118,11 @@ class Ranks:
             activations=dataclasses.replace(config.activations, policy="recompute" if row.recompute else "keep"),
             model=dataclasses.replace(config.model, compile=row.compiled),
         )
-        return make_engine(config, self._whole_model() if self.built == "cpu" else make_model(config))
+        model = self._whole_model() if self.built == "cpu" else make_model(config)
+        engine = make_engine(config, model, empty=bool(config.train.init_from))
+        if config.train.init_from:
+            load_weights(engine, config.train.init_from, config.model)
+        return engine
 
     def _whole_model(self) -> nn.Module:
         """Return the model with memory, as without sharding."""

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from zerocli import config as configs
 from zerocli import machine
 from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config
+from zerocli.config.hub import is_model
 from zerocli.config.options import RunOptions, automatic_keys
 from zerocli.console import quoted, say, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
@@ -48,7 +49,7 @@ def command(
     for name in ("html", "trace_file", "snapshot"):
         if given[name]:
             _check_writable(given[name], f"--{name.replace('_', '-')}")
-    if other is not None or os.path.isdir(source):
+    if other is not None or (os.path.isdir(source) and not is_model(source)):
         _refuse_changes(ctx, source)
         return _show_runs([source, *([other] if other is not None else [])], given)
     return _profile(ctx, source, sets, run_dir, given)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 from zerocli.console import quoted
 from zerocli.errors import ConfigError, Problem, closest, quote
+from zerocli.regular_files import MAX_CONFIG_NBYTES
 
 HELD_BACK = (
     *("auto_map", "custom_pipelines", "_name_or_path", "name_or_path", "transformers_version"),
@@ -55,6 +57,15 @@ def folder_of(path: str) -> str:
     """Return `model.folder` of a config file: the folder that holds a config.json, or a file of another name."""
     path = os.path.abspath(path)
     return os.path.dirname(path) if os.path.basename(path) == CONFIG else path
+
+
+def is_model(folder: str) -> bool:
+    """Return whether a folder holds a Hugging Face config.json; a run's config.json has no model_type."""
+    try:
+        with open(os.path.join(folder, CONFIG), encoding="utf-8-sig") as file:
+            return "model_type" in json.loads(file.read(MAX_CONFIG_NBYTES))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 def has_weights(folder: str) -> bool:

@@ -106,7 +106,7 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
         notes.append("batch 1 (not in the file; set it with --batch)")
     hint = " (--trace runs transformers' own model)" if hugging.installed() else ""
     if shape is not None and shape.family not in ("gpt2", "llama"):
-        notes.append(f"{shape.family} is planned as zerocli would build it{hint}; train it by a factory")
+        notes.append(f"{shape.family} is planned as zerocli would build it{hint}; transformers trains it")
     config = dataclasses.replace(config, train=train)
     return Source(name, config, shape, 0, notes=tuple(notes), file=file)
 

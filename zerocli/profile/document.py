@@ -122,7 +122,7 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
         plan = plan_of(facts["parameters"] if model is None else model, setup_of(config, **changes))
     except UserError as error:
         return None, f"nothing is predicted: {error}"
-    return plan, "" if plan.whole else "of a factory's model only model states are predicted"
+    return plan, "" if plan.whole else "of a model of other code than zerocli's own, only model states are predicted"
 
 
 def expect(config: Config, plan: Plan | None, facts: Mapping[str, Any]) -> dict[str, Any] | None:
