@@ -27,10 +27,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from zerocli import config as configs  # noqa: E402
 from zerocli import machine  # noqa: E402
-from zerocli.checkpoint.filling import MAX_READ_NBYTES, MAX_THREADS  # noqa: E402
 from zerocli.checkpoint.imports import load_weights  # noqa: E402
 from zerocli.checkpoint.safetensors import Entry, Writer  # noqa: E402
+from zerocli.layout.constants import LOAD_THREADS as MAX_THREADS  # noqa: E402
 from zerocli.run import trainer  # noqa: E402
+
+MAX_READ_NBYTES = 32 << 20
 
 SHAPES = {
     "small": dict(hidden_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,

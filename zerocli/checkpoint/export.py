@@ -57,6 +57,8 @@ class Exported:
     note: str
     model: bool
     """Whether the config.json beside the weights describes the model."""
+    folder: bool = False
+    """Whether it is a Hugging Face folder, which `zerocli train` takes as CONFIG."""
 
 
 def export(
@@ -146,7 +148,7 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
     nbytes = sum((out / file).stat().st_size for file in files)
     note = "" if config is None else f"Hugging Face names ({config.model.family})"
     note = f"own names: {reason}" if reason else "the names of its folder" if theirs is not None else note
-    return Exported(manifest.step, files, numel, nbytes, note, config is not None)
+    return Exported(manifest.step, files, numel, nbytes, note, config is not None, config is not None and not reason)
 
 
 def _as_begun(begun: dict[str, Any], config: Config, manifest: Manifest, source: Path, dtype: str) -> dict[str, Any]:

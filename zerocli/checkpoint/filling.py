@@ -24,14 +24,7 @@ from zerocli.checkpoint.sources import Memory, Source, SplitMaster
 from zerocli.engine.master import split
 from zerocli.engine.startup import STARTUP
 from zerocli.errors import FAILURE, UserError
-
-MAX_THREADS = 8
-MAX_READ_NBYTES = 32 << 20
-MIN_READ_NBYTES = 1 << 20
-MEMORY_SHARE = 1 / 25
-"""Share of what a rank keeps that all threads' buffers and conversions may take, down to `MIN_READ_NBYTES` each."""
-COPIES = 6
-"""Bytes of memory per byte of a read at most: the buffer, its values in fp32, and the two parts of a split master."""
+from zerocli.layout.constants import LOAD_THREADS, load_nbytes
 
 
 @dataclass(frozen=True)
@@ -63,9 +56,8 @@ class Filler:
 
     def __init__(self, device: torch.device, kept_nbytes: int) -> None:
         self._device = device
-        self._num_threads = max(2, min(MAX_THREADS, machine.cores()))
-        room = int(kept_nbytes * MEMORY_SHARE) // (COPIES * self._num_threads)
-        self._nbytes = min(MAX_READ_NBYTES, max(MIN_READ_NBYTES, room))
+        self._num_threads = max(2, min(LOAD_THREADS, machine.cores()))
+        self._nbytes = load_nbytes(kept_nbytes, self._num_threads)
         self._files: dict[Path, int] = {}
         self._own = threading.local()
         self._one_at_a_time = threading.Lock()
@@ -74,6 +66,7 @@ class Filler:
     def run(self, reads: Iterable[Read], others: Iterable[Callable[[], None]] = ()) -> None:
         """Do all reads, in the order of the files, and then the others one after the other."""
         ordered = sorted(reads, key=lambda read: (str(read.file), read.start))
+        self._nbytes = min(self._nbytes, max((read.nbytes for read in ordered), default=1))
         waiting: deque[Future[None]] = deque()
         threads = ThreadPoolExecutor(self._num_threads, initializer=torch.set_num_threads, initargs=(1,))
         try:

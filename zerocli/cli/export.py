@@ -42,7 +42,8 @@ def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as
         f"{'file' if len(done.files) == 1 else 'files'}, {format_bytes(done.nbytes)} in {seconds:.1f} s "
         f"({rate:.2f} GB/s); {done.note}"
     )
-    say(f"try: zerocli train {f'{out}/config.json ' if done.model else ''}--init-from {out}")
+    config = f"{out}/config.json " if done.model else ""
+    say(f"try: zerocli train {out if done.folder else f'{config}--init-from {out}'}")
     if as_json:
         document = {"schema": 1, "step": done.step, "out": out, "files": done.files, "parameters": done.parameters}
         show(json.dumps(document | {"bytes": done.nbytes, "seconds": seconds, "names": done.note}))
