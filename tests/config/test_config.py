@@ -56,7 +56,8 @@ def test_every_field_says_what_it_is():
     assert len(sections) == len(SECTIONS) + 1  # and the whole
     for node in sections:
         if node.name.endswith("Config"):
-            for field, after in zip(node.body[1::2], node.body[2::2], strict=True):
+            body = [each for each in node.body if not isinstance(each, ast.FunctionDef)]
+            for field, after in zip(body[1::2], body[2::2], strict=True):
                 assert isinstance(field, ast.AnnAssign)
                 assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(field)
 
@@ -259,8 +260,12 @@ q = 'x'
 def test_hugging_face_shapes_are_taken_over(write):
     gpt2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "n_inner": None, "vocab_size": 99}
     made = load(write(json.dumps(gpt2 | {"n_positions": 32, "dropout": "unknown"}), "config.json"))
-    assert made.model == ModelConfig("gpt2", layers=2, hidden=64, heads=2, vocab=99, dropout=0.1, positions=32)
-    assert made.train.seq == 32
+    from_file = {"folder": made.model.folder, "code": "zerocli"}
+    assert os.path.isfile(os.path.join(made.model.folder, "config.json"))
+    assert made.model == ModelConfig(
+        "gpt2", layers=2, hidden=64, heads=2, vocab=99, dropout=0.1, positions=32, **from_file
+    )
+    assert made.train.seq == 32 and made.train.init_from == ""
 
     llama = {
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -268,14 +273,15 @@ def test_hugging_face_shapes_are_taken_over(write):
         "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}, "head_dim": 16, "hidden_act": "silu",
     }  # fmt: skip
     expected = ModelConfig(
-        "llama", 3, 64, 4, 2, 128, 96, tie=True, bias=False, rope_theta=5e5, norm_eps=1e-6, positions=2048
+        "llama", 3, 64, 4, 2, 128, 96, tie=True, bias=False, rope_theta=5e5, norm_eps=1e-6, positions=2048, **from_file
     )
     assert load(write(json.dumps(llama), "config.json")).model == expected
 
 
 def test_hugging_face_files_that_do_not_map_are_refused(write):
     path = write('{\n "model_type": "mamba"\n}', "config.json")
-    assert refused(path) == [
+    ours = ["model.code=zerocli"]
+    assert refused(path, ours) == [
         'config.json:2: model_type "mamba" is not built in: gpt2, llama, mistral, qwen2, qwen3 are'
     ]
     assert "neither a model_type" in refused(write("{}", "config.json"))[0]

@@ -12,8 +12,9 @@ ROOT = Path(__file__).parents[2]
 LAYERS = ("zerocli", "offload", "tiers")
 TORCH = {"_buffers", "_parameters", "_version", "_cdata", "_schema", "_orig_mod", "_wrapped_by_lr_sched"}
 """Private names of torch's modules, tensors, storages, operators and schedulers that have no public counterpart."""
-HOOKS = {"_reset_parameters", "_init_weights"}
-"""Methods by which other people's modules say how their parameters are made."""
+HOOKS = {"_reset_parameters", "_init_weights", "_is_stateful", "_no_split_modules"}
+HOOKS |= {"_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"}
+"""Names by which other people's modules say how their parameters are made and stored, and what they are."""
 REFLECTION = {"getattr", "setattr", "hasattr", "delattr"}
 
 

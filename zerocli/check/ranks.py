@@ -20,13 +20,14 @@ from torch import nn
 from zerocli.check.compare import Differences, Gap, Outcome, Tolerance, differences, rounding
 from zerocli.check.plain import NotPlain, Plain, train
 from zerocli.check.rows import COMPILED_FACTOR, FACTOR, Checklist, Row
+from zerocli.checkpoint.imports import load_weights
 from zerocli.config import Config, read_placement
 from zerocli.console import say
 from zerocli.engine.api import open_process_group
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
-from zerocli.plan.factory import build_factory
+from zerocli.plan.factory import build_foreign
 from zerocli.run.sources import open_batches
 from zerocli.run.steps import micro_step
 from zerocli.run.trainer import cap_device, make_engine, make_model, resolve
@@ -99,7 +100,7 @@ class Ranks:
         try:
             engine = self._engine(Row(0))
         except UserError as error:
-            if not self.config.model.factory or error.exit_code != USAGE:
+            if not self.config.model.foreign or error.exit_code != USAGE:
                 raise
             self.built = "cpu"
             if self.rank == 0:
@@ -118,13 +119,17 @@ class Ranks:
             activations=dataclasses.replace(config.activations, policy="recompute" if row.recompute else "keep"),
             model=dataclasses.replace(config.model, compile=row.compiled),
         )
-        return make_engine(config, self._whole_model() if self.built == "cpu" else make_model(config))
+        model = self._whole_model() if self.built == "cpu" else make_model(config)
+        engine = make_engine(config, model, empty=bool(config.train.init_from))
+        if config.train.init_from:
+            load_weights(engine, config.train.init_from, config.model)
+        return engine
 
     def _whole_model(self) -> nn.Module:
         """Return the model with memory, as without sharding."""
         torch.manual_seed(self.config.train.seed)
-        if self.config.model.factory:
-            return build_factory(self.config.model.factory, "cpu")
+        if self.config.model.foreign:
+            return build_foreign(self.config.model, self.config.train.seq, "cpu")
         return make_model(self.config, "cpu")
 
     # -- runs ------------------------------------------------------------------------------------------------------

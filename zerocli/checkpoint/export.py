@@ -8,6 +8,7 @@ whole.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -24,13 +25,13 @@ from typing import Any
 
 import torch
 
-from zerocli.checkpoint import safetensors
+from zerocli.checkpoint import safetensors, source_files
 from zerocli.checkpoint.folder import MANIFEST, Folder
 from zerocli.checkpoint.manifest import Damaged, Manifest, Tensor, Unreadable
 from zerocli.checkpoint.manifest import read as read_manifest
 from zerocli.checkpoint.reader import Reader
 from zerocli.checkpoint.safetensors import Entry
-from zerocli.config import Config, from_dict
+from zerocli.config import Config, from_dict, load
 from zerocli.errors import DOES_NOT_FIT, FAILURE, UserError
 from zerocli.layout.sizes import format_bytes
 from zerocli.models import hugging
@@ -41,6 +42,7 @@ NUM_THREADS = 12
 """Number of pieces, or tensors to transpose, that are processed concurrently."""
 MEMORY_NBYTES = 2 << 30
 """Memory for transposing tensors; one tensor is always allowed."""
+BUFFERS = "buffers/0/"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -55,6 +57,8 @@ class Exported:
     note: str
     model: bool
     """Whether the config.json beside the weights describes the model."""
+    folder: bool = False
+    """Whether it is a Hugging Face folder, which `zerocli train` takes as CONFIG."""
 
 
 def export(
@@ -106,11 +110,20 @@ def candidates(run: str, step: int | None) -> list[Path]:
 def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: int) -> Exported:
     """Write one checkpoint's parameters to `out`, which is absent or empty; raise Damaged if it is not whole."""
     config = _config(manifest)
+    source = path.absolute().parent.parent / source_files.FOLDER
+    begun_from = source_files.config_of(source) if config and config.model.folder else None
+    theirs = source_files.names_of(source) if config and config.model.code == "transformers" else None
     reason = hugging.known(config.model) if config else "the checkpoint does not say which model it is of"
     names = [name.removeprefix("parameters/") for name in manifest.tensors if name.startswith("parameters/")]
     mapped = [Mapping(n, (n,)) for n in names]
     zeros: list[tuple[str, int]] = []
-    if config and not reason:
+    if theirs is not None:
+        reason = ""
+        known = {mapping.ours for mapping in theirs}
+        buffers = [name.removeprefix(BUFFERS) for name in manifest.tensors if name.startswith(BUFFERS)]
+        names += [name for name in buffers if name in known]
+        mapped = theirs
+    elif config and not reason:
         # One more than there are is enough to detect another model, whatever its config says.
         mapped = list(itertools.islice(hugging.mappings(config.model), len(names) + 1))
         zeros = list(itertools.islice(hugging.absent(config.model), len(names) + 1))
@@ -122,15 +135,51 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
     with _aside(out) as aside:
         files = _write(path, manifest, mapped, zeros, aside, DTYPES[dtype], file_nbytes)
         about: dict[str, Any] = {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
-        if config and not reason:
+        if begun_from is not None and config and not reason:
+            about = _as_begun(begun_from, config, manifest, source, about["torch_dtype"])
+        elif config and not reason:
             about = hugging.config_json(config.model, config.train.seq, about["torch_dtype"])
         elif config:
             about = manifest.values["config"]
         write_text(aside / "config.json", json.dumps(about, indent=2) + "\n")
-    numel = sum(math.prod(manifest.tensors[f"parameters/{name}"].shape) for name in names)
+        if begun_from is not None:
+            source_files.copy(str(source), aside)
+    numel = sum(math.prod(manifest.tensors[_stored(manifest, name)].shape) for name in names)
     nbytes = sum((out / file).stat().st_size for file in files)
-    note = f"own names: {reason}" if reason else f"Hugging Face names ({config.model.family})" if config else ""
-    return Exported(manifest.step, files, numel, nbytes, note, config is not None)
+    note = "" if config is None else f"Hugging Face names ({config.model.family})"
+    note = f"own names: {reason}" if reason else "the names of its folder" if theirs is not None else note
+    return Exported(manifest.step, files, numel, nbytes, note, config is not None, config is not None and not reason)
+
+
+def _as_begun(begun: dict[str, Any], config: Config, manifest: Manifest, source: Path, dtype: str) -> dict[str, Any]:
+    """Return the config.json that the run began from, with the dtype that is written and what the run changed."""
+    about = dict(begun)
+    if config.model.code != "transformers":
+        rows = manifest.tensors.get("parameters/embed.positions.weight")
+        seq = rows.shape[0] if rows is not None else config.train.seq
+        if rows is not None and begun.get("n_positions", 1024) != seq:
+            about["n_positions"] = seq
+        if not _same_shape(config, source):
+            ours = hugging.config_json(config.model, seq, dtype)
+            kept = ("max_position_embeddings", "n_positions")
+            about |= {key: value for key, value in ours.items() if value is not None and key not in kept}
+    about["dtype" if "dtype" in begun and "torch_dtype" not in begun else "torch_dtype"] = dtype
+    return about
+
+
+def _same_shape(config: Config, source: Path) -> bool:
+    """Return whether the run trained the very model that its folder's config.json describes."""
+    try:
+        begun = load(str(source / "config.json"), ["model.code=zerocli"]).model
+    except UserError:
+        return False
+    beside: dict[str, Any] = {"folder": "", "code": "auto", "compile": "auto", "dropout": 0.0}
+    return dataclasses.replace(begun, **beside) == dataclasses.replace(config.model, **beside)
+
+
+def _stored(manifest: Manifest, name: str) -> str:
+    """Return the name under which a checkpoint has one of the model's parameters or buffers."""
+    return f"parameters/{name}" if f"parameters/{name}" in manifest.tensors else BUFFERS + name
 
 
 @contextlib.contextmanager
@@ -182,8 +231,13 @@ def _config(manifest: Manifest) -> Config | None:
 def _entries(manifest: Manifest, mapped: list[Mapping], dtype: torch.dtype) -> Iterator[tuple[Mapping, list[Entry]]]:
     """Yield each of our parameters with the tensors that it becomes."""
     for mapping in mapped:
-        tensor = manifest.tensors[f"parameters/{mapping.ours}"]
+        tensor = manifest.tensors[_stored(manifest, mapping.ours)]
         kind = dtype if tensor.dtype.is_floating_point else tensor.dtype
+        if mapping.shapes:
+            if sum(map(math.prod, mapping.shapes)) != math.prod(tensor.shape):
+                raise Damaged(f"{mapping.ours} has shape {list(tensor.shape)}, and other tensors in the model's files")
+            yield mapping, [Entry(n, kind, shape) for n, shape in zip(mapping.theirs, mapping.shapes, strict=True)]
+            continue
         rows = mapping.rows or tensor.shape[:1]
         if sum(rows) != sum(tensor.shape[:1]):
             raise Damaged(f"{mapping.ours} has {tensor.shape[0]} rows, not {sum(rows)}")
@@ -234,7 +288,7 @@ def _write(
 
 def _threads(manifest: Manifest, mapped: list[Mapping]) -> int:
     """Return the number of threads: a tensor that is held whole needs three times its size for a moment."""
-    tensors = ((manifest.tensors[f"parameters/{mapping.ours}"], mapping) for mapping in mapped)
+    tensors = ((manifest.tensors[_stored(manifest, mapping.ours)], mapping) for mapping in mapped)
     whole = [
         math.prod(tensor.shape) * tensor.dtype.itemsize
         for tensor, mapping in tensors
@@ -277,7 +331,7 @@ def _jobs(
     if mapping is None:
         yield lambda: _zero(writer, entries)
         return
-    name = f"parameters/{mapping.ours}"
+    name = _stored(reader.manifest, mapping.ours)
     starts = _starts(reader.manifest.tensors[name], mapping)
     if starts is None:
         turned = mapping.transposed

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from zerocli.checkpoint.boxes import Box, boxes_of
+from zerocli.checkpoint.filling import Filler, Read
 from zerocli.checkpoint.safetensors import Weights
-from zerocli.checkpoint.sources import source_of
-from zerocli.checkpoint.state import extent_of, spread
+from zerocli.checkpoint.sources import Source, source_of
+from zerocli.checkpoint.state import extent_of, persistent_buffers, spread
 from zerocli.config import ModelConfig
 from zerocli.engine.engine import Engine
 from zerocli.engine.startup import STARTUP
-from zerocli.engine.unit import MASTER
+from zerocli.engine.unit import MASTER, Flat
 from zerocli.errors import UserError
+from zerocli.layout.shards import Entry, Span
 from zerocli.models import hugging
 from zerocli.models.hugging import Mapping
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types whose values need no scale: anything else is quantized."""
+COMPARE_NUMEL = 4 << 20
 
 
 @torch.no_grad()
@@ -29,33 +33,92 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
     """Fill the engine's parameters from safetensors under our names or Hugging Face's; return which. Collective."""
     weights = Weights(path)
     entries = [entry for flat in engine.flats() for entry in flat.layout.entries]
-    own = all(entry.name in weights.entries for entry in entries)
-    reason = "" if own else hugging.known(model)
-    if reason:
-        missing = next(entry.name for entry in entries if entry.name not in weights.entries)
-        raise UserError(f"{path}: has no tensor {missing}, and there are no Hugging Face names for it: {reason}")
-    mapped = [Mapping(e.name, (e.name,)) for e in entries] if own else list(hugging.mappings(model))
-    by_name = {mapping.ours: _found(mapping, weights) for mapping in mapped}
+    if model.code == "transformers":
+        by_name, names = _names_of_transformers(engine, weights, path)
+    else:
+        by_name, names = _names_of_ours([entry.name for entry in entries], weights, path, model)
     shapes = {entry.name: extent_of(engine, entry.name, entry.shape) for entry in entries}
     problems = [line for name, extent in shapes.items() if (line := _mismatch(by_name[name], extent.shape, weights))]
     if problems:
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
         raise UserError(*[f"{path}: {line}" for line in problems[:8]], *more, hint=_hint(path))
     engine.synchronize()
-    for flat in engine.flats():
-        source, covered = source_of(flat, MASTER)
-        for entry in flat.layout.entries:
-            mine = entry.span.intersect(flat.own)
-            if not mine.numel:
+    flats = list(engine.flats())
+    reads: list[Read] = []
+    others: list[Callable[[], None]] = []
+    for flat in flats:
+        for entry, source, mine, at in _owned(flat):
+            mapping, extent = by_name[entry.name], shapes[entry.name]
+            if not mapping.transposed and extent.shape == entry.shape:
+                reads += _runs(mapping, extent.shape, mine, source, at, weights)
                 continue
-            at = mine.start - covered.start
-            for box in boxes_of(shapes[entry.name], entry.shape, mine.shifted(-entry.offset)):
-                values = _read(by_name[entry.name], shapes[entry.name].shape, box, weights)
-                source.write(at + box.start, values.to(source.dtype))
-                STARTUP.move()
+            for box in boxes_of(extent, entry.shape, mine):
+                others.append(functools.partial(_write, source, at, mapping, extent.shape, box, weights))
+    kept = sum(flat.own.numel * flat.dtype.itemsize for flat in flats)
+    Filler(engine.device, kept).run(reads, others)
+    for name, buffer in persistent_buffers(engine.model):
+        if name in by_name:
+            values = weights.read(by_name[name].theirs[0], 0, buffer.numel())
+            buffer.copy_(values.view(buffer.shape))
     spread(engine)
-    names = "own names" if own else f"Hugging Face names ({model.family})"
     return names + _unused(weights, {name for mapping in by_name.values() for name in mapping.theirs})
+
+
+def _owned(flat: Flat) -> Iterator[tuple[Entry, Source, Span, int]]:
+    """Yield each parameter of a flat that this rank owns a part of: (entry, its source, the part, its place there)."""
+    source, covered = source_of(flat, MASTER)
+    for entry in flat.layout.entries:
+        mine = entry.span.intersect(flat.own)
+        if mine.numel:
+            yield entry, source, mine.shifted(-entry.offset), mine.start - covered.start
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def _names_of_ours(
+    entries: list[str], weights: Weights, path: str, model: ModelConfig
+) -> tuple[dict[str, Mapping], str]:
+    """Return the tensors of each of our parameters, and whose names they have."""
+    own = all(name in weights.entries for name in entries)
+    reason = "" if own else hugging.known(model)
+    if reason:
+        missing = next(name for name in entries if name not in weights.entries)
+        raise UserError(f"{path}: has no tensor {missing}, and there are no Hugging Face names for it: {reason}")
+    mapped = [Mapping(name, (name,)) for name in entries] if own else list(hugging.mappings(model))
+    names = "own names" if own else f"Hugging Face names ({model.family})"
+    return {mapping.ours: _found(mapping, weights) for mapping in mapped}, names
+
+
+def _names_of_transformers(engine: Engine, weights: Weights, path: str) -> tuple[dict[str, Mapping], str]:
+    """Return the tensors of each parameter and buffer of a module of transformers; UserError if one has none."""
+    from zerocli.models import transformers_names
+
+    found = transformers_names.in_files(engine.model, {name: e.shape for name, (_, e) in weights.entries.items()})
+    if found.missing:
+        more = f" and {len(found.missing) - 8} more" if len(found.missing) > 8 else ""
+        listed = ", ".join(found.missing[:8])
+        raise UserError(f"{path}: has no values for {listed}{more}", hint=_hint(path))
+    for first, second in found.doubled:
+        if not _equal(weights, first, second):
+            raise UserError(
+                f"{path}: {first} and {second} differ, and the model's config.json says that they are one parameter",
+                hint='"tie_word_embeddings": false in config.json, if they were trained apart',
+            )
+    return {mapping.ours: mapping for mapping in found.mappings}, "transformers' own names"
+
+
+def _equal(weights: Weights, first: str, second: str) -> bool:
+    """Return whether two tensors in the files have the same values."""
+    numel = weights.entries[first][1].numel
+    if weights.entries[second][1].numel != numel:
+        return False
+    for start in range(0, numel, COMPARE_NUMEL):
+        stop = min(start + COMPARE_NUMEL, numel)
+        STARTUP.move()
+        if not torch.equal(weights.read(first, start, stop), weights.read(second, start, stop)):
+            return False
+    return True
 
 
 def _unused(weights: Weights, used: set[str]) -> str:
@@ -79,19 +142,50 @@ def _found(mapping: Mapping, weights: Weights) -> Mapping:
 
 
 def _mismatch(mapping: Mapping, ours: tuple[int, ...], weights: Weights) -> str:
-    for name, rows in zip(mapping.theirs, mapping.rows or ours[:1] or (1,), strict=True):
+    """Return why a parameter cannot be filled from its tensors in the files; empty if it can."""
+    for name in mapping.theirs:
         if name not in weights.entries:
             return f"has no tensor {name}"
         entry = weights.entries[name][1]
         if entry.dtype not in WEIGHT_DTYPES:
             return f"{name} is {str(entry.dtype).removeprefix('torch.')}: quantized weights have no scale here"
-        shape = entry.shape
+    if mapping.shapes:
+        from zerocli.models.transformers_names import shapes_fit
+
+        fact = f"{mapping.theirs[0]} has shape {list(mapping.shapes[0])}"
+        return "" if shapes_fit(mapping, ours) else f"{fact}, and {mapping.ours} {list(ours)}"
+    for name, rows in zip(mapping.theirs, mapping.rows or ours[:1] or (1,), strict=True):
+        shape = weights.entries[name][1].shape
         wanted = (rows, *ours[1:]) if ours else ()
         wanted = tuple(reversed(wanted)) if mapping.transposed else wanted
         longer = mapping.leading and len(shape) == len(wanted) and shape[0] >= wanted[0] and shape[1:] == wanted[1:]
         if shape != wanted and not longer:
             return f"{name} has shape {list(shape)}, not {list(wanted)}"
     return ""
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _runs(
+    mapping: Mapping, shape: tuple[int, ...], run: Span, source: Source, at: int, weights: Weights
+) -> Iterator[Read]:
+    """Yield the reads of a run of consecutive elements of one of our parameters, which is at `at` of the source."""
+    inner, first = math.prod(shape[1:]), 0
+    counts = [math.prod(each) for each in mapping.shapes] or [
+        rows * inner for rows in mapping.rows or shape[:1] or (1,)
+    ]
+    for name, numel in zip(mapping.theirs, counts, strict=True):
+        low, high = max(run.start, first), min(run.stop, first + numel)
+        if low < high:
+            file, entry = weights.entries[name]
+            start = entry.start + (low - first) * entry.dtype.itemsize
+            yield Read(file, start, high - low, entry.dtype, source, at + low - run.start)
+        first += numel
+
+
+def _write(source: Source, at: int, mapping: Mapping, shape: tuple[int, ...], box: Box, weights: Weights) -> None:
+    source.write(at + box.start, _read(mapping, shape, box, weights).to(source.dtype))
 
 
 def _read(mapping: Mapping, shape: tuple[int, ...], box: Box, weights: Weights) -> torch.Tensor:

@@ -98,16 +98,16 @@ class SplitMaster(Source):
     dtype = torch.float32
 
     def __init__(self, parameters: Source, remainder: Source) -> None:
-        self._parameters, self._remainder = parameters, remainder
+        self.parameters, self.remainder = parameters, remainder
         self.on_gpu = parameters.on_gpu and remainder.on_gpu
 
     def read(self, start: int, target: torch.Tensor) -> Wait:
-        if isinstance(self._parameters, Memory) and isinstance(self._remainder, Memory):  # joined where they are
+        if isinstance(self.parameters, Memory) and isinstance(self.remainder, Memory):  # joined where they are
             part = slice(start, start + target.numel())
-            return Memory(join(self._parameters.tensor[part], self._remainder.tensor[part])).read(0, target)
-        parameters = torch.empty(target.numel(), dtype=self._parameters.dtype)
-        remainder = torch.empty(target.numel(), dtype=self._remainder.dtype)
-        waits = [self._parameters.read(start, parameters), self._remainder.read(start, remainder)]
+            return Memory(join(self.parameters.tensor[part], self.remainder.tensor[part])).read(0, target)
+        parameters = torch.empty(target.numel(), dtype=self.parameters.dtype)
+        remainder = torch.empty(target.numel(), dtype=self.remainder.dtype)
+        waits = [self.parameters.read(start, parameters), self.remainder.read(start, remainder)]
         once = threading.Lock()
 
         def wait() -> None:
@@ -122,8 +122,8 @@ class SplitMaster(Source):
 
     def write(self, start: int, values: torch.Tensor) -> None:
         parameters, remainder = split(values)
-        self._parameters.write(start, parameters)
-        self._remainder.write(start, remainder)
+        self.parameters.write(start, parameters)
+        self.remainder.write(start, remainder)
 
 
 def _nothing() -> None:

@@ -24,8 +24,9 @@ from zerocli.layout.sizes import format_bytes, format_count, parse_memory
 def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as_json: bool) -> int:
     """Write the weights of RUN's checkpoint to the folder OUT: safetensors with an index, and config.json.
 
-    Llama and GPT-2 models get Hugging Face names, so that `transformers` loads OUT; others keep the model's own.
-    `zerocli train --init-from OUT` starts from them.
+    A run that began from a Hugging Face folder gives one back, with that folder's names, config and tokenizer. Other
+    Llama and GPT-2 models get Hugging Face names, so that `transformers` loads OUT; the rest keep the model's own.
+    `zerocli train OUT` goes on from such a folder, `zerocli train --init-from OUT` starts from the weights.
     """
     try:
         file_nbytes = parse_memory(file_size)
@@ -43,7 +44,8 @@ def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as
         f"{'file' if len(done.files) == 1 else 'files'}, {format_bytes(done.nbytes)} in {seconds:.1f} s "
         f"({rate:.2f} GB/s); {done.note}"
     )
-    say(f"try: zerocli train {f'{out}/config.json ' if done.model else ''}--init-from {out}")
+    config = f"{out}/config.json " if done.model else ""
+    say(f"try: zerocli train {out if done.folder else f'{config}--init-from {out}'}")
     if as_json:
         document = {"schema": 1, "step": done.step, "out": out, "files": done.files, "parameters": done.parameters}
         show(json.dumps(document | {"bytes": done.nbytes, "seconds": seconds, "names": done.note}))

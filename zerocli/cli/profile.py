@@ -16,6 +16,7 @@ from zerocli import config as configs
 from zerocli import machine
 from zerocli.cli.run_dirs import refuse_no_run
 from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config, run_options
+from zerocli.config.hub import is_model
 from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
@@ -58,7 +59,7 @@ def command(
             f"--compare {given['compare']}: {source} and {other} are compared already",
             hint=f"zerocli profile {quoted(source)} --compare {quoted(given['compare'])}",
         )
-    if other is not None or os.path.isdir(source):
+    if other is not None or (os.path.isdir(source) and not is_model(source)):
         _refuse_changes(ctx, source)
         before = [given["compare"]] if given["compare"] else []
         return _show_runs([*before, source, *([other] if other is not None else [])], given)
@@ -174,8 +175,9 @@ def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:
     gpus = machine.gpus()
     ranks, _ = launch.choose_ranks(config.parallel.ranks, config.parallel.tp, len(gpus))
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=ranks))
-    if config.model.factory:
-        raise UserError("a factory's model has no plan before it is built", hint="zerocli profile without --dry-run")
+    if config.model.foreign:
+        fact = "a model of other code than zerocli's own has no plan before it is built"
+        raise UserError(fact, hint="zerocli profile without --dry-run")
     chosen = choose_here(config, options)
     config = chosen.config
     for line in chosen.lines:

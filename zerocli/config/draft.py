@@ -14,6 +14,9 @@ from zerocli.errors import ConfigError, Problem, closest, quote
 
 # Flags that are not named after their key.
 _FLAGS = {"data.path": "--data", "offload.placement": "--offload"}
+CODE = "model.code"
+FOREIGN = ("model.folder", CODE, "model.vocab", "model.compile")
+"""Keys of `model` that mean something beside the config.json that transformers builds from."""
 
 
 def load(source: str, sets: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
@@ -40,6 +43,7 @@ def assemble(
     is_file: bool = False,
 ) -> Config:
     """Return the config that a document describes, overridden by `sets` and `flags`; see `load`."""
+    document = configfile.for_code(document, _asked_code(sets, flags))
     draft = _Draft(list(document.problems), document.hint)
     draft.add_document(document)
     if draft.values.get("model.factory") and is_file:
@@ -60,6 +64,12 @@ def assemble(
     if document.positions:
         draft.bound_seq(document.positions)
     return draft.finish()
+
+
+def _asked_code(sets: Sequence[str], flags: Mapping[str, object] | None) -> str:
+    """Return `model.code` as it is asked for, before there is a config."""
+    given = [text.partition("=")[2].strip().strip("\"'") for text in sets if text.partition("=")[0].strip() == CODE]
+    return str((flags or {}).get(CODE) or (given or ["auto"])[-1])
 
 
 class _Draft:
@@ -111,6 +121,8 @@ class _Draft:
 
     def finish(self) -> Config:
         config = build(self.values)
+        if config.model.code == "transformers":
+            self._refuse_shape(config)
         for keys, problem in violations(config):
             if not self.bad.intersection(keys):
                 # The key that was set last is the most likely to be wrong.
@@ -119,6 +131,13 @@ class _Draft:
         if self.problems:
             raise ConfigError(self.problems, self.hint)
         return config
+
+    def _refuse_shape(self, config: Config) -> None:
+        """Add a problem for each key that the folder's config.json decides."""
+        for key, place in self.places.items():
+            if key.startswith("model.") and key not in FOREIGN and get(config, key) != FIELDS[key].default:
+                fact = f"{short(key)}: transformers builds the model that {config.model.folder} describes"
+                self.problems.append(Problem(place, fact))
 
 
 def build(values: Mapping[str, Any]) -> Config:

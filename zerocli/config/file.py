@@ -1,4 +1,4 @@
-"""Read config sources (bundled names, TOML, Hugging Face JSON, factories) and locate each key in them.
+"""Read config sources (bundled names, TOML, Hugging Face folders, JSON, factories) and locate each key in them.
 
 This module does not know which keys exist: a `Document` is nested values and places, checked by `zerocli.config`.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerocli.config import hugging
+from zerocli.config import hub, hugging
 from zerocli.config.hints import unknown_source
 from zerocli.errors import ConfigError, Problem, closest, quote
 from zerocli.regular_files import MAX_CONFIG_NBYTES
@@ -36,8 +36,16 @@ class Document:
     places: dict[str, str] = field(default_factory=dict)
     positions: int = 0  # the longest sequence the model supports; 0 = unknown
     problems: list[Problem] = field(default_factory=list)
-    hint: str = ""  # the next command, if there are problems
-    notes: list[str] = field(default_factory=list)  # for the log
+    hint: str = ""
+    """The next command, if there are problems."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the log."""
+    unsupported: list[Problem] = field(default_factory=list)
+    """What our own code does not compute of a Hugging Face config; the code of `transformers` may."""
+    hugging_face: bool = False
+    """Whether it is a Hugging Face config, which `transformers` may build instead of our own code."""
+    other: "Document | None" = None
+    """The same config for the code of `transformers`."""
 
 
 def read(source: str) -> Document:
@@ -53,6 +61,8 @@ def read(source: str) -> Document:
         document = Document(source.rpartition(":")[2], {"model": {"factory": source}})
         document.places["model.factory"] = source
         return document
+    if os.path.isfile(os.path.join(source, hub.CONFIG)):
+        return read_folder(source)
     raise unknown_source(source, list(names))
 
 
@@ -125,9 +135,73 @@ def read_toml(path: str, shown: str = "") -> Document:
 def read_json(path: str) -> Document:
     """Return the sections of a run's config.json, or a Hugging Face config.json as a model section."""
     values, places, stem = read_values(path)
-    if "model_type" not in values and isinstance(values.get("model"), dict):
+    if _is_of_run(values):
         return Document(stem, values, places)
-    return _from_hugging_face(stem, values, places, path)
+    return _either_code(stem, values, places, path)
+
+
+def read_folder(folder: str) -> Document:
+    """Return the model of a Hugging Face folder; training starts from the weights in it."""
+    path = os.path.join(folder, hub.CONFIG)
+    values, places, stem = read_values(path)
+    if _is_of_run(values):
+        fact = "is the folder of a run, not of a model"
+        raise ConfigError([Problem(folder, fact, path)], hint=f"zerocli train --resume --run-dir {folder}")
+    document = _either_code(stem, values, places, path)
+    if not hub.has_weights(folder):
+        fact = "has a config.json and no weights (.safetensors)"
+        raise ConfigError([Problem(folder, fact)], hint=f"{path} as CONFIG starts from random weights")
+    for each in (document, document.other):
+        if each is not None:
+            each.values = {**each.values, "train": {"init_from": os.path.abspath(folder)}}
+            each.places["train.init_from"] = folder
+    return document
+
+
+def _is_of_run(values: dict[str, Any]) -> bool:
+    return "model_type" not in values and isinstance(values.get("model"), dict)
+
+
+def _either_code(stem: str, values: dict[str, Any], places: dict[str, str], path: str) -> Document:
+    """Return a Hugging Face config for our own code, with why that does not cover it, and for transformers' code."""
+    try:
+        document = _from_hugging_face(stem, dict(values), dict(places), path)
+    except ConfigError as error:
+        if not isinstance(values.get("model_type"), str):
+            raise
+        document = Document(stem, {"model": {}}, unsupported=list(error.problems), hint=error.hint)
+    folder = {"folder": hub.folder_of(path)}
+    document.values = {**document.values, "model": {**document.values.get("model", {}), **folder}}  # type: ignore[dict-item]
+    document.hugging_face = True
+    vocab = hub.size_of(values, "vocab_size")
+    model: dict[str, object] = {**folder, "code": "transformers", **({"vocab": vocab} if vocab else {})}
+    name = re.sub(r"[^\w.-]+", "-", stem).strip("-.") or str(values["model_type"])
+    document.other = Document(name, {"model": model}, {f"model.{key}": path for key in model})
+    document.other.positions = hub.size_of(values, *hub.POSITIONS)
+    return document
+
+
+def for_code(document: Document, asked: str) -> Document:
+    """Return the document for `model.code`: our own code where `auto` finds that it covers the config exactly.
+
+    So a command gives the same numbers whether or not transformers is installed. Raises ConfigError if the code that
+    is asked for cannot build the model.
+    """
+    if not document.hugging_face or asked not in ("auto", "zerocli", "transformers"):
+        return document
+    covered = not document.unsupported
+    if asked == "zerocli" or covered and asked == "auto":
+        if not covered:
+            raise ConfigError(document.problems + document.unsupported, hint=document.hint)
+        model: Any = document.values["model"]
+        document.values = {**document.values, "model": {**model, "code": "zerocli"}}
+        return document
+    if not hub.installed():
+        place = document.places.get("model.family", document.name)
+        problems = document.unsupported or [Problem(place, "model.code=transformers, which is not installed")]
+        raise ConfigError(problems, hint="pip install 'zerocli[hf]': transformers has code for other models")
+    assert document.other is not None
+    return document.other
 
 
 def read_values(path: str) -> tuple[dict[str, Any], dict[str, str], str]:
@@ -229,7 +303,7 @@ def _from_hugging_face(stem: str, values: dict[str, Any], places: dict[str, str]
     made = hugging.translate(values, places, path)
     document = Document(re.sub(r"[^\w.-]+", "-", stem).strip("-.") or family, {"model": made.model}, made.places)
     document.positions = made.positions
-    document.problems = made.problems + made.unsupported
+    document.problems, document.unsupported = made.problems, made.unsupported
     if made.unsupported:
         document.hint = "--set model.code=transformers, which runs the model with the code of transformers"
     if made.unknown:

@@ -63,8 +63,13 @@ def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ..
     def sound(*names: str) -> bool:
         return not bad.intersection(names)
 
-    if model.factory:
-        return  # the factory determines the shape
+    if model.code == "transformers" and sound("parallel.tp", "model.code"):
+        if not model.folder:
+            yield ("model.code",), "code transformers needs a Hugging Face folder or config.json as CONFIG"
+        if config.parallel.tp > 1:
+            yield ("parallel.tp",), f"tp {config.parallel.tp}: models of transformers are not split over ranks"
+    if model.foreign:
+        return  # the factory, or the folder's config.json, determines the shape
     if sound("model.heads", "model.hidden", "model.head_dim"):
         size = model.head_dim or model.hidden // model.heads
         if not model.head_dim and model.hidden % model.heads:
@@ -97,7 +102,7 @@ def _tp_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...],
     """
     model, tp = config.model, config.parallel.tp
     numbers = {"parallel.ranks": config.parallel.ranks}
-    if not model.factory:  # else the factory decides the shape
+    if not model.foreign:  # else its own code decides the shape
         numbers["model.kv_heads" if model.kv_heads else "model.heads"] = model.kv_heads or model.heads
         numbers["model.mlp_hidden"] = model.mlp_hidden
     numbers = {key: number for key, number in numbers.items() if number and key not in bad}

@@ -74,9 +74,21 @@ class ModelConfig:
     factory: str = setting("", form=FACTORY, example="package.module:callable")
     """`package.module:callable` that builds the model instead of a built-in family."""
     folder: str = setting("")
-    """Folder of the Hugging Face config.json that the model came from, with its tokenizer; empty = none."""
+    """Folder of the Hugging Face config.json (or config of another name) that the model is from, with its tokenizer."""
+    code: str = setting("auto", choices=("auto", "zerocli", "transformers"))
+    """Whose code a Hugging Face config is built with; auto = ours where it covers the config exactly."""
     compile: bool | str = setting("auto", choices=("auto", True, False))
     """Whether the repeated blocks go through torch.compile; auto = on a GPU, in runs of 200 steps or more."""
+
+    @property
+    def foreign(self) -> bool:
+        """Whether code other than our own builds the model: then the other keys do not describe its shape."""
+        return bool(self.factory) or self.code == "transformers"
+
+    @property
+    def source(self) -> str:
+        """What a foreign model is built from: the factory, or the folder."""
+        return self.factory or self.folder
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zerocli.config import Config
+from zerocli.config import Config, hub
+from zerocli.config.file import read_values
 from zerocli.data.encoder import BYTES, find_tokenizer, open_encoder, refuse_vocabulary
 from zerocli.data.files import DOCUMENTS, TOKENS, TextCheck, find_files, unreadable
 from zerocli.data.rows import read_rows
@@ -11,8 +12,11 @@ HEAD_NBYTES = 2**16
 
 
 def known_vocab(config: Config) -> int:
-    """Return the token ids that the model knows, 0 if code other than our own decides that."""
-    return 0 if getattr(config.model, "foreign", config.model.factory) else config.model.vocab
+    """Return the token ids that the model knows, 0 if nobody says."""
+    if config.model.code != "transformers":
+        return 0 if config.model.factory else config.model.vocab
+    values, _, _ = read_values(hub.config_path(config.model.folder))
+    return hub.size_of(values, "vocab_size")
 
 
 def refuse_data(config: Config) -> None:

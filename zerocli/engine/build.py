@@ -166,15 +166,21 @@ class Builder:
             materialise.initialise_modules(self._model, flat, self._settings.seed, self._device)
 
         with torch.no_grad():
+            if self._settings.empty and all(id(parameter) in fresh for parameter in flat.parameters):
+                self._place(flat, torch.zeros((), device=self._device).expand(flat.layout.total), empty=True)
+                return
             whole = materialise.whole_values(flat, fresh, initialise, self._collectives, self._device, self._given)
             self._place(flat, whole)
 
-    def _place(self, flat: Flat, whole: torch.Tensor) -> None:
-        self._place_parameters(flat, whole, flat.spec.tiers["parameters"])
+    def _place(self, flat: Flat, whole: torch.Tensor, empty: bool = False) -> None:
+        """Place a flat's values and states; with `empty`, `whole` is one zero, expanded, and takes no memory."""
+        self._place_parameters(flat, whole, flat.spec.tiers["parameters"], _zeros if empty else narrow)
         if flat.trainable:
-            self._place_states(flat, whole[flat.held.start : flat.held.stop], flat.spec.tiers["optimizer"])
+            self._place_states(flat, whole[flat.held.start : flat.held.stop], flat.spec.tiers["optimizer"], empty)
 
-    def _place_parameters(self, flat: Flat, whole: torch.Tensor, tier: str) -> None:
+    def _place_parameters(
+        self, flat: Flat, whole: torch.Tensor, tier: str, narrow: Callable[..., torch.Tensor] = narrow
+    ) -> None:
         mine = whole[flat.own.start : flat.own.stop]
         if flat.spec.resident(self._sizing):
             flat.resident = narrow(whole, flat.dtype)
@@ -196,11 +202,11 @@ class Builder:
         about = (tier, "parameters", flat.own.numel, flat.dtype, self._tiers.traffic, self._tiers.verifier)
         return Store(*about) if tier.addressable or not tier.stores else StagedStore(self._mover, *about)
 
-    def _place_states(self, flat: Flat, held: torch.Tensor, tier: str) -> None:
+    def _place_states(self, flat: Flat, held: torch.Tensor, tier: str, empty: bool) -> None:
         arrays = self._arrays(flat)
         master = {MASTER: held} if MASTER in arrays else {}
         if REMAINDER in arrays:
-            master = {REMAINDER: split(held)[1]}
+            master = {REMAINDER: _zeros(held, torch.int16) if empty else split(held)[1]}
         if tier != HBM:
             cuts = [0, *(span.stop for _, span in flat.spec.chunks(self._sizing.chunk))]
             opened = self._tiers.open(tier, "optimizer")
@@ -208,13 +214,13 @@ class Builder:
             flat.record.store.what = f"the optimizer states of {flat.unit.title}"
             flat.record.fill(master)
         elif MASTER in arrays:
-            flat.master = held.clone()
+            flat.master = _zeros(held, torch.float32) if empty else held.clone()
         elif REMAINDER in arrays:
             flat.remainder = master[REMAINDER]
         if flat.dtype == torch.float32 and flat.param_store is None:  # the parameters are the master
             flat.master = flat.held_parameters
         if flat.record is None:
-            flat.states = {name: torch.zeros_like(held, dtype=torch.float32) for name in self._states}
+            flat.states = {name: _zeros(held, torch.float32) for name in self._states}
 
     def _allocate_gradients(self, flats: list[Flat]) -> None:
         """Allocate the gradients of trainable flats that stay: a shard each, or a part of one arena in backward order.
@@ -242,6 +248,11 @@ class Builder:
                 flat.grad_full = arena[at : at + flat.layout.total]
                 flat.grad = flat.grad_full[flat.held.start : flat.held.stop]
                 at += flat.layout.total
+
+
+def _zeros(values: torch.Tensor, dtype: torch.dtype, copy: bool = True) -> torch.Tensor:
+    """Return as many zeros, which take memory once they are written; in place of `narrow` for values to come."""
+    return torch.zeros(values.shape, dtype=dtype, device=values.device)
 
 
 def _flats(units: list[Unit]) -> Iterator[Flat]:

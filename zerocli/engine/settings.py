@@ -56,6 +56,9 @@ class Settings(Sharding):
     """Seed of the initial values of a model built on the meta device."""
     state: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor] | None = None
     """Whole weights to start from, by name, or a function that returns one; they are read unit by unit."""
+    empty: bool = False
+    """Whether the parameters of a model on the meta device start as zeros instead of initial values, because weights
+    are loaded next, slice by slice: then no unit is ever whole in memory."""
     tier_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Additional arguments for tiers, by tier name."""
     device: torch.device | str | None = None

@@ -313,8 +313,7 @@ def find_units(model: nn.Module, choice: UnitChoice = None) -> list[tuple[str, n
     if choice is None and callable(own := getattr(model, "unit_modules", None)):
         choice = own()
     if choice is None:
-        _walk_blocks(model, "", chosen)
-        return chosen
+        return [*chosen, *repeated_blocks(model)]
     wanted = chooses(choice)
     for name, module in model.named_modules():
         if module is not model and wanted(module) and any(True for _ in module.parameters()):
@@ -322,6 +321,13 @@ def find_units(model: nn.Module, choice: UnitChoice = None) -> list[tuple[str, n
     if len(chosen) == 1:
         raise ValueError(f"no module of {type(model).__name__} matches units={choice!r}")
     return chosen
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of two or more children of one class in a ModuleList, ModuleDict or Sequential."""
+    found: list[tuple[str, nn.Module]] = []
+    _walk_blocks(model, "", found)
+    return found
 
 
 def _walk_blocks(module: nn.Module, prefix: str, chosen: list[tuple[str, nn.Module]]) -> None:

@@ -63,3 +63,18 @@ def save_slot(buffer_nbytes: int) -> int:
     """Return the bytes of each slot of the buffer that checkpoints pass through."""
     asked = buffer_nbytes // 64 // PAGE_NBYTES * PAGE_NBYTES
     return min(MAX_SAVE_SLOT_NBYTES, max(SAVE_SLOT_NBYTES, asked))
+
+
+# -- reading weights ---------------------------------------------------------------------------------------------------
+
+LOAD_THREADS = 8
+"""Threads that read a folder's weights, at most; each has a buffer."""
+LOAD_COPIES = 6
+"""Bytes of host memory per byte of a read at most: the buffer, its values in fp32, the two parts of a split master."""
+LOAD_SHARE = 25
+"""All reads under way take at most 1/25 of the parameters that a rank keeps, unless each would be below 1 MiB."""
+
+
+def load_nbytes(kept_nbytes: int, threads: int = LOAD_THREADS) -> int:
+    """Return how much a thread reads at once, for a rank that keeps so many bytes of parameters."""
+    return min(32 << 20, max(1 << 20, kept_nbytes // (LOAD_SHARE * LOAD_COPIES * threads)))

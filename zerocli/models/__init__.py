@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
+from zerocli import config
 from zerocli.models.gpt2 import GPT2
 from zerocli.models.llama import Llama
 from zerocli.models.loss import linear_cross_entropy
 from zerocli.models.parts import Decoder, ModelConfig
 
-__all__ = ["FAMILIES", "Decoder", "ModelConfig", "build", "linear_cross_entropy"]
+__all__ = ["FAMILIES", "Decoder", "ModelConfig", "build", "build_model", "linear_cross_entropy"]
 
 FAMILIES: dict[str, type[GPT2] | type[Llama]] = {"gpt2": GPT2, "llama": Llama}
+
+
+def build_model(model: config.ModelConfig, seq: int, device: str | torch.device = "cpu") -> nn.Module:
+    """Return the model of a config's `model` section, built by our own code or by that of transformers."""
+    if model.code == "transformers":
+        from zerocli.models import transformers_model
+
+        return transformers_model.build(model.folder, seq, device)
+    return build(model, seq, device)
 
 
 def build(model_config: ModelConfig, seq: int, device: str | torch.device = "cpu") -> Decoder:

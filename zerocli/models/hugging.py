@@ -25,12 +25,14 @@ class Mapping:
     transposed: bool = False
     leading: bool = False
     """Whether a model may take the first rows of a longer tensor (positions)."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Shape of each in the files, where it is not that of the rows: all of them in order have our elements."""
 
 
 def known(model: ModelConfig) -> str:
     """Return why Hugging Face has no such model; empty if it has."""
-    if model.factory:
-        return f"{model.factory} is not a built-in family"
+    if model.foreign:
+        return f"{model.source} is not a built-in family"
     if model.family == "gpt2" and model.kv_heads not in (0, model.heads):
         return "its GPT-2 has as many heads of keys and values as of queries"
     return "" if type_of(model) else "none of its families has this combination of biases, norms and windows"

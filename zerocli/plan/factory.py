@@ -1,4 +1,4 @@
-"""Models that a function builds: counted on the meta device, where they take no memory."""
+"""Foreign models, which a function or transformers builds: counted on the meta device, where they take no memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from zerocli.config import ModelConfig
 from zerocli.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,6 +43,20 @@ def build_factory(factory: str, device: str = "meta") -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UserError(f"{factory} returned {type(model).__name__}, not an nn.Module", hint=WANTED)
     return model
+
+
+def build_foreign(model: ModelConfig, seq: int, device: str = "meta") -> nn.Module:
+    """Return the model that a factory or transformers builds, by default on meta; UserError if it cannot."""
+    if model.factory:
+        return build_factory(model.factory, device)
+    from zerocli.models import build_model
+
+    return build_model(model, seq, device)
+
+
+def count_foreign(model: ModelConfig, seq: int) -> int:
+    """Return the parameters of the model that a factory or transformers builds."""
+    return sum(each.numel() for each in build_foreign(model, seq).parameters())
 
 
 def count_factory(factory: str) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zerocli.config.hub import MAX_LAYERS as MAX_LAYERS
+from zerocli.config.hub import MAX_SIZE
 from zerocli.errors import Problem, quote
-
-MAX_SIZE = 2**40
-"""Upper bound of every dimension; a larger value is a mistake."""
-MAX_LAYERS = 100_000
 
 
 class Fields:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from zerocli import config as configs
 from zerocli.config import AUTO, Config, ModelConfig
 from zerocli.config import file as configfile
+from zerocli.config.hub import CONFIG, config_path
 from zerocli.config.hugging import TYPES, translate
 from zerocli.errors import ConfigError, Problem, UserError
 from zerocli.layout.sizes import parse_count
@@ -47,6 +48,9 @@ def read_source(source: str, sets: Sequence[str], flags: Mapping[str, object]) -
         config = configs.assemble(configfile.Document("unnamed", {}), sets, flags)
         note = "a bare count gives model states alone: activations, logits and buffers need a shape"
         return Source(source, config, None, count, notes=(note,))
+    inner = os.path.join(source, CONFIG)
+    if os.path.isdir(source) and os.path.isfile(inner):
+        source = inner
     if source.endswith(".json"):
         return _read_json(source, sets, flags)
     config = configs.load(source, sets, flags)
@@ -74,6 +78,9 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
     values, places, stem = configfile.read_values(path)
     if "model_type" not in values and isinstance(values.get("model"), dict):
         config = configs.load(path, sets, flags)
+        if config.model.code == "transformers":
+            inner = _read_json(config_path(config.model.folder), (), {})
+            return dataclasses.replace(inner, name=config.name, config=config, notes=())
         return Source(config.name, config, shape_of(config.model, config.train.seq), 0)
     _refuse_shapes(sets, f"{path} says what the model is")
     file = hugging.ConfigFile(values, places, path)
@@ -101,7 +108,7 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
         notes.append("batch 1 (not in the file; set it with --batch)")
     hint = " (--trace runs transformers' own model)" if hugging.installed() else ""
     if shape is not None and shape.family not in TYPES:
-        notes.append(f"{shape.family} is planned as zerocli would build it{hint}; train it by a factory")
+        notes.append(f"{shape.family} is planned as zerocli would build it{hint}; transformers trains it")
     config = dataclasses.replace(config, train=train)
     return Source(name, config, shape, 0, notes=tuple(notes), file=file)
 
@@ -130,8 +137,8 @@ def _given(key: str, sets: Sequence[str], flags: Mapping[str, object]) -> bool:
 
 
 def plan_config(config: Config, device: str) -> Plan | None:
-    """Return the plan of a training config on one node of such devices; None if a factory builds the model."""
-    if config.model.factory:
+    """Return the plan of a training config on one node of such devices; None for a foreign model."""
+    if config.model.foreign:
         return None
     ranks = max(1, config.parallel.ranks)
     setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=ranks)

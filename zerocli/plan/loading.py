@@ -1,11 +1,11 @@
 """Host memory while a model is built and loaded, before its first step. Needs no torch.
 
 A run initialises its model on the device, flat by flat; what its placement keeps in host memory goes there at once.
-With `--init-from` each rank then reads, tensor by tensor, the elements that it owns (`checkpoint/imports.py`). Of one
-tensor it holds in host memory, for `n` elements of its own out of `N`:
+With `--init-from` nothing is initialised: each rank reads the elements that it owns (`checkpoint/filling.py`), and
+holds in host memory, beside what it keeps:
 
-    4n + 4n          the values in fp32, and the same joined from several tensors of the file
-    4n + 12n         the values, and their copies while a split master is made of them
+    8 x b            a buffer of b bytes for each thread that reads (b: `load_nbytes`, or the largest tensor's part)
+    8 x 5b           the same values in fp32 and in the halves of a split master, unless a GPU converts them
     10m              an fp32 master rounded to parameters, `m` elements of a flat at a time (at most 4 M)
     2N + 4N          only GPT-2's matrices, which Hugging Face transposes: a 16-bit tensor whole, and in fp32
 """
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from offload.placement import HBM
 from zerocli.layout import constants
 from zerocli.layout.buffers import states
-from zerocli.layout.flats import FP32, REMAINDER, FlatSpec
+from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.plan.flats import Flats, arenas
 from zerocli.plan.runtime import process_nbytes
 from zerocli.plan.setup import Setup
@@ -33,8 +34,19 @@ def host_nbytes(setup: Setup, flats: Flats, initialised: int, built: int, transp
         initialised = built = process_nbytes(setup.runtime, setup.width < FP32, setup.num_temporaries > 0)
     kept = _kept(setup, flats)
     read = max((nbytes for flat in flats.distinct for nbytes in _read(setup, flat, transposes)), default=0)
-    random = ranks * (initialised + kept)
-    return {"random": random, "init_from": max(random, ranks * (built + kept + read))}
+    read = max(read, _buffers(setup, flats))
+    return {"random": ranks * (initialised + kept), "init_from": ranks * (built + kept + read)}
+
+
+def _buffers(setup: Setup, flats: Flats) -> int:
+    """Return what a rank's threads take that read weights."""
+    own = sum(flats.sizes(lambda flat: [flat.own.numel * flat.width]))
+    parts = (min(entry.numel, flat.own.numel) for flat in flats.distinct for entry in flat.layout.entries)
+    each = min(constants.load_nbytes(own), FP32 * max(parts, default=0))
+    placement = setup.placement()
+    there = {share.tier for kind in ("parameters", "optimizer") for share in placement.of(kind)}
+    copies = 1 if setup.device == "cuda" and there <= {HBM} else constants.LOAD_COPIES
+    return min(constants.LOAD_THREADS * copies * each, constants.LOAD_COPIES * FP32 * own)
 
 
 def _kept(setup: Setup, flats: Flats) -> int:
@@ -62,6 +74,5 @@ def _read(setup: Setup, flat: FlatSpec, transposes: bool) -> Iterator[int]:
         yield 10 * min(flat.own.numel, constants.PIECE_NUMEL)
     for entry in flat.layout.entries:
         own = min(entry.numel, flat.own.numel)
-        yield (16 if master == REMAINDER else 8) * own
         if transposes and len(entry.shape) == 2 and flat.unit == "block":
             yield max(6 * entry.numel, 4 * entry.numel + 4 * own)

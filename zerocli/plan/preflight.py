@@ -53,7 +53,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Preflight:
-    """The plan of a run on this machine, tier by tier; `plan` is None for a factory's model."""
+    """The plan of a run on this machine, tier by tier; `plan` is None for a model of other code than ours."""
 
     setup: Setup
     plan: Plan | None
@@ -71,7 +71,7 @@ class Preflight:
     def lines(self) -> list[str]:
         """Return the verdict as text: one line for the result, one for each tier."""
         ranks = count_of(self.setup.local_ranks, "rank")
-        part = "" if self.plan is not None else "; model states alone (a factory's model is only counted)"
+        part = "" if self.plan is not None else "; model states alone (the model is only counted)"
         head = f"{'fits' if self.fits else 'does not fit'} this machine ({ranks}{part})"
         return [head, *(f"  {room}" for room in self.rooms)]
 
@@ -89,7 +89,7 @@ def preflight(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, nume
         ranks_per_node = len(gpus) if several else ranks
     setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=ranks_per_node)
     there = _available(config, setup, gpus)
-    if config.model.factory:
+    if config.model.foreign:
         return Preflight(setup, None, _compare(setup, _states(setup, numel), there))
     plan = plan_here(shape_of(config.model, config.train.seq), setup, _room(config, setup, there))
     return Preflight(plan.setup, plan, _compare(setup, _certain(plan, config), there))
@@ -106,9 +106,9 @@ def plan_here(shape: Shape, setup: Setup, room: int) -> Plan:
 def refuse(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, host: bool = True) -> None:
     """Raise UserError with exit code 3 if the plan says that a run cannot fit this machine.
 
-    Nothing is known of a factory's model before it is built. Without `host`, host memory is not compared.
+    Nothing is known of a foreign model before it is built. Without `host`, host memory is not compared.
     """
-    if config.model.factory:
+    if config.model.foreign:
         return
     try:
         found = preflight(config, gpus, ranks_per_node)
@@ -130,8 +130,8 @@ def refuse(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, host: b
 
 def smallest_change(config: Config, setup: Setup, gpus: Sequence[Gpu]) -> str:
     """Return arguments with which the run fits this machine; if there are none, the command that shows others."""
-    other = f"zerocli fit {quoted(config.model.factory or config.name)} --hardware h100, for another machine"
-    if config.model.factory:
+    other = f"zerocli fit {quoted(config.model.source or config.name)} --hardware h100, for another machine"
+    if config.model.foreign:
         return other
     there = _available(config, setup, gpus)
     shape = shape_of(config.model, config.train.seq)

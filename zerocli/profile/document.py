@@ -128,7 +128,7 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
         plan = plan_of(facts["parameters"] if model is None else model, setup_of(config, **changes))
     except UserError as error:
         return None, f"nothing is predicted: {error}"
-    return plan, "" if plan.whole else "of a factory's model only model states are predicted"
+    return plan, "" if plan.whole else "of a model of other code than zerocli's own, only model states are predicted"
 
 
 def expect(config: Config, plan: Plan | None, facts: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -146,8 +146,8 @@ def expect(config: Config, plan: Plan | None, facts: Mapping[str, Any]) -> dict[
 
 
 def config_shape(config: Config) -> Shape | None:
-    """Return the shape of a config's model; None if a factory builds it."""
-    return None if config.model.factory else shape_of(config.model, config.train.seq)
+    """Return the shape of a config's model; None if other code than ours builds it."""
+    return None if config.model.foreign else shape_of(config.model, config.train.seq)
 
 
 def rows(record: Mapping[str, Any], tiers: Iterable[str], plan: Plan | None) -> list[dict[str, Any]]:

@@ -40,9 +40,9 @@ class Chosen:
 
 def choose_here(config: Config, options: RunOptions, model: Model | None = None) -> Chosen:
     """Return the choice for a config with its ranks set, by what this process knows without torch; exit code 3 if
-    nothing fits. Of a factory's model nothing is known before it is built.
+    nothing fits. Of a foreign model nothing is known before it is built.
     """
-    if not options.auto or (model is None and config.model.factory):
+    if not options.auto or (model is None and config.model.foreign):
         return Chosen(config)
     gpus = machine.gpus()
     ranks = max(1, config.parallel.ranks)

@@ -19,7 +19,7 @@ from zerocli.engine.precision import precision
 from zerocli.engine.startup import STARTUP
 from zerocli.errors import UserError
 from zerocli.layout.recompute import WHOLE, Recompute
-from zerocli.plan.factory import build_factory
+from zerocli.plan.factory import build_foreign
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.recompute import TRACED, decide, room_here
 from zerocli.plan.setup import Setup, setup_of
@@ -41,7 +41,7 @@ def choose_blocks(config: Config, traced: Traced | str = NOT_TRACED, room: int |
         return asked, ""
     setup = run_setup(config)
     room = device_room(config, setup) if room is None else room
-    problem = traced if config.model.factory and isinstance(traced, str) else ""
+    problem = traced if config.model.foreign and isinstance(traced, str) else ""
     room, problem = _agree(room, problem)
     if problem:
         return WHOLE, f"all blocks recomputed ({problem})"
@@ -101,20 +101,21 @@ def gather_values(value: Any, stage: str) -> list[Any]:
 
 
 def trace_factory(config: Config, auto: Collection[str] = ()) -> Traced | str:
-    """Trace a factory's model each way that `auto` chooses from, if it is asked for; or say why there is no trace.
+    """Trace a foreign model each way that `auto` chooses from, if it is asked for; or say why there is no trace.
 
     `auto` are the keys that `--auto` chooses. Call it before the process group is opened: a trace has its own.
     """
-    if not config.model.factory or (config.activations.policy != AUTO and not auto):
+    if not config.model.foreign or (config.activations.policy != AUTO and not auto):
         return NOT_TRACED
     from zerocli.plan.trace import trace
 
     def make() -> Any:
-        return build_factory(config.model.factory)
+        return build_foreign(config.model, config.train.seq)
 
     try:
         setup = replace(run_setup(config), offload=Placement())
         with torch.random.fork_rng(devices=()):  # the run's own random numbers stay what they are
-            return trace(config.name, make, [replace(setup, recompute=each) for each in TRACED])
+            ways = [replace(setup, recompute=each) for each in TRACED]
+            return trace(config.name, make, ways, whole=bool(config.model.factory))
     except UserError as error:
         return f"it cannot be traced: {error}"

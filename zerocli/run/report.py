@@ -40,6 +40,7 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
         [
             f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "
             f"{config.zero.stage}, {count_of(world * tp, 'rank')}{axes} on {engine.device.type}",
+            *_origin(config, engine),
             f"precision {engine.precision.name} ({reason})",
             f"compile {'true' if engine.hooks.blocks.on else 'false'} ({engine.hooks.blocks.reason})",
             *([f"activations: {recomputed}"] if recomputed else []),
@@ -51,10 +52,20 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
     )
 
 
+def _origin(config: Config, engine: Engine) -> list[str]:
+    """Return whose code a Hugging Face model runs with, and whether its weights are the folder's or random."""
+    if not config.model.folder:
+        return []
+    ours = config.model.code != "transformers"
+    code = f"zerocli's {config.model.family}" if ours else f"transformers' {type(engine.model).__name__}"
+    start = f"weights from {config.train.init_from}" if config.train.init_from else "random weights (a config alone)"
+    return [f"model from {config.model.folder}: code of {code}, {start}"]
+
+
 def _vocabulary(config: Config, engine: Engine) -> list[str]:
     """Return how tensor parallelism split the vocabulary, and why; nothing without tensor parallelism."""
     tp, vocab = engine.tensor_parallel, config.model.vocab
-    if tp.world == 1 or config.model.factory:
+    if tp.world == 1 or config.model.foreign:
         return []
     if "head.weight" in tp.cuts:
         return [f"vocabulary split, {vocab // tp.world} tokens per rank (tp {tp.world} divides {vocab})"]

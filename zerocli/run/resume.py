@@ -23,6 +23,7 @@ NO_NUMBERS = {
     ("train", "log_every"),
     ("data", "cache"),
     ("train", "watchdog"),
+    ("model", "folder"),
 }
 """Keys that change how a step is computed, but not its result."""
 

@@ -22,6 +22,7 @@ from torch import nn
 from offload.verify import Corrupted
 from tiers.errors import TierError
 from zerocli import machine
+from zerocli.checkpoint import source_files
 from zerocli.checkpoint.folder import Folder
 from zerocli.config import AUTO, Config, notes_of, num_micro_steps, sharding_of, to_dict
 from zerocli.config.options import RunOptions
@@ -36,8 +37,8 @@ from zerocli.engine.startup import STARTUP
 from zerocli.engine.store import CONNECT_SECONDS
 from zerocli.engine.tensor_parallel import local_numel
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
-from zerocli.models import Decoder, build
-from zerocli.plan.factory import build_factory
+from zerocli.models import Decoder, build_model
+from zerocli.plan.factory import build_foreign
 from zerocli.plan.preflight import preflight, smallest_change
 from zerocli.plan.traced import Traced
 from zerocli.profile.lines import History, Line
@@ -59,6 +60,9 @@ from zerocli.worker import job_name
 def work(config: Config, options: RunOptions, observer: Observer | None = None) -> int:
     """Run one rank of a training run, watched by `observer`; return the exit code."""
     refuse_check_of_masks(config, options)
+    if config.model.folder:
+        folder = source_files.with_kept(config, options.run_dir)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, folder=folder))
     if "RANK" in os.environ and threading.current_thread() is threading.main_thread():
         # KeyboardInterrupt could be raised anywhere, even in torch's callbacks; end the process at once instead.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -125,6 +129,7 @@ def _train(
     with STARTUP.by_itself("building the model"):
         refuse_overwriting(options)
         changes: dict[str, Any] = {"recompute": recompute, "events": options.events, "watch": watchdog.attach}
+        changes["empty"] = bool(config.train.init_from)  # or a checkpoint's values: either way all are loaded
         engine = observer.build(lambda: make_engine(config, **changes))
     refuse_without_positions(config, batches, engine.model)
     config = with_choices(config, engine)
@@ -150,6 +155,7 @@ def _train(
             Folder(run_dir / "checkpoints").sweep()
             write_text(run_dir / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
             write_text(run_dir / JOB_FILE, job_name())
+            source_files.keep(config, engine.model, run_dir)
             chosen.save(run_dir)
     # The reference starts from the same values: copy them before the first update.
     start = engine.state_dict() if options.check else None
@@ -190,8 +196,8 @@ def choose_run(config: Config, options: RunOptions, traced: Traced | str) -> Cho
     """Return the config with what `--auto` chooses, the same on all ranks. Collective."""
     if not options.auto:
         return Chosen(config)
-    if config.model.factory and isinstance(traced, str):
-        raise UserError(f"--auto: {config.model.factory}: {traced}", hint="--stage and --offload instead of --auto")
+    if config.model.foreign and isinstance(traced, str):
+        raise UserError(f"--auto: {config.model.source}: {traced}", hint="--stage and --offload instead of --auto")
     setup = run_setup(config)
     gathered = functools.partial(gather_values, stage="agreeing on the machine")
     model = traced if isinstance(traced, Traced) else None
@@ -233,8 +239,8 @@ def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
 def make_model(config: Config, device: str = "meta") -> nn.Module:
     """Return the model on `device`; a factory's model is always on meta, without memory."""
     if config.model.factory:
-        return build_factory(config.model.factory)
-    return build(config.model, config.train.seq, device)
+        return build_foreign(config.model, config.train.seq)
+    return build_model(config.model, config.train.seq, device)
 
 
 def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) -> Engine:
@@ -331,7 +337,7 @@ def count_parameters(config: Config) -> tuple[int, int]:
         return sum(p.numel() for p in model.parameters()), local_numel(model, config.parallel.tp)
 
     layers = config.model.layers
-    if config.model.factory or layers < 3:
+    if config.model.foreign or layers < 3:
         return count(make_model(config))
     counts = [
         count(make_model(dataclasses.replace(config, model=dataclasses.replace(config.model, layers=num))))
@@ -356,8 +362,8 @@ def dry_run(config: Config, options: RunOptions) -> int:
         held = report.planned_memory(config, numel, local)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if config.model.factory and config.activations.policy == AUTO:
-        say("activations: chosen when a run starts: the factory's model is traced then")
+    if config.model.foreign and config.activations.policy == AUTO:
+        say("activations: chosen when a run starts: the model is traced then")
     document = {"schema": 1, "config": to_dict(config), "parameters": numel, "memory": held}
     local = math.gcd(config.parallel.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.ranks)))
     gpus = machine.gpus()
