@@ -191,10 +191,10 @@ _counted: dict[tuple[str, str], tuple[int, int]] = {}
 def num_checkpoints(config: Config) -> int:
     """Return the maximum number of checkpoints in a run folder: those kept, and the one being written."""
     saves = config.checkpoint
-    if not saves.every and not saves.time_limit:
+    if not saves.every and not saves.time_limit and not saves.best:
         return 0
     marked = config.train.steps // math.lcm(saves.every, saves.keep_every) if saves.every and saves.keep_every else 0
-    return saves.keep + marked + 1
+    return saves.keep + marked + saves.best + 1
 
 
 def setup_of(config: Config, **changes: object) -> Setup:

@@ -83,7 +83,7 @@ def open_files(num_ranks: int) -> int:
 def saves(config: Any) -> bool:
     """Return whether a run saves checkpoints; if so, it also saves when told to stop, and needs time for that."""
     checkpoint = getattr(config, "checkpoint", None)
-    return checkpoint is not None and (checkpoint.every > 0 or checkpoint.time_limit > 0)
+    return checkpoint is not None and (checkpoint.every > 0 or checkpoint.time_limit > 0 or checkpoint.best)
 
 
 def choose_ranks(asked: int, tp: int, num_gpus: int) -> tuple[int, str]:

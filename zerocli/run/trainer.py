@@ -45,12 +45,15 @@ from zerocli.profile.observer import Observer
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run import rank_loss, report
 from zerocli.run.automatic import Chosen, choose_here, choose_together
+from zerocli.run.between import Between
 from zerocli.run.data import Batches, open_source
+from zerocli.run.held_out import HeldOut, Pass, Section, Windows, describe, evaluates, training_part
 from zerocli.run.launch import JOB_FILE, open_files
 from zerocli.run.recompute import NOT_TRACED, choose_blocks, device_room, gather_values, run_setup, trace_factory
 from zerocli.run.run_lock import lock_run_folder
 from zerocli.run.schedule import make_schedule
 from zerocli.run.steps import Diverged, micro_step, run_steps
+from zerocli.run.tokens import TokenSource
 from zerocli.run.watchdog import START_SECONDS, Watchdog, end_process
 from zerocli.worker import job_name
 
@@ -114,6 +117,7 @@ def _train(
     config = resolve(config, world)
     with STARTUP.by_itself("opening the data"):
         batches = open_batches(config, check=rank == 0)
+        held_out = open_held_out(config, batches, check=rank == 0)
     run_dir = Path(options.run_dir)
     cap_device(config)
     chosen = choose_run(config, options, traced)
@@ -132,6 +136,8 @@ def _train(
             for line in chosen.lines:
                 say(line)
             say(report.opening(config, engine, reason))
+            if held_out is not None:
+                say(describe(config, held_out))
     with STARTUP.by_itself("loading"):
         first = begin(config, options, engine, batches, rank)
     with STARTUP.by_itself("writing the run folder"):
@@ -143,8 +149,9 @@ def _train(
     # The reference starts from the same values: copy them before the first update.
     start = engine.state_dict() if options.check else None
     lines = History()
+    between = Between(config, options, engine, held_out, rank, first)
     try:
-        stopped = run_steps(config, options, engine, batches, rank, first, lines, watchdog)
+        stopped = run_steps(config, options, engine, batches, rank, first, lines, watchdog, between)
     except Diverged as error:
         watchdog.close(error)
         observer.report(config, options, engine, lines)
@@ -166,6 +173,7 @@ def _train(
     held = report.gather_memory(engine)
     if rank == 0 and not observer.reports:
         summary = report.summary(config, options, engine, lines, held, checked)
+        summary["evaluation"] = between.evaluations.summary()
         say(report.closing(summary))
         if options.json:
             show(json.dumps(summary))
@@ -233,7 +241,9 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
     units = model.unit_modules() if isinstance(model, Decoder) else None
     settings = Settings(
         **sharding_of(config).shared(),
-        lr=make_schedule(optimizer.schedule, optimizer.lr, config.train.steps, optimizer.warmup, optimizer.min_lr),
+        lr=make_schedule(
+            optimizer.schedule, optimizer.lr, config.train.steps, optimizer.warmup, optimizer.min_lr, optimizer.decay
+        ),
         weight_decay=optimizer.weight_decay,
         units=units,
         compile=config.model.compile,
@@ -253,7 +263,22 @@ def open_batches(config: Config, check: bool = True) -> Batches:
     vocab = 0 if config.model.factory else config.model.vocab
     source = open_source(config.data.path, config.data.tokenizer, config.data.dtype, vocab, config.train.seq, check)
     train = config.train
+    source = training_part(source, config)  # what is held out for evaluation is never trained on
     return Batches(source, train.batch, train.seq, train.accumulate, train.seed)
+
+
+def open_held_out(config: Config, batches: Batches, check: bool = True) -> HeldOut | None:
+    """Return the batches to evaluate on: of `data.validation`, or the part of the data that `batches` leaves out."""
+    if not evaluates(config):
+        return None
+    if config.data.validation:
+        data = dataclasses.replace(config.data, path=config.data.validation, validation="", split=0.0)
+        train = dataclasses.replace(config.train, eval_every=0, accumulate=1)
+        batches = open_batches(dataclasses.replace(config, data=data, train=train), check)
+    elif isinstance(batches.source, Section):
+        return Windows(batches.source.rest(), config.train.batch, config.train.seq)
+    is_stream = isinstance(batches.source, TokenSource)
+    return Windows(batches.source, config.train.batch, config.train.seq) if is_stream else Pass(batches)
 
 
 def refuse_overwriting(options: RunOptions) -> None:
@@ -340,7 +365,7 @@ def dry_run(config: Config, options: RunOptions) -> int:
     """Print the resolved config, the memory of each rank and whether this machine has it; return 0, or 3 if not."""
     began = time.perf_counter()
     config = resolve(config, max(1, config.parallel.ranks))
-    open_batches(config)
+    open_held_out(config, open_batches(config))
     chosen = choose_here(config, options)
     config = chosen.config
     for line in chosen.lines:
