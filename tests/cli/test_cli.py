@@ -87,7 +87,8 @@ def test_the_flags_of_train_are_these():
     options = [name for param in train.command.params if isinstance(param, click.Option) for name in param.opts]
     assert sorted(options) == sorted(
         "--stage --offload --auto --nvme-path --ranks --tp --steps --batch --seq --precision --data --seed --run-dir "
-        "--resume --check --dry-run --json --set --init-from".split()
+        "--resume --check --dry-run --json --set --init-from --lr --accumulate --epochs --save-every --eval-every "
+        "--deepspeed".split()
     )
 
 

@@ -105,7 +105,7 @@ def run(args: Sequence[str] | None = None) -> int:
         return _fail("interrupted", INTERRUPTED)
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "zerocli"
-        return _fail(describe(error.format_message(), f"{path} --help"), USAGE)
+        return _fail(describe(error.format_message(), _usage_hint(error.format_message(), path)), USAGE)
     except click.ClickException as error:
         return _fail(describe(error.format_message()), error.exit_code)
     except UserError as error:
@@ -124,6 +124,15 @@ def describe(message: str, hint: str | None = None) -> str:
     """Return a user's error as lines: `error:` before each fact (its further lines are indented), `try:` the hint."""
     lines = [line if line.startswith(" ") or not line else f"error: {line}" for line in message.splitlines()]
     return "\n".join(lines + [f"try: {line}" for line in (hint or "").splitlines()])
+
+
+def _usage_hint(message: str, path: str) -> str:
+    """Return the command to try after a usage error: `key=value` needs `--set`, anything else the help."""
+    if "unexpected extra argument" in message and "=" in message:
+        from zerocli.config.draft import set_hint
+
+        return set_hint(message.partition("(")[2].rpartition(")")[0].split())
+    return f"{path} --help"
 
 
 def _about(error: OSError) -> tuple[str, str]:

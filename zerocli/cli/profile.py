@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from zerocli import config as configs
 from zerocli import machine
 from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config
+from zerocli.config.draft import set_hint
 from zerocli.config.options import RunOptions, automatic_keys
 from zerocli.console import quoted, say, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
@@ -48,6 +49,8 @@ def command(
     for name in ("html", "trace_file", "snapshot"):
         if given[name]:
             _check_writable(given[name], f"--{name.replace('_', '-')}")
+    if other is not None and "=" in other and not os.path.exists(other):
+        raise UserError(f"{other} is no run; keys are set with --set", hint=set_hint([other]))
     if other is not None or os.path.isdir(source):
         _refuse_changes(ctx, source)
         return _show_runs([source, *([other] if other is not None else [])], given)
@@ -112,7 +115,7 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
     flags = {key: given[name] for name, key in KEYS.items()}
     resume = given["resume"]
     said = any(text.partition("=")[0].strip() == "train.steps" for text in sets)
-    if flags["train.steps"] is None and not said and not resume:
+    if flags["train.steps"] is None and flags["train.epochs"] is None and not said and not resume:
         flags["train.steps"] = STEPS
     if worker:
         die_with_parent()

@@ -53,6 +53,8 @@ def read(source: str) -> Document:
 
 
 def _unknown(source: str, names: list[str]) -> ConfigError:
+    if source.endswith((".yaml", ".yml")):
+        return _yaml(source)
     if os.path.isdir(source):
         inner = os.path.join(source, "config.json")
         meant = inner if os.path.isfile(inner) else ""
@@ -61,6 +63,43 @@ def _unknown(source: str, names: list[str]) -> ConfigError:
         return ConfigError([Problem(source, "is neither a .toml nor a .json file")], hint="zerocli configs ls")
     known = f"no bundled config has this name; there are {', '.join(names) or 'none'}"
     return ConfigError([Problem(source or '""', known, closest(source, names))], hint="zerocli configs ls")
+
+
+def _yaml(path: str) -> ConfigError:
+    """Return the error for a YAML file, with its keys as TOML if it is as simple as a config of ours."""
+    if not os.path.isfile(path):
+        return ConfigError([Problem(path, "no such file; configs are TOML, not YAML")], hint="zerocli configs ls")
+    target = f"{path.rpartition('.')[0]}.toml"
+    lines = [f"  {line}" for line in as_toml(_read_text(path))]
+    fact = f"is YAML, and configs are TOML; as {target} it is:" if lines else "is YAML, and configs are TOML"
+    return ConfigError([Problem(path, "\n".join([fact, *lines]))], hint=f"zerocli train {target}")
+
+
+_YAML_LINE = re.compile(r"( *)([\w-]+) *:(?: +(.*?))? *")
+
+
+def as_toml(text: str) -> list[str]:
+    """Return YAML of sections with plain keys as lines of TOML; nothing if it holds anything else."""
+    made: list[str] = []
+    for line in text.splitlines():
+        line = re.sub(r"(^|\s)#.*", "", line).rstrip()
+        if not line or line == "---":
+            continue
+        found = _YAML_LINE.fullmatch(line)
+        if found is None:
+            return []
+        indent, key, value = found.groups()
+        if value is None and not indent:
+            made.append(f"[{key}]")
+        elif value is None:
+            return []
+        else:
+            try:
+                tomllib.loads(f"value = {value}")
+            except ValueError:
+                value = json.dumps(value.strip("'"))
+            made.append(f"{key} = {value}")
+    return made
 
 
 def bundled() -> list[tuple[str, str, str]]:

@@ -125,6 +125,8 @@ class OptimizerConfig:
     """The fp32 master of bf16 parameters: the 16 bits that they lack, beside them (split), or all 32 again (fp32)."""
     warmup: int = setting(0, least=0)
     """Steps over which the learning rate rises from zero."""
+    warmup_shape: str = setting("linear", choices=("linear", "log"))
+    """How it rises: linear, or log (as DeepSpeed's default: log(step) / log(warmup))."""
     schedule: str = setting("cosine", choices=SCHEDULES)
     """How the learning rate falls after the warm-up; wsd = it stays, and falls over the last `decay` steps."""
     decay: float = setting(0.2, above=0)

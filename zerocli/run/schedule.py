@@ -9,7 +9,13 @@ from zerocli.config.schema import SCHEDULES
 
 
 def make_schedule(
-    kind: str, lr: float, steps: int, warmup: int = 0, min_lr: float = 0.0, decay: float = 0.2
+    kind: str,
+    lr: float,
+    steps: int,
+    warmup: int = 0,
+    min_lr: float = 0.0,
+    decay: float = 0.2,
+    warmup_shape: str = "linear",
 ) -> Callable[[int], float]:
     """Return step -> learning rate; steps count from 1, `min_lr` is the final rate as a fraction of `lr`.
 
@@ -20,6 +26,8 @@ def make_schedule(
     falling = min(decay_steps(decay, steps), max(1, steps - warmup))
 
     def at(step: int) -> float:
+        if step <= warmup and warmup_shape == "log" and warmup > 1:
+            return lr * math.log(step) / math.log(warmup)
         if step <= warmup:
             return lr * step / warmup
         if kind == "constant":

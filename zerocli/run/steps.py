@@ -198,6 +198,6 @@ def stop_if_broken(config: Config, line: Line, saver: Saver | None = None) -> No
         saved = f"step {saver.saved} is saved" if saver is not None and saver.saved else "no checkpoint was written"
         raise Diverged(
             f"{what} at step {line.step} (lr {line.lr:.3g}); the step was not applied; {saved}",
-            hint="a lower --set optimizer.lr=..., or --set train.on_nan=continue",
+            hint="a lower --lr, or --set train.on_nan=continue",
             exit_code=FAILURE,
         )

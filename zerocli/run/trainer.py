@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,15 @@ def make_model(config: Config, device: str = "meta") -> nn.Module:
     return build(config.model, config.train.seq, device)
 
 
+def schedule_of(config: Config) -> Callable[[int], float]:
+    """Return step -> learning rate."""
+    optimizer = config.optimizer
+    return make_schedule(
+        *(optimizer.schedule, optimizer.lr, config.train.steps, optimizer.warmup, optimizer.min_lr, optimizer.decay),
+        optimizer.warmup_shape,
+    )
+
+
 def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) -> Engine:
     """Return the engine of a config, for its model or the one given; `changes` override fields of its settings."""
     model = make_model(config) if model is None else model
@@ -241,9 +251,7 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
     units = model.unit_modules() if isinstance(model, Decoder) else None
     settings = Settings(
         **sharding_of(config).shared(),
-        lr=make_schedule(
-            optimizer.schedule, optimizer.lr, config.train.steps, optimizer.warmup, optimizer.min_lr, optimizer.decay
-        ),
+        lr=schedule_of(config),
         weight_decay=optimizer.weight_decay,
         units=units,
         compile=config.model.compile,

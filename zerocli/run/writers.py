@@ -5,19 +5,15 @@ metrics.jsonl is always written and is complete; these are copies for other prog
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from zerocli.errors import UserError
 from zerocli.profile.lines import Line
 from zerocli.run.evaluate import Evaluated
-
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""Writer to the package that it needs."""
+from zerocli.run.launch import refuse_missing
 
 
 class Writer(Protocol):
@@ -72,17 +68,6 @@ WRITERS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
 }
-
-
-def refuse_missing(names: Sequence[str]) -> None:
-    """Raise UserError if a writer's package is not installed."""
-    missing = [name for name in names if importlib.util.find_spec(PACKAGES[name]) is None]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise UserError(
-            f"train.log_to={','.join(names)}: {' and '.join(missing)} {verb} not installed",
-            hint=f"pip install {' '.join(PACKAGES[name] for name in missing)}",
-        )
 
 
 class Writers:
