@@ -178,15 +178,20 @@ def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, s
 
 def arguments(ctx: click.Context) -> list[str]:
     """Return the resolved command line without `--ranks`: each launcher sets the number of ranks itself."""
+    given = [ctx.params.get(str(param.name)) for param in ctx.command.params if isinstance(param, click.Argument)]
+    return [*(str(value) for value in given if value is not None), *option_words(ctx)]
+
+
+def option_words(ctx: click.Context) -> list[str]:
+    """Return the options that were given, without `--ranks`."""
     words: list[str] = []
     for param in ctx.command.params:
         value = ctx.params.get(str(param.name))
         if isinstance(param, click.Argument):
-            if value is not None:
-                words.insert(0, str(value))
-        elif param.name == "ranks" or ctx.get_parameter_source(str(param.name)) is not ParameterSource.COMMANDLINE:
             continue
-        elif isinstance(param, click.Option) and param.is_flag:
+        if param.name == "ranks" or ctx.get_parameter_source(str(param.name)) is not ParameterSource.COMMANDLINE:
+            continue
+        if isinstance(param, click.Option) and param.is_flag:
             words.append(param.opts[0])
         else:
             for each in value if isinstance(value, tuple) else (value,):

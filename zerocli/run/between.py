@@ -82,8 +82,8 @@ class Between:
         prompt = train.sample_prompt or "\n"
         codec = open_codec(self._config)
         sampling = Sampling(train.sample_tokens, temperature=0.8, seed=train.seed)
-        ids = list(complete(self._engine, codec.encode(prompt), sampling, train.seq, codec.ends))
-        text = codec.decode(ids)
+        ids = codec.encode(prompt)
+        text = codec.continuation(ids, list(complete(self._engine, ids, sampling, train.seq, codec.ends)))
         if self._tells:
             line = json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n"
             fd = open_regular(self._run_dir / SAMPLES, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -33,6 +33,11 @@ class Codec:
             return bytes(each for each in ids if each < 256).decode("utf-8", "replace")
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def continuation(self, prompt: Sequence[int], made: Sequence[int]) -> str:
+        """Return the text of `made` as it follows `prompt`: alone, tokenizers drop a space at its beginning."""
+        before, whole = self.decode(prompt), self.decode([*prompt, *made])
+        return whole[len(before) :] if whole.startswith(before) else self.decode(made)
+
 
 def _open(tokenizer: str) -> Any:
     try:
