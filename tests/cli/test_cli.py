@@ -185,7 +185,7 @@ def test_a_deepspeed_config_gives_way_to_flags(config_file, monkeypatch, tmp_pat
     assert (config.train.batch, config.train.global_batch, config.zero.stage, config.train.clip) == (2, 8, 3, 0.5)
     assert "--deepspeed" in arguments
     err = capsys.readouterr().err
-    assert "--batch 2" in err and "--stage 1" in err and "without a counterpart: aio" in err
+    assert "--batch 2" in err and "--stage 1" in err and "without a counterpart: aio: no effect" in err
     assert cli.run([*words, "--accumulate", "3"]) == 5
     assert (seen[1][0].train.accumulate, seen[1][0].train.global_batch) == (3, 0)
 

@@ -43,6 +43,7 @@ def test_a_whole_config_becomes_keys(tmp_path):
             "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
             "steps_per_print": 50,
             "wall_clock_breakdown": True,
+            "frobnicate": 1,
         },
     )
     config = configs.load("tiny", [f"{key}={value}" for key, value in made.sets.items()])
@@ -57,6 +58,7 @@ def test_a_whole_config_becomes_keys(tmp_path):
     listed = " ".join(made.without)
     for name in ("offload_param", "offload_optimizer", "overlap_comm", "wall_clock_breakdown"):
         assert name in listed
+    assert "frobnicate: not known here" in made.without
     assert "matrices only" in made.notes[0]
 
 

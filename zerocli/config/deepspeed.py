@@ -28,6 +28,14 @@ REFUSED_IF_ON = {
     "hybrid_engine": "a loop of its own",
 }
 """Sections that change numbers when they are on, and how."""
+HARMLESS = frozenset(
+    "aio autotuning checkpoint comet comms_logger compile csv_monitor data_types dataloader_drop_last disable_allgather "
+    "dump_state elasticity flops_profiler fp32_allreduce gradient_predivide_factor graph_harvesting "
+    "load_universal_checkpoint memory_breakdown nebula prescale_gradients seq_parallel_communication_data_type "
+    "sparse_gradients timers use_data_before_expert_parallelism wall_clock_breakdown zero_allow_untested_optimizer "
+    "zero_force_ds_cpu_optimizer".split()
+)
+"""Keys that say how DeepSpeed works, not what it computes."""
 DEVICES = {"none": "hbm", "cpu": "cpu", "nvme": "nvme"}
 
 
@@ -186,7 +194,7 @@ def _optimizer(reader: _Reader) -> None:
     kind = reader.take("optimizer.type")
     if kind is None:
         if reader.values.pop("optimizer", None) is None:
-            reader.leave("optimizer", "not in the file: ours is adamw with optimizer.lr")
+            reader.made.notes.append("no optimizer in the file: adamw, with our own settings")
         return
     params = reader.take("optimizer.params", {})
     params = {key: value for key, value in params.items() if value != AUTO} if isinstance(params, dict) else {}
@@ -296,5 +304,5 @@ def _others(reader: _Reader) -> None:
     if "pipeline" in reader.values:
         reader.leave("pipeline", "there is no pipeline parallelism")
         reader.values.pop("pipeline")
-    for key in list(reader.values):
-        reader.leave(key)
+    for key in reader.values:
+        reader.leave(key, NO_EFFECT if key in HARMLESS else "not known here")
