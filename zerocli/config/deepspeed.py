@@ -29,8 +29,8 @@ REFUSED_IF_ON = {
 }
 """Sections that change numbers when they are on, and how."""
 HARMLESS = frozenset(
-    "aio autotuning checkpoint comet comms_logger compile csv_monitor data_types dataloader_drop_last disable_allgather "
-    "dump_state elasticity flops_profiler fp32_allreduce gradient_predivide_factor graph_harvesting "
+    "aio autotuning checkpoint comet comms_logger compile csv_monitor data_types dataloader_drop_last "
+    "disable_allgather dump_state elasticity flops_profiler fp32_allreduce gradient_predivide_factor graph_harvesting "
     "load_universal_checkpoint memory_breakdown nebula prescale_gradients seq_parallel_communication_data_type "
     "sparse_gradients timers use_data_before_expert_parallelism wall_clock_breakdown zero_allow_untested_optimizer "
     "zero_force_ds_cpu_optimizer".split()

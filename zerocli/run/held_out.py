@@ -90,8 +90,7 @@ def training_part(source: TokenSource, config: Config) -> TokenSource:
 def describe(config: Config, held_out: HeldOut) -> str:
     """Return the line that says what is held out, and when it is evaluated."""
     data, train = config.data, config.train
-    chosen = "" if data.split or data.validation else " (by default, as evaluations are asked for)"
-    what = data.validation or f"the last {split_share(config):.4g} of the data{chosen}, which is not trained on"
+    what = data.validation or f"the last {data.split:.4g} of the data (data.split), which is not trained on"
     when = f"every {train.eval_every} steps and at the end" if train.eval_every else "at the end"
     batches = min(held_out.num_batches, train.eval_batches or held_out.num_batches)
     sequences = f"{batches} x {count_of(train.batch, 'sequence')} of {train.seq} tokens"

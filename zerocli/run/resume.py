@@ -17,7 +17,10 @@ from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, UserError
 from zerocli.run.data import Batches
 
-NO_NUMBERS = {("train", "accumulate"), ("train", "batch"), ("train", "log_every"), ("train", "watchdog")}
+NO_NUMBERS = {("train", "accumulate"), ("train", "batch"), ("train", "log_every"), ("train", "watchdog")} | {
+    ("train", key)
+    for key in ("eval_every", "eval_batches", "patience", "log_to", "sample_every", "sample_prompt", "sample_tokens")
+}
 """Keys that change how a step is computed, but not its result."""
 
 

@@ -48,7 +48,7 @@ from zerocli.run import rank_loss, report
 from zerocli.run.automatic import Chosen, choose_here, choose_together
 from zerocli.run.between import Between
 from zerocli.run.data import Batches, open_source
-from zerocli.run.held_out import HeldOut, Pass, Section, Windows, describe, evaluates, training_part
+from zerocli.run.held_out import HeldOut, Pass, Section, Windows, describe, evaluates, split_share, training_part
 from zerocli.run.launch import JOB_FILE, open_files
 from zerocli.run.recompute import NOT_TRACED, choose_blocks, device_room, gather_values, run_setup, trace_factory
 from zerocli.run.run_lock import lock_run_folder
@@ -118,11 +118,12 @@ def _train(
     config = resolve(config, world)
     with STARTUP.by_itself("opening the data"):
         batches = open_batches(config, check=rank == 0)
-        held_out = open_held_out(config, batches, check=rank == 0)
     run_dir = Path(options.run_dir)
     cap_device(config)
     chosen = choose_run(config, options, traced)
     config = chosen.config
+    with STARTUP.by_itself("opening the held-out data"):
+        held_out = open_held_out(config, batches, check=rank == 0)
     recompute, reason = choose_blocks(config, traced)
     with STARTUP.by_itself("building the model"):
         refuse_overwriting(options)
@@ -204,11 +205,13 @@ def cap_device(config: Config) -> None:
 
 
 def resolve(config: Config, world: int) -> Config:
-    """Return the config with all values that depend on the number of ranks filled in, for both axes."""
+    """Return the config with all values that depend on the number of ranks filled in, and the share held out."""
     accumulate = num_micro_steps(config.train, world, config.parallel.tp)
     train = dataclasses.replace(config.train, accumulate=accumulate)
     parallel = dataclasses.replace(config.parallel, ranks=world)
-    return dataclasses.replace(config, train=train, parallel=parallel)
+    # Recorded, so that a run that is resumed with other evaluations trains on the same data.
+    data = dataclasses.replace(config.data, split=split_share(config))
+    return dataclasses.replace(config, train=train, parallel=parallel, data=data)
 
 
 def with_choices(config: Config, engine: Engine) -> Config:
