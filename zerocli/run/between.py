@@ -89,7 +89,7 @@ class Between:
             fd = open_regular(self._run_dir / SAMPLES, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             with os.fdopen(fd, "ab") as file:
                 file.write(line.encode())
-            say(f"sample after step {step}: {prompt.strip()}{text}")
+            say(f"sample after step {step}: {prompt.lstrip()}{text}")
 
 
 def drop_after(path: Path, step: int) -> None:
