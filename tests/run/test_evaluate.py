@@ -72,10 +72,11 @@ def test_held_out_tokens_are_each_a_target_once_and_never_trained_on():
 
 def test_samples_of_one_pass_are_counted_once():
     class Sampled:
-        num_windows, sequences = 5, 2
+        num_windows, sequences, accumulate = 5, 2, 2
 
         def batch(self, step: int, micro: int, rank: int, world: int) -> tuple[torch.Tensor, ...]:
-            rows = torch.tensor([[2 * (step - 1)], [2 * (step - 1) + 1]])
+            first = ((step - 1) * 2 + micro) * 2
+            rows = torch.tensor([[first], [first + 1]])
             return rows, rows
 
     held = Pass(Sampled())
@@ -105,6 +106,16 @@ def test_the_result_does_not_depend_on_ranks_or_batches():
     assert two == [one, one] and one[1] == 179  # bit for bit
     assert run_ranks(2, _evaluated, 2, 7, 0)[0][0] == pytest.approx(one[0], rel=1e-6)
     assert run_ranks(2, _evaluated, 0, 3, 1)[1][1] == 24  # a limit of fewer batches than ranks
+
+
+def test_a_validation_file_is_evaluated_and_changes_no_data(tmp_path):
+    (tmp_path / "held.txt").write_text("held out, every byte of it\n" * 5)
+    plain = runs.train(tmp_path / "plain")
+    ended = runs.train(tmp_path / "run", f"data.validation={tmp_path / 'held.txt'}", "train.accumulate=1")
+    assert plain.codes == ended.codes == [0, 0], ended.said
+    [row] = evaluations(tmp_path / "run")  # without eval_every, at the end
+    assert row["step"] == 6 and row["tokens"] == 27 * 5 - 1 and "held.txt" in ended.said[0]
+    assert [each["loss"] for each in lines(tmp_path / "run")] == [each["loss"] for each in lines(tmp_path / "plain")]
 
 
 def test_a_run_ends_early_and_resumes_to_the_same_decision(tmp_path):

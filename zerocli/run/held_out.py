@@ -123,6 +123,7 @@ class Sampled(Protocol):
 
     num_windows: int
     sequences: int
+    accumulate: int
 
     def batch(self, step: int, micro: int, rank: int, world: int) -> tuple[torch.Tensor, ...]: ...
 
@@ -136,4 +137,5 @@ class Pass:
 
     def batch(self, index: int) -> tuple[torch.Tensor, ...]:
         left = self._batches.num_windows - index * self._batches.sequences
-        return tuple(each[:left] for each in self._batches.batch(index + 1, 0, 0, 1))
+        step, micro = divmod(index, self._batches.accumulate)
+        return tuple(each[:left] for each in self._batches.batch(step + 1, micro, 0, 1))

@@ -54,7 +54,6 @@ from zerocli.run.recompute import NOT_TRACED, choose_blocks, device_room, gather
 from zerocli.run.run_lock import lock_run_folder
 from zerocli.run.schedule import make_schedule
 from zerocli.run.steps import Diverged, micro_step, run_steps
-from zerocli.run.tokens import TokenSource
 from zerocli.run.watchdog import START_SECONDS, Watchdog, end_process
 from zerocli.worker import job_name
 
@@ -282,14 +281,15 @@ def open_held_out(config: Config, batches: Batches, check: bool = True) -> HeldO
     """Return the batches to evaluate on: of `data.validation`, or the part of the data that `batches` leaves out."""
     if not evaluates(config):
         return None
+    held: Any = getattr(batches, "held_out", None)  # documents
     if config.data.validation:
         data = dataclasses.replace(config.data, path=config.data.validation, validation="", split=0.0)
-        train = dataclasses.replace(config.train, eval_every=0, accumulate=1)
-        batches = open_batches(dataclasses.replace(config, data=data, train=train), check)
-    elif isinstance(batches.source, Section):
+        train = dataclasses.replace(config.train, eval_every=0)
+        held = open_batches(dataclasses.replace(config, data=data, train=train), check)
+    elif isinstance(getattr(batches, "source", None), Section):
         return Windows(batches.source.rest(), config.train.batch, config.train.seq)
-    is_stream = isinstance(batches.source, TokenSource)
-    return Windows(batches.source, config.train.batch, config.train.seq) if is_stream else Pass(batches)
+    source = getattr(held, "source", None)
+    return Pass(held) if source is None else Windows(source, config.train.batch, config.train.seq)
 
 
 def refuse_overwriting(options: RunOptions) -> None:
