@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -139,3 +141,24 @@ class Pass:
         left = self._batches.num_windows - index * self._batches.sequences
         step, micro = divmod(index, self._batches.accumulate)
         return tuple(each[:left] for each in self._batches.batch(step + 1, micro, 0, 1))
+
+
+def open_held_out(
+    config: Config, batches: Any, open_batches: Callable[[Config, bool], Any], check: bool = True
+) -> HeldOut | None:
+    """Return the batches to evaluate on: of `data.validation`, or the part of the data that `batches` leaves out.
+
+    A token stream has a `source`. Documents have batches of their own for what is held out, `batches.held_out`.
+    """
+    if not evaluates(config):
+        return None
+    train = config.train
+    if not config.data.validation and isinstance(getattr(batches, "source", None), Section):
+        return Windows(batches.source.rest(), train.batch, train.seq)
+    held = getattr(batches, "held_out", None)
+    if config.data.validation:
+        data = dataclasses.replace(config.data, path=config.data.validation, validation="", split=0.0)
+        alone = dataclasses.replace(config, data=data, train=dataclasses.replace(train, eval_every=0))
+        held = open_batches(alone, check)
+    source = getattr(held, "source", None)
+    return Pass(held) if source is None else Windows(source, train.batch, train.seq)

@@ -48,7 +48,7 @@ from zerocli.run import rank_loss, report
 from zerocli.run.automatic import Chosen, choose_here, choose_together
 from zerocli.run.between import Between
 from zerocli.run.data import Batches, open_source
-from zerocli.run.held_out import HeldOut, Pass, Section, Windows, describe, evaluates, split_share, training_part
+from zerocli.run.held_out import describe, open_held_out, split_share, training_part
 from zerocli.run.launch import JOB_FILE, open_files
 from zerocli.run.recompute import NOT_TRACED, choose_blocks, device_room, gather_values, run_setup, trace_factory
 from zerocli.run.run_lock import lock_run_folder
@@ -122,7 +122,7 @@ def _train(
     chosen = choose_run(config, options, traced)
     config = chosen.config
     with STARTUP.by_itself("opening the held-out data"):
-        held_out = open_held_out(config, batches, check=rank == 0)
+        held_out = open_held_out(config, batches, open_batches, check=rank == 0)
     recompute, reason = choose_blocks(config, traced)
     with STARTUP.by_itself("building the model"):
         refuse_overwriting(options)
@@ -277,21 +277,6 @@ def open_batches(config: Config, check: bool = True) -> Batches:
     return Batches(source, train.batch, train.seq, train.accumulate, train.seed)
 
 
-def open_held_out(config: Config, batches: Batches, check: bool = True) -> HeldOut | None:
-    """Return the batches to evaluate on: of `data.validation`, or the part of the data that `batches` leaves out."""
-    if not evaluates(config):
-        return None
-    held: Any = getattr(batches, "held_out", None)  # documents
-    if config.data.validation:
-        data = dataclasses.replace(config.data, path=config.data.validation, validation="", split=0.0)
-        train = dataclasses.replace(config.train, eval_every=0)
-        held = open_batches(dataclasses.replace(config, data=data, train=train), check)
-    elif isinstance(getattr(batches, "source", None), Section):
-        return Windows(batches.source.rest(), config.train.batch, config.train.seq)
-    source = getattr(held, "source", None)
-    return Pass(held) if source is None else Windows(source, config.train.batch, config.train.seq)
-
-
 def refuse_overwriting(options: RunOptions) -> None:
     """Raise if a new run would use a folder that holds another run's checkpoints."""
     saved = Folder(Path(options.run_dir) / "checkpoints").committed()
@@ -376,7 +361,7 @@ def dry_run(config: Config, options: RunOptions) -> int:
     """Print the resolved config, the memory of each rank and whether this machine has it; return 0, or 3 if not."""
     began = time.perf_counter()
     config = resolve(config, max(1, config.parallel.ranks))
-    open_held_out(config, open_batches(config))
+    open_held_out(config, open_batches(config), open_batches)
     chosen = choose_here(config, options)
     config = chosen.config
     for line in chosen.lines:
