@@ -155,7 +155,7 @@ def open_held_out(
     train = config.train
     if not config.data.validation and isinstance(getattr(batches, "source", None), Section):
         return Windows(batches.source.rest(), train.batch, train.seq)
-    held = getattr(batches, "held_out", None)
+    held: Any = getattr(batches, "held_out", None)
     if config.data.validation:
         data = dataclasses.replace(config.data, path=config.data.validation, validation="", split=0.0)
         alone = dataclasses.replace(config, data=data, train=dataclasses.replace(train, eval_every=0))
