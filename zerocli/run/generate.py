@@ -68,7 +68,8 @@ def work(config: Config, weights: Weights, prompt: str, sampling: Sampling, as_j
 
 def refuse_unknown(ids: list[int], config: Config) -> None:
     """Raise UserError if the prompt has ids that the model does not know: the tokenizer is another model's."""
-    if not config.model.factory and max(ids) >= config.model.vocab:
+    foreign = getattr(config.model, "foreign", config.model.factory)  # then its own code knows
+    if not foreign and max(ids) >= config.model.vocab:
         raise UserError(
             f"the prompt has token id {max(ids)}, and the model knows 0 to {config.model.vocab - 1}: "
             f"its tokenizer is another one than {config.data.tokenizer or 'bytes'}",

@@ -13,6 +13,7 @@ from zerocli.errors import UserError
 from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular
 
 BYTES = "bytes"
+FILE = "tokenizer.json"
 
 
 class Codec:
@@ -53,11 +54,14 @@ def _open(tokenizer: str) -> Any:
 
 def open_codec(config: Config, folder: str = "") -> Codec:
     """Return the codec of a run or of a model's folder: its tokenizer.json, or bytes if it has none."""
+    given, tokenizer = folder, config.data.tokenizer
     folder = folder or getattr(config.model, "folder", "")
-    tokenizer = config.data.tokenizer
-    beside = os.path.join(folder, "tokenizer.json")
-    if folder and tokenizer in ("", BYTES) and os.path.isfile(beside):
+    folder = os.path.dirname(folder) if os.path.isfile(folder) else folder
+    beside = os.path.join(folder, FILE)
+    # A run may ask for bytes; of a folder that has a tokenizer nobody does.
+    if folder and (not tokenizer or (given and tokenizer == BYTES)) and os.path.isfile(beside):
         tokenizer = beside
+    tokenizer = os.path.join(tokenizer, FILE) if os.path.isdir(tokenizer) else tokenizer
     return Codec(tokenizer or BYTES, end_ids(folder) if folder else frozenset())
 
 
