@@ -11,6 +11,7 @@ import click
 import pytest
 
 import zerocli.run
+from zerocli import config as configs
 from zerocli import machine
 from zerocli.cli import main as cli
 from zerocli.cli import train
@@ -87,7 +88,8 @@ def test_the_flags_of_train_are_these():
     options = [name for param in train.command.params if isinstance(param, click.Option) for name in param.opts]
     assert sorted(options) == sorted(
         "--stage --offload --auto --nvme-path --ranks --tp --steps --batch --seq --precision --data --seed --run-dir "
-        "--resume --check --dry-run --json --set --init-from".split()
+        "--resume --check --dry-run --json --set --init-from --lr --accumulate --epochs --save-every --eval-every "
+        "--deepspeed".split()
     )
 
 
@@ -144,6 +146,13 @@ def test_an_interrupt_is_130(monkeypatch):
         (["train", "--set", "zero.bukcet=3", "--set", "nonsense"], "did you mean zero.bucket?"),
         (["configs", "show", "tinny"], "did you mean tiny?"),
         (["train", "--resume"], "nothing to resume"),
+        (["train", "tiny", "train.steps=3"], "try: --set train.steps=3"),
+        (["train", "steps=3"], "try: --set train.steps=3"),
+        (["profile", "tiny", "lr=1"], "try: --set optimizer.lr=1"),
+        (["train", "absent.yaml"], "configs are TOML"),
+        (["train", "--deepspeed", "absent.json"], "absent.json: no such file"),
+        (["train", "--eval-every", "-1"], "eval_every -1 is below 0"),
+        (["generate", "absent", "text"], "absent: no such folder"),
     ],
 )
 def test_bad_usage_is_2_with_a_way_on(words, said, capsys, monkeypatch, tmp_path):
@@ -151,6 +160,34 @@ def test_bad_usage_is_2_with_a_way_on(words, said, capsys, monkeypatch, tmp_path
     assert cli.run(words) == 2
     err = capsys.readouterr().err
     assert said in err and err.startswith("error: ") and "Traceback" not in err
+
+
+def test_a_yaml_config_is_shown_as_toml(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("train:\n  steps: 3 # few\n  precision: bf16\ndata:\n  path: 'a b.txt'\n")
+    assert cli.run(["train", str(path)]) == 2
+    shown = [line.strip() for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
+    (tmp_path / "run.toml").write_text("\n".join(shown))
+    config = configs.load(str(tmp_path / "run.toml"))
+    assert (config.train.steps, config.train.precision, config.data.path) == (3, "bf16", "a b.txt")
+    path.write_text("train:\n  - steps\n")  # nothing that a config of ours could say
+    assert cli.run(["train", str(path)]) == 2 and "configs are TOML\n" in capsys.readouterr().err
+
+
+def test_a_deepspeed_config_gives_way_to_flags(config_file, monkeypatch, tmp_path, capsys):
+    seen = []
+    monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: seen.append(args) or 5)
+    values = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "aio": {}}
+    (tmp_path / "ds.json").write_text(json.dumps(values))
+    words = ["train", config_file, "--deepspeed", str(tmp_path / "ds.json"), "--run-dir", str(tmp_path / "run")]
+    assert cli.run([*words, "--stage", "3", "--set", "train.clip=0.5"]) == 5
+    config, _, arguments = seen[0]
+    assert (config.train.batch, config.train.global_batch, config.zero.stage, config.train.clip) == (2, 8, 3, 0.5)
+    assert "--deepspeed" in arguments
+    err = capsys.readouterr().err
+    assert "--batch 2" in err and "--stage 1" in err and "without a counterpart: aio: no effect" in err
+    assert cli.run([*words, "--accumulate", "3"]) == 5
+    assert (seen[1][0].train.accumulate, seen[1][0].train.global_batch) == (3, 0)
 
 
 def test_train_starts_the_ranks_with_the_resolved_arguments(config_file, monkeypatch, tmp_path):

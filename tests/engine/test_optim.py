@@ -102,5 +102,12 @@ def test_schedules():
     linear = make_schedule("linear", 2.0, steps=10)
     assert linear(5) == pytest.approx(1.0) and linear(10) == 0.0
     assert make_schedule("constant", 3.0, 10, warmup=2)(7) == 3.0
+    for decay in (0.2, 20):  # a share of the steps, or a number of them
+        wsd = make_schedule("wsd", 2.0, steps=100, warmup=10, min_lr=0.5, decay=decay)
+        assert [wsd(s) for s in (5, 10, 11, 80)] == [1.0, 2.0, 2.0, 2.0]
+        assert wsd(90) == pytest.approx(1.5) and wsd(100) == wsd(120) == pytest.approx(1.0)
+    assert make_schedule("wsd", 1.0, steps=10, warmup=8, decay=0.9)(9) == 0.5  # it never begins within the warm-up
+    log = make_schedule("constant", 1.0, 100, warmup=16, warmup_shape="log")
+    assert [log(s) for s in (1, 4, 16, 17)] == pytest.approx([0.0, 0.5, 1.0, 1.0])
     with pytest.raises(ValueError, match="schedule"):
         make_schedule("sqrt", 1.0, 10)

@@ -87,15 +87,16 @@ class Folder:
             remove(path)
         return left
 
-    def prune(self, newest: int, keep: int, keep_every: int) -> list[int]:
+    def prune(self, newest: int, keep: int, keep_every: int, best: int | None = None) -> list[int]:
         """Remove all but the `keep` up to step `newest` and those at multiples of `keep_every` (0: none); return steps.
 
+        The checkpoint of step `best` stays too.
         `newest` was just written. Checkpoints of later steps were skipped by a resume and do not count: otherwise a
         damaged one could be kept in place of a whole one.
         """
         removed = []
         for found in [found for found in self.committed() if found.step <= newest][keep:]:
-            if keep_every and found.step % keep_every == 0:
+            if found.step == best or (keep_every and found.step % keep_every == 0):
                 continue
             # With its manifest under this name it is unfinished, so `sweep` removes it if this is interrupted.
             (found.path / MANIFEST).replace(found.path / UNFINISHED)

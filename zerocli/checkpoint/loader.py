@@ -45,17 +45,23 @@ def load(engine: Engine, path: str | Path) -> dict[str, Any]:
     return _load(engine, Path(path), control_group(engine))
 
 
+def load_parameters(engine: Engine, path: str | Path) -> dict[str, Any]:
+    """Fill an engine whose parameters are all frozen from a training run's checkpoint; raises as `load`. Collective."""
+    return _load(engine, Path(path), control_group(engine), training=False)
+
+
 @torch.no_grad()
 def _load(
     engine: Engine,
     path: Path,
     group: dist.ProcessGroup | None,
     judge: Callable[[Manifest], None] = lambda manifest: None,
+    training: bool = True,
 ) -> dict[str, Any]:
     engine.synchronize()
     manifest: Manifest = _agreed(lambda: read_manifest(path), group)
     _agreed(lambda: judge(manifest), group)
-    parts, afterwards = _agreed(lambda: state.wanted(engine, manifest), group)
+    parts, afterwards = _agreed(lambda: state.wanted(engine, manifest, training), group)
     reader = Reader(path, manifest)
     try:
         _agreed(reader.open, group)
@@ -67,7 +73,8 @@ def _load(
     finally:
         reader.close()
     state.spread(engine)
-    state.restore_values(engine, manifest.values)
+    if training:
+        state.restore_values(engine, manifest.values)
     _agreed(lambda: _finish(afterwards), group)
     return manifest.values
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tiers.limits import read_limits
 from zerocli.checkpoint import state
+from zerocli.checkpoint.best import Best
 from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.members import control_group, members_of, no_group_warning
 from zerocli.checkpoint.parts import SavePlanner
@@ -50,11 +51,12 @@ class Saver:
         buffer_nbytes: int = BUFFER_NBYTES,
         keep: int = 2,
         keep_every: int = 0,
+        best: Best | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._engine, self.folder = engine, Folder(folder)
         self._asynchronous, self._keep, self._keep_every = asynchronous, keep, keep_every
-        self._say = say
+        self._say, self._best = say, best
         self._rank = members_of(engine).rank
         self._group = control_group(engine)
         if self._rank == 0:
@@ -132,7 +134,9 @@ class Saver:
         if self._rank == 0:
             self._say(f"checkpoint of step {step} saved in {seconds:.1f} s: {writer.folder}{self._advice(snapshot)}")
             with contextlib.suppress(OSError):  # the next save tries to remove it again
-                self.folder.prune(step, self._keep, self._keep_every)
+                if self._best is not None:
+                    self._best.commit(step)
+                self.folder.prune(step, self._keep, self._keep_every, self._best.step if self._best else None)
 
     def _advice(self, snapshot: Snapshot) -> str:
         """Return, once, advice on a larger buffer if updates had to wait for this save; else an empty text."""

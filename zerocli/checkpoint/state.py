@@ -169,9 +169,12 @@ def _random_states(engine: Engine) -> dict[str, torch.Tensor]:
 # -- restoring -----------------------------------------------------------------------------------------------------
 
 
-def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Callable[[], None]]]:
+def wanted(
+    engine: Engine, manifest: Manifest, training: bool = True
+) -> tuple[dict[str, Part], list[Callable[[], None]]]:
     """Return the parts to fill from a checkpoint, and functions to call once they are filled.
 
+    Without `training`, those are parameters and buffers: the engine's parameters are frozen, and it has no optimizer.
     Raises Mismatch, with every difference, if the checkpoint is of another model or optimizer.
     """
     parts = {part.name: part for part in state_parts(engine)}
@@ -189,7 +192,9 @@ def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Ca
     for name, buffer in persistent_buffers(engine.model):
         if buffer.numel():
             land(prefix + name, tuple(buffer.shape), buffer.dtype, buffer.copy_)
-    compare(parts, manifest)
+    compare(parts, manifest, ("parameters/", "optimizer/") if training else ("parameters/",))
+    if not training:
+        return parts, afterwards
     kept: dict[str, dict[str, torch.Tensor]] = {}
     for name, saved in manifest.tensors.items():
         if name.startswith("kept/"):
@@ -211,8 +216,8 @@ def wanted(engine: Engine, manifest: Manifest) -> tuple[dict[str, Part], list[Ca
     return parts, afterwards
 
 
-def compare(parts: dict[str, Part], manifest: Manifest) -> None:
-    """Raise Mismatch unless the checkpoint holds exactly these tensors, with these shapes and kinds of dtype."""
+def compare(parts: dict[str, Part], manifest: Manifest, kinds: tuple[str, ...]) -> None:
+    """Raise Mismatch unless the checkpoint's tensors of these kinds are the parts, of their shapes and dtypes."""
     saved = manifest.tensors
     wrong = [
         f"{name} has shape {list(saved[name].shape)} in the checkpoint, {list(part.shape)} here"
@@ -225,7 +230,6 @@ def compare(parts: dict[str, Part], manifest: Manifest) -> None:
         if name in saved and saved[name].dtype.is_floating_point != part.dtype.is_floating_point
     ]
     missing = [name for name in parts if name not in saved]
-    kinds = ("parameters/", "optimizer/")
     unknown = [name for name in saved if name.startswith(kinds) and name not in parts]
     lines = [
         *wrong[:5],

@@ -18,10 +18,11 @@ from zerocli.layout.sizes import format_bytes, format_count, parse_memory
 @click.argument("run")
 @click.argument("out")
 @click.option("--step", type=click.IntRange(0), metavar="N", help="Which checkpoint; by default the newest whole one.")
+@click.option("--best", is_flag=True, help="The checkpoint of the best evaluation (RUN/best.json).")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", help="Of the weights.")
 @click.option("--file-size", default="5GB", metavar="SIZE", help="Largest file, unless one tensor is larger.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as_json: bool) -> int:
+def command(run: str, out: str, step: int | None, best: bool, dtype: str, file_size: str, as_json: bool) -> int:
     """Write the weights of RUN's checkpoint to the folder OUT: safetensors with an index, and config.json.
 
     A run that began from a Hugging Face folder gives one back, with that folder's names, config and tokenizer. Other
@@ -34,7 +35,11 @@ def command(run: str, out: str, step: int | None, dtype: str, file_size: str, as
         raise UserError(f"--file-size {file_size}: {error}") from None
     refuse_no_export(run)
     from zerocli.checkpoint import export
+    from zerocli.checkpoint.best import best_step
 
+    if best and step is not None:
+        raise UserError(f"--best and --step {step}: one checkpoint is exported", hint="one of the two")
+    step = best_step(run) if best else step
     began = time.perf_counter()
     done = export.export(run, step, Path(out), dtype, max(1, file_nbytes), say)
     seconds = time.perf_counter() - began

@@ -28,6 +28,7 @@ COMMANDS = {
         "Run a few steps and show where the bytes and the seconds go, predicted beside measured.",
     ),
     "check": ("zerocli.cli.check:command", "Say whether sharding changes a model's numbers."),
+    "generate": ("zerocli.cli.generate:command", "Continue a prompt with the model of a run or a folder."),
     "export": ("zerocli.cli.export:command", "Write a checkpoint's weights as safetensors, for other programs."),
     "configs": ("zerocli.cli.configs:command", "List, show and copy the bundled configs."),
     "env": ("zerocli.cli.env:command", "Show this machine: cores, memory and its limits, GPUs, disks."),

@@ -16,6 +16,7 @@ from zerocli import config as configs
 from zerocli import machine
 from zerocli.cli.run_dirs import refuse_no_run
 from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config, run_options
+from zerocli.config.draft import set_hint
 from zerocli.config.hub import is_model
 from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say, show
@@ -54,6 +55,8 @@ def command(
     for name in ("html", "trace_file", "snapshot"):
         if given[name]:
             _check_writable(given[name], f"--{name.replace('_', '-')}")
+    if other is not None and "=" in other and not os.path.exists(other):
+        raise UserError(f"{other} is no run; keys are set with --set", hint=set_hint([other]))
     if other is not None and given["compare"]:
         raise UserError(
             f"--compare {given['compare']}: {source} and {other} are compared already",
@@ -131,7 +134,7 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
     flags = {key: given[name] for name, key in KEYS.items()}
     resume = given["resume"]
     said = any(text.partition("=")[0].strip() == "train.steps" for text in sets)
-    if flags["train.steps"] is None and not said and not resume:
+    if flags["train.steps"] is None and flags["train.epochs"] is None and not said and not resume:
         flags |= {"train.steps": STEPS, "train.epochs": 0.0}
     if worker:
         die_with_parent()

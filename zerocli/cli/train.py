@@ -36,12 +36,17 @@ KEYS = {
     "ranks": "parallel.ranks",
     "tp": "parallel.tp",
     "steps": "train.steps",
+    "epochs": "train.epochs",
     "batch": "train.batch",
     "seq": "train.seq",
     "precision": "train.precision",
     "data": "data.path",
     "seed": "train.seed",
     "init_from": "train.init_from",
+    "lr": "optimizer.lr",
+    "accumulate": "train.accumulate",
+    "save_every": "checkpoint.every",
+    "eval_every": "train.eval_every",
 }
 
 
@@ -60,12 +65,17 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--ranks", type=int, metavar="N", help="Processes; by default one per GPU, two without a GPU."),
         click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them."),
         click.option("--steps", type=int, metavar="N", help="Optimizer steps."),
+        click.option("--epochs", type=float, metavar="N", help="Passes over the data, instead of --steps."),
         click.option("--batch", type=int, metavar="N", help="Sequences per data-parallel rank and micro-step."),
         click.option("--seq", type=int, metavar="N", help="Tokens per sequence."),
+        click.option("--accumulate", type=int, metavar="N", help="Micro-steps per optimizer step."),
+        click.option("--lr", type=float, metavar="RATE", help="Highest learning rate."),
         click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto."),
         click.option(
             "--data", metavar="PATH", help="Text file or folder, .jsonl, .parquet, or tokens in .bin or .npy."
         ),
+        click.option("--eval-every", type=int, metavar="N", help="Steps between evaluations on held-out data."),
+        click.option("--save-every", type=int, metavar="N", help="Steps between checkpoints; 0 = none."),
         click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order."),
         click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated."),
     ]
@@ -78,6 +88,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @config_options
 @click.option("--run-dir", metavar="DIR", help="Folder of this run; by default runs/<config>-<time>.")
 @click.option("--init-from", metavar="DIR", help="Start from the weights in DIR (safetensors), such as an export.")
+@click.option("--deepspeed", metavar="FILE", help="DeepSpeed JSON config to translate; flags and --set come first.")
 @click.option("--resume", is_flag=True, help="Resume from the newest checkpoint of --run-dir, or of the newest run.")
 @click.option(
     "--check", type=click.IntRange(0), default=0, metavar="N", help="Compare N steps with unsharded training."
@@ -98,6 +109,8 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
     if given["resume"] and run_dir and ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
         source = own_config(run_dir, source)
         ctx.params["source"] = source  # passed to the ranks instead of the default
+    if given["deepspeed"]:
+        sets = (*from_deepspeed(given["deepspeed"], flags, quiet=worker is not None), *sets)
     config = configs.load(source, sets=sets, flags=flags)
     configs.refuse_placement(config.offload.placement, config.zero.stage)
 
@@ -134,6 +147,31 @@ def run_options(ctx: click.Context, run_dir: str, resume: bool, flags: Mapping[s
     return RunOptions(run_dir, *fixed, command=command)
 
 
+def from_deepspeed(path: str, given: Mapping[str, Any], quiet: bool = False) -> list[str]:
+    """Return a DeepSpeed config as texts for `--set`; say which flags give the same, and what has no counterpart.
+
+    `given` are the flags by key, which come first.
+    """
+    from zerocli.config.deepspeed import translate
+
+    made = translate(path)
+    if given.get("train.accumulate") is not None:
+        made.sets.pop("train.global_batch", None)  # else `accumulate` would follow from it
+    flags = {key: f"--{name.replace('_', '-')}" for name, key in KEYS.items()}
+    words = [
+        word
+        for key, value in made.sets.items()
+        for word in ([flags[key], value] if key in flags else ["--set", f"{key}={value}"])
+    ]
+    if not quiet:
+        say(f"{path}: the same as {shlex.join(words)}")
+        for note in made.notes:
+            say(f"note: {note}")
+        if made.without:
+            say(f"without a counterpart: {'; '.join(made.without)}")
+    return [f"{key}={value}" for key, value in made.sets.items()]
+
+
 def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, str] | None) -> int:
     if worker and worker["RANK"] != "0":
         return OK
@@ -148,15 +186,20 @@ def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, s
 
 def arguments(ctx: click.Context) -> list[str]:
     """Return the resolved command line without `--ranks`: each launcher sets the number of ranks itself."""
+    given = [ctx.params.get(str(param.name)) for param in ctx.command.params if isinstance(param, click.Argument)]
+    return [*(str(value) for value in given if value is not None), *option_words(ctx)]
+
+
+def option_words(ctx: click.Context) -> list[str]:
+    """Return the options that were given, without `--ranks`."""
     words: list[str] = []
     for param in ctx.command.params:
         value = ctx.params.get(str(param.name))
         if isinstance(param, click.Argument):
-            if value is not None:
-                words.insert(0, str(value))
-        elif param.name == "ranks" or ctx.get_parameter_source(str(param.name)) is not ParameterSource.COMMANDLINE:
             continue
-        elif isinstance(param, click.Option) and param.is_flag:
+        if param.name == "ranks" or ctx.get_parameter_source(str(param.name)) is not ParameterSource.COMMANDLINE:
+            continue
+        if isinstance(param, click.Option) and param.is_flag:
             words.append(param.opts[0])
         else:
             for each in value if isinstance(value, tuple) else (value,):

@@ -1,6 +1,7 @@
 """Assemble a config from a document, `--set` and flags; all problems are reported at once, each with its place."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from zerocli.config.schema import FIELDS, PRESETS, SECTIONS, Config, TrainConfig
 from zerocli.errors import ConfigError, Problem, closest, quote
 
 # Flags that are not named after their key.
-_FLAGS = {"data.path": "--data", "offload.placement": "--offload"}
+_FLAGS = {"data.path": "--data", "offload.placement": "--offload", "checkpoint.every": "--save-every"}
 CODE = "model.code"
 FOREIGN = ("model.folder", CODE, "model.vocab", "model.compile")
 """Keys of `model` that mean something beside the config.json that transformers builds from."""
@@ -25,6 +26,8 @@ def load(source: str, sets: Sequence[str] = (), flags: Mapping[str, object] | No
     `flags` maps dotted keys to typed values; None is a flag that was not given. Raises ConfigError with every
     problem found. Nothing is imported or executed, not even a factory.
     """
+    if "=" in source and not os.path.exists(source):
+        raise ConfigError([Problem(source, "is no config; keys are set with --set")], hint=set_hint([source]))
     return assemble(configfile.read(source), sets, flags, is_file=source.endswith((".toml", ".json")))
 
 
@@ -34,6 +37,13 @@ def notes_of(source: str) -> list[str]:
         return configfile.read(source).notes
     except ConfigError:  # reported by `load`
         return []
+
+
+def set_hint(words: Sequence[str]) -> str:
+    """Return `--set` for each `key=value` among words, with the section of a key that lacks it."""
+    known = {short(key): key for key in reversed(FIELDS)}
+    pairs = [word.partition("=") for word in words if "=" in word]
+    return " ".join(f"--set {known.get(key.lstrip('+'), key.lstrip('+'))}={value}" for key, _, value in pairs)
 
 
 def assemble(

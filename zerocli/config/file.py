@@ -63,7 +63,46 @@ def read(source: str) -> Document:
         return document
     if os.path.isfile(os.path.join(source, hub.CONFIG)):
         return read_folder(source)
+    if source.endswith((".yaml", ".yml")):
+        raise _yaml(source)
     raise unknown_source(source, list(names))
+
+
+def _yaml(path: str) -> ConfigError:
+    """Return the error for a YAML file, with its keys as TOML if it is as simple as a config of ours."""
+    if not os.path.isfile(path):
+        return ConfigError([Problem(path, "no such file; configs are TOML, not YAML")], hint="zerocli configs ls")
+    target = f"{path.rpartition('.')[0]}.toml"
+    lines = [f"  {line}" for line in as_toml(_read_text(path))]
+    fact = f"is YAML, and configs are TOML; as {target} it is:" if lines else "is YAML, and configs are TOML"
+    return ConfigError([Problem(path, "\n".join([fact, *lines]))], hint=f"zerocli train {target}")
+
+
+_YAML_LINE = re.compile(r"( *)([\w-]+) *:(?: +(.*?))? *")
+
+
+def as_toml(text: str) -> list[str]:
+    """Return YAML of sections with plain keys as lines of TOML; nothing if it holds anything else."""
+    made: list[str] = []
+    for line in text.splitlines():
+        line = re.sub(r"(^|\s)#.*", "", line).rstrip()
+        if not line or line == "---":
+            continue
+        found = _YAML_LINE.fullmatch(line)
+        if found is None:
+            return []
+        indent, key, value = found.groups()
+        if value is None and not indent:
+            made.append(f"[{key}]")
+        elif value is None:
+            return []
+        else:
+            try:
+                tomllib.loads(f"value = {value}")
+            except ValueError:
+                value = json.dumps(value.strip("'"))
+            made.append(f"{key} = {value}")
+    return made
 
 
 def bundled() -> list[tuple[str, str, str]]:

@@ -27,7 +27,7 @@ def violations(config: Config) -> Iterator[tuple[tuple[str, ...], Problem]]:
             yield (key,), Problem(key, f"{short(key)} {fact}", meant)
     for keys, fact in _cross_checks(config, bad):
         yield keys, Problem(keys[0], fact)
-    for keys, fact, meant in _tp_checks(config, bad):
+    for keys, fact, meant in (*_tp_checks(config, bad), *_loop_checks(config)):
         yield keys, Problem(keys[0], fact, meant)
 
 
@@ -41,6 +41,8 @@ def _law_broken(field: dataclasses.Field[Any], value: Any) -> tuple[str, str]:
         return f"{quote(value)} is not one of {', '.join(known)}", meant
     if "form" in law and value != field.default and not law["form"].fullmatch(value):
         return f"{quote(value)} is not of the form {law['example']}", ""
+    if wrong := [name for name in value if name not in law["each"]] if "each" in law else []:
+        return f"{quote(wrong[0])} is not one of {', '.join(law['each'])}", closest(wrong[0], law["each"])
     if field.name == "nvme_path" and "" in value:
         return "has an empty path in it", ""
     for number in value if isinstance(value, tuple) else (value,):
@@ -111,3 +113,16 @@ def _tp_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...],
             if number % tp:
                 nearest = nearest_divisor(tp, math.gcd(*numbers.values()))
                 yield ("parallel.tp", key), f"tp {tp} does not divide {short(key)} {number}", f"tp {nearest}"
+
+
+def _loop_checks(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Yield (keys, fact, what was probably meant) for each key of the loop that another key contradicts."""
+    train, data = config.train, config.data
+    if data.validation and data.split:
+        keys = ("data.split", "data.validation")
+        yield keys, f"split {data.split:g} and a validation file: the held-out data is one or the other", ""
+    for key, value in (("train.patience", train.patience), ("checkpoint.best", config.checkpoint.best)):
+        if value and not train.eval_every:
+            yield (key, "train.eval_every"), f"{short(key)} needs evaluations", "--eval-every 100 beside it"
+    if config.optimizer.schedule == "wsd" and config.optimizer.decay > 1 and config.optimizer.decay % 1:
+        yield ("optimizer.decay",), f"decay {config.optimizer.decay:g} is neither a share nor whole steps", ""

@@ -21,6 +21,7 @@ def setting(default: Any, **law: Any) -> Any:
 
 
 MASTERS = ("split", "fp32")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class TrainConfig:
     steps: int = setting(100, least=1)
     """Optimizer steps."""
     epochs: float = setting(0.0, least=0)
-    """Times that the run goes through its data; `steps` follows from it. 0 = as many as `steps` make."""
+    """Passes over the data; sets `steps`. 0 = `steps` counts."""
     batch: int = setting(8, least=1)
     """Sequences per data-parallel rank and micro-step."""
     seq: int = setting(128, least=1)
@@ -123,6 +124,20 @@ class TrainConfig:
     """Seconds after which a collective, transfer, save or stage of the start that is stuck ends the run; 0 = never."""
     log_every: int = setting(10, least=1)
     """Steps between two lines of progress where there is no terminal."""
+    eval_every: int = setting(0, least=0)
+    """Steps between evaluations on the held-out data; 0 = only at the end, if there is held-out data."""
+    eval_batches: int = setting(0, least=0)
+    """At most this many batches of `batch` sequences per evaluation, over all ranks; 0 = all held-out data."""
+    patience: int = setting(0, least=0)
+    """Evaluations in a row without a lower loss after which the run ends; 0 = it never ends early."""
+    log_to: tuple[str, ...] = setting((), each=("tensorboard", "wandb"))
+    """Further places for metrics, beside metrics.jsonl: tensorboard, wandb (offline)."""
+    sample_every: int = setting(0, least=0)
+    """Steps between samples of text that the model generates; 0 = none."""
+    sample_prompt: str = setting("")
+    """What the samples begin with; empty = a line end."""
+    sample_tokens: int = setting(64, least=1)
+    """Tokens of a sample."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +160,12 @@ class OptimizerConfig:
     """The fp32 master of bf16 parameters: the 16 bits that they lack, beside them (split), or all 32 again (fp32)."""
     warmup: int = setting(0, least=0)
     """Steps over which the learning rate rises from zero."""
-    schedule: str = setting("cosine", choices=("cosine", "linear", "constant"))
-    """How the learning rate falls after the warm-up."""
+    warmup_shape: str = setting("linear", choices=("linear", "log"))
+    """How it rises: linear, or log (as DeepSpeed's default: log(step) / log(warmup))."""
+    schedule: str = setting("cosine", choices=SCHEDULES)
+    """How the learning rate falls after the warm-up; wsd = it stays, and falls over the last `decay` steps."""
+    decay: float = setting(0.2, above=0)
+    """Length of the decay of wsd: up to 1 a share of `steps`, above 1 a number of steps."""
     min_lr: float = setting(0.1, least=0, most=1)
     """Where it ends, as a fraction of `lr`."""
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
@@ -210,6 +229,8 @@ class CheckpointConfig:
     """How many of the newest are kept."""
     keep_every: int = setting(0, least=0)
     """Beside those, each whose step is a multiple of this is kept; 0 = none."""
+    best: bool = setting(False)
+    """Whether the step with the lowest evaluation loss is saved and kept, beside those (RUN/best.json names it)."""
     buffer: int = setting(2**30, least=1, size=True)
     """Bytes of host memory, a rank, that a checkpoint passes through on its way to disk."""
     time_limit: float = setting(0.0, least=0)
@@ -234,6 +255,10 @@ class DataConfig:
     """What happens to a document longer than `seq`; auto = rows of text are split, others truncated."""
     cache: str = setting("")
     """Folder for tokenised data; empty = beside the data, or the user's cache folder where that cannot be written."""
+    validation: str = setting("")
+    """Held-out data for evaluation, as `path`; empty = a part of `path`, see `split`."""
+    split: float = setting(0.0, least=0, below=1)
+    """Share at the end of the data that is held out for evaluation; 0 = none, or 0.05 if `eval_every` is set."""
 
 
 @dataclass(frozen=True)

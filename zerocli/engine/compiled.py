@@ -150,6 +150,8 @@ class CompiledBlocks:
         """Whether blocks are compiled, and why."""
         self._units = {unit.index for unit in repeated} if self.on else set()
         self._device, self._backend = device, Backend(backend)
+        self.eager = False
+        """Whether blocks run eagerly for now: set around passes beside training, whose shapes would add graphs."""
         self._functions: dict[tuple[Any, ...], CompiledFunction] = {}
         """By forward, recompute and fullgraph; and by the unit's index where a unit has its own."""
         self._own: set[tuple[int, str]] = set()
@@ -178,6 +180,8 @@ class CompiledBlocks:
 
     def run(self, unit: Unit, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a unit's forward: as one compiled graph, in compiled parts, or eagerly."""
+        if self.eager:
+            return body(*args, **kwargs)
         for fullgraph in (True, False):
             output = self._attempt(unit, body, args, kwargs, fullgraph)
             if output is not NOT_RUN:

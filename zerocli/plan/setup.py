@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,8 @@ from zerocli.layout.stage import Stage
 from zerocli.layout.stage import stage as stage_of
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
+DOCUMENTS = (".jsonl", ".ndjson", ".json", ".parquet")
+"""Suffixes of files whose rows are documents (`zerocli.data.files`)."""
 
 
 @dataclass(frozen=True)
@@ -193,10 +196,16 @@ _counted: dict[tuple[str, str], tuple[int, int]] = {}
 def num_checkpoints(config: Config) -> int:
     """Return the maximum number of checkpoints in a run folder: those kept, and the one being written."""
     saves = config.checkpoint
-    if not saves.every and not saves.time_limit:
+    if not saves.every and not saves.time_limit and not saves.best:
         return 0
     marked = config.train.steps // math.lcm(saves.every, saves.keep_every) if saves.every and saves.keep_every else 0
-    return saves.keep + marked + 1
+    return saves.keep + marked + saves.best + 1
+
+
+def _has_documents(path: str) -> bool:
+    """Return whether data is documents, by the suffixes of its files."""
+    names = [path] if not os.path.isdir(path) else [name for _, _, files in os.walk(path) for name in files]
+    return any(name.endswith(DOCUMENTS) for name in names)
 
 
 def setup_of(config: Config, **changes: object) -> Setup:
@@ -207,6 +216,7 @@ def setup_of(config: Config, **changes: object) -> Setup:
         "ranks": max(1, config.parallel.ranks),
         "batch": train.batch,
         "seq": train.seq,
+        "packed": config.data.pack and _has_documents(config.data.path),
         "checkpoints": num_checkpoints(config),
         "checkpoint_buffer": config.checkpoint.buffer,
         "compiled": config.model.compile is True

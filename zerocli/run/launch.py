@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import os
 import shlex
@@ -42,6 +43,7 @@ def launch(
     num_ranks, reason = choose_ranks(config.parallel.ranks or 0, config.parallel.tp or 1, len(gpus))
     machine.allow_open_files(open_files(num_ranks))
     if isinstance(config, Config):
+        refuse_missing(config.train.log_to)
         config = automatic.choose_here(with_ranks(config, num_ranks), options).config
         preflight.refuse(config, gpus)
         from zerocli.data.preview import refuse_data  # imports numpy, which --help does not need
@@ -73,9 +75,21 @@ def refuse_worker(config: Config, options: RunOptions, worker: Mapping[str, str]
     """
     if "ZEROCLI_PARENT" in os.environ or worker.get("LOCAL_RANK") != "0":
         return
+    refuse_missing(config.train.log_to)
     local = math.gcd(int(worker["WORLD_SIZE"]), int(worker.get("LOCAL_WORLD_SIZE", worker["WORLD_SIZE"])))
     if not options.auto:  # else the ranks choose what fits, together
         preflight.refuse(config, machine.gpus(), local, host="SLURM_PROCID" not in os.environ)
+
+
+def refuse_missing(names: Sequence[str]) -> None:
+    """Raise UserError if a package for `train.log_to`, which has its name, is not installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(
+            f"train.log_to={','.join(names)}: {' and '.join(missing)} {verb} not installed",
+            hint=f"pip install {' '.join(name for name in missing)}",
+        )
 
 
 def open_files(num_ranks: int) -> int:
@@ -86,7 +100,7 @@ def open_files(num_ranks: int) -> int:
 def saves(config: Any) -> bool:
     """Return whether a run saves checkpoints; if so, it also saves when told to stop, and needs time for that."""
     checkpoint = getattr(config, "checkpoint", None)
-    return checkpoint is not None and (checkpoint.every > 0 or checkpoint.time_limit > 0)
+    return checkpoint is not None and (checkpoint.every > 0 or checkpoint.time_limit > 0 or checkpoint.best)
 
 
 def choose_ranks(asked: int, tp: int, num_gpus: int) -> tuple[int, str]:

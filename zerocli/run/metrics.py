@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -64,6 +65,23 @@ class Recorder:
         before, self._pending = self._pending, None
         return self._line(before) if before else None
 
+    @contextlib.contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """Leave bytes, waits and seconds of what the body does out of the next step's line; call `flush` before."""
+        assert self._pending is None
+        engine = self._engine
+        engine.synchronize()  # deferred parts of the last update are the next step's
+        axes = (engine.collectives, engine.tensor_parallel)
+        moved = [axis.take_nbytes() for axis in axes]
+        try:
+            yield
+        finally:
+            for axis, before in zip(axes, moved, strict=True):
+                axis.take_nbytes()
+                axis.nbytes.update(before)
+            engine.waits.take()
+            self._since = TimedEvent(engine.device)
+
     def _line(self, issued: _Issued) -> Line:
         result, readback, (comm, comm_tp), waits = issued
         values = readback.values()
@@ -104,6 +122,8 @@ class MetricsFile:
         if whole < self._end:
             self._end = whole
             os.ftruncate(self._fd, self._end)
+        self.last_step = _last_step(self._fd, self._end)
+        """The step of the last line that the file had when it was opened; 0 if there was none."""
 
     def write(self, line: Line) -> None:
         self._waiting += (json.dumps(line.as_dict()) + "\n").encode()
@@ -167,6 +187,14 @@ def _whole_nbytes(fd: int, nbytes: int) -> int:
             return start + found + 1
         end = start
     return 0
+
+
+def _last_step(fd: int, nbytes: int) -> int:
+    start = _whole_nbytes(fd, max(0, nbytes - 1))
+    try:
+        return int(json.loads(os.pread(fd, min(nbytes - start, _TAIL_NBYTES), start))["step"])
+    except (ValueError, TypeError, KeyError):
+        return 0
 
 
 _TAIL_NBYTES = 1 << 20

@@ -21,9 +21,12 @@ NO_NUMBERS = {
     ("train", "accumulate"),
     ("train", "batch"),
     ("train", "log_every"),
-    ("data", "cache"),
     ("train", "watchdog"),
+    ("data", "cache"),
     ("model", "folder"),
+} | {
+    ("train", key)
+    for key in ("eval_every", "eval_batches", "patience", "log_to", "sample_every", "sample_prompt", "sample_tokens")
 }
 """Keys that change how a step is computed, but not its result."""
 

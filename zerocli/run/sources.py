@@ -16,6 +16,7 @@ from zerocli.errors import UserError
 from zerocli.layout.sizes import count_of
 from zerocli.run.caching import Node, this_node
 from zerocli.run.data import Batches, DocumentBatches, steps_of_epochs
+from zerocli.run.held_out import split_share, training_part
 from zerocli.run.tokens import open_source
 
 LIBRARY = "Python's standard library"
@@ -37,6 +38,7 @@ def open_batches(config: Config, check: bool = True) -> Batches:
         return _open_documents(config, form, files, vocab, node)
     tokenizer, reason = (BYTES, "") if form in TOKENS else find_tokenizer(data.tokenizer, config.model.folder)
     source = open_source(data.path, tokenizer, data.dtype, vocab, train.seq, check, data.cache, node)
+    source = training_part(source, config)  # what is held out for evaluation is never trained on
     batches = Batches(source, train.batch, train.seq, train.accumulate, train.seed)
     described = "token ids" if form in TOKENS else "text"
     batches.lines = [f"data: {data.path or LIBRARY} ({described}): {len(source):,} tokens, all count for the loss"]
@@ -58,7 +60,7 @@ def _open_documents(config: Config, form: str, files: list[Path], vocab: int, no
                 documents.write_documents(folder, target, form, files, encoder, data.mask, moved)
 
         found = documents.Documents.of(node.cached(data.path, data.cache, name, tokenise))
-        trained, held = split_documents(found, getattr(data, "split", 0.0), data.path)
+        trained, held = split_documents(found, split_share(config), data.path)
         batches = _pack(config, trained, name, encoder, node)
         batches.held_out = _pack(config, held, name, encoder, node) if len(held) else None
     except OSError as error:

@@ -6,11 +6,13 @@ import contextlib
 import gc
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from zerocli.checkpoint.best import Best
 from zerocli.config import Config, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say
@@ -18,11 +20,13 @@ from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, UserError
 from zerocli.profile.lines import Line
 from zerocli.run import report
+from zerocli.run.between import Between
 from zerocli.run.data import Batch, Batches, Prefetcher
 from zerocli.run.launch import saves
 from zerocli.run.metrics import MetricsFile, Recorder
 from zerocli.run.preempt import Preemption
 from zerocli.run.watchdog import Watchdog
+from zerocli.run.writers import Writers
 
 if TYPE_CHECKING:
     from zerocli.checkpoint.saver import Saver
@@ -65,6 +69,7 @@ def run_steps(
     first: int,
     lines: list[Line],
     watchdog: Watchdog,
+    between: Between,
 ) -> str:
     """Train from step `first` on, adding one line per step; return why the run stopped early, if it did.
 
@@ -73,11 +78,20 @@ def run_steps(
     train, checkpoint = config.train, config.checkpoint
     replica, replicas = engine.collectives.rank, engine.collectives.world
     steps = min(train.steps, options.check) if options.check else train.steps
-    stopped = ""
+    stopped, ended = "", between.evaluations.exhausted(train.patience)
+    if ended:  # by the evaluations before the step that is resumed
+        steps = first - 1
+        tell(rank, ended)
     with contextlib.ExitStack() as stack:
         stack.enter_context(long_lived())
         metrics = MetricsFile(Path(options.run_dir) / "metrics.jsonl", say) if rank == 0 else None
-        saver = make_saver(config, options, engine, rank) if saves(config) else None
+        best = Best(options.run_dir) if checkpoint.best else None
+        if best is not None and rank == 0:
+            best.resume(first - 1, [asdict(row) for row in between.evaluations.rows])
+        saver = make_saver(config, options, engine, rank, best) if saves(config) else None
+        if metrics is not None and train.log_to:
+            about = (options.run_dir, first, metrics.last_step, to_dict(config))
+            between.writers = stack.enter_context(Writers.open(train.log_to, *about))
         if saver is not None:
             watchdog.watch(saver.progress)
         loader = stack.enter_context(Prefetcher(batches, first, replica, replicas, engine.device, steps))
@@ -94,6 +108,7 @@ def run_steps(
                 lines.append(line)
                 if metrics is not None:
                     metrics.write(line)
+                    between.writers.step(line)
                 progress.show(line)
                 stop_if_broken(config, line, saver)
 
@@ -116,6 +131,19 @@ def run_steps(
             if step == first and rank == 0:
                 for note in (*engine.hooks.blocks.notes, *engine.activations.notes):
                     say(note)
+            if between.due(step, steps):
+                keep(recorder.flush())
+                with recorder.leaving_out():
+                    improved = between.run(step, steps)
+                if best is not None and improved is not None:
+                    best.expect(asdict(improved))
+                    save(step)
+                ended = between.evaluations.exhausted(train.patience) if step < steps else ""
+            if ended:
+                if saver is not None:
+                    save(step)
+                tell(rank, f"{ended}{'; it is saved' if saver is not None else ''}")
+                break
             if saver is not None and (step == steps or (checkpoint.every and step % checkpoint.every == 0)):
                 save(step)
             if saver is not None and recorder.stopping and step < steps:
@@ -130,7 +158,12 @@ def run_steps(
     return stopped
 
 
-def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int) -> Saver:
+def tell(rank: int, text: str) -> None:
+    if rank == 0:
+        say(text)
+
+
+def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int, best: Best | None = None) -> Saver:
     """Return what saves the run. Collective."""
     from zerocli.checkpoint.saver import Saver  # imports torch's checkpoints, which takes a second
 
@@ -142,6 +175,7 @@ def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int) -
         buffer_nbytes=checkpoint.buffer,
         keep=checkpoint.keep,
         keep_every=checkpoint.keep_every,
+        best=best,
         say=say if rank == 0 else (lambda text: None),
     )
 
@@ -171,6 +205,6 @@ def stop_if_broken(config: Config, line: Line, saver: Saver | None = None) -> No
         saved = f"step {saver.saved} is saved" if saver is not None and saver.saved else "no checkpoint was written"
         raise Diverged(
             f"{what} at step {line.step} (lr {line.lr:.3g}); the step was not applied; {saved}",
-            hint="a lower --set optimizer.lr=..., or --set train.on_nan=continue",
+            hint="a lower --lr, or --set train.on_nan=continue",
             exit_code=FAILURE,
         )

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ from zerocli.profile.observer import Observer
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run import rank_loss, report
 from zerocli.run.automatic import Chosen, choose_here, choose_together
+from zerocli.run.between import Between
 from zerocli.run.data import Batches
+from zerocli.run.held_out import describe, open_held_out, split_share
 from zerocli.run.launch import JOB_FILE, open_files
 from zerocli.run.recompute import NOT_TRACED, choose_blocks, device_room, gather_values, run_setup, trace_factory
 from zerocli.run.run_lock import lock_run_folder
@@ -125,13 +128,16 @@ def _train(
     chosen = choose_run(config, options, traced)
     config = chosen.config
     batches.sequences, batches.accumulate = config.train.batch, config.train.accumulate
+    with STARTUP.by_itself("opening the held-out data"):
+        held_out = open_held_out(config, batches, open_batches, check=rank == 0)
     recompute, reason = choose_blocks(config, traced)
     with STARTUP.by_itself("building the model"):
         refuse_overwriting(options)
         changes: dict[str, Any] = {"recompute": recompute, "events": options.events, "watch": watchdog.attach}
         changes["empty"] = bool(config.train.init_from)  # or a checkpoint's values: either way all are loaded
         engine = observer.build(lambda: make_engine(config, **changes))
-    refuse_without_positions(config, batches, engine.model)
+    for each in (batches, getattr(held_out, "batches", batches)):
+        refuse_without_positions(config, each, engine.model)
     config = with_choices(config, engine)
     with STARTUP.by_itself("preparing the run folder"):
         if rank == 0:
@@ -141,6 +147,8 @@ def _train(
             for line in (*notes_of(options.source), *chosen.lines):
                 say(line)
             say(report.opening(config, engine, reason))
+            if held_out is not None:
+                say(describe(config, held_out))
     with STARTUP.by_itself("loading"):
         first = begin(config, options, engine, batches, rank)
         planned = config.train.steps
@@ -160,8 +168,9 @@ def _train(
     # The reference starts from the same values: copy them before the first update.
     start = engine.state_dict() if options.check else None
     lines = History()
+    between = Between(config, options, engine, held_out, rank, first)
     try:
-        stopped = run_steps(config, options, engine, batches, rank, first, lines, watchdog)
+        stopped = run_steps(config, options, engine, batches, rank, first, lines, watchdog, between)
     except Diverged as error:
         watchdog.close(error)
         observer.report(config, options, engine, lines)
@@ -183,6 +192,7 @@ def _train(
     held = report.gather_memory(engine)
     if rank == 0 and not observer.reports:
         summary = report.summary(config, options, engine, lines, held, checked, observer.written)
+        summary["evaluation"] = between.evaluations.summary()
         say(report.closing(summary))
         if options.json:
             show(json.dumps(summary))
@@ -212,11 +222,13 @@ def cap_device(config: Config) -> None:
 
 
 def resolve(config: Config, world: int) -> Config:
-    """Return the config with all values that depend on the number of ranks filled in, for both axes."""
+    """Return the config with all values that depend on the number of ranks filled in, and the share held out."""
     accumulate = num_micro_steps(config.train, world, config.parallel.tp)
     train = dataclasses.replace(config.train, accumulate=accumulate)
     parallel = dataclasses.replace(config.parallel, ranks=world)
-    return dataclasses.replace(config, train=train, parallel=parallel)
+    # Recorded, so that a run that is resumed with other evaluations trains on the same data.
+    data = dataclasses.replace(config.data, split=split_share(config))
+    return dataclasses.replace(config, train=train, parallel=parallel, data=data)
 
 
 def with_choices(config: Config, engine: Engine) -> Config:
@@ -243,6 +255,15 @@ def make_model(config: Config, device: str = "meta") -> nn.Module:
     return build_model(config.model, config.train.seq, device)
 
 
+def schedule_of(config: Config) -> Callable[[int], float]:
+    """Return step -> learning rate."""
+    optimizer = config.optimizer
+    return make_schedule(
+        *(optimizer.schedule, optimizer.lr, config.train.steps, optimizer.warmup, optimizer.min_lr, optimizer.decay),
+        optimizer.warmup_shape,
+    )
+
+
 def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) -> Engine:
     """Return the engine of a config, for its model or the one given; `changes` override fields of its settings."""
     model = make_model(config) if model is None else model
@@ -250,7 +271,7 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
     units = model.unit_modules() if isinstance(model, Decoder) else None
     settings = Settings(
         **sharding_of(config).shared(),
-        lr=make_schedule(optimizer.schedule, optimizer.lr, config.train.steps, optimizer.warmup, optimizer.min_lr),
+        lr=schedule_of(config),
         weight_decay=optimizer.weight_decay,
         units=units,
         compile=config.model.compile,

@@ -1,0 +1,153 @@
+"""Text from a model: the choice of a token, runs and folders, one rank and several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+from commands import run
+from ranks import run_ranks
+
+from zerocli import config as configs
+from zerocli.checkpoint.export import export
+from zerocli.cli.generate import find, read_config
+from zerocli.console import printable
+from zerocli.errors import UserError
+from zerocli.run import generate
+from zerocli.run.complete import Sampling, choose, complete
+from zerocli.run.texts import Codec, end_ids, open_codec
+from zerocli.run.trainer import make_engine, make_model
+
+SHAPE = ["model.hidden=32", "train.seq=32", "train.steps=3", "checkpoint.every=3"]
+GIVEN = {"precision": "fp32", "stage": None, "offload": None, "sets": ()}
+PROMPT = "def main(text):"
+
+
+def draws(sampling: Sampling, logits: list[float], times: int = 400) -> list[int]:
+    random = torch.Generator().manual_seed(sampling.seed)
+    return [choose(torch.tensor(logits, dtype=torch.float64), sampling, random) for _ in range(times)]
+
+
+def test_the_choice_of_a_token_obeys_its_settings():
+    logits = [0.0, 3.0, 2.0, 3.0, -1.0]
+    assert set(draws(Sampling(), logits)) == {1}
+    assert set(draws(Sampling(temperature=1.0), logits)) == {0, 1, 2, 3, 4}
+    assert set(draws(Sampling(temperature=1.0, top_k=2), logits)) == {1, 3}
+    assert set(draws(Sampling(temperature=1.0, top_k=1), logits)) == {1}
+    assert set(draws(Sampling(temperature=1.0, top_p=0.8), logits)) == {1, 3}  # 0.41 + 0.41
+    assert set(draws(Sampling(temperature=1.0, top_p=0.9), logits)) == {1, 2, 3}
+    shares = torch.softmax(torch.tensor(logits), 0)
+    counted = torch.bincount(torch.tensor(draws(Sampling(temperature=1.0), logits, 4000)), minlength=5) / 4000
+    assert torch.allclose(counted, shares, atol=0.03)
+    assert draws(Sampling(temperature=1.0, seed=1), logits) != draws(Sampling(temperature=1.0, seed=2), logits)
+    with pytest.raises(UserError, match="not finite"):
+        choose(torch.full((3,), float("nan")), Sampling(), torch.Generator())
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def trained(request, tmp_path_factory) -> Path:
+    """A run of two ranks, and its export beside it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    family = [f"model.family={request.param}", "zero.stage=3"]
+    ended = runs.train(folder / "run", *SHAPE, *family, *(["model.tie=false"] if request.param == "llama" else []))
+    assert ended.codes == [0, 0], ended.said
+    export(str(folder / "run"), None, folder / "out", "fp32", 1 << 30)
+    return folder
+
+
+def _made(source: str, stage: int, sampling: Sampling, offload: str = "") -> list[int]:
+    is_run = find(source)
+    config = read_config(source, is_run, GIVEN | {"stage": stage, "offload": offload})
+    weights = generate.Weights(source, is_run, None, 0 if is_run else generate.positions_of(source))
+    codec = open_codec(config, "" if is_run else source)
+    ids = codec.encode(PROMPT)
+    config = generate.with_window(config, weights, len(ids) + sampling.max_tokens)
+    model = make_model(config)
+    model.requires_grad_(False)
+    engine = make_engine(config, model, compile=False)
+    generate.load(engine, config, weights, lambda text: None)
+    held = engine.memory()
+    assert held["optimizer_states"] == held["gradients"] == 0
+    made = list(complete(engine, ids, sampling, config.train.seq, codec.ends))
+    engine.close()
+    return made
+
+
+def test_ranks_stages_and_folders_give_the_same_text(trained):
+    """Also beyond the 32 positions that the run was made for: 15 of the prompt and 20 more."""
+    source, out = str(trained / "run"), str(trained / "out")
+    for sampling in (Sampling(20), Sampling(20, temperature=1.0, top_p=0.95, seed=5)):
+        alone = run_ranks(1, _made, source, 0, sampling)[0]
+        assert len(alone) == 20
+        assert run_ranks(2, _made, source, 3, sampling) == [alone, alone]
+    assert run_ranks(2, _made, source, 3, sampling, "params=cpu") == [alone, alone]
+    assert run_ranks(2, _made, out, 3, Sampling(10)) == run_ranks(2, _made, source, 1, Sampling(10))
+
+
+def test_greedy_text_is_that_of_transformers(trained):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(trained / "out")
+    ids = torch.tensor([list(PROMPT.encode())])
+    theirs = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert theirs[0, ids.shape[1] :].tolist() == run_ranks(1, _made, str(trained / "out"), 0, Sampling(12))[0]
+
+
+def test_text_is_on_stdout_and_all_else_on_stderr(tmp_path):
+    assert runs.train(tmp_path / "run", *SHAPE).codes == [0, 0]
+    words = ["generate", "run", PROMPT, "--max-tokens", "5", "--ranks", "2", "--temperature", "1", "--seed", "7"]
+    done = run(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    made = run_ranks(1, _made, str(tmp_path / "run"), 0, Sampling(5, 1.0, seed=7))[0]
+    assert done.stdout == printable(PROMPT + Codec().continuation(list(PROMPT.encode()), made)) + "\n"
+    assert "stage 3 on 2 ranks" in done.stderr and "5 tokens in" in done.stderr
+
+
+@pytest.mark.long
+def test_one_process_is_enough_and_json_is_one_document(trained):
+    words = ["generate", "out", PROMPT, "--max-tokens", "5", "--json"]
+    done = run(trained, *words)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["schema"] == 1 and document["prompt"] == PROMPT
+    assert document["tokens"] == run_ranks(1, _made, str(trained / "run"), 0, Sampling(5))[0]
+
+
+def test_a_text_ends_where_the_folder_says(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert end_ids(str(tmp_path)) == {7}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert end_ids(str(tmp_path)) == {5, 6}
+    (tmp_path / "generation_config.json").write_text("[]")
+    assert end_ids(str(tmp_path)) == {7}
+    config = configs.load("tiny", ["model.layers=1"])
+    engine = make_engine(config, make_model(config).requires_grad_(False), compile=False)
+    first = list(complete(engine, [1, 2], Sampling(3), 128))
+    assert list(complete(engine, [1, 2], Sampling(3), 128, frozenset(first[:1]))) == []
+    engine.close()
+
+
+def test_bytes_and_tokenizers_decode_what_they_encode(tmp_path):
+    assert Codec().decode(Codec().encode("naïve ☃")) == "naïve ☃"
+    assert Codec().continuation([65], [0xE2, 0x98, 0x83]) == "☃"
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    codec = open_codec(configs.load("tiny"), str(tmp_path))
+    assert codec.encode("a b c") == [0, 1, 2] and codec.continuation([0], [1, 1]) == " b b"
+
+
+@pytest.mark.parametrize(
+    ("make", "fact"),
+    [
+        (lambda folder: folder / "absent", "no such folder"),
+        (lambda folder: folder, "has neither checkpoints nor"),
+        (lambda folder: (folder / "metrics.jsonl").touch() or folder, "the run has no checkpoint"),
+    ],
+)
+def test_what_is_no_model_is_named(tmp_path, make, fact):
+    with pytest.raises(UserError, match=fact):
+        find(str(make(tmp_path)))

@@ -1,0 +1,152 @@
+"""`zerocli generate`: text from a run's checkpoint or a folder of weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerocli import config as configs
+from zerocli import machine
+from zerocli.checkpoint.best import best_step
+from zerocli.checkpoint.folder import MANIFEST
+from zerocli.cli.train import has_checkpoint, option_words, own_config
+from zerocli.console import say
+from zerocli.errors import OK, UserError
+from zerocli.layout.sizes import format_bytes
+from zerocli.run import launch
+from zerocli.worker import die_with_parent, worker_environment
+
+FITS = 0.85
+"""Share of a GPU's memory that weights may take for one GPU to be enough."""
+
+
+@click.command()
+@click.argument("source", metavar="RUN|FOLDER")
+@click.argument("prompt")
+@click.option("--max-tokens", type=click.IntRange(1), default=64, metavar="N", help="Most tokens; by default 64.")
+@click.option(
+    "--temperature", type=click.FloatRange(0), default=0.0, metavar="T", help="0 (default): the likeliest token."
+)
+@click.option("--top-k", type=click.IntRange(0), default=0, metavar="N", help="Choose among the N likeliest tokens.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    metavar="P",
+    help="Choose among the likeliest tokens of total probability P.",
+)
+@click.option("--seed", type=int, default=0, metavar="N", help="Seed of the choices; by default 0.")
+@click.option("--best", is_flag=True, help="The checkpoint of the best evaluation; by default the newest.")
+@click.option("--step", type=click.IntRange(0), metavar="N", help="The checkpoint of step N; by default the newest.")
+@click.option("--ranks", type=int, metavar="N", help="Processes; by default as few as hold the weights.")
+@click.option("--stage", type=int, metavar="0..3", help="3 (default with several ranks) partitions the weights.")
+@click.option("--offload", metavar="PLACEMENT", help="Where weights live, such as params=cpu.")
+@click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto; by default the run's.")
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@click.pass_context
+def command(
+    ctx: click.Context, /, source: str, prompt: str, best: bool, step: int | None, as_json: bool, **given: Any
+) -> int:
+    """Continue PROMPT with the model of RUN (a training run's folder) or FOLDER (weights in safetensors, config.json).
+
+    The text is printed on stdout: the prompt, and what follows.
+    """
+    worker = worker_environment()
+    if worker:
+        die_with_parent()
+    is_run = find(source)
+    if not is_run and (best or step is not None):
+        raise UserError(
+            f"{source}: is not a run, so it has no checkpoints to choose from", hint="without --best, --step"
+        )
+    step = best_step(source) if best else step
+    config = read_config(source, is_run, given)
+    if worker is None:
+        ranks, reason = choose_ranks(config, given["ranks"] or 0)
+        if ranks > 1:
+            say(f"ranks {ranks} ({reason})")
+            return start_ranks(ranks, [str(ctx.info_name), *option_words(ctx), "--", source, prompt])
+    else:
+        ranks = int(worker["WORLD_SIZE"])
+        os.environ.update(worker)
+    stage = given["stage"] if given["stage"] is not None else 3 if ranks > 1 or config.offload.placement.tiers else 0
+    configs.refuse_placement(config.offload.placement, stage)
+    config = dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=stage))
+    from zerocli.run import generate
+    from zerocli.run.complete import Sampling
+
+    weights = generate.Weights(source, is_run, step, 0 if is_run else generate.positions_of(source))
+    sampling = Sampling(*(given[name] for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")))
+    run_dir = os.environ.get("ZEROCLI_RUN_DIR", ".")
+    return generate.work(launch.with_ranks(config, ranks), weights, prompt, sampling, as_json, run_dir)
+
+
+def find(source: str) -> bool:
+    """Return whether `source` is a run or a checkpoint of one; False if it is a folder of weights."""
+    path = Path(source)
+    if not path.is_dir():
+        fact = "is a file, not a folder" if path.exists() else "no such folder"
+        raise UserError(f"{source}: {fact}", hint="the folder of a run (zerocli train --run-dir RUN), or of an export")
+    if (path / MANIFEST).is_file() or has_checkpoint(path):
+        return True
+    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        return False
+    if (path / "metrics.jsonl").is_file():
+        raise UserError(f"{source}: the run has no checkpoint", hint="zerocli train --save-every 100")
+    raise UserError(
+        f"{source}: has neither checkpoints nor config.json and safetensors", hint="zerocli export RUN FOLDER"
+    )
+
+
+def read_config(source: str, is_run: bool, given: dict[str, Any]) -> configs.Config:
+    """Return the config of a run or a folder, for generation: no tensor parallelism, nothing saved."""
+    run_dir = Path(source).absolute()
+    if (run_dir / MANIFEST).is_file():
+        run_dir = run_dir.parents[1]
+    path = own_config(str(run_dir), "") if is_run else str(Path(source, "config.json"))
+    if not path:
+        raise UserError(f"{run_dir}: has no config.json", hint="zerocli export RUN FOLDER, then generate from FOLDER")
+    flags = {"train.precision": given["precision"], "zero.stage": given["stage"], "parallel.tp": 1}
+    flags |= {"train.accumulate": 1, "train.global_batch": 0, "train.log_to": ()}
+    if not any(text.startswith("offload.") for text in given["sets"]):
+        flags["offload.placement"] = given["offload"] or ""
+    return configs.load(path, sets=given["sets"], flags=flags)
+
+
+def choose_ranks(config: configs.Config, asked: int) -> tuple[int, str]:
+    """Return (number of ranks, the reason): as few as hold the weights."""
+    gpus = machine.gpus()
+    if asked:
+        return launch.choose_ranks(asked, 1, len(gpus))
+    if len(gpus) < 2 or config.offload.placement.tiers:
+        return 1, "one process"
+    from zerocli.run.trainer import count_parameters
+
+    width = 4 if config.train.precision == "fp32" else 2
+    nbytes, least = count_parameters(config)[0] * width, min(gpu.nbytes for gpu in gpus)
+    if nbytes < FITS * least:
+        return 1, "the weights fit one GPU"
+    return len(gpus), f"one per GPU: weights of {format_bytes(nbytes)} do not fit one of {format_bytes(least)}"
+
+
+def start_ranks(ranks: int, words: list[str]) -> int:
+    """Run one process per rank until all have ended; rank 0 prints the text."""
+    from zerocli.run.job import Job
+
+    machine.allow_open_files(launch.open_files(ranks))
+    folder = Path(tempfile.mkdtemp(prefix="zerocli-generate-"))
+    (folder / "logs").mkdir()
+    job = Job([sys.executable, "-m", "zerocli", *words], ranks, folder)
+    code = job.run()
+    job.report()
+    if code == OK:
+        shutil.rmtree(folder, ignore_errors=True)
+    return code
