@@ -62,7 +62,7 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("help train", 2, ("zerocli train --help",)),
     ("-v", 2, ("zerocli --help",)),
     # flags of other programs
-    ("train --learning-rate 3e-4", 2, ("optimizer.lr",)),
+    ("train --learning-rate 3e-4", 2, ("--lr",)),
     ("train --batch-size 8", 2, ("zerocli train --batch",)),
     ("train --gpus 2", 2, ("zerocli train --ranks",)),
     ("train --nproc-per-node 2", 2, ("zerocli train --ranks",)),
@@ -106,7 +106,7 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("check Qwen/Qwen2.5-7B", 2, (HUB.format("Qwen/Qwen2.5-7B"),)),
     ("profile Qwen/Qwen2.5-7B", 2, (HUB.format("Qwen/Qwen2.5-7B"),)),
     ("train https://huggingface.co/gpt2", 2, ("downloads nothing", "hf download")),
-    ("train config.yaml", 2, ("is YAML", "zerocli configs show tiny")),
+    ("train config.yaml", 2, ("is YAML", "zerocli train config.toml")),
     ("fit config.yaml", 2, ("is YAML",)),
     ("train ./config.yml", 2, ("did you mean ./config.yaml?",)),
     ("train ./nowhere", 2, ("no such file or folder",)),

@@ -35,7 +35,8 @@ def write(tmp_path: Path):
 
 
 def model_of(write, **values: Any) -> ModelConfig:
-    return load(write(({} if values["model_type"] == "gpt2" else SMALL) | values)).model
+    """Return the model of a config.json for our own code."""
+    return load(write(({} if values["model_type"] == "gpt2" else SMALL) | values), sets=["model.code=zerocli"]).model
 
 
 def refused(write, **values: Any) -> tuple[list[str], str]:

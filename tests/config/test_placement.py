@@ -41,7 +41,7 @@ def spaced(*words: str) -> st.SearchStrategy[str]:
 
 
 TIERS = st.sampled_from(["cpu", "cpu", "dram", "nvme", "hbm", "null", OTHER, "tape", "CPU", ""])
-BUDGETS = st.sampled_from(["20GiB", "1.5 GB", "7", "0", "ten", "-1GiB", "1G", ""])
+BUDGETS = st.sampled_from(["20GiB", "1.5 GB", "7000", "0", "ten", "-1GiB", "1G", ""])
 WORDS = st.sampled_from(["params", "parameters", "grads", "gradients", "optimizer", "optim", ACTIVATIONS, "weights"])
 SHARES = st.one_of(TIERS, st.tuples(TIERS, BUDGETS).flatmap(lambda each: spaced(each[0], ":", each[1])))
 PARTS = st.tuples(WORDS, st.lists(SHARES, min_size=1, max_size=3)).flatmap(

@@ -22,8 +22,10 @@ _ELSEWHERE = {
     "fp32": "--precision fp32",
     "mixed-precision": "--precision",
     "dtype": "--precision",
-    "checkpoint-every": "--set checkpoint.every=",
-    "save-steps": "--set checkpoint.every=",
+    "checkpoint-every": "--save-every",
+    "save-steps": "--save-every",
+    "eval-steps": "--eval-every",
+    "num-train-epochs": "--epochs",
     "checkpoint-dir": "--run-dir",
     "config": "CONFIG as a word of its own: zerocli train tiny",
     "config-file": "CONFIG as a word of its own: zerocli train my.toml",
@@ -46,11 +48,11 @@ _ELSEWHERE = {
     "nproc-per-node": "--ranks",
     "num-processes": "--ranks",
     "world-size": "--ranks",
-    "gradient-accumulation-steps": "--set train.accumulate=",
+    "gradient-accumulation-steps": "--accumulate",
     "gradient-checkpointing": "--set activations.policy=recompute",
     "grad-clip": "--set train.clip=",
     "max-grad-norm": "--set train.clip=",
-    "learning-rate": "--set optimizer.lr=",
+    "learning-rate": "--lr",
     "warmup-steps": "--set optimizer.warmup=",
     "log-interval": "--set train.log_every=",
     "logging-steps": "--set train.log_every=",
@@ -149,7 +151,8 @@ def _option(error: NoSuchOption, path: str) -> str:
     if ours and (not ours.startswith("--") or ours.split()[0] in there):
         return f"{path} {ours}" if ours.startswith("--") else ours
     keys = _keys(name.replace("-", "_"))
-    if keys and "--set" in there and not error.possibilities:
+    exact = any(short(key) == name.replace("-", "_") for key in keys)
+    if keys and "--set" in there and (exact or not error.possibilities):
         return f"{path} --set {keys[0]}=..."
     return ""
 

@@ -63,15 +63,13 @@ def read(source: str) -> Document:
         return document
     if os.path.isfile(os.path.join(source, hub.CONFIG)):
         return read_folder(source)
-    if source.endswith((".yaml", ".yml")):
+    if source.endswith((".yaml", ".yml")) and os.path.isfile(source):
         raise _yaml(source)
     raise unknown_source(source, list(names))
 
 
 def _yaml(path: str) -> ConfigError:
     """Return the error for a YAML file, with its keys as TOML if it is as simple as a config of ours."""
-    if not os.path.isfile(path):
-        return ConfigError([Problem(path, "no such file; configs are TOML, not YAML")], hint="zerocli configs ls")
     target = f"{path.rpartition('.')[0]}.toml"
     lines = [f"  {line}" for line in as_toml(_read_text(path))]
     fact = f"is YAML, and configs are TOML; as {target} it is:" if lines else "is YAML, and configs are TOML"
