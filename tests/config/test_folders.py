@@ -66,7 +66,7 @@ def test_what_the_folder_decides_cannot_be_set(folder, monkeypatch):
 def test_folders_without_safetensors_get_the_next_command(folder, tmp_path):
     assert "config.json as CONFIG starts from random weights" in refused(folder(LLAMA))
     said = refused(folder(LLAMA, "pytorch_model.bin"))
-    assert "pytorch_model.bin is a pickle" in said and "save_pretrained" in said
+    assert "pytorch_model.bin may hold code" in said and "save_pretrained" in said
     (tmp_path / "config.json").write_text(json.dumps({"model": {}}))
     assert "is the folder of a run" in refused(str(tmp_path))
 

@@ -50,7 +50,7 @@ def trained(folder: str, run: str, stage: int) -> Case:
     before, losses = logits(), []
     engine.model.train()
     for step in range(2):
-        losses.append(micro_step(engine, mine[:, :-1], mine[:, 1:], (0, step)).item())
+        losses.append(micro_step(engine, (mine[:, :-1], mine[:, 1:]), (0, step)).item())
         engine.step()
     if run:
         if rank == 0:
@@ -184,7 +184,7 @@ def test_the_loss_is_computed_by_the_head_only_where_logits_are_nothing_else(the
 def routed(folder: str, stage: int) -> tuple[float, dict[str, torch.Tensor]]:
     _, engine = opened(folder, stage)
     given = tokens()
-    loss = micro_step(engine, given[:, :-1], given[:, 1:], (0, 1)).item()
+    loss = micro_step(engine, (given[:, :-1], given[:, 1:]), (0, 1)).item()
     engine.step()
     return loss, engine.state_dict()
 

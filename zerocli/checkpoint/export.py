@@ -146,7 +146,7 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
             source_files.copy(str(source), aside)
     numel = sum(math.prod(manifest.tensors[_stored(manifest, name)].shape) for name in names)
     nbytes = sum((out / file).stat().st_size for file in files)
-    note = "" if config is None else f"Hugging Face names ({config.model.family})"
+    note = "" if config is None else f"Hugging Face names ({hugging.type_of(config.model) or config.model.family})"
     note = f"own names: {reason}" if reason else "the names of its folder" if theirs is not None else note
     return Exported(manifest.step, files, numel, nbytes, note, config is not None, config is not None and not reason)
 

@@ -86,7 +86,7 @@ def _names_of_ours(
         missing = next(name for name in entries if name not in weights.entries)
         raise UserError(f"{path}: has no tensor {missing}, and there are no Hugging Face names for it: {reason}")
     mapped = [Mapping(name, (name,)) for name in entries] if own else list(hugging.mappings(model))
-    names = "own names" if own else f"Hugging Face names ({model.family})"
+    names = "own names" if own else f"Hugging Face names ({hugging.type_of(model) or model.family})"
     return {mapping.ours: _found(mapping, weights) for mapping in mapped}, names
 
 

@@ -79,7 +79,7 @@ def has_weights(folder: str) -> bool:
     old = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt")) and name != "training_args.bin"]
     if old:
         raise ConfigError(
-            [Problem(folder, f"has no .safetensors; {old[0]} is a pickle, which may hold code and is not loaded")],
+            [Problem(folder, f"has no .safetensors; {old[0]} may hold code and is not loaded")],
             hint=conversion(folder),
         )
     return False
