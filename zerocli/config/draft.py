@@ -145,7 +145,7 @@ class _Draft:
     def _refuse_shape(self, config: Config) -> None:
         """Add a problem for each key that the folder's config.json decides."""
         for key, place in self.places.items():
-            if key.startswith("model.") and key not in FOREIGN and get(config, key) != FIELDS[key].default:
+            if key.startswith("model.") and key not in FOREIGN and get(config, key) != get(Config(), key):
                 fact = f"{short(key)}: transformers builds the model that {config.model.folder} describes"
                 self.problems.append(Problem(place, fact))
 
