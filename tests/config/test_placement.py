@@ -22,7 +22,7 @@ from zerocli.errors import UserError
 from zerocli.plan.inputs import read_source
 from zerocli.plan.setup import Setup, setup_of
 
-some = settings(max_examples=300 if "ZEROCLI_TEST_LONG" in os.environ else 80, deadline=None)
+some = settings(max_examples=300 if "ZEROCLI_TEST_LONG" in os.environ else 40, deadline=None)
 OTHER = "papertape"
 
 

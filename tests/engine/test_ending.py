@@ -93,6 +93,7 @@ def test_a_script_that_just_ends_does_not_abort(tmp_path, how):
     assert code == 0 and "terminate" not in said, said
 
 
+@pytest.mark.long
 def test_a_script_that_fails_ends_at_once_with_its_own_error(tmp_path):
     """A collective that nobody else takes part in is under way: the end does not wait for it."""
     code, said = end_ranks(tmp_path, "fails")

@@ -45,6 +45,7 @@ def test_the_largest_fits_with_the_margin_and_the_next_does_not(kind, more, caps
         assert any(tiers[t]["needed"] > (1 - MARGIN) * tiers[t]["available"] for t in ("hbm", "dram"))
 
 
+@pytest.mark.long
 def test_max_parses_as_before(capsys):
     """Bare `--max` means the model; MODEL may be before it, after it, or left out."""
     words = ("--ranks", "1", "--gpu-memory", "10GiB")

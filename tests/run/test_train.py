@@ -140,7 +140,11 @@ MISTAKES = (
 ).split(", ")
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+SLOW = ("global batch", "empty data", "token beyond the vocabulary", "optimizer")
+"""Mistakes that only the ranks find, or that tests/cli/test_mistakes.py tries too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.long] * (each in SLOW)) for each in MISTAKES])
 def test_a_users_mistake_gets_facts_and_no_traceback(tmp_path, mistakes, name):
     arguments, facts = mistakes[name]
     plain = [] if arguments[0].endswith((".toml", "factory")) else SMALL

@@ -1,4 +1,4 @@
-"""Rates that decide how long a step takes: of the device products and memory, of the host updates and launches."""
+"""Rates of a device that decide how long a step takes: products, memory, and an update on the host's cores."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from zerocli.engine.update import measure_cpu
 
@@ -16,8 +15,7 @@ SECONDS = 1.0
 
 def measure_rates(device: torch.device) -> dict[str, float]:
     """Return the TFLOPS of a large product (bf16 on a GPU, else fp32), the GB/s of a copy in the device's memory (read
-    and written), the billions of parameters per second that the host's cores update, and on a GPU the microseconds in
-    which the host launches `launched`.
+    and written), and the billions of parameters per second that the host's cores update.
     """
     cuda = device.type == "cuda"
     rows, width = (16384, 4096) if cuda else (1024, 1024)
@@ -27,23 +25,11 @@ def measure_rates(device: torch.device) -> dict[str, float]:
     out = torch.empty(rows, width, dtype=dtype, device=device)
     source = torch.ones((1 << 30) if cuda else (64 << 20), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    rates = {
+    return {
         "products": 2 * rows * width * width / _seconds(lambda: torch.mm(left, right, out=out), device) / 1e12,
         "memory": 2 * source.nbytes / _seconds(lambda: target.copy_(source), device) / 1e9,
         "adam": 1e-9 / measure_cpu(split=True),
     }
-    if cuda:
-        tiny = torch.ones(8, 8, dtype=dtype, device=device, requires_grad=True)
-        rates["launch"] = 1e6 * min(_seconds(lambda: launched(tiny), device) for _ in range(3))
-    return rates
-
-
-def launched(x: torch.Tensor) -> None:
-    """Run forward and backward of operations such as a block has, on a tensor that costs the device nothing."""
-    out = x
-    for _ in range(4):
-        out = out + F.gelu(F.linear(F.layer_norm(out, (8,)), x))
-    out.sum().backward()
 
 
 def _seconds(job: Callable[[], object], device: torch.device) -> float:

@@ -31,13 +31,14 @@ BACKWARD_OPS = 2.5 / 0.7
 """Attention's backward relative to its forward: 2.5 times the operations, at 0.7 of the rate."""
 
 # Seconds of the host per block and pass, in which it launches kernels; measured beside the same H200.
-HOST_FORWARD, HOST_BACKWARD = 0.85e-3, 1.3e-3
-HOST_WHOLE, HOST_SELECTIVE = 3.8e-3, 6.6e-3
+HOST_FORWARD, HOST_BACKWARD = 0.8e-3, 1.2e-3
+HOST_WHOLE, HOST_SELECTIVE = 2.0e-3, 5.8e-3
 """What recomputation adds: a second forward and torch's bookkeeping; a selective one looks at each operation twice."""
 HOST_COMPILED = 0.3
 """The host's time for compiled blocks, relative to eager ones."""
-HOST_MOVED = 2.2e-3
-"""What gathering a unit's offloaded parameters adds to each of its two uses."""
+HOST_MOVED, HOST_REDUCED, HOST_KEPT = 1.1e-3, 2.8e-3, 1.9e-3
+"""What is added by a unit's offloaded parameters to each of its two uses, and to its backward by offloaded gradients and
+by an offloaded activation checkpoint."""
 
 
 @dataclass(frozen=True)

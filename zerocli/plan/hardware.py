@@ -15,8 +15,6 @@ USABLE = 0.985
 """Share of a GPU's memory that a process can allocate; the driver keeps the rest."""
 SUSTAINED = 1.07
 """Rate of a training step's products relative to one large product repeated for a second, which heats the GPU most."""
-LAUNCHED = 1040.0
-"""Microseconds in which the measured H200's host launches `zerocli.engine.rates.launched`."""
 COPIED = 0.855
 """Share of the data sheet's memory bandwidth that a copy reaches (H200: 4.1 of 4.8 TB/s)."""
 
@@ -49,8 +47,6 @@ class Hardware:
     """Billions of parameters per second that the node's CPUs update."""
     products: float = 0.0
     """TFLOPS that a large product in bf16 reached on this machine; 0: not measured."""
-    launch: float = 1.0
-    """Time in which the host launches kernels, relative to that of `LAUNCHED`."""
     bf16: bool = True
     """Whether the GPU computes in bf16; NVIDIA's do from compute capability 8.0 on."""
     source: str = "preset"
@@ -110,7 +106,7 @@ _WITHOUT_BF16 = re.compile(r"\b(gtx|titan|tesla [kmpt]\d+|[kmp]\d0|rtx 20\d\d|qu
 """Names of GPUs before compute capability 8.0 that are in no preset."""
 
 
-RATES = ("tflops", "products", "hbm", "links", "network", "pcie", "both_ways", "disk", "adam", "launch")
+RATES = ("tflops", "products", "hbm", "links", "network", "pcie", "both_ways", "disk", "adam")
 """The fields that are rates; `--set hardware.NAME` overrides each."""
 
 
@@ -156,8 +152,6 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
         elif name == "compute" and all(_rate(result.get(each)) for each in ("products", "memory", "adam")):
             changes |= {"products": result["products"] * SUSTAINED, "adam": result["adam"]}
             changes["hbm"] = result["memory"] / COPIED
-            if _rate(result.get("launch")):
-                changes["launch"] = result["launch"] / LAUNCHED
         elif _rate(result.get("read")) and _rate(result.get("write")):
             # A step reads and writes concurrently.
             changes["disk"] = result["both"] if _rate(result.get("both")) else min(result["read"], result["write"])

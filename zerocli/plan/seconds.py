@@ -1,8 +1,8 @@
 """Estimate the seconds of a step from what must be computed and moved; `fit` ranks candidates by it.
 
-A step has two phases. In the first, states are updated while the next forward runs, which needs a unit only once it is
-updated. In the second come backward and, with accumulation, the other micro-steps. Within a phase everything runs
-concurrently, so it takes as long as its slowest part; the gradient norm separates the phases.
+In the first phase of a step, states are updated while the first forward runs, which needs a unit only once it is
+updated. Then come backward and, with accumulation, the forwards and backwards of the other micro-steps. Within a phase
+everything runs concurrently, so it takes as long as its slowest part.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from offload.placement import HBM
-from zerocli.plan.compute import HOST_MOVED, UPDATE, Work, model_flops, passes
+from zerocli.plan.compute import HOST_KEPT, HOST_MOVED, HOST_REDUCED, UPDATE, Work, model_flops, passes
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
@@ -61,6 +61,8 @@ class Phase:
     parts: dict[str, float] = field(default_factory=dict)
     tail: float = 0.0
     """Seconds of compute after the last transfer."""
+    times: int = 1
+    """How often a step has such a phase."""
 
     @property
     def computing(self) -> float:
@@ -77,7 +79,7 @@ class Phase:
 def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     """Return the estimate of a step on this hardware."""
     setup = plan.setup
-    first, rest = _phases(plan, shape, hardware)
+    first, *rest = _phases(plan, shape, hardware)
     held = plan.num_trained / setup.tp / (setup.dp if setup.zero.optimizer else 1)
     offloaded = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
     # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
@@ -86,13 +88,14 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
         states = plan.of("optimizer_states") * setup.local_ranks + offloaded
         first.parts["update"] = held * setup.local_ranks * (offloaded / states) / (hardware.adam * GB)
         here *= 1 - offloaded / states
-    host = first.parts["host"] + rest.parts["host"]  # it runs ahead of the device, from one phase into the next
-    seconds = max(first.seconds + rest.seconds + here + _exposed(plan, shape, hardware), host)
-    parts = {name: first.parts[name] + rest.parts.get(name, 0.0) for name in first.parts}
+    parts = {name: sum(each.parts.get(name, 0.0) * each.times for each in (first, *rest)) for name in first.parts}
+    host = parts["host"]  # it runs ahead of the device, from one phase into the next
+    later = sum(each.seconds * each.times for each in rest)
+    seconds = max(first.seconds + later + here + _exposed(plan, shape, hardware), host)
     parts["update"] = parts.get("update", 0.0) + here
     bound = max(parts, key=lambda name: parts[name])
     forward = max(first.computing, first.parts["host"])
-    backward = max(rest.seconds, rest.parts["host"])
+    backward = max(later, host - first.parts["host"])
     phases = {"forward": forward, "backward": backward, "update": max(0.0, seconds - forward - backward)}
     tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
     mfu = model_flops(shape, setup) / (seconds * setup.ranks * hardware.tflops * 1e12)
@@ -121,46 +124,71 @@ def _update_nbytes(setup: Setup) -> int:
     return 2 * setup.state_width + setup.grad_width + setup.width * (2 if setup.sizing.split_master else 1)
 
 
-def _phases(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Phase, Phase]:
-    """Return the two phases: the update with the first forward, and everything after it."""
+def _phases(plan: Plan, shape: Shape, hardware: Hardware) -> list[Phase]:
+    """Return the phases: the update with the first forward, a backward, and a later forward."""
     setup = plan.setup
     again = setup.accumulate - 1
     work = passes(shape, setup)
     local, trained = plan.numel / setup.tp, plan.num_trained / setup.tp
     # Gradients are copied into flats or buckets, and their norm is measured.
     gradients = Work(moved=trained * (2 * setup.width + setup.grad_width))
-    forward, backward = work.forward, work.backward + work.again + gradients
-    later = forward.times(again) + backward.times(setup.accumulate)
+    backward = work.backward + work.again + gradients
     gather = local * setup.width
     wire = _collective_seconds(gather, setup.dp, max(1, setup.ranks_per_node // setup.tp), hardware)
-    gathers = (1, 2 * again + 1) if setup.zero.parameters else (int(setup.zero.optimizer), 0)
-    reduces = (setup.accumulate if setup.zero.gradients else 1) * (1 if setup.zero.optimizer else 2)
+    reduces = (1.0 if setup.zero.gradients else 1 / setup.accumulate) * (1 if setup.zero.optimizer else 2)
     hidden = setup.batch * setup.seq * shape.hidden * setup.width
     # Two sums per block and direction, each a reduction and a gather.
     sums = 2 * shape.layers * 2 * _collective_seconds(hidden, setup.tp, setup.ranks_per_node, hardware)
     repeated = setup.num_recomputed(shape.layers) / shape.layers
-    off = _parameters_off_device(plan)
-    held = off + plan.of("parameters", HBM)
-    moves = HOST_MOVED * (shape.layers + 2) * off / held if held else 0.0
+    host = _host_moves(plan, shape)
+    every = float(setup.zero.parameters)
     made = [
-        {
-            "compute": sum(forward.seconds(setup, hardware).values()),
-            "host": (forward.host + moves) * hardware.launch,
-            "tensor parallel": sums,
-            "collectives": wire * gathers[0],
-        },
-        {
-            "compute": sum(later.seconds(setup, hardware).values()),
-            "host": (later.host + moves * (2 * setup.accumulate - 1)) * hardware.launch,
-            "tensor parallel": sums * again + sums * (1 + repeated) * setup.accumulate,
-            "collectives": wire * (gathers[1] + reduces * trained / local),
-        },
+        (1, work.forward, host.gather, sums, float(setup.zero.optimizer)),
+        (
+            setup.accumulate,
+            backward,
+            host.gather + host.reduce,
+            sums * (1 + repeated),
+            every + reduces * trained / local,
+        ),
+        (again, work.forward, host.gather, sums, every),
     ]
-    for parts, moved in zip(made, _moved(plan, trained), strict=True):
-        parts["pcie"], parts["nvme"] = moved.pcie_seconds(hardware), moved.disk_seconds(hardware)
-    offloaded = any(plan.of("optimizer_states", tier) for tier in _off_device(plan))
-    head = sum(work.head.seconds(setup, hardware).values())
-    return Phase(made[0], head if offloaded else 0.0), Phase(made[1])
+    phases = []
+    for (times, computed, moves, exchanged, gathers), moved in zip(made, _moved(plan, trained), strict=True):
+        parts = {
+            "compute": sum(computed.seconds(setup, hardware).values()),
+            "host": computed.host + moves,
+            "tensor parallel": exchanged,
+            "collectives": wire * gathers,
+            "pcie": moved.pcie_seconds(hardware),
+            "nvme": moved.disk_seconds(hardware),
+        }
+        phases.append(Phase(parts, times=times))
+    if any(plan.of("optimizer_states", tier) for tier in _off_device(plan)):
+        phases[0].tail = sum(work.head.seconds(setup, hardware).values())
+    return phases
+
+
+@dataclass(frozen=True)
+class HostMoves:
+    """Seconds of the host for what is not on the device: in each pass, and beside those in backward."""
+
+    gather: float
+    reduce: float
+
+
+def _host_moves(plan: Plan, shape: Shape) -> HostMoves:
+    """Return the host's time for transfers of parameters, and of gradients and activation checkpoints."""
+    units = shape.layers + 2
+
+    def share(category: str) -> float:
+        off = sum(plan.of(category, tier) for tier in _off_device(plan)) / plan.setup.local_ranks
+        return off / (off + plan.of(category, HBM)) if off else 0.0
+
+    kept = any(plan.of("activations", tier) for tier in _off_device(plan)) * plan.setup.num_recomputed(shape.layers)
+    return HostMoves(
+        HOST_MOVED * units * share("parameters"), HOST_REDUCED * units * share("gradients") + HOST_KEPT * kept
+    )
 
 
 def _collective_seconds(nbytes: float, ranks: int, ranks_per_node: int, hardware: Hardware) -> float:
@@ -181,11 +209,11 @@ def _off_device(plan: Plan) -> list[str]:
     return [tier for tier in plan.tiers if tier != HBM]
 
 
-def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
-    """Return the bytes that one rank moves over PCIe, and its node to and from disks, in the two phases of a step."""
+def _moved(plan: Plan, local: float) -> tuple[Moved, Moved, Moved]:
+    """Return the bytes that one rank moves over PCIe, and its node to and from disks, in each kind of phase."""
     setup, ranks = plan.setup, plan.setup.local_ranks
-    passes = setup.accumulate
-    first, rest = Moved(), Moved()
+    added = 1 - 1 / setup.accumulate  # share of backwards that add to gradients of earlier ones
+    first, backward, forward = Moved(), Moved(), Moved()
     off_device = _off_device(plan)
     offloaded = [plan.of("optimizer_states", tier) for tier in off_device]
     on_cpu = setup.updates_on_cpu and any(offloaded)
@@ -198,13 +226,15 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
         fetched = updated if setup.sizing.split_master and states else 0  # for the update, beside the gather
         first.up += through * (states + gradients + fetched) + parameters
         first.down += through * (states + updated) + checkpoints
-        rest.up += parameters * (2 * passes - 1) + gradients * (passes - 1) + checkpoints * passes
-        rest.down += gradients * passes + checkpoints * (passes - 1)
+        backward.up += parameters + gradients * added + checkpoints
+        backward.down += gradients
+        forward.up += parameters
+        forward.down += checkpoints
         if tier == "nvme":
-            kept = min(parameters, setup.read_ahead_nbytes)  # per pass, what is still in the read-ahead cache
-            first.disk += ranks * (2 * states + gradients + fetched + updated + parameters - kept + checkpoints)
-            rest.disk += ranks * ((parameters - kept) * (2 * passes - 1) + gradients * (2 * passes - 1))
-            rest.disk += ranks * checkpoints * (2 * passes - 1)
+            read = parameters - min(parameters, setup.read_ahead_nbytes)  # per pass, what is not in the cache any more
+            first.disk += ranks * (2 * states + gradients + fetched + updated + read + checkpoints)
+            backward.disk += ranks * (read + gradients * (1 + added) + checkpoints)
+            forward.disk += ranks * (read + checkpoints)
     if on_cpu:
         share = local / (setup.dp if setup.zero.optimizer else 1)
         if not any(plan.of("gradients", tier) for tier in off_device):
@@ -212,4 +242,4 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved]:
         if not any(plan.of("parameters", tier) for tier in off_device):
             first.up += share * setup.width
             first.down += share * setup.width * setup.sizing.split_master
-    return first, rest
+    return first, backward, forward
