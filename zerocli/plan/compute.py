@@ -37,8 +37,8 @@ HOST_WHOLE, HOST_SELECTIVE = 2.0e-3, 5.8e-3
 HOST_COMPILED = 0.3
 """The host's time for compiled blocks, relative to eager ones."""
 HOST_MOVED, HOST_REDUCED, HOST_KEPT = 1.1e-3, 2.8e-3, 1.9e-3
-"""What is added by a unit's offloaded parameters to each of its two uses, and to its backward by offloaded gradients and
-by an offloaded activation checkpoint."""
+"""What is added by a unit's offloaded parameters to each of its two uses, and to its backward by offloaded gradients
+and by an offloaded activation checkpoint."""
 
 
 @dataclass(frozen=True)
