@@ -149,3 +149,18 @@ def test_blocks_that_may_be_compiled_are_not_refused_for_what_eager_ones_keep():
     with pytest.raises(UserError, match="does not fit this machine"):
         refuse(eager, smaller)
     refuse(auto, smaller)
+
+
+def test_a_batch_that_no_machine_holds_is_refused_also_for_the_code_of_transformers(tmp_path, capsys):
+    """Nothing is built for it: the config.json says how wide and deep the model is."""
+    pytest.importorskip("transformers")
+    config = {"model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    words = ["train", str(tmp_path / "config.json"), "--ranks", "2", "--seq", "64", "--run-dir", str(tmp_path / "run")]
+    assert cli.run([*words, "--batch", "100000000"]) == 3
+    said = capsys.readouterr().err
+    assert "does not fit this machine: host memory: " in said and "inputs of its blocks alone" in said
+    assert not (tmp_path / "run").exists()
+    most = int(said.partition("try: --batch ")[2].split()[0])
+    there = machine.memory().available
+    assert there * 0.5 < most * 2 * 4 * 64 * 64 * 4 <= there * 1.5

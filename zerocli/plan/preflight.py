@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload.placement import HBM
+from offload.placement import ACTIVATIONS, HBM
 from zerocli import machine
-from zerocli.config import AUTO, Config
+from zerocli.config import AUTO, Config, hub
+from zerocli.config.file import read_values
 from zerocli.console import quoted
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout.categories import model_states
@@ -82,17 +83,22 @@ def preflight(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, nume
     `numel` is the number of parameters of a factory's model: then only model states are compared. `ranks_per_node` of 0
     means all ranks, or with GPUs one per GPU.
     """
+    setup, there = _here(config, gpus, ranks_per_node)
+    if config.model.foreign:
+        return Preflight(setup, None, _compare(setup, _states(setup, numel), there))
+    plan = plan_here(shape_of(config.model, config.train.seq), setup, _room(config, setup, there))
+    return Preflight(plan.setup, plan, _compare(setup, _certain(plan, config), there))
+
+
+def _here(config: Config, gpus: Sequence[Gpu], ranks_per_node: int) -> tuple[Setup, dict[str, int]]:
+    """Return the setup of a run on nodes like this machine, and what is there on each tier."""
     ranks = max(1, config.parallel.ranks)
     device = "cuda" if gpus else "cpu"
     if not ranks_per_node:
         several = gpus and ranks > len(gpus) and ranks % len(gpus) == 0 and os.environ.get("ZEROCLI_SHARE_GPU") != "1"
         ranks_per_node = len(gpus) if several else ranks
     setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=ranks_per_node)
-    there = _available(config, setup, gpus)
-    if config.model.foreign:
-        return Preflight(setup, None, _compare(setup, _states(setup, numel), there))
-    plan = plan_here(shape_of(config.model, config.train.seq), setup, _room(config, setup, there))
-    return Preflight(plan.setup, plan, _compare(setup, _certain(plan, config), there))
+    return setup, _available(config, setup, gpus)
 
 
 def plan_here(shape: Shape, setup: Setup, room: int) -> Plan:
@@ -106,9 +112,11 @@ def plan_here(shape: Shape, setup: Setup, room: int) -> Plan:
 def refuse(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, host: bool = True) -> None:
     """Raise UserError with exit code 3 if the plan says that a run cannot fit this machine.
 
-    Nothing is known of a foreign model before it is built. Without `host`, host memory is not compared.
+    Of a foreign model only what its config.json says is known before it is built. Without `host`, host memory is not
+    compared.
     """
     if config.model.foreign:
+        _refuse_inputs(config, gpus, ranks_per_node, host)
         return
     try:
         found = preflight(config, gpus, ranks_per_node)
@@ -124,6 +132,27 @@ def refuse(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, host: b
         raise UserError(
             f"does not fit this machine with {ranks}: {facts}",
             hint=smallest_change(config, found.setup, gpus),
+            exit_code=DOES_NOT_FIT,
+        )
+
+
+def _refuse_inputs(config: Config, gpus: Sequence[Gpu], ranks_per_node: int, host: bool) -> None:
+    """Raise UserError if the inputs of a folder's blocks alone, which any policy keeps on the device, do not fit."""
+    if not config.model.folder:
+        return
+    setup, there = _here(config, gpus, ranks_per_node)
+    values, _, _ = read_values(hub.config_path(config.model.folder))
+    width = hub.size_of(values, "hidden_size", "n_embd", "d_model") * setup.width
+    each = setup.seq * width * hub.size_of(values, "num_hidden_layers", "n_layer", "num_layers")
+    if ACTIVATIONS in setup.offload.shares or not each:
+        return
+    rooms = _compare(setup, {HBM: each * setup.batch, "dram": 0}, there)
+    over = [room for room in rooms if not room.fits and (host or room.tier != "dram")]
+    if over:
+        fits = over[0].available // (each * (setup.local_ranks if over[0].tier == "dram" else 1))
+        raise UserError(
+            f"does not fit this machine: {over[0]} for the inputs of its blocks alone",
+            hint=f"--batch {fits} at most, or a smaller --seq" if fits else "a smaller --seq",
             exit_code=DOES_NOT_FIT,
         )
 
