@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zerocli.data.encoder import Encoder, read_object, special_tokens
+from zerocli.data.encoder import Encoder, read_json_file, special_tokens
 from zerocli.errors import UserError
 from zerocli.regular_files import MAX_CONFIG_NBYTES
 
@@ -27,7 +27,7 @@ def find_template(folder: str) -> str:
     if file.is_file():
         with open(file, "rb") as opened:
             return opened.read(MAX_CONFIG_NBYTES).decode("utf-8", "replace")
-    found = read_object(Path(folder, CONFIG)).get("chat_template", "")
+    found = read_json_file(Path(folder, CONFIG)).get("chat_template", "")
     if isinstance(found, list):  # several, each with a name
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = named.get("default", "")

@@ -140,14 +140,14 @@ def special_tokens(folder: str) -> dict[str, str]:
     """Return the special tokens that a tokenizer's folder names: bos_token, eos_token and so on."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        for key, value in read_object(Path(folder, name)).items():
+        for key, value in read_json_file(Path(folder, name)).items():
             text = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(text, str):
                 found[key] = text
     return found
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_file(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, {} if there is no such file; raise UserError if it is no object."""
     if not path.is_file():
         return {}
