@@ -457,7 +457,7 @@ def choose_update(asked: str, device: torch.device, offloaded: bool, split: bool
     return cpu < stream, facts
 
 
-def measure_stream(device: torch.device, width: int, nbytes: int = 96 << 20) -> float:
+def measure_stream(device: torch.device, width: int, nbytes: int = 64 << 20) -> float:
     """Return the seconds per parameter to copy its `width` bytes of states in both directions at once, pinned.
 
     torch would round its own pinned memory up to a power of two and keep it.
@@ -483,8 +483,11 @@ def measure_stream(device: torch.device, width: int, nbytes: int = 96 << 20) -> 
     return best / (nbytes / width)
 
 
-def measure_cpu(split: bool, numel: int = 32 << 20) -> float:
-    """Return the seconds per parameter of a fused Adam update on this host, casts and memory reads included."""
+def measure_cpu(split: bool, numel: int = 16 << 20) -> float:
+    """Return the seconds per parameter of a fused Adam update on this host, casts and memory reads included.
+
+    So many parameters are beyond a cache, and take less memory (0.2 GiB) than the first step of any model.
+    """
     arrays = {name: torch.rand(numel) for name in ("exp_avg", "exp_avg_sq", *(() if split else (MASTER,)))}
     grad, out = torch.rand(numel).bfloat16(), torch.rand(numel).bfloat16()
     if split:
