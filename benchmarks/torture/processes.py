@@ -25,6 +25,7 @@ from ranks import _context
 from torture import ROOT, leftovers
 from torture.faults import Fault, install
 from torture.setups import Setup
+from zerocli.cli.run_dirs import has_run
 from zerocli.worker import free_port
 
 LIMIT_SECONDS = 150.0
@@ -83,6 +84,8 @@ def words(setup: Setup, place: Place, resume: bool) -> list[str]:
         f"parallel.ranks={setup.world}",
     ]
     given = [word for each in sets for word in ("--set", each)]
+    # A start that ended before its first step left no run: it is started again.
+    resume = resume and has_run(place.run)
     return ["train", "tiny", *given, "--run-dir", str(place.run), *(["--resume"] if resume else [])]
 
 

@@ -27,9 +27,9 @@ def refuse_no_run(ctx: click.Context, run_dir: str, words: Sequence[str], worker
     """
     if worker and (worker["RANK"] != "0" or "ZEROCLI_PARENT" in os.environ or _restarted()):
         return
-    folder = Path(run_dir)
-    if any((folder / name).exists() for name in TRACES) or Folder(folder / "checkpoints").newest_first():
+    if has_run(run_dir):
         return
+    folder = Path(run_dir)
     fact = "there is no such folder" if not folder.exists() else "it holds no checkpoint and no config.json"
     meant = nearest_run(run_dir)
     if ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
@@ -40,6 +40,12 @@ def refuse_no_run(ctx: click.Context, run_dir: str, words: Sequence[str], worker
     else:
         hint = f"zerocli {shlex.join(_replaced(words, run_dir, ''))}, which starts a run in {quoted(run_dir)}"
     raise UserError(f"nothing to resume in {run_dir}: {fact}", hint=hint)
+
+
+def has_run(run_dir: str | os.PathLike[str]) -> bool:
+    """Return whether a run has started in this folder, or left a checkpoint there."""
+    folder = Path(run_dir)
+    return any((folder / name).exists() for name in TRACES) or bool(Folder(folder / "checkpoints").newest_first())
 
 
 def _restarted(environ: Mapping[str, str] = os.environ) -> bool:
