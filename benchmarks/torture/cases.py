@@ -231,15 +231,16 @@ class Case:
 
     def resume(self) -> None:
         from zerocli.checkpoint.folder import Folder
+        from zerocli.cli.run_dirs import has_run
 
-        saved = Folder(self.place.run / "checkpoints").committed()
+        saved, begun = Folder(self.place.run / "checkpoints").committed(), has_run(self.place.run)
         ended = self.start(NO_FAULT, resume=True)
         self.result.outcome = "resumed"
         if any(ended.codes):
             self.result.wrong.append(f"it could not be resumed, {ended.codes}: {ended.text[-4000:]}")
             return
         self._look_for_words(ended)
-        wanted = f"resuming after step {saved[0].step}" if saved else "nothing to resume"
+        wanted = f"resuming after step {saved[0].step}" if saved else "nothing to resume" if begun else ""
         if not self.fault.damages and wanted not in ended.text and "nothing is left" not in ended.text:
             self.result.wrong.append(f"it did not say {wanted!r}: {ended.text[-3000:]}")
 
