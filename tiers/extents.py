@@ -25,6 +25,11 @@ class Extents:
         self.size += nbytes
         self.give(self.size - nbytes, nbytes)
 
+    @property
+    def free_at_end(self) -> int:
+        """The free bytes before the end, which growing would add to."""
+        return self.size - self._start_before.get(self.size, self.size)
+
     def take(self, nbytes: int) -> int | None:
         """Return the start of `nbytes` that are now taken, None if no free span is large enough."""
         if nbytes == 0:

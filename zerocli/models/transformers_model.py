@@ -74,11 +74,6 @@ def read(folder: str) -> Any:
     return config
 
 
-def vocabulary(folder: str) -> int:
-    """Return how many token ids the model of a folder knows."""
-    return int(read(folder).get_text_config().vocab_size)
-
-
 def _class_of(config: Any, folder: str) -> Any:
     """Return the class that AutoModelForCausalLM takes for this config; UserError if it is not a causal model."""
     import transformers

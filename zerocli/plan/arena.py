@@ -7,8 +7,9 @@ live allocations is lost for larger ones: a plan that only summed live bytes wou
 
 from __future__ import annotations
 
-import bisect
 from collections import defaultdict
+
+from tiers.extents import Extents
 
 PAGE_NBYTES = 20 << 20
 SMALL_NBYTES = 1 << 20
@@ -19,52 +20,29 @@ COMPUTE = ""
 
 
 class Arena:
-    """A range of addresses with free and live parts."""
+    """A range of addresses that grows by pages where no free part of it is large enough."""
 
     def __init__(self, page: int) -> None:
-        self._page = page
-        self.nbytes = 0
+        self._page, self._extents = page, Extents()
+
+    @property
+    def nbytes(self) -> int:
         """What is mapped; nothing is ever unmapped."""
-        self._free: list[tuple[int, int]] = []
-        """(size, start) of each free range, sorted."""
-        self._size_at: dict[int, int] = {}
-        self._start_before: dict[int, int] = {}
-        """The start of the free range that ends at an address."""
+        return self._extents.size
 
     def take(self, size: int) -> int:
         """Allocate; return the address."""
-        at = bisect.bisect_left(self._free, (size, -1))
-        if at == len(self._free):
-            tail = self.nbytes - self._start_before.get(self.nbytes, self.nbytes)
-            grown = -(-(size - tail) // self._page) * self._page
-            self.nbytes += grown
-            self.give(self.nbytes - grown, grown)
-            at = bisect.bisect_left(self._free, (size, -1))
-        found, start = self._free[at]
-        self._remove(start, found)
-        if found > size:
-            self._insert(start + size, found - size)
+        start = self._extents.take(size)
+        if start is None:
+            missing = size - self._extents.free_at_end
+            self._extents.grow(-(-missing // self._page) * self._page)
+            start = self._extents.take(size)
+        assert start is not None
         return start
 
     def give(self, start: int, size: int) -> None:
-        """Free an allocation; it becomes one range with free neighbours."""
-        before = self._start_before.get(start)
-        if before is not None:
-            self._remove(before, start - before)
-            start, size = before, size + start - before
-        after = self._size_at.get(start + size)
-        if after is not None:
-            self._remove(start + size, after)
-            size += after
-        self._insert(start, size)
-
-    def _insert(self, start: int, size: int) -> None:
-        bisect.insort(self._free, (size, start))
-        self._size_at[start], self._start_before[start + size] = size, start
-
-    def _remove(self, start: int, size: int) -> None:
-        del self._free[bisect.bisect_left(self._free, (size, start))]
-        del self._size_at[start], self._start_before[start + size]
+        """Free an allocation."""
+        self._extents.give(start, size)
 
 
 class Arenas:
