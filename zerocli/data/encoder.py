@@ -57,6 +57,10 @@ class Encoder:
             found.append(Encoded(ids, np.cumsum((ids & 0xC0) != 0x80) - 1))
         return found
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, without special tokens."""
+        return bytes(each for each in ids if each < 256).decode("utf-8", "replace")
+
 
 class FileEncoder(Encoder):
     """A tokenizer.json, read by the package tokenizers."""
@@ -87,6 +91,9 @@ class FileEncoder(Encoder):
             starts = [start for start, _ in encoding.offsets] if places else np.zeros(len(ids))
             found.append(Encoded(ids, np.array(starts, np.int64)))
         return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def encode_stream(self, text: str) -> np.ndarray:
         """Return the ids of a piece of a longer text, without special tokens around it."""

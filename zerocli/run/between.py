@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from zerocli.regular_files import lines_of, open_regular, write_text
 from zerocli.run.complete import Sampling, complete
 from zerocli.run.evaluate import Evaluated, Evaluations, evaluate
 from zerocli.run.held_out import HeldOut
-from zerocli.run.texts import open_codec
+from zerocli.run.texts import Codec, open_codec
 from zerocli.run.writers import Writers
 
 SAMPLES = "samples.jsonl"
@@ -77,10 +78,14 @@ class Between:
             )
         return row if is_best else None
 
+    @functools.cached_property
+    def _codec(self) -> Codec:
+        return open_codec(self._config)
+
     def _sample(self, step: int) -> None:
         train = self._config.train
         prompt = train.sample_prompt or "\n"
-        codec = open_codec(self._config)
+        codec = self._codec
         sampling = Sampling(train.sample_tokens, temperature=0.8, seed=train.seed)
         ids = codec.encode(prompt)
         text = codec.continuation(ids, list(complete(self._engine, ids, sampling, train.seq, codec.ends)))

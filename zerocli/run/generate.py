@@ -8,7 +8,6 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +17,8 @@ from zerocli.checkpoint.imports import load_weights
 from zerocli.checkpoint.loader import load_parameters
 from zerocli.checkpoint.manifest import Damaged, Unreadable
 from zerocli.checkpoint.state import Mismatch
-from zerocli.config import Config
+from zerocli.config import Config, hub
+from zerocli.config.file import read_values
 from zerocli.console import printable, say, show, silence_stdout
 from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, OK, UserError
@@ -68,8 +68,7 @@ def work(config: Config, weights: Weights, prompt: str, sampling: Sampling, as_j
 
 def refuse_unknown(ids: list[int], config: Config) -> None:
     """Raise UserError if the prompt has ids that the model does not know: the tokenizer is another model's."""
-    foreign = getattr(config.model, "foreign", config.model.factory)  # then its own code knows
-    if not foreign and max(ids) >= config.model.vocab:
+    if not config.model.foreign and max(ids) >= config.model.vocab:
         raise UserError(
             f"the prompt has token id {max(ids)}, and the model knows 0 to {config.model.vocab - 1}: "
             f"its tokenizer is another one than {config.data.tokenizer or 'bytes'}",
@@ -79,7 +78,7 @@ def refuse_unknown(ids: list[int], config: Config) -> None:
 
 def with_window(config: Config, weights: Weights, needed: int) -> Config:
     """Return the config with the length that the model is built for: what is needed, as far as its positions allow."""
-    positions = weights.positions or getattr(config.model, "positions", 0)
+    positions = weights.positions or config.model.positions
     seq = config.train.seq
     if positions:
         wanted = -(-needed // PADDED_TO) * PADDED_TO
@@ -165,11 +164,7 @@ class Stream:
 
 def positions_of(folder: str) -> int:
     """Return the longest sequence that the model of a Hugging Face folder was made for; 0 = it does not say."""
-    from zerocli.config.file import read_values
-
     with contextlib.suppress(UserError):
-        values, _, _ = read_values(str(Path(folder, "config.json")))
-        for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
-            if isinstance(values.get(key), int):
-                return int(values[key])
+        values, _, _ = read_values(hub.config_path(folder))
+        return hub.size_of(values, *hub.POSITIONS, "seq_length")
     return 0
