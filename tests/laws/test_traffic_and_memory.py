@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 
 import pytest
 import torch
-from deep import BLOCK_NUMEL, WIDTH, Deep, live_nbytes
+from deep import BLOCK_NUMEL, WIDTH, Deep, live_nbytes, live_storages
 from ranks import run_cases
 
 import zerocli
@@ -77,14 +76,13 @@ def _check_wire(stage: int, layers: int, counted: dict[str, int], padded: int, s
 
 
 def _held(stage: int, layers: int, master: str = "split") -> tuple[int, dict, int]:
-    gc.collect()  # of an earlier case in this process
-    before = live_nbytes()
+    before = live_storages()
     model = Deep(layers)
     engine = zerocli.shard(model, stage=stage, precision="bf16", clip=1.0, master=master)
     for _ in range(2):
         engine.backward(model(torch.randn(4, WIDTH)))
         engine.step()
-    return live_nbytes() - before, engine.memory(), engine.numel
+    return live_nbytes(besides=before), engine.memory(), engine.numel
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])

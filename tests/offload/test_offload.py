@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deep import BLOCK_NUMEL, WIDTH, Deep, live_nbytes
+from deep import BLOCK_NUMEL, WIDTH, Deep
 from ranks import run_cases, run_ranks
 from toy_tiers import NVME
 from toys import train_uneven
@@ -111,13 +111,7 @@ def _bounded(layers: int, text: str) -> tuple[dict, dict, int]:
         engine.backward(model(torch.randn(4, WIDTH)))
         engine.step()
     padded = sum(flat.layout.total for flat in engine.flats())
-    held = engine.memory()
-    held["live"] = _live()
-    return held, dict(engine.tiers.traffic), padded
-
-
-def _live() -> int:
-    return live_nbytes()
+    return engine.memory(), dict(engine.tiers.traffic), padded
 
 
 def test_device_memory_does_not_grow_with_layers():

@@ -31,15 +31,22 @@ class Deep(nn.Module):
         return self.out(x).square().mean()
 
 
-def live_nbytes() -> int:
-    """Bytes of all tensor storages that are alive in this process."""
+def live_storages() -> dict[int, torch.UntypedStorage]:
+    """Every tensor storage that is alive in this process, by its address. While the answer is kept, none of them ends,
+    so none of these addresses is given to another."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
         try:
             if isinstance(thing, torch.Tensor):
                 storage = thing.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+                storages[storage.data_ptr()] = storage
         except Exception:
             continue
-    return sum(storages.values())
+    return storages
+
+
+def live_nbytes(besides: dict[int, torch.UntypedStorage] | None = None) -> int:
+    """Bytes of all storages that are alive, without those in `besides`: an earlier case's may end at any time, since a
+    collective's thread drops its tensors after its waiter went on."""
+    return sum(storage.nbytes() for address, storage in live_storages().items() if address not in (besides or {}))
