@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import re
@@ -168,6 +169,30 @@ def test_nothing_of_ours_pickles_or_unpickles():
         for number, line in enumerate(path.read_text().splitlines(), 1):
             allowed = ALLOWED.get(place)
             assert not PICKLES.search(line) or (allowed is not None and allowed in line), f"{place}:{number}: {line}"
+
+
+class Attribute:
+    """Becomes an attribute of a class when it is read, as members of enums do in early releases of Python 3.11."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.asked = owner, name
+
+    def __reduce__(self):
+        return getattr, self.asked
+
+
+def test_members_of_enums_are_read_and_no_other_attributes():
+    from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+    def read(sent: object) -> object:
+        with pickles.guarded():
+            return pickles.Reader(io.BytesIO(pickle.dumps(sent))).load()
+
+    assert read(Attribute(WriteItemType, "SHARD")) is WriteItemType.SHARD
+    assert read(WriteItemType.SHARD) is WriteItemType.SHARD
+    for owner, name in ((WriteItemType, "__class__"), (WriteItem, "__init__"), (WriteItemType, "mro")):
+        with pytest.raises(pickle.UnpicklingError, match="no member of an enum"):
+            read(Attribute(owner, name))
 
 
 class Bomb:
