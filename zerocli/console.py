@@ -42,6 +42,14 @@ def silence_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 1)
 
 
+def drop_unwritten() -> None:
+    """Silence stdout if what it still holds cannot be written, as on a full disk."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        silence_stdout()
+
+
 def open_standard_streams() -> None:
     """Open the null device in place of each standard stream that is closed.
 

@@ -132,6 +132,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _fail(describe("host memory ran out (or its limit: ulimit -v, a cgroup's)"), FAILURE)
     except OSError as error:
+        console.drop_unwritten()
         if _wants_traceback() or not error.strerror:
             return _fail(_describe_bug(error), FAILURE)
         return _fail(describe(*_about(error)), FAILURE)  # a full or failing disk, or permissions
