@@ -38,6 +38,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"stage": 2, "offload": "grads=cpu", "accumulate": 2, "bucket_nbytes": 8192}),
     ({"tie": False}, {"stage": 2, "optimizer": "sgd", "offload": "cpu"}),
     ({"family": "llama"}, {"stage": 3, "gather_buffers": 3}),
+    *(  # an embedding and a head of one size: with one block between them, both are gathered at once in backward
+        ({"family": "llama", "tie": False, "layers": layers, "hidden": 48, "vocab": 2001}, {"stage": 3})
+        for layers in (1, 2)
+    ),
     ({}, {"stage": 3, "offload": "cpu", "precision": "bf16"}),
     ({}, {"stage": 3, "offload": "cpu", "update": "stream", "staging_nbytes": 1 << 16}),
     ({}, {"stage": 3, "offload": "optimizer=hbm:64KiB+cpu,params=cpu", "precision": "bf16", "update": "stream"}),
@@ -101,7 +105,7 @@ def planned(changes: dict[str, Any], settings: dict[str, Any], world: int) -> Si
     given = {"precision": "fp32"} | settings
     setup = Setup(ranks=world, ranks_per_node=world, batch=2, seq=SEQ, device="cpu", **given)
     shape = shape_of(dataclasses.replace(MODEL, **changes), SEQ)
-    return specified(persistent(plan_flats(shape, setup), setup.sizing))
+    return specified(persistent(plan_flats(shape, setup).units, setup.sizing))
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])

@@ -376,7 +376,8 @@ class Engine:
 
     def specs(self) -> list[Spec]:
         """Return the specifications of all persistent tensors except scalars and the model's buffers."""
-        return persistent([flat.spec for unit in self.gatherer.forward_order() for flat in unit.flats], self.sizing)
+        units = [[flat.spec for flat in unit.flats] for unit in self.gatherer.forward_order()]
+        return persistent(units, self.sizing)
 
     @property
     def numel(self) -> int:

@@ -35,13 +35,17 @@ class Spec:
         return self.numel * self.width
 
 
-def persistent(flats: Sequence[FlatSpec], sizing: Sizing) -> list[Spec]:
-    """Return all buffers that a rank keeps, on its device and on other tiers, after its first training step."""
+def persistent(units: Sequence[Sequence[FlatSpec]], sizing: Sizing) -> list[Spec]:
+    """Return all buffers that a rank keeps, on its device and on other tiers, after its first training step.
+
+    `units` are the flats of each unit, in the order in which a forward uses them.
+    """
+    flats = [flat for unit in units for flat in unit]
     trainable = [flat for flat in flats if flat.trainable]
     return [
         *(spec for flat in flats for spec in states(flat, sizing)),
         *gradient_arenas(trainable, sizing),
-        *gather_buffers(flats, sizing),
+        *gather_buffers(units, sizing),
         *buckets(trainable, sizing),
         *update_slots(trainable, sizing),
         *update_scratch(trainable, sizing),
@@ -105,11 +109,19 @@ def gather_limits(flats: Sequence[FlatSpec], sizing: Sizing) -> dict[tuple[int, 
     return {size: min(sizing.gather_buffers, count) for size, count in sharers.items()}
 
 
-def gather_buffers(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
-    """Yield the gather buffers: for each flat size, the smaller of the limit and the number of such flats."""
-    for (numel, width), count in gather_limits(flats, sizing).items():
-        for _ in range(count):
-            yield Spec("gathered", f"gather buffers of {numel} elements", numel, width)
+def gather_buffers(units: Sequence[Sequence[FlatSpec]], sizing: Sizing) -> Iterator[Spec]:
+    """Yield the gather buffers of units that are used in this order: for each flat size, as many as are in use at once.
+
+    Those are of the unit that computes and the ones prefetched after it. In backward the unit before may still be
+    there. An embedding and a head of equal size are far apart, and take turns in one buffer.
+    """
+    most: Counter[tuple[int, int]] = Counter()
+    for first in range(len(units)):
+        near = units[first : first + sizing.gather_buffers + 1]
+        most |= Counter((flat.total, flat.width) for unit in near for flat in unit)
+    for size, limit in gather_limits([flat for unit in units for flat in unit], sizing).items():
+        for _ in range(min(limit, most[size])):
+            yield Spec("gathered", f"gather buffers of {size[0]} elements", *size)
 
 
 def bucket_numel(flats: Sequence[FlatSpec], sizing: Sizing, wire: int) -> int:
@@ -265,9 +277,10 @@ def update_temporaries(flats: Sequence[FlatSpec], sizing: Sizing, arrays: int, r
         if fuses(flat, sizing):
             continue
         device = update_device(flat, sizing)
-        cached = device == "cpu" or not flat.offloaded  # a GPU updates a fetched chunk in one piece
-        limit = sizing.update_chunk(flat.width, device) if cached else sizing.chunk
-        numel = max((size for _, size in chunk_runs(flat, limit)), default=0)
+        limits = [sizing.chunk] if flat.offloaded else []
+        if device == "cpu" or not flat.offloaded:  # a GPU updates a fetched chunk in one piece
+            limits.append(sizing.update_chunk(flat.width, device))
+        numel = max((size for _, size in chunk_runs(flat, min(limits))), default=0)
         rounds = flat.width < FP32 and not sizing.split_master
         most[device] = max(most.get(device, 0), numel * arrays * FP32, numel * rounding * rounds)
     for device, nbytes in most.items():

@@ -98,7 +98,7 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
     flats = plan_flats(traced, setup)
     held: Counter[str] = Counter()
     # A traced engine keeps its gradients, so all of them count, also where they are freed after the update.
-    for spec in persistent(flats, dataclasses.replace(setup.sizing, keep_gradients=True)):
+    for spec in persistent(flats.units, dataclasses.replace(setup.sizing, keep_gradients=True)):
         held[spec.category] += spec.nbytes * (spec.tier == HBM)
     rows = [
         Row(
@@ -367,7 +367,7 @@ def _buffers(setup: Setup, uses: Sequence[tuple[list[int], int]]) -> int:
 
 def _update_pinned(setup: Setup, flats: Flats) -> int:
     """Return the bytes that torch's pinned allocator, which rounds to powers of two, takes per rank for the update."""
-    trainable = [flat for flat in flats.enough(setup.sizing) if flat.trainable]
+    trainable = [flat for unit in flats.enough(setup.sizing) for flat in unit if flat.trainable]
     slots = sum(spec.nbytes for spec in update_slots(trainable, setup.sizing) if spec.tier != HBM)
     total = constants.NUM_SLOTS * _power_of_two(slots // constants.NUM_SLOTS) if slots else 0
     total += sum(_power_of_two(s.nbytes) for s in update_scratch(trainable, setup.sizing) if s.tier != HBM)

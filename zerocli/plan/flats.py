@@ -49,16 +49,21 @@ class Flats(list[FlatSpec]):
             found += [size for flat in unit for size in of(flat)] * times
         return found
 
-    def enough(self, sizing: Sizing) -> list[FlatSpec]:
-        """Return fewer flats of each run, such that buffers for gathering, reducing and updating are the same.
+    @property
+    def units(self) -> list[tuple[FlatSpec, ...]]:
+        """The flats of each unit, in order."""
+        return [unit for unit, times in self.runs for unit in [unit] * times]
+
+    def enough(self, sizing: Sizing) -> list[tuple[FlatSpec, ...]]:
+        """Return fewer units of each run, such that buffers for gathering, reducing and updating are the same.
 
         Their numbers are bounded, and chunks of the update take turns in its slots.
         """
         slots = constants.NUM_SLOTS
-        least = -(-max(constants.MAX_BUCKETS, sizing.gather_buffers) // slots) * slots
-        chosen: list[FlatSpec] = []
+        least = -(-max(constants.MAX_BUCKETS, sizing.gather_buffers + 1) // slots) * slots
+        chosen: list[tuple[FlatSpec, ...]] = []
         for unit, times in self.runs:
-            chosen += unit * (times if times < least else least + times % slots)
+            chosen += [unit] * (times if times < least else least + times % slots)
         return chosen
 
 

@@ -29,10 +29,11 @@ class Initialisation:
         self._ledger = Ledger(GRANULARITY[setup.device], Arenas() if setup.device == "cuda" else None)
         # With several micro-steps gradients are there in all forwards but the first.
         self._frees_grads = not self._sizing.keep_gradients and setup.accumulate == 1
-        self._units = [unit for unit, times in flats.runs for unit in [unit] * times]
+        self._units = flats.units
         """The flats of each unit: the first one, each block, and a head of its own."""
         self._some = flats.enough(self._sizing)
-        self._trainable = [flat for flat in self._some if flat.trainable]
+        """Enough of the units to tell how many buffers there are."""
+        self._trainable = [flat for unit in self._some for flat in unit if flat.trainable]
         self._kept: list[Storage] = []
         """Allocations that live as long as the engine."""
 

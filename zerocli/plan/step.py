@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from offload.placement import HBM
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import buffers, constants
-from zerocli.layout.flats import FP32
+from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.plan.arena import COMPUTE
 from zerocli.plan.decoder import Batch, Decoder
 from zerocli.plan.flats import Flats
@@ -83,6 +83,8 @@ class Replay(Initialisation):
         self._checkpoints_away: dict[str, int] = {}
         self._checkpoint_nbytes = 0
         self._has_buckets = False
+        self._owes = False
+        """Whether the last step's updates of offloaded states are left to this step's forward."""
         self._recompute = setup.blocks(shape.layers)
         self._replayed: list[tuple[int, int]] = []
         """The blocks that are replayed, each with the number of blocks before it that are not."""
@@ -150,30 +152,37 @@ class Replay(Initialisation):
         del inputs
         self._copies.clear()
         ledger.moment = "update"
-        self._update()
+        self._update(self._trainable, offloaded=False)
+        self._owes = True
         self._flat_grads.clear()
         ledger.add(self._repeated, -1)
         self._repeated = dict.fromkeys(ledger.held, 0)
         self._ends.clear()
 
-    def _update(self) -> None:
-        """Replay the update's temporaries: resident states are updated on the compute stream, the others on their own.
-
-        The two do not add up: resident states come first.
-        """
+    def _update(self, flats: Iterable[FlatSpec], offloaded: bool) -> None:
+        """Replay the temporaries of updating flats: states on the device on the compute stream, others on their own."""
+        flats = [flat for flat in flats if flat.trainable and flat.offloaded is offloaded]
         setup, rounding = self._setup, ROUNDING.get(self._setup.precision, 0)
-        for offloaded, stream in ((False, COMPUTE), (True, UPDATES)):
-            flats = [flat for flat in self._trainable if flat.offloaded is offloaded]
-            arrays = buffers.update_temporaries(flats, self._sizing, setup.num_temporaries, rounding)
-            left, held = sum(spec.nbytes for spec in arrays if spec.tier == HBM), []
-            for number in range(max(1, setup.num_temporaries), 0, -1):
-                held.append(Storage(self._ledger, left // number, "buffers", stream))
-                left -= left // number
-            del held
+        arrays = buffers.update_temporaries(flats, self._sizing, setup.num_temporaries, rounding)
+        left, held = sum(spec.nbytes for spec in arrays if spec.tier == HBM), []
+        for number in range(max(1, setup.num_temporaries), 0, -1):
+            held.append(Storage(self._ledger, left // number, "buffers", UPDATES if offloaded else COMPUTE))
+            left -= left // number
+
+    def _enter(self, unit: int) -> None:
+        """Replay the updates that wait for a unit's forward: of offloaded states, before parameters are gathered."""
+        if not self._owes:
+            return
+        last = unit
+        if not all(flat.resident(self._sizing) for flat in self._units[0]):  # the next units are gathered now
+            last += self._setup.gather_buffers - 1
+        for each in self._units[unit if unit == 0 else last : last + 1]:
+            self._update(each, offloaded=True)
 
     def _forward(self, tape: Tape, decoder: Decoder) -> Tensor:
         """Replay the embedding, and the first and last blocks of each run of equal ones; the others are counted."""
         self._ledger.moment = "embedding"
+        self._enter(0)
         x = decoder.embed(tape)
         Storage(self._ledger, decoder.mask_scratch)
         period = self._shape.period
@@ -206,6 +215,7 @@ class Replay(Initialisation):
     def _block(self, tape: Tape, decoder: Decoder, x: Tensor, block: int, skipped: int) -> Tensor:
         """Replay a block's forward; `skipped` blocks before it are not replayed."""
         unit = block + 1
+        self._enter(unit)
 
         def run(t: Tape, y: Tensor) -> Tensor:
             return decoder.block(t, y, block, unit)
@@ -302,6 +312,8 @@ class Replay(Initialisation):
         """Replay the final norm and the chunked loss, whose two gradients are computed in the forward pass."""
         shape, setup, ledger = self._shape, self._setup, self._ledger
         unit = 0 if shape.tie else shape.layers + 1
+        if unit:
+            self._enter(unit)
         if shape.final_norm:
             self._mark(tape, x, "end of backward of the head", done=unit)
             norm = [each for each in shape.head_parameters() if each.name.startswith("norm") and each.trainable]
