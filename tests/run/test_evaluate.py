@@ -20,7 +20,7 @@ from zerocli.engine.api import shard
 from zerocli.errors import ConfigError, UserError
 from zerocli.models import build
 from zerocli.run.evaluate import Evaluated, Evaluations, best_of, evaluate, read
-from zerocli.run.held_out import Pass, Section, Windows, split_share, training_part
+from zerocli.run.held_out import SamplePass, Section, TokenPass, split_share, training_part
 from zerocli.run.tokens import Part, TokenSource
 
 SPLIT = ["data.split=0.01", "train.eval_batches=3", "model.dropout=0.2"]
@@ -59,7 +59,7 @@ def test_held_out_tokens_are_each_a_target_once_and_never_trained_on():
     training = training_part(whole, config)
     assert isinstance(training, Section) and len(training) == 1003 - 100
     rest = training.rest()
-    held = Windows(rest, batch=3, seq=8)
+    held = TokenPass(rest, batch=3, seq=8)
     batches = [held.batch(index) for index in range(held.num_batches)]
     targets = torch.cat([batch[1].flatten() for batch in batches])
     assert targets.tolist() == whole.slice(904, 99).tolist()  # the first held-out token is a context only
@@ -71,15 +71,15 @@ def test_held_out_tokens_are_each_a_target_once_and_never_trained_on():
 
 
 def test_samples_of_one_pass_are_counted_once():
-    class Sampled:
-        num_windows, sequences, accumulate = 5, 2, 2
+    class Samples:
+        num_windows, positions = 5, True
 
-        def batch(self, step: int, micro: int, rank: int, world: int) -> tuple[torch.Tensor, ...]:
-            first = ((step - 1) * 2 + micro) * 2
-            rows = torch.tensor([[first], [first + 1]])
+        def take(self, samples: range) -> tuple[torch.Tensor, ...]:
+            rows = torch.tensor([[index] for index in samples])
             return rows, rows
 
-    held = Pass(Sampled())
+    held = SamplePass(Samples(), 2)
+    assert held.positions
     assert torch.cat([held.batch(i)[0] for i in range(held.num_batches)]).flatten().tolist() == [0, 1, 2, 3, 4]
 
 
@@ -89,7 +89,7 @@ def _evaluated(stage: int, batch: int, limit: int) -> tuple[float, int]:
     model = build(config.model, 8)
     engine = shard(model, stage=stage, lr=1e-3)
     engine.load_state_dict(build_state(config))
-    row = evaluate(engine, Windows(source(180), batch, 8), 1, limit)
+    row = evaluate(engine, TokenPass(source(180), batch, 8), 1, limit)
     assert model.training and all(module.training for module in model.modules())
     return row.loss, row.tokens
 

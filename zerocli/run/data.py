@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zerocli.data.packing import Windows
+from zerocli.run.held_out import HeldOut, SamplePass, Section, TokenPass
 from zerocli.run.tokens import TokenSource, open_source
 
 if TYPE_CHECKING:
@@ -112,10 +113,14 @@ class Batches:
         assert self.num_windows > 0, f"{len(source)} tokens hold no window of {seq} + 1"
 
     def batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
-        """Return (tokens, the tokens that follow them), int64 of shape (batch, seq). Steps count from 1."""
+        """Return a rank's micro-batch. Steps count from 1."""
+        return self.take(self.samples(step, micro, rank, world))
+
+    def take(self, samples: range) -> Batch:
+        """Return the samples with these global indices: (tokens, the tokens that follow them), int64."""
         import torch
 
-        starts = [self.window_start(index) for index in self.samples(step, micro, rank, world)]
+        starts = [self.window_start(index) for index in samples]
         windows = np.stack([self.source.slice(start, self.seq + 1) for start in starts])
         return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
@@ -135,6 +140,14 @@ class Batches:
     def positions(self) -> bool:
         """Whether batches have positions, which restart where attention must not cross."""
         return False
+
+    def one_pass(self, batch: int) -> HeldOut:
+        """Return all of this data in order, each target once, `batch` sequences at a time."""
+        return TokenPass(self.source, batch, self.seq)
+
+    def held_out(self, batch: int) -> HeldOut | None:
+        """Return one pass over what this data leaves out, if it does."""
+        return TokenPass(self.source.rest(), batch, self.seq) if isinstance(self.source, Section) else None
 
     def seen(self, step: int, world: int) -> int:
         """Return the samples that all ranks have seen at the end of a step."""
@@ -163,7 +176,7 @@ class DocumentBatches(Batches):
         positions: bool = True,
     ):
         self.windows = windows
-        self.held_out: DocumentBatches | None = None
+        self.left_out: DocumentBatches | None = None
         """Batches of the documents that are not trained on."""
         self.lines = []
         self.sequences, self.seq, self.accumulate, self.seed, self.begun = batch, seq, accumulate, seed, begun
@@ -176,12 +189,18 @@ class DocumentBatches(Batches):
     def positions(self) -> bool:
         return self._positions
 
-    def batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
+    def take(self, samples: range) -> Batch:
         import torch
 
-        rows = [self.windows.window(self.window_of(index)) for index in self.samples(step, micro, rank, world)]
+        rows = [self.windows.window(self.window_of(index)) for index in samples]
         parts = [torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True)]
         return tuple(parts if self._positions else parts[:2])
+
+    def one_pass(self, batch: int) -> HeldOut:
+        return SamplePass(self, batch)
+
+    def held_out(self, batch: int) -> HeldOut | None:
+        return self.left_out.one_pass(batch) if self.left_out is not None else None
 
     def window_of(self, index: int) -> int:
         """Return the window of the sample with global `index`."""

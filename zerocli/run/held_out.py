@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -26,6 +26,8 @@ class HeldOut(Protocol):
     """Batches of held-out data: (tokens, targets) or (tokens, targets, positions), int64 of shape (batch, seq)."""
 
     num_batches: int
+    positions: bool
+    """Whether batches have positions."""
 
     def batch(self, index: int) -> tuple[torch.Tensor, ...]:
         """Return batch `index`; together the batches have each held-out target once."""
@@ -99,7 +101,7 @@ def describe(config: Config, held_out: HeldOut) -> str:
     return f"evaluation {when}: {what}; {sequences}"
 
 
-class Windows:
+class TokenPass:
     """A token source in consecutive windows of `seq` targets; the remainder is a last, shorter batch of its own."""
 
     def __init__(self, source: TokenSource, batch: int, seq: int) -> None:
@@ -107,6 +109,7 @@ class Windows:
         self._whole = (len(source) - 1) // seq
         self._rest = len(source) - 1 - self._whole * seq
         self.num_batches = -(-self._whole // batch) + (self._rest > 0)
+        self.positions = False
 
     def batch(self, index: int) -> tuple[torch.Tensor, ...]:
         import torch
@@ -120,45 +123,47 @@ class Windows:
         return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
 
-class Sampled(Protocol):
-    """Batches of samples by global index, as those of training; one pass is samples 0..num_windows-1."""
+class Samples(Protocol):
+    """Samples by global index, as those of training; one pass is samples 0..num_windows-1."""
 
     num_windows: int
-    sequences: int
-    accumulate: int
 
-    def batch(self, step: int, micro: int, rank: int, world: int) -> tuple[torch.Tensor, ...]: ...
+    @property
+    def positions(self) -> bool: ...
+
+    def take(self, samples: range) -> tuple[torch.Tensor, ...]: ...
 
 
-class Pass:
+class SamplePass:
     """One pass over samples that are addressed by global index, such as packed documents."""
 
-    def __init__(self, batches: Sampled) -> None:
-        self.batches = batches
-        self.num_batches = -(-batches.num_windows // batches.sequences)
+    def __init__(self, samples: Samples, batch: int) -> None:
+        self._samples, self._batch = samples, batch
+        self.num_batches = -(-samples.num_windows // batch)
+        self.positions = samples.positions
 
     def batch(self, index: int) -> tuple[torch.Tensor, ...]:
-        left = self.batches.num_windows - index * self.batches.sequences
-        step, micro = divmod(index, self.batches.accumulate)
-        return tuple(each[:left] for each in self.batches.batch(step + 1, micro, 0, 1))
+        first = index * self._batch
+        return self._samples.take(range(first, min(first + self._batch, self._samples.num_windows)))
+
+
+class Data(Protocol):
+    """What training reads, as far as evaluation asks: see `run.data.Batches`."""
+
+    def one_pass(self, batch: int) -> HeldOut: ...
+
+    def held_out(self, batch: int) -> HeldOut | None: ...
 
 
 def open_held_out(
-    config: Config, batches: Any, open_batches: Callable[[Config, bool], Any], check: bool = True
+    config: Config, batches: Data, open_batches: Callable[[Config, bool], Data], check: bool = True
 ) -> HeldOut | None:
-    """Return the batches to evaluate on: of `data.validation`, or the part of the data that `batches` leaves out.
-
-    A token stream has a `source`. Documents have batches of their own for what is held out, `batches.held_out`.
-    """
+    """Return the batches to evaluate on: of `data.validation`, or the part of the data that `batches` leaves out."""
     if not evaluates(config):
         return None
     train = config.train
-    if not config.data.validation and isinstance(getattr(batches, "source", None), Section):
-        return Windows(batches.source.rest(), train.batch, train.seq)
-    held: Any = getattr(batches, "held_out", None)
-    if config.data.validation:
-        data = dataclasses.replace(config.data, path=config.data.validation, validation="", split=0.0)
-        alone = dataclasses.replace(config, data=data, train=dataclasses.replace(train, eval_every=0))
-        held = open_batches(alone, check)
-    source = getattr(held, "source", None)
-    return Pass(held) if source is None else Windows(source, train.batch, train.seq)
+    if not config.data.validation:
+        return batches.held_out(train.batch)
+    data = dataclasses.replace(config.data, path=config.data.validation, validation="", split=0.0)
+    alone = dataclasses.replace(config, data=data, train=dataclasses.replace(train, eval_every=0))
+    return open_batches(alone, check).one_pass(train.batch)

@@ -62,7 +62,7 @@ def _open_documents(config: Config, form: str, files: list[Path], vocab: int, no
         found = documents.Documents.of(node.cached(data.path, data.cache, name, tokenise))
         trained, held = split_documents(found, split_share(config), data.path)
         batches = _pack(config, trained, name, encoder, node)
-        batches.held_out = _pack(config, held, name, encoder, node) if len(held) else None
+        batches.left_out = _pack(config, held, name, encoder, node) if len(held) else None
     except OSError as error:
         raise unreadable(error, data.path) from None
     batches.lines = _describe(config, form, trained, batches.windows, f"tokenizer: {tokenizer} ({reason})", encoder)
@@ -161,9 +161,9 @@ def epochs_line(config: Config, batches: Batches, world: int) -> str:
     )
 
 
-def refuse_without_positions(config: Config, batches: Batches, model: Any) -> None:
-    """Raise UserError if documents share windows and the model does not take the positions that keep them apart."""
-    if not batches.positions:
+def refuse_without_positions(config: Config, positions: bool, model: Any) -> None:
+    """Raise UserError if batches have positions, as documents share windows, and the model does not take them."""
+    if not positions:
         return
     parameters = inspect.signature(model.forward).parameters.values()
     if any(each.name == "positions" or each.kind is each.VAR_POSITIONAL for each in parameters):

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say
 from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, UserError
-from zerocli.profile.lines import Line
+from zerocli.profile.lines import History, Line
 from zerocli.run import report
 from zerocli.run.between import Between
 from zerocli.run.data import Batch, Batches, Prefetcher
@@ -60,107 +60,156 @@ def micro_step(engine: Engine, batch: Batch, seeds: tuple[int, ...], weight: flo
     return loss.detach()
 
 
-def run_steps(
-    config: Config,
-    options: RunOptions,
-    engine: Engine,
-    batches: Batches,
-    rank: int,
-    first: int,
-    lines: list[Line],
-    watchdog: Watchdog,
-    between: Between,
-) -> str:
-    """Train from step `first` on, adding one line per step; return why the run stopped early, if it did.
+@dataclass
+class Run:
+    """One rank's part of a run, opened: its state is that before step `first`."""
+
+    config: Config
+    options: RunOptions
+    engine: Engine
+    batches: Batches
+    rank: int
+    first: int
+    between: Between
+    watchdog: Watchdog
+    lines: History = field(default_factory=History)
+    """One per step that is done, of which the newest are kept."""
+
+    @property
+    def last(self) -> int:
+        """The last step."""
+        steps, check = self.config.train.steps, self.options.check
+        return min(steps, check) if check else steps
+
+    def tell(self, text: str) -> None:
+        if self.rank == 0:
+            say(text)
+
+
+def run_steps(run: Run) -> str:
+    """Train all steps, adding a line for each; return why the run was stopped, if it was.
 
     Ranks that split a layer between them see the same data and random numbers.
     """
-    train, checkpoint = config.train, config.checkpoint
-    replica, replicas = engine.collectives.rank, engine.collectives.world
-    steps = min(train.steps, options.check) if options.check else train.steps
-    stopped, ended = "", between.evaluations.exhausted(train.patience)
+    last = run.last
+    ended = run.between.evaluations.exhausted(run.config.train.patience)
     if ended:  # by the evaluations before the step that is resumed
-        steps = first - 1
-        tell(rank, ended)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(long_lived())
-        metrics = MetricsFile(Path(options.run_dir) / "metrics.jsonl", say) if rank == 0 else None
-        best = Best(options.run_dir) if checkpoint.best else None
-        if best is not None and rank == 0:
-            best.resume(first - 1, [asdict(row) for row in between.evaluations.rows])
-        saver = make_saver(config, options, engine, rank, best) if saves(config) else None
-        if metrics is not None and train.log_to:
-            about = (options.run_dir, first, metrics.last_step, to_dict(config))
-            between.writers = stack.enter_context(Writers.open(train.log_to, *about))
-        if saver is not None:
-            watchdog.watch(saver.progress)
-        loader = stack.enter_context(Prefetcher(batches, first, replica, replicas, engine.device, steps))
-        progress = stack.enter_context(report.Progress(steps, train.log_every, active=rank == 0))
-        preemption = Preemption(checkpoint.time_limit, lambda: saver.longest_seconds if saver else 0.0)
-        if saver is not None:
-            stack.enter_context(preemption)
-        tokens_per_step = train.batch * train.accumulate * replicas * train.seq
-        asks = preemption.wants_stop if saver is not None else (lambda: False)
-        recorder = Recorder(engine, tokens_per_step, lambda: loader.waited_seconds, asks)
-
-        def keep(line: Line | None) -> None:
-            if line is not None:
-                lines.append(line)
-                if metrics is not None:
-                    metrics.write(line)
-                    between.writers.step(line)
-                progress.show(line)
-                stop_if_broken(config, line, saver)
-
-        def save(step: int) -> None:
-            assert saver is not None
-            if saver.asked == step:
-                return
-            keep(recorder.flush())
-            if metrics is not None:
-                metrics.sync()
-            about = {"samples": batches.seen(step, replicas), "windows": batches.num_windows}
-            saver.save(step, {"config": to_dict(config), **about})
-
-        for step in range(first, steps + 1):
-            total = torch.zeros((), device=engine.device)
-            for micro in range(train.accumulate):
-                weight = batches.weight(step, micro, replica, replicas)
-                total += micro_step(engine, next(loader), (train.seed, step, micro, replica), weight)
-            keep(recorder.record(engine.step(), total / train.accumulate))
-            if step == first and rank == 0:
-                for note in (*engine.hooks.blocks.notes, *engine.activations.notes):
-                    say(note)
-            if between.due(step, steps):
-                keep(recorder.flush())
-                with recorder.leaving_out():
-                    improved = between.run(step, steps)
-                if best is not None and improved is not None:
-                    best.expect(asdict(improved))
-                    save(step)
-                ended = between.evaluations.exhausted(train.patience) if step < steps else ""
-            if ended:
-                if saver is not None:
-                    save(step)
-                tell(rank, f"{ended}{'; it is saved' if saver is not None else ''}")
+        last = run.first - 1
+        run.tell(ended)
+    with long_lived(), contextlib.ExitStack() as stack:
+        loop = Loop(run, last, stack)
+        for step in range(run.first, last + 1):
+            loop.train(step)
+            if loop.finish_step(step):
                 break
-            if saver is not None and (step == steps or (checkpoint.every and step % checkpoint.every == 0)):
-                save(step)
-            if saver is not None and recorder.stopping and step < steps:
-                save(step)
-                stopped = f"stopped after step {step} ({preemption.reason}), which is saved"
-                break
-        keep(recorder.flush())
+        loop.finish()
+    return loop.stopped
+
+
+class Loop:
+    """Trains step by step. After each: its line, then what is due of evaluations, samples and saves."""
+
+    def __init__(self, run: Run, last: int, stack: contextlib.ExitStack) -> None:
+        """Open files, the saver, the data's thread and the progress bar; `stack` closes what needs it."""
+        self.stopped = ""
+        """Why the run stops before its last step and can be resumed, if it does."""
+        self._run, self._last = run, last
+        config, engine, first = run.config, run.engine, run.first
+        replicas = engine.collectives.world
+        self._metrics = MetricsFile(Path(run.options.run_dir) / "metrics.jsonl", say) if run.rank == 0 else None
+        self._best = Best(run.options.run_dir) if config.checkpoint.best else None
+        if self._best is not None and run.rank == 0:
+            self._best.resume(first - 1, [asdict(row) for row in run.between.evaluations.rows])
+        self._saver = make_saver(config, run.options, engine, run.rank, self._best) if saves(config) else None
+        if self._metrics is not None and config.train.log_to:
+            about = (run.options.run_dir, first, self._metrics.last_step, to_dict(config))
+            run.between.writers = stack.enter_context(Writers.open(config.train.log_to, *about))
+        loader = Prefetcher(run.batches, first, engine.collectives.rank, replicas, engine.device, last)
+        self._loader = stack.enter_context(loader)
+        self._progress = stack.enter_context(report.Progress(last, config.train.log_every, active=run.rank == 0))
+        saver = self._saver
+        self._preemption = Preemption(config.checkpoint.time_limit, lambda: saver.longest_seconds if saver else 0.0)
         if saver is not None:
-            finish_saving(saver, engine, options)
-        if metrics is not None:
-            metrics.close()
-    return stopped
+            run.watchdog.watch(saver.progress)
+            stack.enter_context(self._preemption)
+        asks = self._preemption.wants_stop if saver is not None else (lambda: False)
+        tokens = config.train.batch * config.train.accumulate * replicas * config.train.seq
+        self._recorder = Recorder(engine, tokens, lambda: loader.waited_seconds, asks)
 
+    def train(self, step: int) -> None:
+        """Run the micro-steps of a step, and its update."""
+        engine, train, batches = self._run.engine, self._run.config.train, self._run.batches
+        replica, replicas = engine.collectives.rank, engine.collectives.world
+        total = torch.zeros((), device=engine.device)
+        for micro in range(train.accumulate):
+            weight = batches.weight(step, micro, replica, replicas)
+            total += micro_step(engine, next(self._loader), (train.seed, step, micro, replica), weight)
+        self._keep(self._recorder.record(engine.step(), total / train.accumulate))
+        if step == self._run.first:
+            for note in (*engine.hooks.blocks.notes, *engine.activations.notes):
+                self._run.tell(note)
 
-def tell(rank: int, text: str) -> None:
-    if rank == 0:
-        say(text)
+    def finish_step(self, step: int) -> bool:
+        """Do what is due after a step; return whether the run ends with it."""
+        ended = self._evaluate(step)
+        checkpoint, saver = self._run.config.checkpoint, self._saver
+        if ended:
+            if saver is not None:
+                self._save(step)
+            self._run.tell(f"{ended}{'; it is saved' if saver is not None else ''}")
+            return True
+        if saver is None:
+            return False
+        if step == self._last or (checkpoint.every and step % checkpoint.every == 0):
+            self._save(step)
+        if self._recorder.stopping and step < self._last:
+            self._save(step)
+            self.stopped = f"stopped after step {step} ({self._preemption.reason}), which is saved"
+        return bool(self.stopped)
+
+    def finish(self) -> None:
+        """Write what is left, and wait for the last save."""
+        self._keep(self._recorder.flush())
+        if self._saver is not None:
+            finish_saving(self._saver, self._run.engine, self._run.options)
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _evaluate(self, step: int) -> str:
+        """Evaluate and sample if that is due; return why the run ends, if evaluations have stopped improving."""
+        between = self._run.between
+        if not between.due(step, self._last):
+            return ""
+        self._keep(self._recorder.flush())
+        with self._recorder.leaving_out():
+            improved = between.run(step, self._last)
+        if self._best is not None and improved is not None:
+            self._best.expect(asdict(improved))
+            self._save(step)
+        return between.evaluations.exhausted(self._run.config.train.patience) if step < self._last else ""
+
+    def _keep(self, line: Line | None) -> None:
+        """Write a step's line, once its numbers have arrived."""
+        if line is None:
+            return
+        self._run.lines.append(line)
+        if self._metrics is not None:
+            self._metrics.write(line)
+            self._run.between.writers.step(line)
+        self._progress.show(line)
+        stop_if_broken(self._run.config, line, self._saver)
+
+    def _save(self, step: int) -> None:
+        """Start saving a step, unless that has been done; all lines up to it are on the disk before."""
+        saver, batches = self._saver, self._run.batches
+        assert saver is not None
+        if saver.asked == step:
+            return
+        self._keep(self._recorder.flush())
+        if self._metrics is not None:
+            self._metrics.sync()
+        samples = batches.seen(step, self._run.engine.collectives.world)
+        saver.save(step, {"config": to_dict(self._run.config), "samples": samples, "windows": batches.num_windows})
 
 
 def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int, best: Best | None = None) -> Saver:

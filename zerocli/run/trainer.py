@@ -42,7 +42,6 @@ from zerocli.models import Decoder, build_model
 from zerocli.plan.factory import build_foreign
 from zerocli.plan.preflight import preflight, smallest_change
 from zerocli.plan.traced import Traced
-from zerocli.profile.lines import History, Line
 from zerocli.profile.observer import Observer
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run import rank_loss, report
@@ -55,7 +54,7 @@ from zerocli.run.recompute import NOT_TRACED, choose_blocks, device_room, gather
 from zerocli.run.run_lock import lock_run_folder
 from zerocli.run.schedule import make_schedule
 from zerocli.run.sources import check_data, epochs_line, open_batches, refuse_without_positions, with_epochs
-from zerocli.run.steps import Diverged, micro_step, run_steps
+from zerocli.run.steps import Diverged, Run, micro_step, run_steps
 from zerocli.run.watchdog import START_SECONDS, Watchdog, end_process
 from zerocli.worker import job_name
 
@@ -78,7 +77,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
             # Our own launcher has locked the folder already; under torchrun or SLURM, rank 0 locks it.
             first = "ZEROCLI_PARENT" not in os.environ and (not dist.is_initialized() or dist.get_rank() == 0)
             with lock_run_folder(options.run_dir) if first else contextlib.nullcontext():
-                return _train(config, options, observer or Observer(), watchdog, traced)
+                return train_rank(config, options, observer or Observer(), watchdog, traced)
     except Corrupted as error:
         fact, hint = rank_loss.standing(options.run_dir)
         raise UserError(f"{error}; nothing of this step is saved; {fact}", hint=hint, exit_code=FAILURE) from error
@@ -114,16 +113,42 @@ def join_ranks(config: Config, watchdog: Watchdog) -> None:
         watchdog.connect(dist.get_rank(), dist.get_world_size())
 
 
-def _train(
+def train_rank(
     config: Config, options: RunOptions, observer: Observer, watchdog: Watchdog, traced: Traced | str = NOT_TRACED
 ) -> int:
+    """Open a run, train its steps and say how it ended; return the exit code. Collective."""
+    run = open_run(config, options, observer, watchdog, traced)
+    # The reference starts from the same values: copy them before the first update.
+    start = run.engine.state_dict() if options.check else None
+    try:
+        stopped = run_steps(run)
+    except Diverged as error:
+        watchdog.close(error)
+        observer.report(run.config, options, run.engine, run.lines)
+        raise
+    watchdog.close()
+    if run.lines:
+        observer.report(run.config, options, run.engine, run.lines)  # before the reference allocates memory
+    if stopped or not run.lines:
+        end_early(run, stopped, reported=bool(run.lines and observer.reports))
+        return PREEMPTED if stopped else OK
+    checked = compare(run, start) if start else None
+    summarise(run, checked, observer)
+    run.engine.close()
+    return FAILURE if checked is not None and not checked["equal"] else OK
+
+
+# -- opening a run -----------------------------------------------------------------------------------------------------
+
+
+def open_run(config: Config, options: RunOptions, observer: Observer, watchdog: Watchdog, traced: Traced | str) -> Run:
+    """Open the data, choose what is left open, build the model, load its values, write the run folder. Collective."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     config = resolve(config, world)
     with STARTUP.by_itself("opening the data"):
         batches = open_batches(config, check=rank == 0)
     config = with_epochs(config, batches, world)
-    run_dir = Path(options.run_dir)
     cap_device(config)
     chosen = choose_run(config, options, traced)
     config = chosen.config
@@ -136,70 +161,46 @@ def _train(
         changes: dict[str, Any] = {"recompute": recompute, "events": options.events, "watch": watchdog.attach}
         changes["empty"] = bool(config.train.init_from)  # or a checkpoint's values: either way all are loaded
         engine = observer.build(lambda: make_engine(config, **changes))
-    for each in (batches, getattr(held_out, "batches", batches)):
-        refuse_without_positions(config, each, engine.model)
+    refuse_without_positions(config, batches.positions or (held_out is not None and held_out.positions), engine.model)
     config = with_choices(config, engine)
     with STARTUP.by_itself("preparing the run folder"):
         if rank == 0:
-            own_folder(run_dir / "checkpoints")
-            for folder in (run_dir, run_dir.absolute().parent):  # or a power failure could lose the run folder itself
-                sync_folder(folder)
-            for line in (*notes_of(options.source), *chosen.lines):
+            prepare_folder(options.run_dir)
+            told = [*notes_of(options.source), *chosen.lines, report.opening(config, engine, reason)]
+            for line in told if held_out is None else [*told, describe(config, held_out)]:
                 say(line)
-            say(report.opening(config, engine, reason))
-            if held_out is not None:
-                say(describe(config, held_out))
     with STARTUP.by_itself("loading"):
         first = begin(config, options, engine, batches, rank)
         planned = config.train.steps
         config = with_epochs(config, batches, world)  # a resumed run may have had another global batch
-        if config.train.steps != planned and rank == 0:
-            say(f"note: {config.train.steps} steps, as earlier ones had another batch; the schedule is of {planned}")
     if rank == 0:
+        if config.train.steps != planned:
+            say(f"note: {config.train.steps} steps, as earlier ones had another batch; the schedule is of {planned}")
         for line in (*batches.lines, epochs_line(config, batches, world)):
             say(line)
     with STARTUP.by_itself("writing the run folder"):
         if rank == 0:
-            Folder(run_dir / "checkpoints").sweep()
-            write_text(run_dir / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
-            write_text(run_dir / JOB_FILE, job_name())
-            source_files.keep(config, engine.model, run_dir)
-            chosen.save(run_dir)
-    # The reference starts from the same values: copy them before the first update.
-    start = engine.state_dict() if options.check else None
-    lines = History()
+            write_folder(config, options.run_dir, engine.model)
+            chosen.save(Path(options.run_dir))
     between = Between(config, options, engine, held_out, rank, first)
-    try:
-        stopped = run_steps(config, options, engine, batches, rank, first, lines, watchdog, between)
-    except Diverged as error:
-        watchdog.close(error)
-        observer.report(config, options, engine, lines)
-        raise
-    watchdog.close()
-    if lines:
-        observer.report(config, options, engine, lines)  # before the reference allocates memory
-    if stopped or not lines:
-        if not lines and dist.is_initialized():
-            dist.barrier()  # no steps: another rank may still be opening a group, which needs this rank
-        engine.close()
-        if rank == 0:
-            say(stopped or f"nothing is left to train: step {first - 1} of {config.train.steps} was saved")
-            if options.json and not (lines and observer.reports):
-                about = {"schema": 1, "run_dir": options.run_dir, "steps": lines.num_steps, "stopped": stopped}
-                show(json.dumps(about))
-        return PREEMPTED if stopped else OK
-    checked = compare(config, start, lines, batches, rank, engine.collectives.world) if start else None
-    held = report.gather_memory(engine)
-    if rank == 0 and not observer.reports:
-        summary = report.summary(config, options, engine, lines, held, checked, observer.written)
-        summary["evaluation"] = between.evaluations.summary()
-        say(report.closing(summary))
-        if options.json:
-            show(json.dumps(summary))
-    elif rank == 0 and checked is not None:
-        say(report.check_line(checked))
-    engine.close()
-    return FAILURE if checked is not None and not checked["equal"] else OK
+    return Run(config, options, engine, batches, rank, first, between, watchdog)
+
+
+def prepare_folder(run_dir: str) -> None:
+    """Make the run folder, so that not even a power failure loses it."""
+    folder = Path(run_dir)
+    own_folder(folder / "checkpoints")
+    for each in (folder, folder.absolute().parent):
+        sync_folder(each)
+
+
+def write_folder(config: Config, run_dir: str, model: nn.Module) -> None:
+    """Write what the run is, so that it can be resumed and exported without its sources."""
+    folder = Path(run_dir)
+    Folder(folder / "checkpoints").sweep()
+    write_text(folder / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
+    write_text(folder / JOB_FILE, job_name())
+    source_files.keep(config, model, folder)
 
 
 def choose_run(config: Config, options: RunOptions, traced: Traced | str) -> Chosen:
@@ -306,18 +307,40 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
     return resume.begin(config, options, engine, batches, say if rank == 0 else (lambda text: None))
 
 
-def compare(
-    config: Config,
-    start: dict[str, torch.Tensor],
-    lines: list[Line],
-    batches: Batches,
-    rank: int,
-    replicas: int,
-) -> dict[str, Any]:
-    """Train the same steps in one process without sharding, on rank 0, and compare the losses."""
+# -- ending a run ------------------------------------------------------------------------------------------------------
+
+
+def end_early(run: Run, stopped: str, reported: bool) -> None:
+    """Close a run that was stopped, or had nothing left to train; say so, unless its JSON document is `reported`."""
+    if not run.lines and dist.is_initialized():
+        dist.barrier()  # no steps: another rank may still be opening a group, which needs this rank
+    run.engine.close()
+    if run.rank == 0:
+        say(stopped or f"nothing is left to train: step {run.first - 1} of {run.config.train.steps} was saved")
+        if run.options.json and not reported:
+            steps = run.lines.num_steps
+            show(json.dumps({"schema": 1, "run_dir": run.options.run_dir, "steps": steps, "stopped": stopped}))
+
+
+def summarise(run: Run, checked: dict[str, Any] | None, observer: Observer) -> None:
+    """Say how a run ended and what its memory was, unless the observer has; its check's result in any case."""
+    held = report.gather_memory(run.engine)
+    if run.rank == 0 and not observer.reports:
+        summary = report.summary(run.config, run.options, run.engine, run.lines, held, checked, observer.written)
+        summary["evaluation"] = run.between.evaluations.summary()
+        say(report.closing(summary))
+        if run.options.json:
+            show(json.dumps(summary))
+    elif run.rank == 0 and checked is not None:
+        say(report.check_line(checked))
+
+
+def compare(run: Run, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Train the same steps from `start` in one process without sharding, on rank 0, and compare the losses."""
+    config, batches, lines, replicas = run.config, run.batches, run.lines, run.engine.collectives.world
     alone = dist.new_group([0]) if dist.is_initialized() else None
     result = [0.0, 0.0]
-    if rank == 0:
+    if run.rank == 0:
         accumulate = config.train.accumulate
         changes: dict[str, Any] = {"stage": 0, "accumulate": accumulate * replicas, "tp": 1, "offload": ""}
         if config.activations.policy == AUTO:
