@@ -100,7 +100,7 @@ def test_a_few_blocks_give_the_plan_of_all(monkeypatch, seed, number):
         with monkeypatch.context() as patch:
             for module in (initialisation, step):
                 patch.setattr(module, "replayed", lambda keys, lead, period=1: [(at, 0) for at in range(len(keys))])
-            patch.setattr(plan_flats_module.Flats, "enough", lambda flats, sizing: list(flats))
+            patch.setattr(plan_flats_module.Flats, "enough", lambda flats, sizing: flats.units)
             whole = plan_model(shape, setup)
         assert without_fragments(whole) == without_fragments(few), (shape, setup)
         assert abs(whole.needed("hbm") - few.needed("hbm")) <= 2 * PAGE_NBYTES, (shape, setup)
