@@ -12,6 +12,7 @@ import click
 
 from offload.placement import Placement
 from zerocli import machine
+from zerocli.config import AUTO
 from zerocli.config.options import automatic_keys
 from zerocli.console import colours, printable, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
@@ -131,7 +132,8 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     lora = parse_lora(given["lora"]) if given["lora"] is not None else None
     if lora is not None:
         _refuse_lora(source, ask.trace, setup)
-    planned = _model(source, ask.trace, setup, stages, notes, lora)
+    free = _free(given) if given["auto"] else frozenset()
+    planned = _model(source, ask.trace, _undecided(setup, free), stages, notes, lora, chooses=bool(given["auto"]))
     if lora is not None and isinstance(planned, Shape):
         notes.append(
             f"LoRA of rank {lora.rank} on {', '.join(lora.of(*planned.projections()))}: "
@@ -206,8 +208,7 @@ def _with_budgets(
 
 def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware, notes: list[str]) -> Verdict:
     """Return the verdict of `--auto`: the best few choices."""
-    given = ask.given
-    free = automatic_keys(given["sets"], {**_flags(given), "zero.stage": given["stage"]})
+    given, free = ask.given, _free(ask.given)
     config = ask.source.config
     whole = setup.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
     setup = dataclasses.replace(setup, stage=given["stage"] if given["stage"] is not None else setup.stage)
@@ -220,6 +221,15 @@ def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware
     shown = list(kinds.values())[:SHOWN] or ([choice.nearest] if choice.nearest is not None else [])
     change = None if choice.best else search.smallest_change(model, shown[0].setup, hardware)
     return Verdict(model, printable(ask.source.name), hardware, shown, choice.best, change)
+
+
+def _free(given: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys that `--auto` chooses: those that the command line does not set."""
+    return automatic_keys(given["sets"], {**_flags(given), "zero.stage": given["stage"]})
+
+
+def _undecided(setup: Setup, free: frozenset[str]) -> Setup:
+    return dataclasses.replace(setup, recompute=AUTO) if "activations.policy" in free else setup
 
 
 def _side_by_side(ask: Question, names: list[str], notes: list[str], as_json: bool) -> int:
@@ -389,8 +399,16 @@ def _refuse_lora(source: Source, traced: bool, setup: Setup) -> None:
 
 
 def _model(
-    source: Source, traced: bool, setup: Setup, stages: tuple[int, ...], notes: list[str], lora: Lora | None = None
+    source: Source,
+    traced: bool,
+    setup: Setup,
+    stages: tuple[int, ...],
+    notes: list[str],
+    lora: Lora | None = None,
+    chooses: bool = False,
 ) -> search.Model:
+    """Return what is planned; a factory's model is traced if something `chooses` by its memory and time."""
+    traced = traced or (chooses and bool(source.factory))
     if (found := plan_source(source, traced, setup, stages, notes)) is not None:
         return found
     if traced:

@@ -64,6 +64,10 @@ class Work:
     def times(self, number: float) -> Work:
         return Work(self.products * number, self.attention * number, self.moved * number, self.host * number)
 
+    def compiled(self, moved: float) -> Work:
+        """Return the work of the same operations in compiled blocks, which move a share of the bytes."""
+        return Work(self.products, self.attention, self.moved * moved, self.host * HOST_COMPILED)
+
     def seconds(self, setup: Setup, hardware: Hardware) -> dict[str, float]:
         """Return the device's seconds by kind of kernel; the kinds run one after the other."""
         peak = hardware.tflops * 1e12 * (FP32_PRODUCTS if setup.width == 4 else 1.0)

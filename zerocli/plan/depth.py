@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from zerocli.plan.compute import Work
+
 KEPT = 2
 """Blocks of each kind that stay: with two, a unit is gathered and reduced while another one computes."""
 ROUNDED = 512
@@ -16,28 +18,33 @@ ROUNDED = 512
 
 
 @dataclass(frozen=True)
-class Bytes:
+class Measured:
     """What a traced step needs beyond what the engine holds between steps."""
 
     peak: int
     forward: int
     """At the end of forward: what is kept for backward."""
+    work: tuple[Work, Work, Work]
+    """Of forward, of backward, and of recomputation."""
 
 
-def extrapolate(make: Callable[[], nn.Module], measure: Callable[[nn.Module], Bytes]) -> int:
-    """Return the peak of the whole model, from shallow ones: `KEPT` blocks of each kind, then one more of one kind.
+def extrapolate(make: Callable[[], nn.Module], measure: Callable[[nn.Module], Measured]) -> Measured:
+    """Return the bytes of the whole model, from shallow ones: `KEPT` blocks of each kind, then one more of one kind.
 
-    Never below the peak at full depth: a further block adds at most what it adds to the peak or to the end of forward,
-    whichever is more, since the moment of the peak may be another one in a deeper model. The arena of checkpoints is
-    rounded as a whole, so it may add `ROUNDED` bytes more than in the shallow model.
+    The peak is never below that at full depth: a further block adds at most what it adds to the peak or to the end of
+    forward, whichever is more, since the moment of the peak may be another one in a deeper model. The arena of
+    checkpoints is rounded as a whole, so it may add `ROUNDED` bytes more than in the shallow model.
     """
     left = {kind: number - KEPT for kind, number in kinds(make()).items() if number > KEPT + 1}
     base = measure(shallow(make(), dict.fromkeys(left, KEPT)))
-    total = base.peak
+    total, forward, work = base.peak, base.forward, base.work
     for kind, number in left.items():
         deeper = measure(shallow(make(), dict.fromkeys(left, KEPT) | {kind: KEPT + 1}))
         total += number * (max(deeper.peak - base.peak, deeper.forward - base.forward, 0) + ROUNDED)
-    return total
+        forward += number * (deeper.forward - base.forward)
+        added = [(more + less.times(-1)).times(number) for more, less in zip(deeper.work, base.work, strict=True)]
+        work = work[0] + added[0], work[1] + added[1], work[2] + added[2]
+    return Measured(total, forward, work)
 
 
 def kinds(model: nn.Module) -> Counter[Any]:

@@ -87,7 +87,7 @@ def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
     setup, reason = decide(model, setup, hardware.gpu_memory)
     plan = replace(plan_of(model, setup), activations=reason)
     available = {"hbm": hardware.gpu_memory, "dram": hardware.host_memory, "nvme": hardware.nvme_space}
-    timed = estimate(plan, model, hardware) if isinstance(model, Shape) else None
+    timed = None if isinstance(model, int) else estimate(plan, model, hardware)
     return Candidate(plan, {tier: available.get(tier) for tier in plan.tiers}, timed)
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from offload.placement import HBM
-from zerocli.plan.compute import HOST_KEPT, HOST_MOVED, HOST_REDUCED, UPDATE, Work, model_flops, passes
+from zerocli.plan.compute import HOST_KEPT, HOST_MOVED, HOST_REDUCED, UPDATE, Passes, Work, model_flops, passes
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
+from zerocli.plan.traced import Traced
 
 GB = 1e9
 LINK, DISK = 0.95, 0.97
@@ -76,10 +77,38 @@ class Phase:
         return max(self.computing, transfers + self.tail if transfers else 0.0)
 
 
-def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
-    """Return the estimate of a step on this hardware."""
+@dataclass(frozen=True)
+class Computed:
+    """What a model computes in a step, as far as its seconds depend on it."""
+
+    passes: Passes
+    gradients: Work
+    """Copying gradients into flats or buckets in each backward, and their norm, where backward does not have it."""
+    operations: float
+    """Of a step of all ranks, as MFU counts them."""
+    ends: int
+    """Parameters before and after the blocks, whose gathers nothing hides."""
+    layers: int
+    hidden: int
+    """Elements per token of the sums over tensor-parallel ranks; 0: not known."""
+
+
+def computed(model: Shape | Traced, plan: Plan) -> Computed:
+    """Return what a model computes: by formulas of its shape, or as traced."""
     setup = plan.setup
-    first, *rest = _phases(plan, shape, hardware)
+    if isinstance(model, Traced):
+        operations = model.model_flops(setup)
+        return Computed(model.passes(setup), Work(), operations, model.ends_numel, model.layers, hidden=0)
+    gradients = Work(moved=plan.num_trained / setup.tp * (2 * setup.width + setup.grad_width))
+    ends = sum(each.numel for each in (*model.embed_parameters(), *model.head_parameters()))
+    found = passes(model, setup), gradients, model_flops(model, setup), ends
+    return Computed(*found, model.layers, model.hidden)
+
+
+def estimate(plan: Plan, model: Shape | Traced, hardware: Hardware) -> Estimate:
+    """Return the estimate of a step on this hardware."""
+    setup, work = plan.setup, computed(model, plan)
+    first, *rest = _phases(plan, work, hardware)
     held = plan.num_trained / setup.tp / (setup.dp if setup.zero.optimizer else 1)
     offloaded = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
     # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
@@ -91,24 +120,23 @@ def estimate(plan: Plan, shape: Shape, hardware: Hardware) -> Estimate:
     parts = {name: sum(each.parts.get(name, 0.0) * each.times for each in (first, *rest)) for name in first.parts}
     host = parts["host"]  # it runs ahead of the device, from one phase into the next
     later = sum(each.seconds * each.times for each in rest)
-    seconds = max(first.seconds + later + here + _exposed(plan, shape, hardware), host)
+    seconds = max(first.seconds + later + here + _exposed(plan, work.ends, hardware), host)
     parts["update"] = parts.get("update", 0.0) + here
     bound = max(parts, key=lambda name: parts[name])
     forward = max(first.computing, first.parts["host"])
     backward = max(later, host - first.parts["host"])
     phases = {"forward": forward, "backward": backward, "update": max(0.0, seconds - forward - backward)}
     tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
-    mfu = model_flops(shape, setup) / (seconds * setup.ranks * hardware.tflops * 1e12)
+    mfu = work.operations / (seconds * setup.ranks * hardware.tflops * 1e12)
     return Estimate(seconds, parts, bound, tokens / seconds, phases, mfu)
 
 
-def _exposed(plan: Plan, shape: Shape, hardware: Hardware) -> float:
-    """Return the seconds of a step in which compute waits for the offloaded parameters of embedding and head."""
+def _exposed(plan: Plan, ends: int, hardware: Hardware) -> float:
+    """Return the seconds of a step in which compute waits for the offloaded ones of `ends` parameters."""
     setup = plan.setup
-    ends = sum(each.numel for each in (*shape.embed_parameters(), *shape.head_parameters())) * setup.width / setup.tp
     off, held = _parameters_off_device(plan), plan.of("parameters", HBM)
     share = off / (off + held) if off else 0.0
-    return EXPOSED * setup.accumulate * share * ends / (hardware.pcie * GB * LINK)
+    return EXPOSED * setup.accumulate * share * ends * setup.width / setup.tp / (hardware.pcie * GB * LINK)
 
 
 def _parameters_off_device(plan: Plan) -> float:
@@ -124,23 +152,21 @@ def _update_nbytes(setup: Setup) -> int:
     return 2 * setup.state_width + setup.grad_width + setup.width * (2 if setup.sizing.split_master else 1)
 
 
-def _phases(plan: Plan, shape: Shape, hardware: Hardware) -> list[Phase]:
+def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     """Return the phases: the update with the first forward, a backward, and a later forward."""
     setup = plan.setup
     again = setup.accumulate - 1
-    work = passes(shape, setup)
+    work = of.passes
     local, trained = plan.numel / setup.tp, plan.num_trained / setup.tp
-    # Gradients are copied into flats or buckets, and their norm is measured.
-    gradients = Work(moved=trained * (2 * setup.width + setup.grad_width))
-    backward = work.backward + work.again + gradients
+    backward = work.backward + work.again + of.gradients
     gather = local * setup.width
     wire = _collective_seconds(gather, setup.dp, max(1, setup.ranks_per_node // setup.tp), hardware)
     reduces = (1.0 if setup.zero.gradients else 1 / setup.accumulate) * (1 if setup.zero.optimizer else 2)
-    hidden = setup.batch * setup.seq * shape.hidden * setup.width
+    hidden = setup.batch * setup.seq * of.hidden * setup.width
     # Two sums per block and direction, each a reduction and a gather.
-    sums = 2 * shape.layers * 2 * _collective_seconds(hidden, setup.tp, setup.ranks_per_node, hardware)
-    repeated = setup.num_recomputed(shape.layers) / shape.layers
-    host = _host_moves(plan, shape)
+    sums = 2 * of.layers * 2 * _collective_seconds(hidden, setup.tp, setup.ranks_per_node, hardware)
+    repeated = setup.num_recomputed(of.layers) / of.layers
+    host = _host_moves(plan, of.layers)
     every = float(setup.zero.parameters)
     made = [
         (1, work.forward, host.gather, sums, float(setup.zero.optimizer)),
@@ -177,15 +203,15 @@ class HostMoves:
     reduce: float
 
 
-def _host_moves(plan: Plan, shape: Shape) -> HostMoves:
+def _host_moves(plan: Plan, layers: int) -> HostMoves:
     """Return the host's time for transfers of parameters, and of gradients and activation checkpoints."""
-    units = shape.layers + 2
+    units = layers + 2
 
     def share(category: str) -> float:
         off = sum(plan.of(category, tier) for tier in _off_device(plan)) / plan.setup.local_ranks
         return off / (off + plan.of(category, HBM)) if off else 0.0
 
-    kept = any(plan.of("activations", tier) for tier in _off_device(plan)) * plan.setup.num_recomputed(shape.layers)
+    kept = any(plan.of("activations", tier) for tier in _off_device(plan)) * plan.setup.num_recomputed(layers)
     return HostMoves(
         HOST_MOVED * units * share("parameters"), HOST_REDUCED * units * share("gradients") + HOST_KEPT * kept
     )

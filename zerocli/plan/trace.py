@@ -34,8 +34,10 @@ from zerocli.engine.unit import UnitChoice, claim_parameters, find_units
 from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute
 from zerocli.models.loss import chunks_of
-from zerocli.plan.depth import ROUNDED, Bytes, extrapolate
+from zerocli.plan.compute import Work
+from zerocli.plan.depth import ROUNDED, Measured, extrapolate
 from zerocli.plan.measure import LiveBytes
+from zerocli.plan.operations import Operations
 from zerocli.plan.recompute import TRACED
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Unit
@@ -56,6 +58,7 @@ def trace(name: str, make: Any, setups: list[Setup], loss: Loss | None = None, w
     `whole`, shallow models are traced and their bytes extrapolated.
     """
     moving: dict[tuple[bool, Recompute], int] = {}
+    work: dict[tuple[bool, Recompute], tuple[Work, Work, Work]] = {}
     try:
         parts, buffers = units_of(make(), setups[0].tp, PRECISIONS[setups[0].precision].compute)
     except ValueError as error:
@@ -63,8 +66,9 @@ def trace(name: str, make: Any, setups: list[Setup], loss: Loss | None = None, w
     for setup in setups:
         if way(setup) not in moving:
             measure = functools.partial(step_bytes, setup=setup, loss=loss, most=0 if whole else MAX_OPERATIONS)
-            moving[way(setup)] = measure(make()).peak if whole else extrapolate(make, measure)
-    return Traced(name, parts, buffers, moving)
+            found = measure(make()) if whole else extrapolate(make, measure)
+            moving[way(setup)], work[way(setup)] = found.peak, found.work
+    return Traced(name, parts, buffers, moving, work)
 
 
 def kinds_of_step(setup: Setup, stages: Sequence[int]) -> list[Setup]:
@@ -110,7 +114,7 @@ def run(model: nn.Module, setup: Setup, recompute: UnitChoice = None) -> int:
 
 def step_bytes(
     model: nn.Module, setup: Setup, recompute: UnitChoice = None, loss: Loss | None = None, most: int = 0
-) -> Bytes:
+) -> Measured:
     """Return the bytes of a step beyond what the engine holds between steps; runs two steps.
 
     `recompute` chooses the units that are recomputed, as `Settings.recompute` does; by default the setup's policy does.
@@ -118,7 +122,8 @@ def step_bytes(
     """
     if setup.ranks > MAX_RANKS:
         raise UserError(f"--trace is rank 0 of at most {MAX_RANKS} ranks, not {setup.ranks}")
-    sums = _Sums()
+    live, operations = LiveBytes(granularity=ROUNDED, most=most), Operations()
+    sums = _Sums(operations)
     # Only temporary memory of a step is measured. States are computed by arithmetic: here they stay on the device.
     own: dict[str, Any] = {"accumulate": 1, "clip": 1.0, "units": _choice(model), "device": "cpu", "tp": 1}
     asked = setup.recomputed if recompute is None else recompute
@@ -126,14 +131,15 @@ def step_bytes(
     own |= {"optimizer": Sharding.optimizer, "options": {}, "update": Sharding.update}
     own |= {"watch": _prepare, "events": sums, "chunk_device": "cuda"}
     settings = Settings(**(setup.shared() | own))
-    live = LiveBytes(granularity=ROUNDED, most=most)
-    with _axes(setup.ranks, setup.tp) as axes, chunks_of("cuda"), _without_memory(), live:
+    with _axes(setup.ranks, setup.tp) as axes, chunks_of("cuda"), _without_memory(), live, operations:
         try:
             engine = Engine(model, dataclasses.replace(settings, **axes))
             for _ in range(2):
+                operations.take()
                 value = (loss or _loss)(engine, setup)
-                forward = live.nbytes
+                forward, (there, _) = live.nbytes, operations.take()
                 engine.backward(value)
+                work = there, *operations.take()
                 engine.step()
                 del value
             held = engine.memory()
@@ -143,7 +149,7 @@ def step_bytes(
                 hint="forward(tokens, targets) gives the loss, and asks no tensor for its value",
             ) from error
     states = sum(held[category] for category in HELD)
-    return Bytes(live.peak - states + sums.largest, forward - states)
+    return Measured(live.peak - states + sums.largest, forward - states, work)
 
 
 def _loss(engine: Engine, setup: Setup) -> torch.Tensor:
@@ -164,7 +170,12 @@ class _Sums(Events):
     Here it is done at once.
     """
 
-    largest = 0
+    def __init__(self, operations: Operations) -> None:
+        self.largest = 0
+        self._operations = operations
+
+    def loss(self) -> Scope:
+        return self._operations.loss()
 
     def collective(self, axis: Collectives, issued: Issued) -> Scope:
         if isinstance(axis, TensorParallel) and issued.kind == "all_reduce":

@@ -1,0 +1,147 @@
+"""The times of models without a formula: by the operations of a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zerocli.config import ModelConfig
+from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE
+from zerocli.models import build
+from zerocli.models.loss import linear_cross_entropy
+from zerocli.plan import hugging
+from zerocli.plan.choose import choose
+from zerocli.plan.compute import Work
+from zerocli.plan.hardware import PRESETS
+from zerocli.plan.inputs import shape_of
+from zerocli.plan.operations import Operations
+from zerocli.plan.search import weigh
+from zerocli.plan.setup import Setup
+from zerocli.plan.trace import trace
+
+H200 = PRESETS["h200"]
+SETUP = Setup(stage=3, ranks=1, ranks_per_node=1, batch=8, seq=1024, precision="bf16", device="cuda", recompute=False)
+WAYS = [dataclasses.replace(SETUP, recompute=each) for each in (NOTHING, WHOLE, SELECTIVELY)]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2048, 2048, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.gelu(self.inner(x))
+
+
+class Chain(nn.Module):
+    """Eight blocks of one matrix each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, 2048)
+        self.layers = nn.ModuleList(Block() for _ in range(8))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy((x @ self.embed.weight.T).flatten(0, 1).float(), targets.flatten())
+
+
+def chain() -> nn.Module:
+    with torch.device("meta"):
+        return Chain()
+
+
+def test_operations_are_those_that_run():
+    tokens = 8 * 1024
+    blocks = 2 * tokens * 8 * 2048 * 2048
+    matrices = blocks + 2 * tokens * 2048 * 1000
+    traced = trace("chain", chain, WAYS)
+    for recompute, repeated in ((NOTHING, 0), (WHOLE, blocks), (SELECTIVELY, 0)):
+        forward, backward, again = traced.work[True, recompute]
+        assert forward.products == matrices and backward.products == 2 * matrices
+        assert again.products == repeated and (again.moved > 0) == bool(recompute)
+        assert traced.model_flops(dataclasses.replace(SETUP, recompute=recompute)) == 3 * matrices
+
+
+def test_views_and_queries_are_no_work_and_each_byte_of_a_kernel_counts_once():
+    with Operations() as operations:
+        x = torch.empty(64, 32)
+        x.view(32, 64).t()[1:].detach()
+        assert operations.take() == (Work(), Work())
+        x.add_(x)
+        assert operations.take()[0].moved == x.nbytes
+        torch.add(x, 1)
+        assert operations.take()[0].moved == 2 * x.nbytes
+
+
+def test_of_the_chunked_loss_only_products_and_their_bytes_count():
+    x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(500, 32, requires_grad=True)
+    with Operations() as operations, operations.loss():
+        linear_cross_entropy(x, weight, torch.zeros(64, dtype=torch.int64), chunk=64)
+    logits = 64 * 500 * 4
+    assert operations.work.products == 3 * 2 * 64 * 500 * 32
+    assert operations.work.moved == pytest.approx(3 * logits + 3 * weight.nbytes + 3 * x.nbytes, rel=0.03)
+
+
+@pytest.mark.parametrize("layers", [3, pytest.param(8, marks=pytest.mark.long)])
+def test_a_trace_of_a_model_with_a_formula_takes_as_long(layers):
+    """The formula is held by measurements (test_seconds.py). Its launches are of a GPU's kernels, so hosts differ."""
+    model = ModelConfig(family="gpt2", layers=layers, hidden=4096, heads=32, vocab=32000, tie=False)
+    shape, traced = shape_of(model, 1024), trace("gpt2", lambda: build(model, 1024, "meta"), WAYS)
+    for setup in WAYS:
+        formula, ours = (weigh(each, setup, H200).estimate for each in (shape, traced))
+        assert formula and ours
+        assert ours.parts["compute"] == pytest.approx(formula.parts["compute"], rel=0.05), setup.recompute
+        assert ours.parts["host"] == pytest.approx(formula.parts["host"], rel=0.35), setup.recompute
+        assert ours.mfu == pytest.approx(formula.mfu, rel=0.08)
+
+
+def test_a_choice_for_a_traced_model_recomputes_and_offloads_only_what_it_must():
+    traced = trace("chain", chain, WAYS)
+    setup = dataclasses.replace(SETUP, recompute="auto")
+    roomy = choose(traced, setup, H200, [3]).best
+    assert roomy is not None and not roomy.setup.offload and not roomy.setup.recomputed
+    less = dataclasses.replace(H200, gpu_memory=roomy.plan.needed("hbm"))  # of which a share stays free
+    tight = choose(traced, setup, less, [3]).best
+    assert tight is not None and (tight.setup.offload or tight.setup.recomputed)
+    assert roomy.estimate and tight.estimate and tight.estimate.seconds >= roomy.estimate.seconds
+
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hugging.installed(), reason="needs transformers")
+def test_transformers_llama_takes_what_was_measured(tmp_path):
+    """benchmarks/module_speed.py, one H200: 8,158 tokens/s eager, 9,722 compiled (docs/performance.md)."""
+    from zerocli.models import transformers_model
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+
+    def make() -> nn.Module:
+        return transformers_model.build(str(tmp_path), 4096)
+
+    setup = dataclasses.replace(SETUP, batch=2, seq=4096, recompute=WHOLE)
+    traced = trace("llama", make, [setup], whole=False)
+    for compiled, speed in ((False, 8158), (True, 9722)):
+        found = weigh(traced, dataclasses.replace(setup, compiled=compiled), H200).estimate
+        assert found and found.seconds == pytest.approx(2 * 4096 / speed, rel=0.05), compiled
