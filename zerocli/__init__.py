@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from offload.verify import Corrupted as Corrupted
-    from zerocli.engine.api import shard as shard
     from zerocli.engine.ema import EMA as EMA
     from zerocli.engine.engine import Engine as Engine
     from zerocli.engine.events import Events as Events
@@ -22,9 +21,10 @@ if TYPE_CHECKING:
     from zerocli.engine.optim import FlatOptimizer as FlatOptimizer
     from zerocli.errors import Refused as Refused
     from zerocli.layout.recompute import Recompute as Recompute
+    from zerocli.run.own_loop import shard as shard
 
 _LAZY = {
-    "shard": "zerocli.engine.api",
+    "shard": "zerocli.run.own_loop",
     "Engine": "zerocli.engine.engine",
     "EMA": "zerocli.engine.ema",
     "Events": "zerocli.engine.events",

@@ -214,7 +214,8 @@ def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware
     setup = dataclasses.replace(setup, stage=given["stage"] if given["stage"] is not None else setup.stage)
     choice = automatic.choose_setup(model, setup, hardware, free, whole)
     if choice.best is not None:
-        notes += automatic.describe(choice, hardware, free if whole else free - {"train.batch"})
+        named = free if whole else free - {"train.batch"}
+        notes += automatic.describe(choice, hardware, lambda chosen: automatic.flags(chosen, named))
     kinds: dict[object, search.Candidate] = {}
     for each in choice.fitting:  # the fastest of each kind: the others differ in numbers only
         kinds.setdefault(kind_of(each.setup), each)

@@ -1,4 +1,4 @@
-"""The Python API: `shard` a model, then train it from a loop of your own."""
+"""The engine for a loop of your own: `shard`, and the process group."""
 
 from __future__ import annotations
 
@@ -26,12 +26,7 @@ def shard(
 ) -> Engine:
     """Shard `model` over the data-parallel ranks and return the engine that trains it.
 
-    The model itself does not change: `model(batch)` and `engine(batch)` are the same. Further keywords are the fields
-    of `engine.settings.Settings` (precision, accumulate, clip, weight_decay, units, recompute, ...); what is not one of
-    them goes to the optimizer (betas, eps, momentum, ...). Under torchrun the process group is opened if necessary.
-
-    With `tp=N` groups of N neighbouring ranks split a built-in model's layers between them, before the rest is sharded
-    over the others; those N must get the same batches and, where there is dropout, be seeded alike.
+    This is `zerocli.shard` (zerocli/run/own_loop.py) without `offload="auto"`.
     """
     known = {key: value for key, value in settings.items() if key in Settings.__dataclass_fields__}
     options = dict(known.pop("options", {})) | {k: v for k, v in settings.items() if k not in known and k != "options"}

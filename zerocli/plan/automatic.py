@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from zerocli import machine
@@ -25,11 +26,10 @@ _CPU = {"products": 0.05, "memory": 10.0, "adam": 0.2}
 """Rates of a CPU rank that `zerocli env --bench` has not measured: TFLOPS, GB/s, billions of parameters per second."""
 
 
-def hardware_here(config: Config, setup: Setup, room: int) -> Hardware:
-    """Return this machine: `room` bytes on the device of each rank, free host memory, free space of the nvme folders,
-    and the rates that `zerocli env --bench` has measured; the others are a preset's.
+def hardware_here(paths: tuple[str, ...], setup: Setup, room: int) -> Hardware:
+    """Return this machine: `room` bytes on the device of each rank, free host memory, free space of the nvme folders
+    `paths`, and the rates that `zerocli env --bench` has measured; the others are a preset's.
     """
-    paths = config.offload.nvme_path
     facts = bench.gather(paths)
     measured = bench.remembered(facts, paths)
     disks = {machine.file_system(path): entry["free"] for path, entry in facts["disks"].items()} if paths else {}
@@ -94,13 +94,20 @@ def flags(chosen: Candidate, free: frozenset[str] = frozenset()) -> str:
     return " ".join([*words, f"--set activations.policy={setup.recomputed.policy}"])
 
 
-def describe(choice: Choice, hardware: Hardware, free: frozenset[str] = frozenset()) -> list[str]:
-    """Return the choice in lines: its flags, the reason, the runner-up, and what it was chosen from."""
+def keywords(chosen: Candidate) -> str:
+    """Return the keywords of `zerocli.shard` that give the choice by hand."""
+    setup = chosen.setup
+    offload = f'offload="{setup.offload}", ' if setup.offload else ""
+    return f'stage={setup.stage}, {offload}recompute="{setup.recomputed.policy}"'
+
+
+def describe(choice: Choice, hardware: Hardware, written: Callable[[Candidate], str]) -> list[str]:
+    """Return the choice in lines: `written` as by hand, the reason, the runner-up, and what it was chosen from."""
     best, second = choice.best, choice.runner_up
     assert best is not None
-    lines = [f"auto: {flags(best, free)}", f"  {_reason(best)}; the fastest of {len(choice.fitting)} that fit"]
+    lines = [f"auto: {written(best)}", f"  {_reason(best)}; the fastest of {len(choice.fitting)} that fit"]
     if second is not None:
-        lines.append(f"  next: {flags(second, free)}: {_reason(second)}")
+        lines.append(f"  next: {written(second)}: {_reason(second)}")
     rates = "rates measured" if "measured" in hardware.source else f"rates: {printable(hardware.source)}"
     disk = f", disk {format_bytes(hardware.nvme_space)}" if hardware.nvme_space else ""
     return [
@@ -134,14 +141,27 @@ def replay(source: str, setup: Setup, hardware: Hardware, free: frozenset[str]) 
     return words
 
 
-def refuse(choice: Choice, source: str) -> None:
-    """Raise UserError with exit code 3 if nothing fits."""
+def unfit(choice: Choice, written: Callable[[Candidate], str]) -> str:
+    """Return why nothing fits, with the nearest choice as it is `written` by hand; "" if something does."""
     nearest = choice.nearest
     if choice.best is not None or nearest is None:
-        return
+        return ""
     over = ", ".join(f"{format_bytes(nbytes)} more {tier}" for tier, nbytes in nearest.over.items())
+    lacks = (
+        f"needs {over}"
+        if over
+        else f"leaves less free than {MARGIN:.0%} of the device and {HOST_MARGIN:.0%} of the rest"
+    )
+    return f"no stage, placement or recomputation fits this machine; nearest: {written(nearest)}, which {lacks}"
+
+
+def refuse(choice: Choice, source: str) -> None:
+    """Raise UserError with exit code 3 if nothing fits."""
+    fact = unfit(choice, flags)
+    if not fact:
+        return
     raise UserError(
-        f"no stage, placement or recomputation fits this machine; nearest: {flags(nearest)}, which needs {over}",
+        fact,
         hint=f"zerocli fit {quoted(source)} --hardware h100,h200,b200, for other machines",
         exit_code=DOES_NOT_FIT,
     )

@@ -49,6 +49,8 @@ class Setup(Sharding):
     """Whether rows hold several documents: a batch then has positions, and attention a mask."""
     device: str = "cuda"
     """`cuda`, or `cpu`: no GPU, and host memory is reported as hbm."""
+    arrays: tuple[int, int] | None = None
+    """Parameter-sized fp32 arrays that an optimizer without a name keeps, and those that it allocates in an update."""
     runtime: Mapping[str, int] = field(default_factory=dict)
     """Overrides of `zerocli.plan.runtime.RUNTIME`, by name."""
 
@@ -156,11 +158,13 @@ class Setup(Sharding):
         return self.placement().of(ACTIVATIONS)
 
 
-def num_states(sharding: Sharding) -> int:
+def num_states(sharding: Setup) -> int:
     """Return the number of parameter-sized fp32 arrays that the optimizer keeps.
 
     AdamW and SGD are answered without torch; other optimizers are constructed once and asked.
     """
+    if sharding.arrays is not None:
+        return sharding.arrays[0]
     name, options = sharding.optimizer.lower(), sharding.options
     if name == "adamw" and options.keys() <= {"betas", "eps"}:
         return 2
@@ -169,8 +173,10 @@ def num_states(sharding: Sharding) -> int:
     return _count(sharding)[0]
 
 
-def num_temporaries(sharding: Sharding) -> int:
+def num_temporaries(sharding: Setup) -> int:
     """Return the number of piece-sized fp32 arrays that an update allocates; torch's fused kernels need none."""
+    if sharding.arrays is not None:
+        return sharding.arrays[1]
     return 0 if sharding.optimizer.lower() in ("adamw", "adam", "sgd") else _count(sharding)[1]
 
 

@@ -195,8 +195,15 @@ def _axes(ranks: int, tp: int) -> Iterator[dict[str, Any]]:
     """Act as rank 0 of a fake process group; yield the settings of its two axes, made outside fake-tensor mode."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if dist.is_initialized():
-        raise UserError("--trace cannot run inside a process group")
+    if dist.is_initialized():  # a user's own: its ranks, as many and at once, each as itself
+        if tp > 1 or ranks != dist.get_world_size():
+            raise UserError(f"a trace of {ranks} ranks cannot run inside a process group of {dist.get_world_size()}")
+        own = dist.new_group(backend="fake")
+        try:
+            yield {"group": own}
+        finally:
+            dist.destroy_process_group(own)
+        return
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:

@@ -50,20 +50,27 @@ def choose_here(config: Config, options: RunOptions, model: Model | None = None)
     device = "cuda" if gpus else "cpu"
     setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=math.gcd(ranks, local))
     room = room_here(device, setup.local_ranks, config.train.gpu_memory)
-    return _choose(config, options, setup, automatic.hardware_here(config, setup, room), model)
+    hardware = automatic.hardware_here(config.offload.nvme_path, setup, room)
+    return _choose(config, options, setup, hardware, model)
 
 
 def choose_together(
     config: Config, options: RunOptions, setup: Setup, room: int, gather: Any, model: Model | None = None
 ) -> Chosen:
-    """Return the same choice on all ranks: the smallest of everything that their machines have, and the first rank's
-    rates. `gather(value)` returns every rank's value. Collective.
+    """Return the same choice on all ranks, for the least that any machine has. `gather(value)` returns every rank's
+    value. Collective.
     """
     if not options.auto:
         return Chosen(config)
-    everyone = gather(dataclasses.asdict(automatic.hardware_here(config, setup, room)))
+    hardware = least_of_all(automatic.hardware_here(config.offload.nvme_path, setup, room), gather)
+    return _choose(config, options, setup, hardware, model)
+
+
+def least_of_all(hardware: Hardware, gather: Any) -> Hardware:
+    """Return the smallest of everything that the ranks' machines have, with the first rank's rates. Collective."""
+    everyone = gather(dataclasses.asdict(hardware))
     least = {name: min(each[name] for each in everyone) for name in automatic.ROOMS}
-    return _choose(config, options, setup, Hardware(**(everyone[0] | least)), model)
+    return Hardware(**(everyone[0] | least))
 
 
 def _choose(config: Config, options: RunOptions, setup: Setup, hardware: Hardware, model: Model | None) -> Chosen:
@@ -77,6 +84,6 @@ def _choose(config: Config, options: RunOptions, setup: Setup, hardware: Hardwar
     command = automatic.replay(str(Path(options.run_dir, "config.json")), setup, hardware, options.auto)
     return Chosen(
         automatic.with_choice(config, choice.best),
-        tuple(automatic.describe(choice, hardware, free)),
+        tuple(automatic.describe(choice, hardware, lambda chosen: automatic.flags(chosen, free))),
         automatic.as_dict(choice, hardware, command),
     )

@@ -40,7 +40,7 @@ def choose_blocks(config: Config, traced: Traced | str = NOT_TRACED, room: int |
     if isinstance(asked, Recompute):
         return asked, ""
     setup = run_setup(config)
-    room = device_room(config, setup) if room is None else room
+    room = device_room(config.train.gpu_memory, setup) if room is None else room
     problem = traced if config.model.foreign and isinstance(traced, str) else ""
     room, problem = _agree(room, problem)
     if problem:
@@ -65,9 +65,10 @@ def run_setup(config: Config) -> Setup:
     return setup_of(config, device=device.type, precision=name, ranks=world, ranks_per_node=local)
 
 
-def device_room(config: Config, setup: Setup) -> int:
-    """Return the bytes that this rank may take of its device: what is free, and what its allocator holds already."""
-    cap = config.train.gpu_memory
+def device_room(cap: int, setup: Setup) -> int:
+    """Return the bytes that this rank may take of its device, at most `cap` (0: no cap): what is free, and what its
+    allocator holds already.
+    """
     if setup.device != "cuda":
         return room_here(setup.device, setup.local_ranks, cap)
     free, _ = torch.cuda.mem_get_info()

@@ -212,7 +212,7 @@ def choose_run(config: Config, options: RunOptions, traced: Traced | str) -> Cho
     setup = run_setup(config)
     gathered = functools.partial(gather_values, stage="agreeing on the machine")
     model = traced if isinstance(traced, Traced) else None
-    return choose_together(config, options, setup, device_room(config, setup), gathered, model)
+    return choose_together(config, options, setup, device_room(config.train.gpu_memory, setup), gathered, model)
 
 
 def cap_device(config: Config) -> None:

@@ -1,0 +1,170 @@
+"""`zerocli.shard`, for a training loop of one's own; `offload="auto"` chooses as `--auto` does."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from offload.placement import Placement
+from zerocli.config import AUTO
+from zerocli.console import say
+from zerocli.engine import api
+from zerocli.engine.device import choose_device
+from zerocli.engine.engine import Engine
+from zerocli.engine.precision import precision
+from zerocli.engine.rules import OptimizerChoice, make_optimizer
+from zerocli.engine.settings import Settings
+from zerocli.engine.unit import find_units
+from zerocli.errors import Refused, UserError
+
+if TYPE_CHECKING:
+    from zerocli.plan.setup import Setup
+    from zerocli.plan.traced import Traced
+
+Example = Callable[[nn.Module], torch.Tensor]
+
+
+def shard(
+    model: nn.Module,
+    optimizer: OptimizerChoice = "adamw",
+    lr: float | Callable[[int], float] | None = None,
+    stage: int | None = None,
+    *,
+    example: Example | None = None,
+    memory: int = 0,
+    **settings: Any,
+) -> Engine:
+    """Shard `model` over the data-parallel ranks and return the engine that trains it.
+
+    The model itself does not change: `model(batch)` and `engine(batch)` are the same. Further keywords are the fields
+    of `engine.settings.Settings` (precision, accumulate, clip, weight_decay, units, recompute, ...); what is not one of
+    them goes to the optimizer (betas, eps, momentum, ...). Under torchrun the process group is opened if necessary.
+
+    With `tp=N` groups of N neighbouring ranks split a built-in model's layers between them, before the rest is sharded
+    over the others; those N must get the same batches and, where there is dropout, be seeded alike.
+
+    With `offload="auto"` the stage (unless it is given; else 3), the placement and `recompute` (unless it is given) are
+    the fastest that fit this machine as it is. `example(model)` runs the model on a batch as large as those of training
+    and returns the loss; it is traced on tensors without memory, so its own tensors are best on the CPU. `memory` is
+    how many bytes of its device each rank may take; 0: all that is free. The choice is printed as keywords.
+    """
+    if settings.get("offload") == AUTO:
+        settings |= _choose(model, optimizer, stage, example, memory, settings)
+        stage = settings.pop("stage")
+    elif example is not None or memory:
+        raise ValueError('example and memory are for offload="auto"')
+    return api.shard(model, optimizer, lr, 3 if stage is None else stage, **settings)
+
+
+def _choose(
+    model: nn.Module,
+    optimizer: OptimizerChoice,
+    stage: int | None,
+    example: Example | None,
+    memory: int,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the settings that are chosen, the same on all ranks. Collective."""
+    from zerocli.plan import automatic
+    from zerocli.run.automatic import least_of_all
+    from zerocli.run.recompute import device_room, gather_values
+
+    setup = _setup(model, optimizer, stage, settings)
+    free = {"offload.placement"} | ({"zero.stage"} if stage is None else set())
+    if setup.recompute == AUTO:
+        free.add("activations.policy")
+    stages = automatic.STAGES if stage is None else (stage,)
+    traced = _trace(model, example, setup, stages, settings.get("units"))
+    api.open_process_group(settings.get("device"))
+    gather = functools.partial(gather_values, stage="agreeing on the machine")
+    here = automatic.hardware_here(setup.nvme_path, setup, device_room(memory, setup))
+    hardware = least_of_all(here, gather)
+    try:
+        choice = automatic.choose_setup(traced, setup, hardware, frozenset(free))
+    except UserError as error:
+        raise ValueError(str(error)) from error
+    if fact := automatic.unfit(choice, automatic.keywords):
+        raise Refused(fact)
+    assert choice.best is not None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for line in automatic.describe(choice, hardware, automatic.keywords):
+            say(line)
+    best = choice.best.setup
+    chosen = {"stage": best.stage, "offload": str(best.offload), "recompute": best.recomputed.policy}
+    first: dict[str, Any] = gather(chosen)[0]
+    return first
+
+
+def _setup(model: nn.Module, optimizer: OptimizerChoice, stage: int | None, settings: dict[str, Any]) -> Setup:
+    """Return the setup that a plan is made for, without a placement."""
+    from zerocli.plan.measure import update_arrays
+    from zerocli.plan.setup import Setup
+
+    names = Settings.__dataclass_fields__
+    known = {key: value for key, value in settings.items() if key in names and key != "offload"}
+    options = dict(known.pop("options", {})) | {k: v for k, v in settings.items() if k not in names}
+    asked = Settings(stage=3 if stage is None else stage, optimizer=optimizer, options=options, **known)
+    if asked.tp != 1:
+        raise ValueError('offload="auto" is for data-parallel ranks: with tp, place the states by hand')
+    device = choose_device(asked.device, model)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rule = make_optimizer(optimizer, options)
+    own = isinstance(optimizer, str)
+    shared = asked.shared() | {"recompute": known.get("recompute", AUTO), "offload": Placement()}
+    shared |= {"precision": precision(asked.precision, device)[0].name}
+    if not own:
+        shared |= {"optimizer": type(rule).__name__, "options": {}}
+    if not isinstance(shared["recompute"], bool | int | str) and not hasattr(shared["recompute"], "whole"):
+        raise ValueError('offload="auto" cannot plan modules that are recomputed by choice: recompute=True, or none')
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    local = math.gcd(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    arrays = None if own else (len(rule.state_names), update_arrays(rule))
+    return Setup(**shared, ranks=world, ranks_per_node=local, device=device.type, arrays=arrays, batch=1)
+
+
+def _trace(model: nn.Module, example: Example | None, setup: Setup, stages: Any, units: Any) -> Traced:
+    """Trace a copy of the model without memory; ValueError if that fails."""
+    from zerocli.plan.trace import kinds_of_step, trace
+
+    if example is None:
+        raise ValueError(
+            'offload="auto" needs example=lambda model: ..., which runs the model on a batch and returns the loss: '
+            "without it, nothing is known of activations"
+        )
+    names = [name for name, module in find_units(model, units) if name]
+
+    def make() -> nn.Module:
+        made = copy_on_meta(model)
+        made.__dict__["unit_modules"] = lambda: [made.get_submodule(name) for name in names] or None
+        return made
+
+    try:
+        with torch.random.fork_rng(devices=()):
+            return trace(
+                type(model).__name__, make, kinds_of_step(setup, stages), lambda engine, _: example(engine.model)
+            )
+    except UserError as error:
+        cause = error.__cause__ or error
+        raise ValueError(
+            f"the example could not be traced: {type(cause).__name__}: {cause}; its tensors belong on the CPU, and its "
+            "code may ask no tensor for its value; or place by hand: stage=..., offload=..."
+        ) from error
+
+
+def copy_on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose parameters take no memory; its buffers are copied, as they may be tables."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().cpu().clone()
+    return copy.deepcopy(model, memo)
