@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,7 +10,10 @@ import pytest
 from document_models import VOCAB, some_rows, write_rows, write_tokenizer
 from runs import losses, train
 
+from zerocli import config as configs
 from zerocli.cli import main as cli
+from zerocli.run.held_out import open_held_out
+from zerocli.run.sources import open_batches
 
 MODEL = "model.factory=document_models:Attentive"
 SETS = ("train.seq=40", "optimizer.lr=0.01", "optimizer.schedule=constant", "train.watchdog=30")
@@ -149,3 +153,18 @@ def test_text_is_tokenised_once_by_the_models_own_tokenizer(tmp_path):
     assert losses(tmp_path / "run") == losses(tmp_path / "mended")
     small = train(tmp_path / "small", *sets, "model.vocab=256", grace=5)
     assert small.codes == [2, 2] and "tokenizer.json: has 261 token ids, and the model knows 256" in small.said[0]
+
+
+@pytest.mark.parametrize("kind", ["split", "validation"])
+def test_held_out_documents_come_in_the_batch_that_was_chosen(kind, tmp_path, data):
+    """As when `--auto` takes smaller micro-batches than the config has."""
+    more = ["data.split=0.2"] if kind == "split" else [f"data.validation={data}"]
+    sets = [f"data.path={data}", "data.tokenizer=bytes", "train.seq=40", "train.batch=4", "train.eval_every=1", *more]
+    config = configs.load("tiny", sets)
+    batches = open_batches(config)
+    chosen = dataclasses.replace(config, train=dataclasses.replace(config.train, batch=1, accumulate=4))
+    held = open_held_out(chosen, batches, open_batches)
+    assert held is not None and held.positions
+    rows = [held.batch(index)[0] for index in range(held.num_batches)]
+    assert len(rows) > 4 and all(each.shape == (1, 40) for each in rows)
+    assert len({tuple(each.flatten().tolist()) for each in rows}) == len(rows)
