@@ -95,8 +95,9 @@ def _both(memory: dict[int, int], folder: str, settings: dict[str, Any]) -> tupl
         ({}, 15 * MIB),
         pytest.param({"stage": 2, "precision": "bf16"}, 12 * MIB, marks=pytest.mark.long),
         pytest.param({"optimizer": torch.optim.NAdam}, 15 * MIB, marks=pytest.mark.long),
+        pytest.param({"precision": "bf16", "keep_fp32": "norm"}, 12 * MIB, marks=pytest.mark.long),
     ],
-    ids=["adamw", "stage 2", "nadam"],
+    ids=["adamw", "stage 2", "nadam", "fp32 kept"],
 )
 def test_all_ranks_choose_alike_and_the_choice_changes_no_number(settings, less, tmp_path):
     kinds = set()
@@ -123,7 +124,7 @@ def test_a_copy_without_memory_leaves_the_model_alone():
     model = Tagger()
     before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     with LiveBytes() as live:
-        made = copy_on_meta(model)
+        made = copy_on_meta(model, lambda name, parameter: parameter.dtype)
     assert live.peak == model.seen.nbytes and all(value.is_meta for value in made.parameters())
     assert torch.equal(made.seen, model.seen) and made.seen is not model.seen
     assert [name for name, _ in made.named_modules()] == [name for name, _ in model.named_modules()]
@@ -136,7 +137,7 @@ def test_a_copy_without_memory_leaves_the_model_alone():
     [
         ({"offload": "auto"}, ValueError, "needs example=lambda model"),
         ({"example": example}, ValueError, 'for offload="auto"'),
-        ({"offload": "auto", "example": example, "tp": 2}, ValueError, "with tp, place the states by hand"),
+        ({"offload": "auto", "example": example, "tp": 2}, ValueError, "with tp or a group, place the states by hand"),
         ({"offload": "auto", "example": example, "recompute": Block}, ValueError, "recomputed by choice"),
         ({"offload": "auto", "example": lambda model: float(example(model))}, ValueError, "could not be traced"),
         ({"offload": "auto", "example": example, "memory": 2 * MIB}, zerocli.Refused, r"nearest: stage=3, .*more hbm"),

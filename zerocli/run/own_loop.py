@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +17,11 @@ from offload.placement import Placement
 from zerocli.config import AUTO
 from zerocli.console import say
 from zerocli.engine import api
+from zerocli.engine.build import matches
 from zerocli.engine.device import choose_device
 from zerocli.engine.engine import Engine
-from zerocli.engine.precision import precision
+from zerocli.engine.optim import FusedAdam
+from zerocli.engine.precision import PRECISIONS, precision
 from zerocli.engine.rules import OptimizerChoice, make_optimizer
 from zerocli.engine.settings import Settings
 from zerocli.engine.unit import find_units
@@ -82,7 +84,7 @@ def _choose(
     if setup.recompute == AUTO:
         free.add("activations.policy")
     stages = automatic.STAGES if stage is None else (stage,)
-    traced = _trace(model, example, setup, stages, settings.get("units"))
+    traced = _trace(model, example, setup, stages, settings)
     api.open_process_group(settings.get("device"))
     gather = functools.partial(gather_values, stage="agreeing on the machine")
     here = automatic.hardware_here(setup.nvme_path, setup, device_room(memory, setup))
@@ -112,26 +114,28 @@ def _setup(model: nn.Module, optimizer: OptimizerChoice, stage: int | None, sett
     known = {key: value for key, value in settings.items() if key in names and key != "offload"}
     options = dict(known.pop("options", {})) | {k: v for k, v in settings.items() if k not in names}
     asked = Settings(stage=3 if stage is None else stage, optimizer=optimizer, options=options, **known)
-    if asked.tp != 1:
-        raise ValueError('offload="auto" is for data-parallel ranks: with tp, place the states by hand')
+    if asked.tp != 1 or asked.group is not None:
+        raise ValueError('offload="auto" is for all ranks, data-parallel: with tp or a group, place the states by hand')
     device = choose_device(asked.device, model)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rule = make_optimizer(optimizer, options)
-    own = isinstance(optimizer, str)
+    named = isinstance(optimizer, str)
     shared = asked.shared() | {"recompute": known.get("recompute", AUTO), "offload": Placement()}
     shared |= {"precision": precision(asked.precision, device)[0].name}
-    if not own:
-        shared |= {"optimizer": type(rule).__name__, "options": {}}
+    if not named:
+        shared |= {"optimizer": "adamw" if isinstance(rule, FusedAdam) else type(rule).__name__, "options": {}}
     if not isinstance(shared["recompute"], bool | int | str) and not hasattr(shared["recompute"], "whole"):
         raise ValueError('offload="auto" cannot plan modules that are recomputed by choice: recompute=True, or none')
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     local = math.gcd(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    arrays = None if own else (len(rule.state_names), update_arrays(rule))
+    arrays = None if named else (len(rule.state_names), update_arrays(rule))
     return Setup(**shared, ranks=world, ranks_per_node=local, device=device.type, arrays=arrays, batch=1)
 
 
-def _trace(model: nn.Module, example: Example | None, setup: Setup, stages: Any, units: Any) -> Traced:
+def _trace(
+    model: nn.Module, example: Example | None, setup: Setup, stages: Sequence[int], settings: dict[str, Any]
+) -> Traced:
     """Trace a copy of the model without memory; ValueError if that fails."""
     from zerocli.plan.trace import kinds_of_step, trace
 
@@ -140,10 +144,16 @@ def _trace(model: nn.Module, example: Example | None, setup: Setup, stages: Any,
             'offload="auto" needs example=lambda model: ..., which runs the model on a batch and returns the loss: '
             "without it, nothing is known of activations"
         )
-    names = [name for name, module in find_units(model, units) if name]
+    names = [name for name, module in find_units(model, settings.get("units")) if name]
+    compute, kept = PRECISIONS[setup.precision].compute, settings.get("keep_fp32")
+
+    def dtype_of(name: str, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype that the engine takes; beside others in the compute dtype, fp32 is kept in the trace too."""
+        floats = parameter.dtype.is_floating_point and kept is not None
+        return compute if floats and not matches(kept, name, parameter) else parameter.dtype
 
     def make() -> nn.Module:
-        made = copy_on_meta(model)
+        made = copy_on_meta(model, dtype_of)
         made.__dict__["unit_modules"] = lambda: [made.get_submodule(name) for name in names] or None
         return made
 
@@ -160,11 +170,12 @@ def _trace(model: nn.Module, example: Example | None, setup: Setup, stages: Any,
         ) from error
 
 
-def copy_on_meta(model: nn.Module) -> nn.Module:
+def copy_on_meta(model: nn.Module, dtype_of: Callable[[str, nn.Parameter], torch.dtype]) -> nn.Module:
     """Return a copy of a model whose parameters take no memory; its buffers are copied, as they may be tables."""
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for name, parameter in model.named_parameters():
+        empty = torch.empty_like(parameter, device="meta", dtype=dtype_of(name, parameter))
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().cpu().clone()
     return copy.deepcopy(model, memo)
