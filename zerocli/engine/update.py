@@ -290,6 +290,8 @@ class Updater:
         place = self._place(job.flat)
         held = slot.buffers.get((name, place.type))
         if held is None or held.numel() < numel or held.dtype != dtype:
+            held = None
+            slot.buffers.pop((name, place.type), None)  # freed before the larger one is made
             held = slot.buffers[name, place.type] = self._allocate(numel, dtype, place)
         slot.parts[name] = held[:numel]
         return slot.parts[name]

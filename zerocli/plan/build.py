@@ -15,7 +15,7 @@ from zerocli.layout.categories import model_states
 from zerocli.layout.flats import FP32
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan import saves
-from zerocli.plan.flats import Flats, arenas, pages, plan_flats, swap
+from zerocli.plan.flats import Flats, arenas, fullest_flats, pages, swap
 from zerocli.plan.ledger import Peak
 from zerocli.plan.loading import host_nbytes
 from zerocli.plan.rows import Plan, Row
@@ -60,7 +60,7 @@ def _up(number: int, multiple: int) -> int:
 def plan_model(shape: Shape, setup: Setup) -> Plan:
     """Return the bytes that one step of this model needs on every tier."""
     check(setup, shape)
-    flats = plan_flats(shape, setup)
+    flats = fullest_flats(shape, setup)
     peaks = Replay(shape, setup, flats).run()
     if setup.device == "cpu" and setup.dp > 1:
         with_gloo = Replay(shape, setup, flats, with_gloo=True).run().highest.nbytes
@@ -95,7 +95,7 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
 def plan_traced(traced: Traced, setup: Setup) -> Plan:
     """Return the plan of a traced model: its states by arithmetic, activations and temporaries as traced."""
     check(setup)
-    flats = plan_flats(traced, setup)
+    flats = fullest_flats(traced, setup)
     held: Counter[str] = Counter()
     # A traced engine keeps its gradients, so all of them count, also where they are freed after the update.
     for spec in persistent(flats.units, dataclasses.replace(setup.sizing, keep_gradients=True)):

@@ -8,15 +8,17 @@ from functools import cached_property
 
 from offload.placement import KINDS, Spill
 from zerocli.errors import DOES_NOT_FIT, UserError
-from zerocli.layout import constants
+from zerocli.layout import buffers, constants
 from zerocli.layout.flats import FlatSpec, Sizing, flat_spec, place_alike
-from zerocli.layout.shards import lay_out
+from zerocli.layout.shards import SHARD_ALIGN, lay_out
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Shape, Unit
 from zerocli.plan.traced import Traced
 
 WHOLE = 2
 """Added to the optimizer group of parameters that are replicated over tensor-parallel ranks."""
+MAX_RANKS = 8
+"""Ranks of a small model whose slots are compared."""
 
 
 class Flats(list[FlatSpec]):
@@ -67,8 +69,34 @@ class Flats(list[FlatSpec]):
         return chosen
 
 
-def plan_flats(shape: Shape | Traced, setup: Setup) -> Flats:
-    """Return the flats of all units in the engine's order; raise UserError if no budget is left for a piece."""
+def fullest_flats(shape: Shape | Traced, setup: Setup) -> Flats:
+    """Return the flats of the rank whose update has the largest slots.
+
+    Ranks hold equally much of every flat, but cut into other chunks where the weight decay changes. In a large model
+    all slots are full on all ranks.
+    """
+    best = plan_flats(shape, setup)
+    most = _slots_nbytes(best, setup)
+    for rank in range(1, min(setup.dp, MAX_RANKS) if 0 < most < _full_nbytes(best, setup) else 0):
+        flats = plan_flats(shape, setup, rank)
+        if (slots := _slots_nbytes(flats, setup)) > most:
+            best, most = flats, slots
+    return best
+
+
+def _slots_nbytes(flats: Flats, setup: Setup) -> int:
+    trainable = [flat for unit in flats.enough(setup.sizing) for flat in unit if flat.trainable]
+    return sum(spec.nbytes for spec in buffers.update_slots(trainable, setup.sizing))
+
+
+def _full_nbytes(flats: Flats, setup: Setup) -> int:
+    """Return the least bytes of slots that are all full, but for the rounding of chunks."""
+    widths = [sum(buffers.slot_widths(flat, setup.sizing).values()) for flat in flats.distinct if flat.trainable]
+    return constants.NUM_SLOTS * (setup.sizing.chunk - SHARD_ALIGN) * max(widths, default=0)
+
+
+def plan_flats(shape: Shape | Traced, setup: Setup, rank: int = 0) -> Flats:
+    """Return a rank's flats of all units in the engine's order; raise UserError if no budget is left for a piece."""
     sizing = setup.sizing
     placement = setup.placement()
     spills = {kind: Spill(kind, placement.of(kind)) for kind in KINDS}
@@ -79,7 +107,7 @@ def plan_flats(shape: Shape | Traced, setup: Setup) -> Flats:
     try:
         for unit, times in units:
             if id(unit) not in members:
-                members[id(unit)] = _flats_of(unit, setup)
+                members[id(unit)] = _flats_of(unit, setup, rank)
             for placed, number in place_alike(members[id(unit)], times, spills, sizing):
                 tiers = str([flat.tiers for flat in placed])
                 flats.add(known.setdefault((id(unit), tiers), tuple(placed)), number)
@@ -96,13 +124,13 @@ def _kinds(unit: Unit, setup: Setup) -> dict[tuple[bool, int], list[Parameter]]:
     return kinds
 
 
-def _flats_of(unit: Unit, setup: Setup) -> list[FlatSpec]:
+def _flats_of(unit: Unit, setup: Setup, rank: int) -> list[FlatSpec]:
     """Return the flats of one unit: trainable parameters apart from frozen ones, each dtype by itself."""
     found = []
     for (trainable, width), members in _kinds(unit, setup).items():
         places = [(p.name, p.local(setup.tp), _group(p, setup.tp) if trainable else 0) for p in members]
         layout = lay_out(places, setup.dp)
-        found.append(flat_spec(unit.kind, layout, width, setup.zero, setup.dp, trainable=trainable))
+        found.append(flat_spec(unit.kind, layout, width, setup.zero, setup.dp, rank, trainable))
     return found
 
 
