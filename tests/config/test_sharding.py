@@ -19,6 +19,7 @@ import zerocli
 from offload.placement import Placement
 from zerocli.cli import main as cli
 from zerocli.config import Config, Sharding, arguments_of, load, read_placement, sharding_of
+from zerocli.engine import api
 from zerocli.engine.settings import Settings
 from zerocli.errors import UserError
 from zerocli.plan import trace
@@ -108,8 +109,10 @@ def test_config_engine_and_plan_have_one_set_of_defaults():
     assert Setup().shared() == described.shared() | {"precision": "bf16"}  # of `auto`, on a GPU
     own = Settings().shared()
     assert own == described.shared() | OWN_LOOP | {"stage": described.stage}
-    assert inspect.signature(zerocli.shard).parameters["stage"].default == OWN_LOOP["stage"]
-    assert inspect.signature(zerocli.shard).parameters["optimizer"].default == described.optimizer
+    assert inspect.signature(api.shard).parameters["stage"].default == OWN_LOOP["stage"]
+    assert inspect.signature(zerocli.shard).parameters["stage"].default is None  # the same, unless it is chosen
+    for function in (api.shard, zerocli.shard):
+        assert inspect.signature(function).parameters["optimizer"].default == described.optimizer
     setup = setup_of(Config())
     assert dataclasses.replace(setup, options={}, runtime={}) == Setup()
 

@@ -61,7 +61,8 @@ def test_unequal_ranks_agree_on_one_choice(tmp_path):
     options = RunOptions(str(tmp_path), auto=FREE)
     setup = setup_of(config, ranks=2, ranks_per_node=2, device="cpu")
     rooms = [needed(sets, stage=3, recompute=each) for each in (False, True)]
-    proposals = [dataclasses.asdict(automatic.hardware_here(config, setup, int(room * 1.1))) for room in rooms]
+    machines = [automatic.hardware_here((), setup, int(room * 1.1)) for room in rooms]
+    proposals = [dataclasses.asdict(each) for each in machines]
     found = [choose_together(config, options, setup, int(room * 1.1), lambda _: proposals) for room in rooms]
     assert found[0].config == found[1].config and found[0].lines == found[1].lines
     alone = choose_together(config, options, setup, int(rooms[0] * 1.1), lambda value: [value])
