@@ -49,7 +49,15 @@ def plan(setup: dict[str, Any], world: int = 1, model: ModelConfig = MODEL, seq:
 
 
 @pytest.mark.parametrize(
-    ("name", "arrays"), [("adamw", 0), ("sgd", 0), ("adagrad", 3), ("rmsprop", 3), ("adamax", 4), ("nadam", 5)]
+    ("name", "arrays"),
+    [
+        ("adamw", (0, 0)),
+        ("sgd", (0, 0)),
+        ("adagrad", (3, 2)),
+        ("rmsprop", (3, 2)),
+        ("adamax", (4, 2)),
+        ("nadam", (5, 3)),
+    ],
 )
 def test_arrays_of_an_update_are_counted(name, arrays):
     """In the first update a rule of torch's makes new states too, which are copied."""

@@ -62,14 +62,14 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.nbytes
 
 
-def update_arrays(rule: FlatOptimizer) -> int:
-    """Return how many fp32 arrays as long as a piece `rule` allocates at once, in the first update or a later one.
+def update_arrays(rule: FlatOptimizer) -> tuple[int, int]:
+    """Return how many fp32 arrays as long as a piece `rule` allocates at once: in the first update, and in later ones.
 
-    0 for a rule that needs whole parameters: it is not called on pieces.
+    None for a rule that needs whole parameters: it is not called on pieces.
     """
     if rule.whole:
-        return 0
-    numel, most = 1 << 14, 0
+        return 0, 0
+    numel, most = 1 << 14, []
     master, states = torch.ones(numel), {name: torch.zeros(numel) for name in rule.state_names}
     for count in (1.0, 2.0):
         grad = torch.ones(numel)
@@ -77,9 +77,10 @@ def update_arrays(rule: FlatOptimizer) -> int:
             rule.update(
                 master, grad, None, states, Group(1e-3, 0.1, rule.defaults), At(torch.tensor(count), torch.zeros(()))
             )
-        most = max(most, live.peak)
+        most.append(round(live.peak / grad.nbytes))
     rule.forget()
-    return round(most / grad.nbytes)
+    first, later = most
+    return first, later
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

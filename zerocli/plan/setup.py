@@ -49,8 +49,8 @@ class Setup(Sharding):
     """Whether rows hold several documents: a batch then has positions, and attention a mask."""
     device: str = "cuda"
     """`cuda`, or `cpu`: no GPU, and host memory is reported as hbm."""
-    arrays: tuple[int, int] | None = None
-    """Parameter-sized fp32 arrays that an optimizer without a name keeps, and those that it allocates in an update."""
+    arrays: tuple[int, tuple[int, int]] | None = None
+    """Of an optimizer without a name: `num_states` and `num_temporaries`."""
     runtime: Mapping[str, int] = field(default_factory=dict)
     """Overrides of `zerocli.plan.runtime.RUNTIME`, by name."""
 
@@ -137,8 +137,9 @@ class Setup(Sharding):
         return num_states(self)
 
     @functools.cached_property
-    def num_temporaries(self) -> int:
-        """Number of fp32 arrays that the optimizer allocates while it updates a piece, each as long as the piece."""
+    def num_temporaries(self) -> tuple[int, int]:
+        """Numbers of fp32 arrays that the optimizer allocates while it updates a piece, each as long as the piece: for
+        the first time, and later."""
         return num_temporaries(self)
 
     @property
@@ -173,14 +174,16 @@ def num_states(sharding: Setup) -> int:
     return _count(sharding)[0]
 
 
-def num_temporaries(sharding: Setup) -> int:
-    """Return the number of piece-sized fp32 arrays that an update allocates; torch's fused kernels need none."""
+def num_temporaries(sharding: Setup) -> tuple[int, int]:
+    """Return the numbers of piece-sized fp32 arrays that the first update and a later one allocate; torch's fused
+    kernels need none.
+    """
     if sharding.arrays is not None:
         return sharding.arrays[1]
-    return 0 if sharding.optimizer.lower() in ("adamw", "adam", "sgd") else _count(sharding)[1]
+    return (0, 0) if sharding.optimizer.lower() in ("adamw", "adam", "sgd") else _count(sharding)[1]
 
 
-def _count(sharding: Sharding) -> tuple[int, int]:
+def _count(sharding: Sharding) -> tuple[int, tuple[int, int]]:
     """Construct an optimizer and return how many arrays it keeps, and how many it allocates while it updates."""
     name, options = sharding.optimizer.lower(), sharding.options
     key = (name, repr(sorted(options.items())))
@@ -196,7 +199,7 @@ def _count(sharding: Sharding) -> tuple[int, int]:
     return _counted[key]
 
 
-_counted: dict[tuple[str, str], tuple[int, int]] = {}
+_counted: dict[tuple[str, str], tuple[int, tuple[int, int]]] = {}
 
 
 def num_checkpoints(config: Config) -> int:

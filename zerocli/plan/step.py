@@ -105,9 +105,7 @@ class Replay(Initialisation):
         self._step()
         first = ledger.peak
         ledger.begin("steady state")
-        streamed = any(flat.offloaded for flat in self._trainable)
         self._keep(*buffers.update_slots(self._trainable, self._sizing), stream=FETCHES)
-        self._keep(*buffers.update_scratch(self._trainable, self._sizing), stream=UPDATES if streamed else COMPUTE)
         self._step()
         return Peaks(
             initialisation,
@@ -152,20 +150,25 @@ class Replay(Initialisation):
         del inputs
         self._copies.clear()
         ledger.moment = "update"
-        self._update(self._trainable, offloaded=False)
+        if not self._owes:  # the first one makes scratch memory
+            streamed = any(flat.offloaded for flat in self._trainable)
+            self._keep(*buffers.update_scratch(self._trainable, self._sizing), stream=UPDATES if streamed else COMPUTE)
+        self._update(self._trainable, offloaded=False, count=setup.num_temporaries[self._owes])
         self._owes = True
         self._flat_grads.clear()
         ledger.add(self._repeated, -1)
         self._repeated = dict.fromkeys(ledger.held, 0)
         self._ends.clear()
 
-    def _update(self, flats: Iterable[FlatSpec], offloaded: bool) -> None:
-        """Replay the temporaries of updating flats: states on the device on the compute stream, others on their own."""
+    def _update(self, flats: Iterable[FlatSpec], offloaded: bool, count: int) -> None:
+        """Replay the temporaries of updating flats, `count` arrays at once: states on the device on the compute stream,
+        others on their own.
+        """
         flats = [flat for flat in flats if flat.trainable and flat.offloaded is offloaded]
-        setup, rounding = self._setup, ROUNDING.get(self._setup.precision, 0)
-        arrays = buffers.update_temporaries(flats, self._sizing, setup.num_temporaries, rounding)
+        rounding = ROUNDING.get(self._setup.precision, 0)
+        arrays = buffers.update_temporaries(flats, self._sizing, count, rounding)
         left, held = sum(spec.nbytes for spec in arrays if spec.tier == HBM), []
-        for number in range(max(1, setup.num_temporaries), 0, -1):
+        for number in range(max(1, count), 0, -1):
             held.append(Storage(self._ledger, left // number, "buffers", UPDATES if offloaded else COMPUTE))
             left -= left // number
 
@@ -177,7 +180,7 @@ class Replay(Initialisation):
         if not all(flat.resident(self._sizing) for flat in self._units[0]):  # the next units are gathered now
             last += self._setup.gather_buffers - 1
         for each in self._units[unit if unit == 0 else last : last + 1]:
-            self._update(each, offloaded=True)
+            self._update(each, offloaded=True, count=self._setup.num_temporaries[0])  # the first step's
 
     def _forward(self, tape: Tape, decoder: Decoder) -> Tensor:
         """Replay the embedding, and the first and last blocks of each run of equal ones; the others are counted."""
