@@ -17,7 +17,7 @@ from zerocli.models import build
 from zerocli.models.loss import linear_cross_entropy
 from zerocli.plan import hugging
 from zerocli.plan.choose import choose
-from zerocli.plan.compute import Work
+from zerocli.plan.compute import BACKWARD_OPS, Work
 from zerocli.plan.hardware import PRESETS
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.operations import Operations
@@ -89,6 +89,17 @@ def test_of_the_chunked_loss_only_products_and_their_bytes_count():
     logits = 64 * 500 * 4
     assert operations.work.products == 3 * 2 * 64 * 500 * 32
     assert operations.work.moved == pytest.approx(3 * logits + 3 * weight.nbytes + 3 * x.nbytes, rel=0.03)
+
+
+def test_attention_counts_by_its_queries_keys_and_values():
+    q, k, v = (torch.randn(2, 4, rows, 16, requires_grad=True) for rows in (8, 24, 24))
+    with Operations() as operations:
+        out = F.scaled_dot_product_attention(q, k, v)
+        forward = operations.take()[0].attention
+        out.sum().backward()
+        backward = operations.take()[0].attention
+    assert forward == 2 * 2 * 4 * 8 * 24 * (16 + 16)
+    assert backward == pytest.approx(forward * BACKWARD_OPS)
 
 
 @pytest.mark.parametrize("layers", [3, pytest.param(8, marks=pytest.mark.long)])

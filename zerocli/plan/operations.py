@@ -78,7 +78,7 @@ def _launches_nothing(function: Any) -> bool:
 def _work_of(function: Any, args: Any, kwargs: Any, out: Any) -> Work:
     name = function._schema.name
     if ATTENTION in name:
-        q, k, v = [each for each in tensors_in(args) if each.dim() == 4][-3:] if "backward" in name else args[:3]
+        q, k, v = args[1:4] if "backward" in name else args[:3]  # the output's gradient comes first
         causal = any(each is True for each in (*args, *kwargs.values()))
         pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (0.5 if causal else 1.0)
         operations = 2.0 * pairs * (q.shape[3] + v.shape[3])

@@ -14,7 +14,7 @@ from zerocli.plan.shape import Unit
 UNIT_FORWARD, UNIT_BACKWARD, UNIT_WHOLE, UNIT_SELECTIVE = 0.66e-3, 0.96e-3, 1.86e-3, 5.6e-3
 """Seconds of the host per unit and pass beside its operations: those of `compute`, without the launches of a block of
 GPT-2, which has 13 operations in forward and 21 in backward."""
-TRACED_COMPILED = 0.5
+TRACED_COMPILED = 0.3
 """Bytes that compiled blocks move, relative to the operations of eager ones one by one (transformers' Llama 8B)."""
 
 
