@@ -21,7 +21,7 @@ SHAPE = dict(
     model_type="llama", vocab_size=32_000, hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
     num_key_value_heads=4, intermediate_size=1536, max_position_embeddings=64, tie_word_embeddings=False,
 )  # fmt: skip
-ROOM = 34 << 20
+ROOM = 32 << 20
 """What threads, the allocator and torch's first calls take beside, whatever the model's size."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,11 +28,19 @@ def shard(
 
     This is `zerocli.shard` (zerocli/run/own_loop.py) without `offload="auto"`.
     """
-    known = {key: value for key, value in settings.items() if key in Settings.__dataclass_fields__}
-    options = dict(known.pop("options", {})) | {k: v for k, v in settings.items() if k not in known and k != "options"}
-    open_process_group(known.get("device"))
+    asked = settings_of(optimizer, lr, stage, settings)
+    open_process_group(asked.device)
     tell_compiler()  # a user's own program may put torch.compile around the model
-    return Engine(model, Settings(stage=stage, optimizer=optimizer, lr=lr, options=options, **known))
+    return Engine(model, asked)
+
+
+def settings_of(
+    optimizer: OptimizerChoice, lr: float | Callable[[int], float] | None, stage: int, given: Mapping[str, Any]
+) -> Settings:
+    """Return the settings that keywords of `shard` mean: what is no field of `Settings` goes to the optimizer."""
+    known = {key: value for key, value in given.items() if key in Settings.__dataclass_fields__}
+    options = dict(known.pop("options", {})) | {k: v for k, v in given.items() if k not in known and k != "options"}
+    return Settings(stage=stage, optimizer=optimizer, lr=lr, options=options, **known)
 
 
 def open_process_group(

@@ -50,7 +50,8 @@ from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes
 from zerocli.engine.unit import Flat, Unit, recomputed_units
 from zerocli.engine.unshard import unsharded_model
-from zerocli.engine.update import Updater, choose_update
+from zerocli.engine.update import Updater
+from zerocli.engine.update_place import choose_update
 from zerocli.engine.verified import VerifiedReads
 from zerocli.errors import Refused
 from zerocli.layout.buffers import Spec, persistent

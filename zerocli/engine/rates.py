@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from zerocli.engine.update import measure_cpu
+from zerocli.engine.update_place import measure_cpu
 
 SECONDS = 1.0
 """Each rate is measured for about so long: a GPU lowers its clock after a while, as it does in training."""

@@ -7,7 +7,6 @@ uses side streams, so the host does not wait, and the next forward overlaps with
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,14 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.record import UNIT
-from tiers.pages import Pages, Registrar
 from tiers.transfer import Transfer
 from zerocli.engine.comm import Collectives
 from zerocli.engine.counts import Counts, within
 from zerocli.engine.events import SILENT, Events
 from zerocli.engine.fused import fused_update
 from zerocli.engine.master import REMAINDER, join, narrow, split_
-from zerocli.engine.optim import At, FlatOptimizer, FusedAdam, Group, StepValues
+from zerocli.engine.optim import At, FlatOptimizer, Group, StepValues
 from zerocli.engine.rules import MuonWithAdamW
 from zerocli.engine.streams import SideStream, StreamEvent
 from zerocli.engine.torchrule import WholeOptimizer
@@ -32,7 +30,6 @@ from zerocli.layout.buffers import slot_widths
 from zerocli.layout.constants import NUM_SLOTS
 from zerocli.layout.flats import Sizing
 from zerocli.layout.shards import Span
-from zerocli.layout.stage import STAGES
 
 if TYPE_CHECKING:  # needs triton
     from zerocli.engine.update_kernels import Parts
@@ -331,7 +328,7 @@ class Updater:
                 at = values.at(history)
                 for piece in part.pieces(self._chunk(flat.dtype, place) if cached else span.numel):
                     where = slice(piece.start, piece.stop)
-                    self._update_piece(where, arrays, grad, target, values.groups[group], at)
+                    self.update_piece(where, arrays, grad, target, values, values.groups[group], at)
         self._send_back(job, slot)
 
     def _send_back(self, job: Job, slot: Slot) -> None:
@@ -347,18 +344,18 @@ class Updater:
         elif flat.param_store is not None:
             flat.param_store.changed(span.start, span.stop)
 
-    def _update_piece(
+    def update_piece(
         self,
         part: slice,
         arrays: dict[str, torch.Tensor],
         grad: torch.Tensor,
         target: torch.Tensor | None,
+        values: StepValues,
         group: Group,
         at: At,
     ) -> None:
         """Update a piece that fits the cache: its master, states and parameters."""
         states = {name: arrays[name][part] for name in self._rule.state_names}
-        values = self._values[grad.device.type]
         if REMAINDER not in arrays:
             master = arrays[MASTER][part]
             self._rule.update(master, *self._fp32(grad[part], values), states, group, at)
@@ -444,67 +441,3 @@ class Updater:
             self._inverse = values, None if values.grad_scale == 1 else 1 / values.grad_scale
         factor = self._inverse[1]
         return (grad if factor is None else grad.mul_(factor)), None
-
-
-def choose_update(asked: str, device: torch.device, offloaded: bool, split: bool = False) -> tuple[bool, str]:
-    """Return whether offloaded states are updated on the CPU, and why."""
-    if asked not in ("auto", "cpu", "stream"):
-        raise ValueError(f"update {asked!r} is not one of auto, cpu, stream")
-    if asked != "auto" or not offloaded:
-        return asked == "cpu", "as asked"
-    if device.type == "cpu":
-        return True, "the device is the CPU"
-    stream, cpu = measure_stream(device, 10 if split else 12), measure_cpu(split)
-    facts = f"{stream * 1e9:.2f} s for a billion parameters through the GPU, {cpu * 1e9:.2f} s on the CPU, measured"
-    return cpu < stream, facts
-
-
-def measure_stream(device: torch.device, width: int, nbytes: int = 64 << 20) -> float:
-    """Return the seconds per parameter to copy its `width` bytes of states in both directions at once, pinned.
-
-    torch would round its own pinned memory up to a power of two and keep it.
-    """
-    pages = [Pages(nbytes), Pages(nbytes)]
-    for each in pages:
-        each.pin(Registrar())
-    host = [each.bytes for each in pages]
-    there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
-    best = float("inf")
-    for _ in range(3):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        with torch.cuda.stream(up):
-            there[0].copy_(host[0], non_blocking=True)
-        with torch.cuda.stream(down):
-            host[1].copy_(there[1], non_blocking=True)
-        torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    for each in pages:
-        each.release()
-    return best / (nbytes / width)
-
-
-def measure_cpu(split: bool, numel: int = 16 << 20) -> float:
-    """Return the seconds per parameter of a fused Adam update on this host, casts and memory reads included.
-
-    So many parameters are beyond a cache, and take less memory (0.2 GiB) than the first step of any model.
-    """
-    arrays = {name: torch.rand(numel) for name in ("exp_avg", "exp_avg_sq", *(() if split else (MASTER,)))}
-    grad, out = torch.rand(numel).bfloat16(), torch.rand(numel).bfloat16()
-    if split:
-        arrays[REMAINDER] = torch.zeros(numel, dtype=torch.int16)
-    one = torch.ones(())
-    rule, cpu = FusedAdam(True), torch.device("cpu")
-    group = Group(1e-4, 0.0, rule.defaults)
-    sizing = Sizing(STAGES[1], device="cpu", update_on_cpu=True, split_master=split)
-    updater = Updater(rule, Counts(cpu), Collectives.alone(cpu), cpu, sizing)
-    values = StepValues((group,), torch.ones(1), one, torch.zeros(()))
-    updater._values = {"cpu": values}
-    best = float("inf")
-    for _ in range(3):
-        began = time.perf_counter()
-        for span in Span(0, numel).pieces(sizing.update_chunk(out.itemsize, "cpu")):
-            updater._update_piece(slice(span.start, span.stop), arrays, grad, out, group, values.at(0))
-        best = min(best, time.perf_counter() - began)
-    return best / numel

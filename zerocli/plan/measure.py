@@ -65,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
 def update_arrays(rule: FlatOptimizer) -> tuple[int, int]:
     """Return how many fp32 arrays as long as a piece `rule` allocates at once: in the first update, and in later ones.
 
-    None for a rule that needs whole parameters: it is not called on pieces.
+    Both are 0 for a rule that needs whole parameters: it is not called on pieces.
     """
     if rule.whole:
         return 0, 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,6 @@ from zerocli.engine.engine import Engine
 from zerocli.engine.optim import FusedAdam
 from zerocli.engine.precision import PRECISIONS, precision
 from zerocli.engine.rules import OptimizerChoice, make_optimizer
-from zerocli.engine.settings import Settings
 from zerocli.engine.unit import find_units
 from zerocli.errors import Refused, UserError
 
@@ -109,26 +106,23 @@ def _setup(model: nn.Module, optimizer: OptimizerChoice, stage: int | None, sett
     """Return the setup that a plan is made for, without a placement."""
     from zerocli.plan.measure import update_arrays
     from zerocli.plan.setup import Setup
+    from zerocli.run.recompute import ranks_here
 
-    names = Settings.__dataclass_fields__
-    known = {key: value for key, value in settings.items() if key in names and key != "offload"}
-    options = dict(known.pop("options", {})) | {k: v for k, v in settings.items() if k not in names}
-    asked = Settings(stage=3 if stage is None else stage, optimizer=optimizer, options=options, **known)
+    asked = api.settings_of(optimizer, None, 3 if stage is None else stage, settings | {"offload": Placement()})
     if asked.tp != 1 or asked.group is not None:
         raise ValueError('offload="auto" is for all ranks, data-parallel: with tp or a group, place the states by hand')
     device = choose_device(asked.device, model)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    rule = make_optimizer(optimizer, options)
+    rule = make_optimizer(optimizer, asked.options)
     named = isinstance(optimizer, str)
-    shared = asked.shared() | {"recompute": known.get("recompute", AUTO), "offload": Placement()}
+    shared = asked.shared() | {"recompute": settings.get("recompute", AUTO)}
     shared |= {"precision": precision(asked.precision, device)[0].name}
     if not named:
         shared |= {"optimizer": "adamw" if isinstance(rule, FusedAdam) else type(rule).__name__, "options": {}}
     if not isinstance(shared["recompute"], bool | int | str) and not hasattr(shared["recompute"], "whole"):
         raise ValueError('offload="auto" cannot plan modules that are recomputed by choice: recompute=True, or none')
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    local = math.gcd(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    world, local = ranks_here()
     arrays = None if named else (len(rule.state_names), update_arrays(rule))
     return Setup(**shared, ranks=world, ranks_per_node=local, device=device.type, arrays=arrays, batch=1)
 

@@ -54,14 +54,19 @@ def choose_blocks(config: Config, traced: Traced | str = NOT_TRACED, room: int |
     return decided.recompute, reason
 
 
-def run_setup(config: Config) -> Setup:
+def ranks_here() -> tuple[int, int]:
+    """Return the ranks, and how many of them are on each node; before the group is open, as the launcher says."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return world, math.gcd(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+
+
+def run_setup(config: Config) -> Setup:
+    world, local = ranks_here()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)  # as the engine does; else every rank would open a context on the first GPU
     name = precision(config.train.precision, device)[0].name
-    local = math.gcd(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     return setup_of(config, device=device.type, precision=name, ranks=world, ranks_per_node=local)
 
 
