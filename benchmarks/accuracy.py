@@ -303,13 +303,14 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the configurations, from 0")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="measure N random configurations, all tiers")
     parser.add_argument("--seed", type=int, default=0, help="of the random configurations")
+    parser.add_argument("--jobs", type=int, default=1, help="random configurations at a time; each is its own process")
     parser.add_argument("--markdown", metavar="FILE")
     parser.add_argument("--json", metavar="FILE")
     given = parser.parse_args()
     if given.random:
         import random_runs
 
-        asked = (given.random, given.seed, given.device, given.only, given.json, given.markdown)
+        asked = (given.random, given.seed, given.device, given.only, given.jobs, given.json, given.markdown)
         return 0 if random_runs.run(*asked) else 1
     torch.manual_seed(0)
     if given.device == "cpu":

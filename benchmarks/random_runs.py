@@ -6,11 +6,12 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from measured_bytes import measure
-from random_cases import draw_cases
+from random_cases import RandomCase, draw_cases
 
 BELOW, ABOVE, MEDIAN = 1.0, 5.0, 1.0
 TIERS = ("hbm", "dram", "nvme")
@@ -18,31 +19,35 @@ TIERS = ("hbm", "dram", "nvme")
 
 
 def run(
-    count: int, seed: int, device: str, only: Sequence[int] | None, to_json: str | None, to_markdown: str | None
-) -> bool:
-    """Measure random cases and print each as it comes; return whether all ran and every bound holds."""
+    count: int, seed: int, device: str, only: Sequence[int] | None, jobs: int, to_json: str | None,
+    to_markdown: str | None,
+) -> bool:  # fmt: skip
+    """Measure random cases, `jobs` at a time, and print each in its turn; return whether all ran and bounds hold."""
     rows: list[dict[str, Any]] = []
-    for case in draw_cases(count, seed, device):
-        if only and case.number not in only:
-            continue
-        began = time.perf_counter()
-        row: dict[str, Any] = {"number": case.number, "ranks": case.ranks, "sets": case.sets}
-        try:
-            row |= measure(case, device)
-        except Exception as error:  # a case that fails is reported, not hidden
-            row["failed"] = f"{type(error).__name__}: {error}"
-        row["seconds"] = time.perf_counter() - began
-        rows.append(row)
-        print(_line(row), flush=True)
-        lines, sound = verdict(rows)
-        if to_json:  # after each, so that a run that is ended leaves what it has measured
-            about = {"device": device, "seed": seed, "rows": rows, "verdict": lines}
-            Path(to_json).write_text(json.dumps(about, indent=1))
+    cases = [case for case in draw_cases(count, seed, device) if not only or case.number in only]
+    with ThreadPoolExecutor(jobs) as threads:
+        for row in threads.map(lambda case: _measured(case, device), cases):
+            rows.append(row)
+            print(_line(row), flush=True)
+            lines, sound = verdict(rows)
+            if to_json:  # after each, so that a run that is ended leaves what it has measured
+                about = {"device": device, "seed": seed, "rows": rows, "verdict": lines}
+                Path(to_json).write_text(json.dumps(about, indent=1))
     lines, sound = verdict(rows)
     print("\n".join(lines))
     if to_markdown:
         Path(to_markdown).write_text(markdown(rows) + "\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
     return sound
+
+
+def _measured(case: RandomCase, device: str) -> dict[str, Any]:
+    began = time.perf_counter()
+    row: dict[str, Any] = {"number": case.number, "ranks": case.ranks, "sets": case.sets}
+    try:
+        row |= measure(case, device)
+    except Exception as error:  # a case that fails is reported, not hidden
+        row["failed"] = f"{type(error).__name__}: {error}"
+    return row | {"seconds": time.perf_counter() - began}
 
 
 def error_of(row: dict[str, Any], tier: str) -> float | None:

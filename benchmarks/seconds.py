@@ -25,8 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import zerocli  # noqa: E402
-from zerocli.config import Config, ModelConfig  # noqa: E402
-from zerocli.config.schema import OffloadConfig  # noqa: E402
+from zerocli.config import ModelConfig  # noqa: E402
 from zerocli.models import build  # noqa: E402
 from zerocli.plan.automatic import hardware_here  # noqa: E402
 from zerocli.plan.build import plan_model  # noqa: E402
@@ -69,9 +68,8 @@ class Case:
 def machine_here(nvme_path: tuple[str, ...], gpu_memory: int = 0) -> Hardware:
     """Return this machine with the rates that were measured on it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = dataclasses.replace(Config(), offload=OffloadConfig(nvme_path=nvme_path))
     setup = Setup(ranks=1, ranks_per_node=1, device=device)
-    return hardware_here(config, setup, room_here(device, 1, gpu_memory))
+    return hardware_here(nvme_path, setup, room_here(device, 1, gpu_memory))
 
 
 def predict(case: Case, hardware: Hardware) -> tuple[Estimate, int]:
@@ -163,14 +161,16 @@ def draw(rng: random.Random, tiny: bool) -> Case:
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--random", "number", type=click.IntRange(1), default=20, help="Configurations.")
 @click.option("--seed", type=int, default=0, help="Of the draw.")
+@click.option("--first", type=click.IntRange(0), default=0, help="Begin with this one.")
 @click.option("--nvme-path", multiple=True, metavar="DIR", help="Folder of the nvme tier.")
 @click.option("--steps", type=click.IntRange(1), default=4, help="Timed steps.")
 @click.option("--warmup", type=click.IntRange(1), default=3, help="Steps before those.")
 @click.option("--limit", type=float, default=1e9, help="Begin no configuration after so many seconds.")
 @click.option("--json", "path", type=click.Path(), help="Write the rows here.")
 def main(
-    number: int, seed: int, nvme_path: tuple[str, ...], steps: int, warmup: int, limit: float, path: str | None
-) -> None:
+    number: int, seed: int, first: int, nvme_path: tuple[str, ...], steps: int, warmup: int, limit: float,
+    path: str | None,
+) -> None:  # fmt: skip
     """Print planned and measured seconds, and how far apart they are."""
     began, rng = time.perf_counter(), random.Random(seed)
     hardware = machine_here(nvme_path)
@@ -179,6 +179,8 @@ def main(
     rows: list[dict[str, Any]] = []
     for index in range(number):
         case = draw(rng, not torch.cuda.is_available())
+        if index < first:
+            continue
         if time.perf_counter() - began > limit:
             click.echo(f"the time is over: {number - index} of {number} configurations were not run")
             break
@@ -194,15 +196,14 @@ def main(
             row["failed"] = repr(error)[:300]
             click.echo(f"{index:3} {row['planned']:8.4f}   failed {planned.bound:12} {case}: {row['failed'][:150]}")
         rows.append(row | {"parts": planned.parts, "phases": planned.phases})
+        if path:  # after each, so that a run that is ended leaves what it has measured
+            found = {"schema": 1, "hardware": dataclasses.asdict(hardware), "rows": rows}
+            Path(path).write_text(json.dumps(found, indent=2))
     errors = [row["error"] for row in rows if "error" in row]
     if errors:
         sizes = sorted(map(abs, errors))
         summary = f"{statistics.median(sizes):.1%} in the median, {sizes[-1]:.1%} at worst"
         click.echo(f"{len(errors)} configurations: {summary}; from {min(errors):+.1%} to {max(errors):+.1%}")
-    if path:
-        Path(path).write_text(
-            json.dumps({"schema": 1, "hardware": dataclasses.asdict(hardware), "rows": rows}, indent=2)
-        )
 
 
 if __name__ == "__main__":

@@ -30,14 +30,19 @@ class Extents:
         """The free bytes before the end, which growing would add to."""
         return self.size - self._start_before.get(self.size, self.size)
 
-    def take(self, nbytes: int) -> int | None:
-        """Return the start of `nbytes` that are now taken, None if no free span is large enough."""
+    def take(self, nbytes: int, end_last: bool = False) -> int | None:
+        """Return the start of `nbytes` that are now taken, None if no free span is large enough.
+
+        With `end_last` the span at the end is taken only if no other holds them, however large that is.
+        """
         if nbytes == 0:
             return 0
         index = bisect_left(self._by_size, (nbytes, -1))
         if index == len(self._by_size):
             return None
         length, start = self._by_size[index]
+        if end_last and start + length == self.size and index + 1 < len(self._by_size):
+            length, start = self._by_size[index + 1]
         self._remove(start, length)
         if length > nbytes:
             self._insert(start + nbytes, length - nbytes)

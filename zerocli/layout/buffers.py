@@ -16,6 +16,8 @@ from zerocli.layout.flats import FP32, FlatSpec, Sizing
 from zerocli.layout.shards import SHARD_ALIGN
 
 BUCKET_SUMS = "sums of buckets"
+WRITTEN_SLOTS = "update slots of parameters"
+"""Buffers that the update only writes; it makes them itself, where others are made to fetch into."""
 """Name of the buffers in which offloaded gradients are added up."""
 
 
@@ -230,8 +232,9 @@ def update_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
                     nbytes = sizing.record_nbytes(flat.width, numel) if name == "record" else numel * width
                     most[key] = max(most.get(key, 0), nbytes)
             at += count
-    for (device, _, _), nbytes in most.items():
-        yield Spec("buffers", "update slots", nbytes, 1, _tier(device, sizing))
+    for (device, _, name), nbytes in most.items():
+        written = name == "parameters" and not sizing.split_master
+        yield Spec("buffers", WRITTEN_SLOTS if written else "update slots", nbytes, 1, _tier(device, sizing))
 
 
 def chunk_runs(flat: FlatSpec, numel: int) -> Iterator[tuple[int, int]]:

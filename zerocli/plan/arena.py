@@ -1,8 +1,9 @@
 """What torch's CUDA allocator reserves for a sequence of allocations: one arena per stream, filled by best fit.
 
 With expandable segments (`zerocli.allocator`) an arena is one range of addresses that grows at its end, by pages of 20
-MiB. An allocation takes the smallest free range that holds it, and leaves the rest of the range free. What lies between
-live allocations is lost for larger ones: a plan that only summed live bytes would be too low.
+MiB. An allocation takes the smallest free range that holds it, and leaves the rest of the range free. The range at the
+end, which could grow, counts as the largest. What lies between live allocations is lost for larger ones: a plan that only
+summed live bytes would be too low.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Arena:
 
     def take(self, size: int) -> int:
         """Allocate; return the address."""
-        start = self._extents.take(size)
+        start = self._extents.take(size, end_last=True)
         if start is None:
             missing = size - self._extents.free_at_end
             self._extents.grow(-(-missing // self._page) * self._page)

@@ -25,8 +25,8 @@ from zerocli.plan.traced import Traced
 
 HOST_MARGIN = 0.05
 """Share of host memory and disk space that a choice leaves free."""
-GRAIN = 64 << 20
-"""Budgets are multiples of this many bytes."""
+GRAIN, COARSE, LARGE = 64 << 20, 1 << 30, 100 << 30
+"""Budgets are multiples of the first many bytes, or of the second from the third on."""
 TIE = 5e-4
 """Of choices whose estimates differ by less than this share, the one that leaves most device memory free is taken."""
 LEVELS = 8
@@ -182,7 +182,7 @@ class _Search:
         """Yield the placement that keeps as much of a kind on the device as fits beside the rest."""
         room = self._limits.gpu_memory - without.plan.needed(HBM)
         for _ in range(4):
-            budget = room // GRAIN * GRAIN
+            budget = _rounded(room)
             if budget <= 0:
                 break
             placement = Placement({**whole.shares, kind: (Share(HBM, budget), Share(self._off))})
@@ -205,7 +205,7 @@ class _Search:
         near = tuple(share for share in shares if share.tier == HBM)
         over = found.over["dram"]
         for _ in range(3):
-            budget = (there - over) // GRAIN * GRAIN
+            budget = _rounded(there - over)
             middle = (Share("dram", budget),) if budget > 0 else ()
             spilled = Placement({**placement.shares, "optimizer": (*near, *middle, Share("nvme"))})
             found = self._weigh(setup, spilled)
@@ -224,3 +224,9 @@ class _Search:
                 self._refused.append(error)
                 return None
         return self._found[key]
+
+
+def _rounded(nbytes: int) -> int:
+    """Return the largest budget of at most `nbytes`."""
+    grain = COARSE if nbytes >= LARGE else GRAIN
+    return nbytes // grain * grain

@@ -7,17 +7,23 @@ from collections.abc import Sequence
 
 from offload.placement import HBM
 from zerocli.layout import buffers
-from zerocli.layout.buffers import Spec
+from zerocli.layout.buffers import Spec, chunk_runs
 from zerocli.layout.flats import FP32, REMAINDER, FlatSpec
 from zerocli.plan.arena import COMPUTE, Arenas
 from zerocli.plan.flats import WHOLE, Flats
 from zerocli.plan.ledger import Ledger, Storage
 from zerocli.plan.repeats import replayed
+from zerocli.plan.runtime import constant
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 
 GRANULARITY = {"cuda": 512, "cpu": 1}
 """Bytes to which the device's allocator rounds."""
+THREADS = 2
+"""Threads that compute, one in forward and one in backward: cuBLAS has a workspace for each."""
+ONE_BY_ONE = 64
+"""So many units at the start and at the end of a run of equal ones are replayed, as their order decides what is between
+them in the allocator's memory; the others are counted."""
 
 
 class Initialisation:
@@ -26,9 +32,12 @@ class Initialisation:
     def __init__(self, shape: Shape, setup: Setup, flats: Flats) -> None:
         self._shape, self._setup, self._flats = shape, setup, flats
         self._sizing = setup.sizing
-        self._ledger = Ledger(GRANULARITY[setup.device], Arenas() if setup.device == "cuda" else None)
-        # With several micro-steps gradients are there in all forwards but the first.
-        self._frees_grads = not self._sizing.keep_gradients and setup.accumulate == 1
+        self._ledger = Ledger(
+            GRANULARITY[setup.device],
+            Arenas() if setup.device == "cuda" else None,
+            constant("workspace", setup.runtime) // THREADS,
+        )
+        self._frees_grads = not self._sizing.keep_gradients
         self._units = flats.units
         """The flats of each unit: the first one, each block, and a head of its own."""
         self._some = flats.enough(self._sizing)
@@ -44,7 +53,8 @@ class Initialisation:
         self._keep_bytes("buffers", *self._tables(), 4096 + 128 * len(self._flats))
         held = [dict(ledger.held)]
         period = shape.period
-        for at, skipped in replayed([id(unit) for unit in self._units], period, period):
+        lead = max(period, ONE_BY_ONE)
+        for at, skipped in replayed([id(unit) for unit in self._units], lead, period):
             if skipped:
                 for category, nbytes in ledger.since(held[-1 - period], skipped // period).items():
                     self._keep_bytes(category, nbytes)
@@ -60,16 +70,17 @@ class Initialisation:
             ledger.moment = f"initialising {flat.unit}"
             wide = FP32 * flat.total
             # The check for uninitialised values reads one parameter at a time, one byte per element.
-            largest = max(entry.numel for entry in flat.layout.entries)
-            Storage(ledger, largest, "buffers")
+            checked = max(entry.numel for entry in flat.layout.entries)
             parts = [entry.numel for entry in flat.layout.entries if entry.group < WHOLE] if setup.tp > 1 else []
             if parts:  # a part is sliced from the full parameter, which is initialised as without tensor parallelism
                 Storage(ledger, FP32 * max(parts) * (setup.tp + 1) + wide, "buffers")
             if flat.width == FP32 and flat.resident(self._sizing):
                 self._keep(buffers.parameters(flat, self._sizing))
+                Storage(ledger, checked, "buffers")
                 whole = None
             else:
                 whole = Storage(ledger, wide, "buffers")
+                Storage(ledger, checked, "buffers")
                 self._place_parameters(flat)
             if flat.trainable:
                 self._place_states(flat)
@@ -99,17 +110,26 @@ class Initialisation:
         del copy
 
     def _place_states(self, flat: FlatSpec) -> None:
+        sizing, ledger, numel = self._sizing, self._ledger, flat.held.numel
+        kept = list(buffers.optimizer_states(flat, sizing)) if flat.tiers["optimizer"] == HBM else []
         remainder = None
-        if self._sizing.master_width(flat.width) == REMAINDER:
-            # Split: two fp32 copies, the parameters once more, and the remainder, which stays until it is placed.
-            remainder = Storage(self._ledger, REMAINDER * flat.held.numel, "buffers")
-            Storage(self._ledger, (2 * FP32 + flat.width) * flat.held.numel, "buffers")
-        if flat.tiers["optimizer"] == HBM:
-            del remainder
-            self._keep(*buffers.optimizer_states(flat, self._sizing))
-            return
-        chunk = min(flat.held.numel, self._sizing.chunk)
-        Storage(self._ledger, self._sizing.record_nbytes(flat.width, chunk), "buffers")
+        if sizing.master_width(flat.width) == REMAINDER:
+            # Split: the parameters once more, the remainder, and two fp32 copies.
+            again = Storage(ledger, flat.width * numel, "buffers")
+            if kept:
+                self._keep(kept.pop(0))
+            else:
+                remainder = Storage(ledger, REMAINDER * numel, "buffers")
+            copies = [Storage(ledger, FP32 * numel, "buffers") for _ in range(2)]
+            del again, copies
+        self._keep(*kept)
+        if flat.tiers["optimizer"] != HBM:
+            # A chunk's record is made while the one before it is still there.
+            chunks = [size for count, size in chunk_runs(flat, sizing.chunk) for _ in range(min(count, 2))]
+            largest = sorted((sizing.record_nbytes(flat.width, size) for size in chunks), reverse=True)[:2]
+            records = [Storage(ledger, nbytes, "buffers") for nbytes in largest]
+            del records
+        del remainder
 
     def _tables(self) -> list[int]:
         """Return the model's own buffers: cosines and sines of rotary positions."""

@@ -25,11 +25,12 @@ class Peak:
 class Ledger:
     """Counts allocations and frees; sizes are rounded up to `granularity`, as in the device's allocator.
 
-    With `arenas` it also says what a CUDA allocator reserves for them.
+    With `arenas` it also says what a CUDA allocator reserves for them, and for a `workspace` of each thread.
     """
 
-    def __init__(self, granularity: int = 1, arenas: Arenas | None = None) -> None:
+    def __init__(self, granularity: int = 1, arenas: Arenas | None = None, workspace: int = 0) -> None:
         self._granularity, self._arenas = granularity, arenas
+        self._workspace, self._multiplied = workspace, set[str]()
         self._uncounted: list[tuple[int, int]] = []
         """(address, size) in the compute stream's arena of what `add` has added."""
         self.held = dict.fromkeys(CATEGORIES, 0)
@@ -58,10 +59,11 @@ class Ledger:
         if self._arenas is not None and size:
             self._arenas.give(address, size, stream)
 
-    def set_aside(self, nbytes: int, stream: str) -> None:
-        """Reserve bytes in an arena that are no category's."""
-        if self._arenas is not None:
-            self._arenas.take(nbytes, stream)
+    def multiply(self, thread: str) -> None:
+        """Follow a matrix product: the first one of a thread allocates cuBLAS's workspace, which is no category's."""
+        if self._arenas is not None and thread not in self._multiplied:
+            self._multiplied.add(thread)
+            self._arenas.take(self._workspace)
 
     def rounded(self, nbytes: int) -> int:
         """Return the bytes that an allocation of `nbytes` takes."""

@@ -9,7 +9,7 @@ MIB = 2**20
 RUNTIME: Mapping[str, int] = {
     "context": 832 * MIB,
     "nccl": 400 * MIB,
-    "workspace": 67 * MIB,
+    "workspace": 64 * MIB,
     "fragments": 0,
     "python": 1258 * MIB,
     "kernels": 90 * MIB,

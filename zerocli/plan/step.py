@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from offload.placement import HBM
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import buffers, constants
+from zerocli.layout.categories import CATEGORIES
 from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.plan.arena import COMPUTE
 from zerocli.plan.decoder import Batch, Decoder
@@ -16,15 +17,12 @@ from zerocli.plan.flats import Flats
 from zerocli.plan.initialisation import Initialisation
 from zerocli.plan.ledger import Peak, Storage
 from zerocli.plan.repeats import replayed
-from zerocli.plan.runtime import constant
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.tape import Tape, Tensor
 
 FETCHES, UPDATES, REDUCTIONS = "fetches", "updates", "reductions"
 """Streams of the engine that allocate device memory, beside the compute stream."""
-WORKSPACES = "workspaces"
-"""cuBLAS's workspaces lie between other allocations of the compute stream, and rarely fill a gap."""
 TRANSIENT = 3
 """Blocks of a run after which each further one changes what is held by the same bytes: two checkpoints are in flight,
 and one is prefetched."""
@@ -85,6 +83,8 @@ class Replay(Initialisation):
         self._has_buckets = False
         self._owes = False
         """Whether the last step's updates of offloaded states are left to this step's forward."""
+        self._entering = False
+        """Whether this forward runs them."""
         self._recompute = setup.blocks(shape.layers)
         self._replayed: list[tuple[int, int]] = []
         """The blocks that are replayed, each with the number of blocks before it that are not."""
@@ -100,12 +100,12 @@ class Replay(Initialisation):
         self.initialise()
         initialisation, built = ledger.peak, ledger.total
         ledger.begin("first step")
-        ledger.set_aside(constant("workspace", self._setup.runtime), WORKSPACES)
         self._keep(*buffers.gather_buffers(self._some, self._sizing))
         self._step()
         first = ledger.peak
         ledger.begin("steady state")
-        self._keep(*buffers.update_slots(self._trainable, self._sizing), stream=FETCHES)
+        for spec in buffers.update_slots(self._trainable, self._sizing):
+            self._keep(spec, stream=UPDATES if spec.name == buffers.WRITTEN_SLOTS else FETCHES)
         self._step()
         return Peaks(
             initialisation,
@@ -120,7 +120,21 @@ class Replay(Initialisation):
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Replay forward and backward of one micro-step; all micro-steps are the same."""
+        """Replay micro-steps and the update: from the second micro-step on, all find the same gradients there."""
+        setup, ledger = self._setup, self._ledger
+        for number in range(min(2, setup.accumulate)):
+            self._micro_step(first=number == 0)
+        ledger.moment = "update"
+        if not self._owes:  # the first one makes scratch memory
+            streamed = any(flat.offloaded for flat in self._trainable)
+            self._keep(*buffers.update_scratch(self._trainable, self._sizing), stream=UPDATES if streamed else COMPUTE)
+        self._update(self._trainable, offloaded=False, count=setup.num_temporaries[self._owes])
+        self._owes = True
+        self._flat_grads.clear()
+        self._end_repeats(CATEGORIES)
+
+    def _micro_step(self, first: bool) -> None:
+        """Replay a forward and a backward; the first of a step runs updates that the last step has left to it."""
         setup, shape, ledger = self._setup, self._shape, self._ledger
         batch = Batch(setup.batch, setup.seq, setup.width, setup.device == "cuda", setup.tp, setup.packed)
         decoder = Decoder(shape, batch)
@@ -132,6 +146,7 @@ class Replay(Initialisation):
         if not self._replayed:
             self._assign_slots(-(-decoder.hidden // setup.parts))
             self._choose_blocks()
+        self._entering = first and self._owes
         x = self._forward(tape, decoder)
         ledger.moment = "head and loss"
         loss = self._head(tape, decoder, x)
@@ -149,15 +164,13 @@ class Replay(Initialisation):
             self._reduce(unit)
         del inputs
         self._copies.clear()
-        ledger.moment = "update"
-        if not self._owes:  # the first one makes scratch memory
-            streamed = any(flat.offloaded for flat in self._trainable)
-            self._keep(*buffers.update_scratch(self._trainable, self._sizing), stream=UPDATES if streamed else COMPUTE)
-        self._update(self._trainable, offloaded=False, count=setup.num_temporaries[self._owes])
-        self._owes = True
-        self._flat_grads.clear()
-        ledger.add(self._repeated, -1)
-        self._repeated = dict.fromkeys(ledger.held, 0)
+        self._end_repeats([category for category in CATEGORIES if category != "gradients"])  # those stay
+
+    def _end_repeats(self, categories: Iterable[str]) -> None:
+        """Free what the blocks that are not replayed hold."""
+        for category in categories:
+            self._ledger.add({category: self._repeated[category]}, -1)
+            self._repeated[category] = 0
         self._ends.clear()
 
     def _update(self, flats: Iterable[FlatSpec], offloaded: bool, count: int) -> None:
@@ -174,7 +187,7 @@ class Replay(Initialisation):
 
     def _enter(self, unit: int) -> None:
         """Replay the updates that wait for a unit's forward: of offloaded states, before parameters are gathered."""
-        if not self._owes:
+        if not self._entering:
             return
         last = unit
         if not all(flat.resident(self._sizing) for flat in self._units[0]):  # the next units are gathered now

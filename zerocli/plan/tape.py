@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from zerocli.plan.ledger import Ledger, Storage
 
+FORWARD, BACKWARD = "forward", "backward"
 SHARED = -1
 """Stands for a gradient that is the incoming one, passed on without a copy."""
 
@@ -29,7 +30,10 @@ class Tensor:
 class Node:
     """One recorded operation."""
 
-    __slots__ = ("backward", "collects", "edges", "grads", "incoming", "label", "params", "saved", "temporary", "unit")
+    __slots__ = (
+        *("backward", "collects", "edges", "grads", "incoming", "label", "params", "product", "saved", "temporary"),
+        "unit",
+    )
 
     def __init__(self) -> None:
         self.label = ""
@@ -39,6 +43,7 @@ class Node:
         self.temporary = 0
         self.params: Sequence[int] = ()
         self.unit = 0
+        self.product = False
         self.collects = False
         """Whether incoming gradients belong to different outputs (a split) and are not summed."""
         self.incoming: list[Storage] = []
@@ -49,9 +54,13 @@ class Node:
 class Tape:
     """Records operations on a ledger; `keep` is false inside a checkpoint, whose operations run again in backward."""
 
-    def __init__(self, ledger: Ledger, on_grad: Callable[[int, Storage], None], keep: bool = True) -> None:
+    def __init__(
+        self, ledger: Ledger, on_grad: Callable[[int, Storage], None], keep: bool = True, thread: str = FORWARD
+    ) -> None:
         self.ledger = ledger
         self.keep = keep
+        self.thread = thread
+        """Which of torch's two threads runs the operations that are recorded: backward's, if they are recomputed."""
         self.num_saved = 0
         self.last_save: int | None = None
         """Recomputation stops here, as torch's does: operations after the last saved tensor do not run again."""
@@ -99,6 +108,10 @@ class Tape:
             node = self.record(label, inputs, saved, grads, backward_temporary, params, unit)
         scratch = self.new(temporary) if temporary else None
         out = self.product(nbytes) if product else self.new(nbytes)
+        if product and not self.ghost:
+            self.ledger.multiply(self.thread)
+        if node is not None:
+            node.product = product
         del scratch
         return Tensor(out, node)
 
@@ -167,7 +180,7 @@ class Tape:
         assert out.node is not None
 
         def backward(gradient: list[Storage]) -> list[Storage]:
-            again = Tape(self.ledger, self._on_grad)
+            again = Tape(self.ledger, self._on_grad, thread=BACKWARD)
             again.last_save, again.outputs = first.num_saved, first.outputs
             source = bring_back()
             early = Storage(self.ledger, before) if before else None
@@ -185,13 +198,15 @@ class Tape:
             made = node.backward(node.incoming)
             node.backward = None  # and with it what it refers to
         else:
-            scratch = Storage(ledger, node.temporary) if node.temporary else None
+            # A product without a bias makes the gradient of its weight first: autograd goes by the inputs' names.
+            own = self._gradients(node) if node.product and len(node.params) == 1 else []
             made = [
                 node.incoming[0] if size == SHARED else Storage(ledger, size)
                 for size, edge in zip(node.grads, node.edges, strict=True)
                 if edge is not None
             ]
-            own = [Storage(ledger, nbytes, "buffers") for nbytes in node.params]
+            scratch = Storage(ledger, node.temporary) if node.temporary else None
+            own = own or self._gradients(node)
             del scratch
             node.incoming.clear()
             node.saved.clear()
@@ -202,6 +217,13 @@ class Tape:
         node.edges = []
         for target in reversed(targets):
             self._deliver(target, made.pop(), reached)
+
+    def _gradients(self, node: Node) -> list[Storage]:
+        """Allocate the gradients of a node's own parameters."""
+        own = [Storage(self.ledger, nbytes, "buffers") for nbytes in node.params]
+        if node.product:
+            self.ledger.multiply(BACKWARD)
+        return own
 
     def _deliver(self, target: Node, gradient: Storage, reached: list[Storage]) -> None:
         waiting = reached if target is INPUT else target.incoming
