@@ -3,11 +3,17 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 
 import pytest
 
 # Ranks and test processes share few cores: more threads would only wait for each other. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have this environment
+    # No test goes by what `zerocli env --bench` has measured on this machine.
+    CACHE = tempfile.TemporaryDirectory(prefix="zerocli-cache-")
+    os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 
 @pytest.hookimpl(tryfirst=True)

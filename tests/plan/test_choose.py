@@ -16,12 +16,15 @@ from zerocli.config.options import AUTOMATIC, automatic_keys
 from zerocli.layout.recompute import Recompute, read_recompute
 from zerocli.plan import choose as choose_module
 from zerocli.plan.automatic import choose_setup, flags
+from zerocli.plan.build import plan_model
 from zerocli.plan.choose import HOST_MARGIN, choose
 from zerocli.plan.hardware import PRESETS, Hardware
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.recompute import MARGIN
+from zerocli.plan.rough import RoughPlans
 from zerocli.plan.search import weigh
 from zerocli.plan.setup import Setup
+from zerocli.plan.step import Replay
 
 LARGE = ModelConfig(layers=32, hidden=2560, heads=20, vocab=50304, tie=False)
 THIRTEEN = ModelConfig(family="llama", layers=40, hidden=5120, heads=40, vocab=32000, mlp_hidden=13824, tie=False)
@@ -125,12 +128,32 @@ def test_host_memory_that_is_too_small_spills_to_disks():
     assert nothing.best is None and nothing.nearest is not None and nothing.nearest.over
 
 
-def test_a_choice_needs_few_plans(monkeypatch):
-    """A plan takes about 5 ms for 32 blocks, so a choice among all stages takes one to two seconds."""
-    calls = []
-    monkeypatch.setattr(choose_module, "weigh", lambda *args: calls.append(1) or weigh(*args))
-    choose(shape_of(LARGE, 1024), setup(ranks=8, recompute="auto"), capped(20), (0, 1, 2, 3))
-    assert len(calls) < 500
+def test_a_choice_needs_few_exact_plans_and_few_replays(monkeypatch):
+    """An exact plan takes some 30 ms and the replay of a step 5, so a choice among all stages takes a second."""
+    exact, replays, run = [], [], Replay.run_step
+    monkeypatch.setattr(choose_module, "weigh", lambda *args: exact.append(1) or weigh(*args))
+    monkeypatch.setattr(Replay, "run_step", lambda replay: replays.append(1) or run(replay))
+    choice = choose(shape_of(LARGE, 1024), setup(ranks=8, recompute="auto"), capped(20), (0, 1, 2, 3))
+    assert choice.number > 50
+    assert len(exact) < 25 and len(replays) < 120
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_rough_plans_are_near_exact_ones(stage):
+    """Beside fragmentation, which they do not know."""
+    shape, device = shape_of(LARGE, 1024), RoughPlans(shape_of(LARGE, 1024))
+    states = ["", "optimizer=cpu", "optimizer=hbm:2GiB+cpu", "activations=cpu"]
+    states += ["optimizer=cpu,grads=cpu", "optimizer=cpu,grads=hbm:1GiB+cpu"] if stage > 1 else []
+    states += ["cpu", "optimizer=cpu,grads=cpu,params=hbm:1GiB+cpu"] if stage > 2 else []
+    for text, policy in itertools.product(states, ("keep", "selective", "recompute", "recompute:8+selective:9")):
+        if "activations" in text and policy == "keep":
+            continue
+        one = setup(stage=stage, ranks=2, ranks_per_node=2, offload=text, recompute=read_recompute(policy))
+        rough, exact = device.plan(one), plan_model(shape, one)
+        assert -0.02 <= rough.needed("hbm") / (exact.needed("hbm") - exact.fragments) - 1 <= 0.12, (text, policy)
+        assert rough.needed("dram") == exact.needed("dram") and rough.needed("nvme") == exact.needed("nvme")
+        for kind in ("parameters", "optimizer_states"):
+            assert rough.of(kind, "hbm") == exact.of(kind, "hbm")
 
 
 def test_policies_are_read_and_written():

@@ -75,9 +75,9 @@ def _both(memory: dict[int, int], folder: str, settings: dict[str, Any]) -> tupl
     model = Tagger()
     live = LiveBytes()
     engine = zerocli.shard(model, offload="auto", example=example, memory=memory.get(rank, 0), **given)
+    held = sum(engine.memory().values())  # what is made later is live
     with live:
         chosen = losses(engine, model, rank)
-    held = sum(engine.memory().values())
     asked = engine.settings
     by_hand = {"stage": asked.stage, "offload": str(asked.offload), "recompute": asked.recompute}
     engine.close()

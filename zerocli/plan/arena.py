@@ -2,8 +2,8 @@
 
 With expandable segments (`zerocli.allocator`) an arena is one range of addresses that grows at its end, by pages of 20
 MiB. An allocation takes the smallest free range that holds it, and leaves the rest of the range free. The range at the
-end, which could grow, counts as the largest. What lies between live allocations is lost for larger ones: a plan that only
-summed live bytes would be too low.
+end, which could grow, counts as the largest. What lies between live allocations is lost for larger ones: a plan that
+only summed live bytes would be too low.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def describe(choice: Choice, hardware: Hardware, written: Callable[[Candidate], 
     """Return the choice in lines: `written` as by hand, the reason, the runner-up, and what it was chosen from."""
     best, second = choice.best, choice.runner_up
     assert best is not None
-    lines = [f"auto: {written(best)}", f"  {_reason(best)}; the fastest of {len(choice.fitting)} that fit"]
+    lines = [f"auto: {written(best)}", f"  {_reason(best)}; the fastest of {choice.number} that were weighed"]
     if second is not None:
         lines.append(f"  next: {written(second)}: {_reason(second)}")
     rates = "rates measured" if "measured" in hardware.source else f"rates: {printable(hardware.source)}"

@@ -65,6 +65,11 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
     if setup.device == "cpu" and setup.dp > 1:
         with_gloo = Replay(shape, setup, flats, with_gloo=True).run().highest.nbytes
         peaks = dataclasses.replace(peaks, gloo_nbytes=with_gloo - peaks.highest.nbytes)
+    return plan_peaks(shape, setup, flats, peaks)
+
+
+def plan_peaks(shape: Shape, setup: Setup, flats: Flats, peaks: Peaks) -> Plan:
+    """Return the plan of a model whose device memory has these peaks."""
     kept = saves.saved(shape.numel, setup, flats, shape.numel - shape.trainable_numel)
     rows = [*_device_rows(shape, setup, peaks), *_host_rows(setup, flats, peaks)]
     rows += _disk_rows(setup, flats, peaks, kept)
@@ -324,6 +329,8 @@ def _host_buffers(setup: Setup, flats: Flats, peaks: Peaks) -> dict[str, int]:
 
 def _staging(setup: Setup, flats: Flats, peaks: Peaks) -> int:
     """Return the staging memory of a rank's disk tiers: for each tier object, what its transfers in flight use."""
+    if "nvme" not in setup.placement().tiers:
+        return 0
     sizing, trainable = setup.sizing, [flat for flat in flats if flat.trainable]
     chunks = [(flat, n) for flat in trainable if flat.offloaded for _, n in chunk_runs(flat, sizing.chunk)]
     parameters = [n * flat.width * (flat.tiers["parameters"] == "nvme") for flat, n in chunks]

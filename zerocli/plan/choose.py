@@ -4,12 +4,15 @@ For each stage and number of recomputed blocks, states leave the device in a fix
 states, then gradients, then parameters, and of the last kind that leaves only as much as must. That order frees most
 bytes for each byte that crosses the host link: optimizer states are 10 to 12 bytes per parameter and cross it twice in
 a step, parameters are 2 and cross it four times. What host memory cannot hold of the optimizer states goes to disks.
-Of these candidates, each checked by its plan, the one with the fewest estimated seconds is chosen.
+Of these candidates the one with the fewest estimated seconds is chosen. The search goes by rough plans (rough.py); the
+fastest are then checked by exact ones, and where those do not fit, a budget is made smaller.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,9 +21,11 @@ from zerocli.config import AUTO
 from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, Recompute
 from zerocli.plan.hardware import Hardware
-from zerocli.plan.recompute import MARGIN, TRACED, choices
-from zerocli.plan.search import Candidate, Model, weigh
+from zerocli.plan.recompute import MARGIN, TRACED, choices, needed_by
+from zerocli.plan.rough import RoughPlans
+from zerocli.plan.search import Candidate, Model, judge, weigh
 from zerocli.plan.setup import Setup
+from zerocli.plan.shape import Shape
 from zerocli.plan.traced import Traced
 
 HOST_MARGIN = 0.05
@@ -29,8 +34,13 @@ GRAIN, COARSE, LARGE = 64 << 20, 1 << 30, 100 << 30
 """Budgets are multiples of the first many bytes, or of the second from the third on."""
 TIE = 5e-4
 """Of choices whose estimates differ by less than this share, the one that leaves most device memory free is taken."""
-LEVELS = 8
-"""Amounts of recomputation are first tried at so many steps, then between the best and its neighbours."""
+LEVELS, FINEST = 6, 64
+"""Amounts of recomputation are first tried at so many steps, then between the best and its neighbours, down to steps of
+one part in so many."""
+KINDS_SHOWN, FEW = 4, 12
+"""Kinds of choices that are checked, for a table of the best; after so many exact plans, only until there are two."""
+NEAR = 6
+"""Where no rough plan fits, so many that exceed the machine least are made exactly."""
 KINDS = ("optimizer", "gradients", "parameters")
 """States in the order in which they leave the device."""
 
@@ -41,6 +51,8 @@ class Choice:
 
     fitting: tuple[Candidate, ...]
     nearest: Candidate | None
+    number: int = 0
+    """How many candidates were weighed."""
 
     @property
     def best(self) -> Candidate | None:
@@ -71,7 +83,7 @@ def choose(
     search = _Search(model, setup, _with_margins(hardware), hardware)
     whole = setup.batch * setup.accumulate
     for size in batches or (setup.batch,):
-        for stage in stages:
+        for stage in sorted(stages, reverse=True):  # the last one is the likeliest to fit
             search.stage(replace(setup, stage=stage, batch=size, accumulate=whole // size), offload)
     return search.choice()
 
@@ -101,20 +113,85 @@ class _Search:
         self._model, self._setup, self._limits, self._hardware = model, setup, limits, hardware
         self._off = "dram" if setup.device == "cuda" else "nvme"
         """The tier that states leave the device for; without a GPU, host memory is the device's."""
+        self._rough = RoughPlans(model) if isinstance(model, Shape) else None
         self._found: dict[tuple[object, ...], Candidate] = {}
         self._refused: list[UserError] = []
+        self._beyond: dict[tuple[object, ...], int] = {}
+        """By how much exact plans were above rough ones, by stage and tiers."""
+        self._exactly: dict[tuple[object, ...], Candidate] = {}
+        self._best = float("inf")
+        """The fewest seconds of a candidate that fits."""
 
     def choice(self) -> Choice:
         if not self._found:
             raise self._refused[0] if self._refused else UserError("there is nothing to choose from")
-        fitting = sorted((each for each in self._found.values() if each.fits), key=lambda each: each.cost)
-        if fitting:  # ties go to the roomier one
-            limit = fitting[0].cost * (1 + TIE)
-            equal = [each for each in fitting if each.cost <= limit]
-            best = min(equal, key=lambda each: (each.plan.needed(HBM), each.plan.needed("dram")))
-            fitting = [best, *(each for each in fitting if each is not best)]
-        nearest = min(self._found.values(), key=lambda each: sum(each.over.values()))
-        return Choice(tuple(map(self._shown, fitting)), self._shown(nearest))
+        fitting = self._checked()
+        nearest = fitting[0] if fitting else None
+        if not fitting:  # rough plans may be too high
+            near = sorted(self._found.values(), key=lambda each: sum(each.over.values()))[:NEAR]
+            exact = sorted((self._exact(each.setup) for each in near), key=lambda each: sum(each.over.values()))
+            fitting = sorted((each for each in exact if each.fits), key=_rank)
+            nearest = exact[0]
+        return Choice(tuple(map(self._shown, fitting)), self._shown(nearest) if nearest else None, len(self._found))
+
+    def _checked(self) -> list[Candidate]:
+        """Return the fastest that fit by exact plans, best first, one of each kind: enough for a table of the best."""
+        waiting = [(_rank(each), number, False, each) for number, each in enumerate(self._found.values()) if each.fits]
+        heapq.heapify(waiting)
+        fitting: dict[tuple[object, ...], Candidate] = {}
+        while waiting and len(fitting) < (KINDS_SHOWN if len(self._exactly) < FEW else 2):
+            _, number, exact, candidate = heapq.heappop(waiting)
+            kind = kind_of(candidate.setup)
+            if exact:
+                fitting.setdefault(kind, candidate)
+            elif kind not in fitting and (found := self._fitted(candidate)) is not None:
+                heapq.heappush(waiting, (_rank(found), number, True, found))
+        return list(fitting.values())
+
+    def _fitted(self, candidate: Candidate) -> Candidate | None:
+        """Return the candidate by an exact plan, changed as far as it needs more than the rough one said."""
+        if self._rough is None:
+            return candidate
+        setup = candidate.setup
+        for _ in range(3):
+            corrected = self._corrected(setup)
+            if corrected is None:
+                return None
+            setup = corrected
+            exact, rough = self._exact(setup), self._rough_weigh(setup)
+            where = kind_of(setup)[:1] + kind_of(setup)[2:4]
+            beyond = needed_by(exact.plan) - needed_by(rough.plan)
+            self._beyond[where] = max(self._beyond.get(where, 0), beyond)
+            if exact.fits:
+                return exact
+        return None
+
+    def _corrected(self, setup: Setup) -> Setup | None:
+        """Return the setup with a smaller budget or more recomputation, if its rough plan is known to be too low."""
+        beyond = self._beyond.get(kind_of(setup)[:1] + kind_of(setup)[2:4], 0)
+
+        def over(changed: Setup) -> int:
+            return needed_by(self._rough_weigh(changed).plan) + beyond - self._limits.gpu_memory
+
+        missing = over(setup)
+        if missing <= 0:
+            return setup
+        if (smaller := _with_less(setup, missing)) is not None:
+            return smaller
+        order = self._amounts()
+        if setup.recomputed not in order:
+            return None
+        low, high = order.index(setup.recomputed), len(order)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if over(replace(setup, recompute=order[middle])) > 0 else (low, middle)
+        return replace(setup, recompute=order[high]) if high < len(order) else None
+
+    def _exact(self, setup: Setup) -> Candidate:
+        key = _key(setup, setup.offload)
+        if key not in self._exactly:
+            self._exactly[key] = weigh(self._model, setup, self._limits)
+        return self._exactly[key]
 
     def _shown(self, candidate: Candidate) -> Candidate:
         """Return the candidate beside what the machine really has, without the margins."""
@@ -137,7 +214,7 @@ class _Search:
         step = max(1, len(order) // LEVELS)
         for at in (*range(0, len(order), step), len(order) - 1):
             attempt(at)
-        while step > 1:
+        while step > max(1, len(order) // FINEST):
             best = min(tried, key=lambda at: tried[at])
             step //= 2
             attempt(best - step)
@@ -162,6 +239,9 @@ class _Search:
                 found = self._weigh(setup, placement)
                 if found is not None and found.fits:
                     seconds.append(found.cost)
+                    self._best = min(self._best, found.cost)
+                    break
+                if found is not None and found.cost > self._best * (1 + TIE):  # what leaves the device takes more time
                     break
         return min(seconds)
 
@@ -214,19 +294,44 @@ class _Search:
             over += max(GRAIN, found.over["dram"])
         return spilled
 
+    def _rough_weigh(self, setup: Setup) -> Candidate:
+        if self._rough is None:
+            return weigh(self._model, setup, self._limits)
+        return judge(self._model, self._rough.plan(setup), self._limits)
+
     def _weigh(self, setup: Setup, placement: Placement) -> Candidate | None:
         """Return the candidate of a placement; None if the setup does not allow it."""
-        key = (setup.stage, setup.batch, str(placement), setup.recompute)
+        key = _key(setup, placement)
         if key not in self._found:
             try:
-                self._found[key] = weigh(self._model, replace(setup, offload=placement), self._limits)
+                self._found[key] = self._rough_weigh(replace(setup, offload=placement))
             except UserError as error:
                 self._refused.append(error)
                 return None
         return self._found[key]
 
 
+def _key(setup: Setup, placement: Placement) -> tuple[object, ...]:
+    return setup.stage, setup.batch, str(placement), setup.recompute
+
+
 def _rounded(nbytes: int) -> int:
     """Return the largest budget of at most `nbytes`."""
     grain = COARSE if nbytes >= LARGE else GRAIN
     return nbytes // grain * grain
+
+
+def _rank(candidate: Candidate) -> tuple[int, int, int]:
+    """Return the order of candidates: by seconds, and of about equal ones the roomier first."""
+    return round(math.log(max(candidate.cost, 1e-9)) / TIE), candidate.plan.needed(HBM), candidate.plan.needed("dram")
+
+
+def _with_less(setup: Setup, nbytes: int) -> Setup | None:
+    """Return the setup with `nbytes` less in a budget of the device; None without such a budget."""
+    for kind, shares in setup.offload.shares.items():
+        first = shares[0]
+        if first.tier == HBM and first.budget is not None:
+            left = _rounded(first.budget - nbytes)
+            kept = (Share(HBM, left),) if left > 0 else ()
+            return replace(setup, offload=Placement({**setup.offload.shares, kind: (*kept, *shares[1:])}))
+    return None

@@ -21,7 +21,7 @@ GRANULARITY = {"cuda": 512, "cpu": 1}
 """Bytes to which the device's allocator rounds."""
 THREADS = 2
 """Threads that compute, one in forward and one in backward: cuBLAS has a workspace for each."""
-ONE_BY_ONE = 64
+ONE_BY_ONE = 24
 """So many units at the start and at the end of a run of equal ones are replayed, as their order decides what is between
 them in the allocator's memory; the others are counted."""
 
@@ -29,12 +29,14 @@ them in the allocator's memory; the others are counted."""
 class Initialisation:
     """One rank's device memory while its units are initialised, and what it keeps from then on."""
 
-    def __init__(self, shape: Shape, setup: Setup, flats: Flats) -> None:
+    def __init__(self, shape: Shape, setup: Setup, flats: Flats, arenas: bool = True) -> None:
+        """Follow the GPU's allocator with `arenas`, which takes most of the time."""
         self._shape, self._setup, self._flats = shape, setup, flats
+        self._arenas = arenas and setup.device == "cuda"
         self._sizing = setup.sizing
         self._ledger = Ledger(
             GRANULARITY[setup.device],
-            Arenas() if setup.device == "cuda" else None,
+            Arenas() if self._arenas else None,
             constant("workspace", setup.runtime) // THREADS,
         )
         self._frees_grads = not self._sizing.keep_gradients
@@ -53,7 +55,7 @@ class Initialisation:
         self._keep_bytes("buffers", *self._tables(), 4096 + 128 * len(self._flats))
         held = [dict(ledger.held)]
         period = shape.period
-        lead = max(period, ONE_BY_ONE)
+        lead = max(period, ONE_BY_ONE) if self._arenas else period
         for at, skipped in replayed([id(unit) for unit in self._units], lead, period):
             if skipped:
                 for category, nbytes in ledger.since(held[-1 - period], skipped // period).items():
@@ -63,6 +65,12 @@ class Initialisation:
         if not self._frees_grads:
             self._keep_gradients()
         Storage(ledger, 8 * sum(self._tables()), "buffers")  # the tables' angles, in fp64, with copies
+
+    def initial_peak(self) -> int:
+        """Return the most bytes that initialisation holds."""
+        self._ledger.begin("initialisation")
+        self.initialise()
+        return self._ledger.peak.nbytes
 
     def _initialise_unit(self, flats: Sequence[FlatSpec]) -> None:
         setup, ledger = self._setup, self._ledger

@@ -37,6 +37,8 @@ class Ledger:
         self.total = 0
         self.moment = ""
         self.peak = Peak()
+        self.without_gradients = 0
+        """The peak of all other bytes."""
 
     @property
     def reserved(self) -> int:
@@ -48,6 +50,7 @@ class Ledger:
         size = self.rounded(nbytes)
         self.held[category] += size
         self.total += size
+        self.without_gradients = max(self.without_gradients, self.total - self.held["gradients"])
         if self.total > self.peak.nbytes:
             self.peak = Peak(self.total, self.moment, dict(self.held))
         return size, self._arenas.take(size, stream) if self._arenas is not None and size else 0

@@ -85,7 +85,11 @@ def plan_of(model: Model, setup: Setup) -> Plan:
 def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
     """Return the candidate of a setup on this machine."""
     setup, reason = decide(model, setup, hardware.gpu_memory)
-    plan = replace(plan_of(model, setup), activations=reason)
+    return judge(model, replace(plan_of(model, setup), activations=reason), hardware)
+
+
+def judge(model: Model, plan: Plan, hardware: Hardware) -> Candidate:
+    """Return the candidate of a plan on this machine."""
     available = {"hbm": hardware.gpu_memory, "dram": hardware.host_memory, "nvme": hardware.nvme_space}
     timed = None if isinstance(model, int) else estimate(plan, model, hardware)
     return Candidate(plan, {tier: available.get(tier) for tier in plan.tiers}, timed)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from offload.placement import HBM
+from offload.placement import ACTIVATIONS, HBM
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import buffers, constants
 from zerocli.layout.categories import CATEGORIES
@@ -52,12 +52,31 @@ class Peaks:
         return max((self.steady, self.first_step, self.initialisation), key=lambda peak: peak.nbytes)
 
 
+@dataclass(frozen=True)
+class StepPeak:
+    """The peak of what a step allocates."""
+
+    rest: int
+    """Without gradients."""
+    both: int
+    """With all of them on the device."""
+    gradients: int
+    """Bytes of all gradients of this rank."""
+    offloaded: dict[str, int]
+    checkpoint_nbytes: int
+
+    def with_gradients(self, nbytes: int) -> int:
+        """Return the peak, or more, with so many bytes of gradients on the device: it is convex in those."""
+        share = nbytes / self.gradients if self.gradients else 0.0
+        return int(self.rest + share * (self.both - self.rest))
+
+
 class Replay(Initialisation):
     """One rank's device memory through initialisation and a step."""
 
-    def __init__(self, shape: Shape, setup: Setup, flats: Flats, with_gloo: bool = False) -> None:
+    def __init__(self, shape: Shape, setup: Setup, flats: Flats, with_gloo: bool = False, arenas: bool = True) -> None:
         """Take `with_gloo` to count gloo's copies of what it reduce-scatters, which are in the process's memory."""
-        super().__init__(shape, setup, flats)
+        super().__init__(shape, setup, flats, arenas)
         self._with_gloo = with_gloo and setup.dp > 1 and setup.zero.optimizer
         self._copies: deque[Storage] = deque()
         """gloo's copies: one of each bucket in flight, or of every gradient that is reduced whole."""
@@ -81,6 +100,8 @@ class Replay(Initialisation):
         self._checkpoints_away: dict[str, int] = {}
         self._checkpoint_nbytes = 0
         self._has_buckets = False
+        self._lead = TRANSIENT
+        """How many blocks are replayed at both ends of a run of equal ones, beside a period."""
         self._owes = False
         """Whether the last step's updates of offloaded states are left to this step's forward."""
         self._entering = False
@@ -104,8 +125,7 @@ class Replay(Initialisation):
         self._step()
         first = ledger.peak
         ledger.begin("steady state")
-        for spec in buffers.update_slots(self._trainable, self._sizing):
-            self._keep(spec, stream=UPDATES if spec.name == buffers.WRITTEN_SLOTS else FETCHES)
+        self._keep_slots()
         self._step()
         return Peaks(
             initialisation,
@@ -116,6 +136,26 @@ class Replay(Initialisation):
             self._checkpoint_nbytes,
             reserved=ledger.reserved,
         )
+
+    def run_step(self) -> StepPeak:
+        """Replay one step of an engine whose states and buffers take no memory."""
+        self._has_buckets = True
+        if not self._setup.offload.shares.get(ACTIVATIONS):
+            self._lead = 1
+        self._ledger.begin("a step")
+        self._step()
+        gradients = sum(self._grads_of(unit) for unit in self._units)
+        both, rest = self._ledger.peak.nbytes, self._ledger.without_gradients
+        away = dict(self._checkpoints_away)
+        return StepPeak(rest, both if self._frees_grads else rest + gradients, gradients, away, self._checkpoint_nbytes)
+
+    def _grads_of(self, unit: Sequence[FlatSpec]) -> int:
+        """Return the bytes of a unit's gradients, wherever they rest."""
+        return sum(buffers.gradients(flat, self._sizing).nbytes for flat in unit if flat.trainable)
+
+    def _keep_slots(self) -> None:
+        for spec in buffers.update_slots(self._trainable, self._sizing):
+            self._keep(spec, stream=UPDATES if spec.name == buffers.WRITTEN_SLOTS else FETCHES)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -219,7 +259,7 @@ class Replay(Initialisation):
         units = map(id, self._units[1 : layers + 1])
         whole = (block < self._recompute.whole for block in range(layers))
         keys = list(zip(units, slots, self._shape.sparse, whole, strict=True))
-        self._replayed = list(replayed(keys, TRANSIENT + period, period))
+        self._replayed = list(replayed(keys, self._lead + period, period))
 
     def _repeat(self, before: Mapping[str, int], times: int) -> None:
         """Count what has changed since `before` another `times`, until the end of the step."""
