@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import random
 import statistics
@@ -100,15 +101,19 @@ def measure(case: Case, nvme_path: tuple[str, ...], steps: int, warmup: int, cap
     built = time.perf_counter() - began
     try:
         tokens = torch.randint(0, case.model.vocab, (case.batch, case.seq), device=engine.device)
-        seconds, losses = [], []
+        seconds, losses, phases = [], [], []
         for _ in range(warmup + steps):
             start = time.perf_counter()
+            marks = [_mark(cuda)]
             for _ in range(case.accumulate):
                 loss = engine(tokens, tokens)
+                marks.append(_mark(cuda))
                 engine.backward(loss)
+                marks.append(_mark(cuda))
             engine.step()
             losses.append(loss.item())  # the host follows the device, one forward and backward behind the update
             seconds.append(time.perf_counter() - start)
+            phases.append(_between(marks))
         peak = torch.cuda.max_memory_allocated() if cuda else 0
     finally:
         engine.close()
@@ -117,7 +122,25 @@ def measure(case: Case, nvme_path: tuple[str, ...], steps: int, warmup: int, cap
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
-    return {"seconds": statistics.median(seconds[warmup:]), "peak": peak, "built": built, "last_loss": losses[-1]}
+    took = {"seconds": statistics.median(seconds[warmup:]), "measured_phases": phases[-1]}
+    return took | {"peak": peak, "built": built, "last_loss": losses[-1]}
+
+
+def _mark(cuda: bool) -> Any:
+    """Return a moment of the device."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(marks: list[Any]) -> list[float]:
+    """Return the seconds between moments: of the forward and backward of each micro-step, in turn."""
+    pairs = itertools.pairwise(marks)
+    if isinstance(marks[0], float):
+        return [after - before for before, after in pairs]
+    return [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
 
 def draw(rng: random.Random, tiny: bool) -> Case:

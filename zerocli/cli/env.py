@@ -11,6 +11,7 @@ import click
 from zerocli.console import quoted
 from zerocli.errors import OK, UserError
 from zerocli.plan import bench
+from zerocli.plan.hardware import HOST
 
 
 @click.command()
@@ -60,8 +61,8 @@ def render(facts: dict[str, Any]) -> str:
     return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
 
 
-UNITS = {"products": "TFLOPS", "adam": "billion parameters/s"}
-"""Units of measured rates; all others are in GB/s."""
+UNITS = {"products": "TFLOPS", "adam": "billion parameters/s"} | dict.fromkeys(HOST, "s per block")
+"""Units of measured rates and times; all others are in GB/s."""
 
 
 def _rates(result: Any) -> str:

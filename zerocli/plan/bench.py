@@ -69,8 +69,11 @@ def _compute_rates() -> dict[str, float]:
     import torch
 
     from zerocli.engine.rates import measure_rates
+    from zerocli.plan.host_times import measure_host
 
-    return measure_rates(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    host = measure_host(device) if device.type == "cuda" else {}  # without a GPU, the host is what computes
+    return measure_rates(device) | host
 
 
 def remembered(facts: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:

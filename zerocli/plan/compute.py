@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerocli.layout import constants
-from zerocli.plan.hardware import Hardware
+from zerocli.plan.hardware import Hardware, HostTimes
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import NORMS, Shape
 
@@ -30,12 +30,11 @@ FP32_PRODUCTS = 0.068
 BACKWARD_OPS = 2.5 / 0.7
 """Attention's backward relative to its forward: 2.5 times the operations, at 0.7 of the rate."""
 
-# Seconds of the host per block and pass, in which it launches kernels; measured beside the same H200.
-HOST_FORWARD, HOST_BACKWARD = 0.8e-3, 1.2e-3
-HOST_WHOLE, HOST_SELECTIVE = 2.0e-3, 5.8e-3
-"""What recomputation adds: a second forward and torch's bookkeeping; a selective one looks at each operation twice."""
+HOST_FORWARD = 0.4
+"""Forward's share of the host's time for a block (`hardware.HostTimes`)."""
 HOST_COMPILED = 0.3
 """The host's time for compiled blocks, relative to eager ones."""
+USUAL = HostTimes()
 HOST_MOVED, HOST_REDUCED, HOST_KEPT = 1.1e-3, 2.8e-3, 1.9e-3
 """What is added by a unit's offloaded parameters to each of its two uses, and to its backward by offloaded gradients
 and by an offloaded activation checkpoint."""
@@ -64,6 +63,10 @@ class Work:
     def times(self, number: float) -> Work:
         return Work(self.products * number, self.attention * number, self.moved * number, self.host * number)
 
+    def at(self, pace: float) -> Work:
+        """Return the same work for a host that takes so many times as long."""
+        return Work(self.products, self.attention, self.moved, self.host * pace)
+
     def compiled(self, moved: float) -> Work:
         """Return the work of the same operations in compiled blocks, which move a share of the bytes."""
         return Work(self.products, self.attention, self.moved * moved, self.host * HOST_COMPILED)
@@ -90,17 +93,17 @@ class Passes:
     """The part of forward that comes last: it waits for the update of the last unit."""
 
 
-def passes(shape: Shape, setup: Setup) -> Passes:
+def passes(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Passes:
     """Return one rank's work of a micro-step."""
-    (forward, backward), again = _ends(shape, setup), Work()
+    (forward, backward), again = _ends(shape, setup, host), Work()
     head = forward
     recompute = setup.blocks(shape.layers)
     for first, number in shape.runs:
-        there, back = _block(shape, setup, first)
+        there, back = _block(shape, setup, first, host)
         forward, backward = forward + there.times(number), backward + back.times(number)
         whole = max(0, min(number, recompute.whole - first))
         part = max(0, min(number, recompute.count - first)) - whole
-        again += _repeated(shape, setup, there, first).times(whole) + _cheap(setup, there).times(part)
+        again += _repeated(shape, setup, there, first, host).times(whole) + _cheap(setup, there, host).times(part)
     return Passes(forward, backward, again, head)
 
 
@@ -112,7 +115,7 @@ def model_flops(shape: Shape, setup: Setup) -> float:
     return tokens * (6.0 * (shape.active_numel - embedding) + attention)
 
 
-def _block(shape: Shape, setup: Setup, block: int) -> tuple[Work, Work]:
+def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Work, Work]:
     """Return the forward and backward work of one block."""
     tokens, tp, width = setup.batch * setup.seq, setup.tp, setup.width
     hidden, queries, keys = shape.hidden, shape.width_q // tp, shape.width_kv // tp
@@ -134,29 +137,29 @@ def _block(shape: Shape, setup: Setup, block: int) -> tuple[Work, Work]:
     again += biases + 2 * (queries + 2 * keys)  # sums over rows; gradients of queries, keys and values joined
     factor = tokens * width * (COMPILED if setup.compiled else 1.0)
     return (
-        Work(products * tokens, attention * tokens, there * factor, HOST_FORWARD * _hosted(setup)),
+        Work(products * tokens, attention * tokens, there * factor, host.block * HOST_FORWARD * _hosted(setup)),
         Work(
             (1 + trained) * products * tokens,
             attention * tokens * BACKWARD_OPS,
             again * factor,
-            HOST_BACKWARD * _hosted(setup),
+            host.block * (1 - HOST_FORWARD) * _hosted(setup),
         ),
     )
 
 
-def _repeated(shape: Shape, setup: Setup, forward: Work, block: int) -> Work:
+def _repeated(shape: Shape, setup: Setup, forward: Work, block: int, host: HostTimes) -> Work:
     """Return what recomputing a block runs again: all of its forward up to its last product, whose result is not used.
 
     A compiled block's graph leaves it out as well.
     """
     rows, mlp = list(_mlps(shape, block))[-1]
     last = 2 * setup.batch * setup.seq * rows * mlp * shape.hidden / setup.tp
-    return Work(forward.products - last, forward.attention, forward.moved, HOST_WHOLE * _hosted(setup))
+    return Work(forward.products - last, forward.attention, forward.moved, host.whole * _hosted(setup))
 
 
-def _cheap(setup: Setup, forward: Work) -> Work:
+def _cheap(setup: Setup, forward: Work, host: HostTimes) -> Work:
     """Return what selective recomputation of a block runs again: neither products nor attention."""
-    return Work(0.0, 0.0, forward.moved, HOST_SELECTIVE * _hosted(setup))
+    return Work(0.0, 0.0, forward.moved, host.selective * _hosted(setup))
 
 
 def _hosted(setup: Setup) -> float:
@@ -192,7 +195,7 @@ def _mlps(shape: Shape, block: int) -> Iterator[tuple[int, int]]:
     yield shape.experts_per_token, shape.expert_hidden
 
 
-def _ends(shape: Shape, setup: Setup) -> tuple[Work, Work]:
+def _ends(shape: Shape, setup: Setup, host: HostTimes) -> tuple[Work, Work]:
     """Return forward and backward work of embedding and head; the loss computes its gradients in forward."""
     tokens, width = setup.batch * setup.seq, setup.width
     vocab, inputs = shape.local_vocab(setup.tp), shape.embed_dim or shape.hidden
@@ -204,5 +207,5 @@ def _ends(shape: Shape, setup: Setup) -> tuple[Work, Work]:
     summed = 2 * chunks * vocab * inputs * 4
     moved = 3 * logits + 4 * hidden + 3 * table + summed
     products = 6.0 if shape.trainable_numel == shape.numel else 4.0  # a frozen head has no gradient
-    forward = Work(products * tokens * vocab * inputs, 0.0, moved, 2 * HOST_FORWARD)
-    return forward, Work(0.0, 0.0, 10 * hidden + 2 * table, 2 * HOST_BACKWARD)
+    forward = Work(products * tokens * vocab * inputs, 0.0, moved, 2 * host.block * HOST_FORWARD)
+    return forward, Work(0.0, 0.0, 10 * hidden + 2 * table, 2 * host.block * (1 - HOST_FORWARD))

@@ -20,6 +20,23 @@ COPIED = 0.855
 
 
 @dataclass(frozen=True)
+class HostTimes:
+    """Seconds in which the host launches one block, eagerly; by default as measured beside an H200."""
+
+    block: float = 1.9e-3
+    """Its forward and backward."""
+    whole: float = 2.2e-3
+    """What recomputing all of it adds: a second forward, and torch's bookkeeping."""
+    selective: float = 5.4e-3
+    """What recomputing all but products and attention adds: each operation is looked at twice."""
+
+    @property
+    def pace(self) -> float:
+        """How long this host takes for other work, relative to the one where that was measured."""
+        return self.block / HostTimes().block
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A node. Rates are in GB/s (1e9 bytes) per GPU unless stated otherwise."""
 
@@ -47,11 +64,19 @@ class Hardware:
     """Billions of parameters per second that the node's CPUs update."""
     products: float = 0.0
     """TFLOPS that a large product in bf16 reached on this machine; 0: not measured."""
+    host_block: float = HostTimes.block
+    host_whole: float = HostTimes.whole
+    host_selective: float = HostTimes.selective
+    """See `HostTimes`."""
     bf16: bool = True
     """Whether the GPU computes in bf16; NVIDIA's do from compute capability 8.0 on."""
     source: str = "preset"
     known: bool = True
     """False for a GPU that is in no preset: its rates are those of another."""
+
+    @property
+    def host(self) -> HostTimes:
+        return HostTimes(self.host_block, self.host_whole, self.host_selective)
 
 
 # Dense half-precision TFLOPS, memory bandwidth and links as the vendors publish them; figures with sparsity are halved,
@@ -106,8 +131,9 @@ _WITHOUT_BF16 = re.compile(r"\b(gtx|titan|tesla [kmpt]\d+|[kmp]\d0|rtx 20\d\d|qu
 """Names of GPUs before compute capability 8.0 that are in no preset."""
 
 
-RATES = ("tflops", "products", "hbm", "links", "network", "pcie", "both_ways", "disk", "adam")
-"""The fields that are rates; `--set hardware.NAME` overrides each."""
+HOST = ("host_block", "host_whole", "host_selective")
+RATES = ("tflops", "products", "hbm", "links", "network", "pcie", "both_ways", "disk", "adam") + HOST
+"""The fields that are rates, or times of the host; `--set hardware.NAME` overrides each."""
 
 
 def preset(name: str) -> Hardware:
@@ -152,6 +178,7 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
         elif name == "compute" and all(_rate(result.get(each)) for each in ("products", "memory", "adam")):
             changes |= {"products": result["products"] * SUSTAINED, "adam": result["adam"]}
             changes["hbm"] = result["memory"] / COPIED
+            changes |= {each: result[each] for each in HOST if _rate(result.get(each))}
         elif _rate(result.get("read")) and _rate(result.get("write")):
             # A step reads and writes concurrently.
             changes["disk"] = result["both"] if _rate(result.get("both")) else min(result["read"], result["write"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from offload.placement import HBM
 from zerocli.plan.compute import HOST_KEPT, HOST_MOVED, HOST_REDUCED, UPDATE, Passes, Work, model_flops, passes
-from zerocli.plan.hardware import Hardware
+from zerocli.plan.hardware import Hardware, HostTimes
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
@@ -93,21 +93,21 @@ class Computed:
     """Elements per token of the sums over tensor-parallel ranks; 0: not known."""
 
 
-def computed(model: Shape | Traced, plan: Plan) -> Computed:
+def computed(model: Shape | Traced, plan: Plan, host: HostTimes) -> Computed:
     """Return what a model computes: by formulas of its shape, or as traced."""
     setup = plan.setup
     if isinstance(model, Traced):
         operations = model.model_flops(setup)
-        return Computed(model.passes(setup), Work(), operations, model.ends_numel, model.layers, hidden=0)
+        return Computed(model.passes(setup, host), Work(), operations, model.ends_numel, model.layers, hidden=0)
     gradients = Work(moved=plan.num_trained / setup.tp * (2 * setup.width + setup.grad_width))
     ends = sum(each.numel for each in (*model.embed_parameters(), *model.head_parameters()))
-    found = passes(model, setup), gradients, model_flops(model, setup), ends
+    found = passes(model, setup, host), gradients, model_flops(model, setup), ends
     return Computed(*found, model.layers, model.hidden)
 
 
 def estimate(plan: Plan, model: Shape | Traced, hardware: Hardware) -> Estimate:
     """Return the estimate of a step on this hardware."""
-    setup, work = plan.setup, computed(model, plan)
+    setup, work = plan.setup, computed(model, plan, hardware.host)
     first, *rest = _phases(plan, work, hardware)
     held = plan.num_trained / setup.tp / (setup.dp if setup.zero.optimizer else 1)
     offloaded = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
@@ -166,7 +166,7 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     # Two sums per block and direction, each a reduction and a gather.
     sums = 2 * of.layers * 2 * _collective_seconds(hidden, setup.tp, setup.ranks_per_node, hardware)
     repeated = setup.num_recomputed(of.layers) / of.layers
-    host = _host_moves(plan, of.layers)
+    host = _host_moves(plan, of.layers, hardware.host.pace)
     every = float(setup.zero.parameters)
     made = [
         (1, work.forward, host.gather, sums, float(setup.zero.optimizer)),
@@ -203,7 +203,7 @@ class HostMoves:
     reduce: float
 
 
-def _host_moves(plan: Plan, layers: int) -> HostMoves:
+def _host_moves(plan: Plan, layers: int, pace: float) -> HostMoves:
     """Return the host's time for transfers of parameters, and of gradients and activation checkpoints."""
     units = layers + 2
 
@@ -212,9 +212,8 @@ def _host_moves(plan: Plan, layers: int) -> HostMoves:
         return off / (off + plan.of(category, HBM)) if off else 0.0
 
     kept = any(plan.of("activations", tier) for tier in _off_device(plan)) * plan.setup.num_recomputed(layers)
-    return HostMoves(
-        HOST_MOVED * units * share("parameters"), HOST_REDUCED * units * share("gradients") + HOST_KEPT * kept
-    )
+    reduced = HOST_REDUCED * units * share("gradients") + HOST_KEPT * kept
+    return HostMoves(pace * HOST_MOVED * units * share("parameters"), pace * reduced)
 
 
 def _collective_seconds(nbytes: float, ranks: int, ranks_per_node: int, hardware: Hardware) -> float:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute
-from zerocli.plan.compute import Passes, Work
+from zerocli.plan.compute import USUAL, Passes, Work
+from zerocli.plan.hardware import HostTimes
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Unit
 
-UNIT_FORWARD, UNIT_BACKWARD, UNIT_WHOLE, UNIT_SELECTIVE = 0.66e-3, 0.96e-3, 1.86e-3, 5.6e-3
-"""Seconds of the host per unit and pass beside its operations: those of `compute`, without the launches of a block of
-GPT-2, which has 13 operations in forward and 21 in backward."""
+UNIT, UNIT_FORWARD = 0.8, 0.41
+"""The share of the host's time for a block (`hardware.HostTimes`) that is not for launching its operations (a block of
+GPT-2 has 13 in forward and 21 in backward), and forward's share of that."""
 TRACED_COMPILED = 0.3
 """Bytes that compiled blocks move, relative to the operations of eager ones one by one (transformers' Llama 8B)."""
 
@@ -58,14 +59,15 @@ class Traced:
             for each in unit.parameters
         )
 
-    def passes(self, setup: Setup) -> Passes:
+    def passes(self, setup: Setup, host: HostTimes = USUAL) -> Passes:
         """Return the work of a micro-step."""
         units, recompute = len(self.parts), setup.recomputed.of(self.layers)
         selective = recompute.count - recompute.whole
         forward, backward, again = self.work[way(setup)]
-        forward += Work(host=UNIT_FORWARD * units)
-        backward += Work(host=UNIT_BACKWARD * units)
-        again += Work(host=UNIT_WHOLE * recompute.whole + UNIT_SELECTIVE * selective)
+        forward, backward, again = (each.at(host.pace) for each in (forward, backward, again))
+        forward += Work(host=host.block * UNIT * UNIT_FORWARD * units)
+        backward += Work(host=host.block * UNIT * (1 - UNIT_FORWARD) * units)
+        again += Work(host=host.whole * recompute.whole + host.selective * selective)
         if setup.compiled:
             forward, backward, again = (each.compiled(TRACED_COMPILED) for each in (forward, backward, again))
         return Passes(forward, backward, again, Work())
