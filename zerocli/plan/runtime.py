@@ -11,14 +11,14 @@ RUNTIME: Mapping[str, int] = {
     "nccl": 400 * MIB,
     "workspace": 64 * MIB,
     "fragments": 0,
-    "python": 1258 * MIB,
-    "kernels": 90 * MIB,
+    "python": 1285 * MIB,
+    "kernels": 115 * MIB,
     "optimizers": 58 * MIB,
 }
 """On a GPU: CUDA context and loaded kernels, NCCL's buffers, cuBLAS's workspaces (one for each thread that computes),
 and fragmentation (0: what `zerocli.plan.arena` finds). On the host: Python with torch, what compiling half-precision
 kernels leaves there, and torch's modules for optimizers without a kernel of ours. Measured with torch 2.11, CUDA 13."""
-LAST_PAGES = 20 * MIB
+LAST_PAGES = 10 * MIB
 """What the allocator's small pages and the order of its frees cost beyond the arenas of a plan (measured)."""
 
 SENTENCES = {

@@ -20,6 +20,8 @@ from zerocli.plan.traced import Traced
 GB = 1e9
 LINK, DISK = 0.95, 0.97
 """Shares of the rates that copies alone reach which a step's transfers reach (measured on an H200)."""
+WAITED = 0.4
+"""Share of an activation checkpoint's way back that backward waits for (measured on an H200)."""
 EXPOSED = 2.5
 """How often per micro-step compute waits for the gathers of offloaded embedding and head: in forward for both, in
 backward for one of them, as nothing is before them that could hide it (measured on an H200)."""
@@ -46,10 +48,12 @@ class Moved:
     up: float = 0.0
     down: float = 0.0
     disk: float = 0.0
+    alone: float = 0.0
+    """Bytes, in either direction, while which nothing else moves."""
 
     def pcie_seconds(self, hardware: Hardware) -> float:
         both = (self.up + self.down) / (2 * hardware.both_ways)
-        return max(self.up, self.down, both) / (hardware.pcie * GB * LINK)
+        return (max(self.up, self.down, both) + self.alone) / (hardware.pcie * GB * LINK)
 
     def disk_seconds(self, hardware: Hardware) -> float:
         return self.disk / (hardware.disk * GB * DISK)
@@ -132,11 +136,15 @@ def estimate(plan: Plan, model: Shape | Traced, hardware: Hardware) -> Estimate:
 
 
 def _exposed(plan: Plan, ends: int, hardware: Hardware) -> float:
-    """Return the seconds of a step in which compute waits for the offloaded ones of `ends` parameters."""
+    """Return the seconds of a step in which compute waits for transfers: of the offloaded ones of `ends` parameters,
+    and of activation checkpoints in backward.
+    """
     setup = plan.setup
     off, held = _parameters_off_device(plan), plan.of("parameters", HBM)
     share = off / (off + held) if off else 0.0
-    return EXPOSED * setup.accumulate * share * ends * setup.width / setup.tp / (hardware.pcie * GB * LINK)
+    checkpoints = sum(plan.of("activations", tier) for tier in _off_device(plan)) / setup.local_ranks
+    waited = EXPOSED * share * ends * setup.width / setup.tp + WAITED * checkpoints
+    return setup.accumulate * waited / (hardware.pcie * GB * LINK)
 
 
 def _parameters_off_device(plan: Plan) -> float:
@@ -251,6 +259,8 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved, Moved]:
         fetched = updated if setup.sizing.split_master and states else 0  # for the update, beside the gather
         first.up += through * (states + gradients + fetched) + parameters
         first.down += through * (states + updated) + checkpoints
+        # Updated parameters are written before they are gathered, which leaves gaps as long as both take.
+        first.alone += through * (updated + parameters) * bool(states)
         backward.up += parameters + gradients * added + checkpoints
         backward.down += gradients
         forward.up += parameters
