@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from zerocli import config as configs
+from zerocli.layout.recompute import read_recompute
 from zerocli.plan.arena import PAGE_NBYTES, Arena, Arenas
 from zerocli.plan.build import plan_model
 from zerocli.plan.inputs import shape_of
@@ -52,6 +55,15 @@ def test_the_smallest_range_that_holds_it_is_taken():
     assert arena.nbytes == reserved + 4 * MIB
 
 
+def test_the_range_at_the_end_is_taken_last():
+    """It could grow, so it counts as the largest."""
+    arena = Arena(10 * MIB)
+    starts = [arena.take(size * MIB) for size in (8, 1)]
+    arena.give(starts[0], 8 * MIB)  # 1 MiB is free at the end
+    assert arena.take(MIB) == starts[0]
+    assert arena.take(9 * MIB) == 9 * MIB and arena.nbytes == 20 * MIB
+
+
 def test_streams_and_small_allocations_have_arenas_of_their_own():
     arenas = Arenas()
     arenas.give(arenas.take(30 * MIB, "a"), 30 * MIB, "a")
@@ -77,19 +89,51 @@ def test_a_ledger_follows_what_is_only_counted():
     assert ledger.reserved == 80 * MIB and rest.nbytes == 80 * MIB
 
 
-MEASURED = (3172, 2256, 2092, 5720, 6376, 2138, 4072, 6038, 3574, 4214, 8852, 14776, 1792, 4576, 2014)
-"""MiB by the driver's count: `accuracy.py --random 20 --seed 23 --device cuda` on an H200, its first 15 cases."""
+MEASURED = {
+    23: "3172 2256 2092 5720 6376 2138 4072 6038 3574 4214 8852 14776 1792 4576 2014",
+    53: "1740 1918 5298 2256 4240 6518 6674 1650 8538 - 3978 4060 7314 2834 - 7494 - 2872 - 3192",
+    404: "1840 3638 2776 3272 5512 10452 2198 5554 2116 2778 2436 2620 3916 2778 1588 4316 2998 3594 5578 2796",
+}
+"""MiB by the driver's count, by number: `accuracy.py --random 20 --seed SEED --device cuda` on an H200; -: not run."""
+RECOMPUTED = {
+    53: {0: "recompute:4", 4: "recompute:8", 10: "recompute:16"} | dict.fromkeys((1, 2, 3, 6, 7), "recompute"),
+    404: {16: "recompute:16"} | dict.fromkeys((2, 3, 8, 11, 13, 14, 17, 18), "recompute"),
+}
+"""What the runs recomputed; those of seed 23 as their config says, where it does not say `auto`."""
 
 
-@pytest.mark.parametrize(("case", "measured"), [*zip(draw_cases(15, 23, "cuda"), MEASURED, strict=True)])
-def test_plans_are_near_what_the_driver_counted(case, measured):
+def planned(seed: int, number: int) -> int:
+    """Return the MiB that are planned for a random configuration."""
+    case = draw_cases(number + 1, seed, "cuda")[number]
     config = configs.load("tiny", sets=(*case.sets, 'offload.nvme_path=["/nvme"]'), flags={})
     update = config.offload.update if config.offload.update != "auto" else "stream"
-    setup = setup_of(config, device="cuda", precision=config.train.precision, ranks=1, ranks_per_node=1, update=update)
-    if config.activations.policy == "auto":  # all had room to keep everything but the one that offloads checkpoints
-        setup = setup_of(
-            config, device="cuda", precision=config.train.precision, ranks=1, ranks_per_node=1, update=update,
-            recompute="activations" in str(config.offload.placement),
-        )  # fmt: skip
-    plan = plan_model(shape_of(config.model, config.train.seq), setup)
-    assert -0.01 <= plan.needed("hbm") / (measured * MIB) - 1 <= 0.06
+    recompute: object = RECOMPUTED[seed].get(number, "keep") if seed in RECOMPUTED else config.activations.policy
+    if recompute == "auto":  # all had room to keep everything but the one that offloads checkpoints
+        recompute = "recompute" if "activations" in str(config.offload.placement) else "keep"
+    setup = setup_of(
+        config, device="cuda", precision=config.train.precision, ranks=1, ranks_per_node=1, update=update,
+        recompute=read_recompute(recompute),
+    )  # fmt: skip
+    return plan_model(shape_of(config.model, config.train.seq), setup).needed("hbm") // MIB
+
+
+@pytest.mark.parametrize("seed", MEASURED)
+def test_plans_are_near_what_the_driver_counted(seed):
+    """None is more than 1 % under; over, because a gap is where the plan has none: 5 %, and 7 % for one in ten."""
+    found = {number: int(text) for number, text in enumerate(MEASURED[seed].split()) if text != "-"}
+    errors = sorted(planned(seed, number) / measured - 1 for number, measured in found.items())
+    assert errors[0] >= -0.01 and errors[-1] <= 0.07
+    assert errors[len(errors) * 9 // 10 - 1] <= 0.05 and abs(errors[len(errors) // 2]) <= 0.01
+
+
+def test_arenas_reserve_what_the_allocator_reserved():
+    """Allocations and frees of two runs on an H200, as torch recorded them: of a size on a stream, or of an earlier."""
+    for run in json.loads(gzip.decompress((Path(__file__).parent / "allocations.json.gz").read_bytes())).values():
+        arenas, taken = Arenas(), {}
+        for number, event in enumerate(run["events"]):
+            if len(event) == 1:
+                arenas.give(*taken.pop(event[0]))
+            else:
+                size, stream = event
+                taken[number] = (arenas.take(size, str(stream)), size, str(stream))
+        assert arenas.nbytes == run["reserved"]

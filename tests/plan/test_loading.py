@@ -88,5 +88,5 @@ def test_fit_says_what_loading_takes(capsys, monkeypatch):
     assert buffers == constants.LOAD_THREADS * constants.load_nbytes(2 * 8_030_261_248) < 128 << 20
     assert cli.run([*words, "--offload", "cpu"]) == 0
     assert "host memory while loading: " in capsys.readouterr().out
-    assert cli.run([*words, "--offload", "cpu", "--host-memory", "106.3GiB"]) == 0
+    assert cli.run([*words, "--offload", "cpu", "--host-memory", "106.4GiB"]) == 0
     assert "more than there are" in " ".join(capsys.readouterr().out.split())

@@ -7,12 +7,14 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
 from zerocli.plan.build import plan_model
 from zerocli.plan.compute import passes
-from zerocli.plan.hardware import PRESETS, Hardware, this_machine
+from zerocli.plan.hardware import HOST, PRESETS, Hardware, HostTimes, this_machine
+from zerocli.plan.host_times import measure_host
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.seconds import DISK, LINK, Estimate, estimate
 from zerocli.plan.setup import Setup
@@ -97,6 +99,33 @@ def test_phases_add_up_to_the_step():
 def test_small_blocks_are_bound_by_the_host():
     narrow = dataclasses.replace(MODEL, hidden=256, heads=4)
     assert timed(narrow, batch=1, seq=128).bound == "host"
+
+
+def test_a_slower_host_slows_what_it_bounds():
+    narrow = {"model": dataclasses.replace(MODEL, hidden=256, heads=4), "batch": 1, "seq": 128}
+    slow = dataclasses.replace(NODE, host_block=2 * NODE.host_block)
+    again = dataclasses.replace(NODE, host_whole=2 * NODE.host_whole)
+    kept, recomputed = timed(**narrow, recompute=False).seconds, timed(**narrow).seconds
+    assert timed(**narrow, hardware=slow, recompute=False).seconds == pytest.approx(2 * kept)
+    assert timed(**narrow, hardware=again, recompute=False).seconds == kept
+    assert timed(**narrow, hardware=again).seconds == pytest.approx(2 * recomputed - kept)
+    assert timed(hardware=slow).seconds == timed().seconds  # wide blocks are bound by the device
+
+
+def test_the_host_is_measured_by_training():
+    found = measure_host(torch.device("cpu"))
+    assert set(found) == set(HOST) and 1e-5 < found["host_block"] < 1
+    facts = {"gpus": [{"name": "NVIDIA H200", "memory": 1}], "memory": {"available": 1}, "disks": {}}
+    compute = {
+        "products": 700.0,
+        "memory": 4e3,
+        "adam": 0.3,
+        "host_block": 3e-3,
+        "host_whole": 4e-3,
+        "host_selective": 0,
+    }
+    here = this_machine(facts, {"compute": {"result": compute}})
+    assert here is not None and here.host == HostTimes(3e-3, 4e-3, HostTimes.selective)
 
 
 def test_collectives_between_nodes_use_every_adapter_of_a_node():

@@ -191,10 +191,6 @@ class Replay(Initialisation):
         ledger.moment = "head and loss"
         loss = self._head(tape, decoder, x)
         del x
-        if setup.zero.gradients and not self._has_buckets:
-            for spec in buffers.buckets(self._trainable, self._sizing):
-                self._keep(spec, stream=REDUCTIONS if spec.name == buffers.BUCKET_SUMS else COMPUTE)
-            self._has_buckets = True
         ledger.moment = "backward of the head"
         root = loss.node
         assert root is not None
@@ -421,7 +417,12 @@ class Replay(Initialisation):
             self._open_grads(unit)
 
     def _reduce(self, unit: int) -> None:
-        """Reduce a unit's gradients into those of its flats, and free them."""
+        """Reduce a unit's gradients into those of its flats, and free them; the first that needs buckets makes them."""
+        leaving = any(flat.trainable and flat.tiers["gradients"] != HBM for flat in self._units[unit])
+        if self._setup.zero.gradients and not self._has_buckets and (leaving or self._sizing.world > 1):
+            for spec in buffers.buckets(self._trainable, self._sizing):
+                self._keep(spec, stream=REDUCTIONS if spec.name == buffers.BUCKET_SUMS else COMPUTE)
+            self._has_buckets = True
         if self._with_gloo:
             self._copy(unit)
         if unit in self._grads:
