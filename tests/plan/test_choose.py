@@ -105,6 +105,13 @@ def test_what_the_command_line_sets_is_kept():
     asked = setup(offload="optimizer=cpu")
     fixed = choose_setup(shape, asked, capped(60), FREE - {"offload.placement"})
     assert {str(each.setup.offload) for each in fixed.fitting} == {"optimizer=cpu"}
+    # At caps around what it needs a budget by hand stays as it is, or nothing fits.
+    asked = setup(offload="optimizer=hbm:8GiB+cpu", recompute=True)
+    least = plan_model(shape, asked).needed("hbm") / 2**30 / (1 - MARGIN)
+    for cap in (least * 0.97, least * 1.001, least * 1.03):
+        kept = choose_setup(shape, asked, capped(cap), FREE - {"offload.placement", "activations.policy"})
+        assert {str(each.setup.offload) for each in kept.fitting} <= {str(asked.offload)}
+        assert bool(kept.fitting) == (cap > least)
 
 
 @pytest.mark.long

@@ -80,7 +80,7 @@ def choose(
 
     `batches` are micro-batches to choose from: with each, as many are accumulated as give the setup's step.
     """
-    search = _Search(model, setup, _with_margins(hardware), hardware)
+    search = _Search(model, setup, hardware, places=offload is None)
     whole = setup.batch * setup.accumulate
     for size in batches or (setup.batch,):
         for stage in sorted(stages, reverse=True):  # the last one is the likeliest to fit
@@ -106,11 +106,19 @@ def kind_of(setup: Setup) -> tuple[object, ...]:
     return setup.stage, setup.batch, setup.offload.policy, tiers, bool(recompute.whole), bool(recompute.selective)
 
 
+def _where(setup: Setup) -> tuple[object, ...]:
+    """Return what decides how far a rough plan is off: stage and tiers."""
+    stage, _, policy, tiers, *_ = kind_of(setup)
+    return stage, policy, tiers
+
+
 class _Search:
     """Collects the candidates of one model on one machine."""
 
-    def __init__(self, model: Model, setup: Setup, limits: Hardware, hardware: Hardware) -> None:
-        self._model, self._setup, self._limits, self._hardware = model, setup, limits, hardware
+    def __init__(self, model: Model, setup: Setup, hardware: Hardware, places: bool) -> None:
+        """Take `places` to choose placements too."""
+        self._model, self._setup, self._hardware, self._places = model, setup, hardware, places
+        self._limits = _with_margins(hardware)
         self._off = "dram" if setup.device == "cuda" else "nvme"
         """The tier that states leave the device for; without a GPU, host memory is the device's."""
         self._rough = RoughPlans(model) if isinstance(model, Shape) else None
@@ -159,16 +167,15 @@ class _Search:
                 return None
             setup = corrected
             exact, rough = self._exact(setup), self._rough_weigh(setup)
-            where = kind_of(setup)[:1] + kind_of(setup)[2:4]
             beyond = needed_by(exact.plan) - needed_by(rough.plan)
-            self._beyond[where] = max(self._beyond.get(where, 0), beyond)
+            self._beyond[_where(setup)] = max(self._beyond.get(_where(setup), 0), beyond)
             if exact.fits:
                 return exact
         return None
 
     def _corrected(self, setup: Setup) -> Setup | None:
         """Return the setup with a smaller budget or more recomputation, if its rough plan is known to be too low."""
-        beyond = self._beyond.get(kind_of(setup)[:1] + kind_of(setup)[2:4], 0)
+        beyond = self._beyond.get(_where(setup), 0)
 
         def over(changed: Setup) -> int:
             return needed_by(self._rough_weigh(changed).plan) + beyond - self._limits.gpu_memory
@@ -176,7 +183,7 @@ class _Search:
         missing = over(setup)
         if missing <= 0:
             return setup
-        if (smaller := _with_less(setup, missing)) is not None:
+        if self._places and (smaller := _with_less(setup, missing)) is not None:
             return smaller
         order = self._amounts()
         if setup.recomputed not in order:
