@@ -12,10 +12,11 @@ import pytest
 
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
+from zerocli.config import load as load_config
 from zerocli.config.options import AUTOMATIC, automatic_keys
 from zerocli.layout.recompute import Recompute, read_recompute
 from zerocli.plan import choose as choose_module
-from zerocli.plan.automatic import choose_setup, flags
+from zerocli.plan.automatic import choose_setup, flags, keywords, with_choice
 from zerocli.plan.build import plan_model
 from zerocli.plan.choose import HOST_MARGIN, choose
 from zerocli.plan.hardware import PRESETS, Hardware
@@ -133,6 +134,22 @@ def test_host_memory_that_is_too_small_spills_to_disks():
     assert best.plan.needed("dram") <= hardware.host_memory * (1 - HOST_MARGIN)
     nothing = choose_setup(shape_of(LARGE, 1024), setup(), dataclasses.replace(hardware, nvme_space=0), FREE)
     assert nothing.best is None and nothing.nearest is not None and nothing.nearest.over
+
+
+def test_the_update_runs_where_it_is_faster_by_measured_rates():
+    """A slow link beside many cores: states stay, and gradients and parameters cross it."""
+    shape = shape_of(LARGE, 1024)
+    slow = dataclasses.replace(capped(16), pcie=4.0, adam=20.0)
+    measured = dataclasses.replace(slow, products=700.0)
+    few = dataclasses.replace(measured, adam=0.3)
+    best, usual, here = (choose_setup(shape, setup(), each, FREE).best for each in (measured, few, slow))
+    assert best is not None and usual is not None and here is not None
+    assert (best.setup.update, usual.setup.update, here.setup.update) == ("cpu", "auto", "auto")
+    assert best.cost < 0.8 * usual.cost and best.plan.needed("hbm") <= 16 * 2**30 * (1 - MARGIN)
+    assert "--set offload.update=cpu" in flags(best) and "update" not in flags(usual)
+    assert 'update="cpu"' in keywords(best)
+    chosen = with_choice(load_config("tiny"), best)
+    assert (chosen.offload.update, with_choice(load_config("tiny"), usual).offload.update) == ("cpu", "auto")
 
 
 def test_a_choice_needs_few_exact_plans_and_few_replays(monkeypatch):

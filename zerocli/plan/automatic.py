@@ -77,7 +77,7 @@ def with_choice(config: Config, chosen: Candidate) -> Config:
     return dataclasses.replace(
         config,
         zero=dataclasses.replace(config.zero, stage=setup.stage),
-        offload=dataclasses.replace(config.offload, placement=setup.offload),
+        offload=dataclasses.replace(config.offload, placement=setup.offload, update=setup.update),
         activations=dataclasses.replace(config.activations, policy=setup.recomputed.policy),
         train=dataclasses.replace(config.train, batch=setup.batch, accumulate=setup.accumulate),
     )
@@ -91,6 +91,7 @@ def flags(chosen: Candidate, free: frozenset[str] = frozenset()) -> str:
         words.append(f"--offload {setup.offload}")
     if "train.batch" in free:
         words.append(f"--batch {setup.batch}")
+    words += ["--set offload.update=cpu"] if setup.update == "cpu" else []
     return " ".join([*words, f"--set activations.policy={setup.recomputed.policy}"])
 
 
@@ -98,7 +99,8 @@ def keywords(chosen: Candidate) -> str:
     """Return the keywords of `zerocli.shard` that give the choice by hand."""
     setup = chosen.setup
     offload = f'offload="{setup.offload}", ' if setup.offload else ""
-    return f'stage={setup.stage}, {offload}recompute="{setup.recomputed.policy}"'
+    update = 'update="cpu", ' if setup.update == "cpu" else ""
+    return f'stage={setup.stage}, {offload}{update}recompute="{setup.recomputed.policy}"'
 
 
 def describe(choice: Choice, hardware: Hardware, written: Callable[[Candidate], str]) -> list[str]:

@@ -39,6 +39,8 @@ LEVELS, FINEST = 6, 64
 one part in so many."""
 KINDS_SHOWN, FEW = 4, 12
 """Kinds of choices that are checked, for a table of the best; after so many exact plans, only until there are two."""
+SHORT = 0.8
+"""An update on the CPU is chosen if it is estimated to take less than this: estimates of it are that much too short."""
 NEAR = 6
 """Where no rough plan fits, so many that exceed the machine least are made exactly."""
 KINDS = ("optimizer", "gradients", "parameters")
@@ -159,7 +161,7 @@ class _Search:
     def _fitted(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate by an exact plan, changed as far as it needs more than the rough one said."""
         if self._rough is None:
-            return candidate
+            return self._updated_there(candidate)
         setup = candidate.setup
         for _ in range(3):
             corrected = self._corrected(setup)
@@ -170,8 +172,17 @@ class _Search:
             beyond = needed_by(exact.plan) - needed_by(rough.plan)
             self._beyond[_where(setup)] = max(self._beyond.get(_where(setup), 0), beyond)
             if exact.fits:
-                return exact
+                return self._updated_there(exact)
         return None
+
+    def _updated_there(self, candidate: Candidate) -> Candidate:
+        """Return the candidate with its offloaded states updated on the CPU, if that is faster by measured rates."""
+        setup, plan = candidate.setup, candidate.plan
+        away = any(plan.of("optimizer_states", tier) for tier in plan.tiers if tier != HBM)
+        if not away or setup.device != "cuda" or setup.update != AUTO or not self._hardware.products:
+            return candidate
+        there = weigh(self._model, replace(setup, update="cpu"), self._limits)
+        return there if there.fits and there.cost < candidate.cost * SHORT else candidate
 
     def _corrected(self, setup: Setup) -> Setup | None:
         """Return the setup with a smaller budget or more recomputation, if its rough plan is known to be too low."""

@@ -98,6 +98,7 @@ def _choose(
             say(line)
     best = choice.best.setup
     chosen = {"stage": best.stage, "offload": str(best.offload), "recompute": best.recomputed.policy}
+    chosen["update"] = best.update
     first: dict[str, Any] = gather(chosen)[0]
     return first
 
