@@ -12,7 +12,7 @@ from zerocli.plan.hardware import HostTimes
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Unit
 
-UNIT, UNIT_FORWARD = 0.8, 0.41
+UNIT, UNIT_FORWARD = 0.75, 0.41
 """The share of the host's time for a block (`hardware.HostTimes`) that is not for launching its operations (a block of
 GPT-2 has 13 in forward and 21 in backward), and forward's share of that."""
 TRACED_COMPILED = 0.3
