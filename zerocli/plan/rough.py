@@ -1,4 +1,4 @@
-"""Plans for a search among many placements: within some per cent, and ten times as fast as `plan_model`.
+"""Plans for a search among many placements: within some per cent of `plan_model`, and several times as fast.
 
 What a step allocates beside states and buffers hardly depends on where those rest. So one replay of a step, without the
 allocator's arenas, serves all placements; what is kept is counted for each.
