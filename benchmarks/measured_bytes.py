@@ -127,7 +127,8 @@ def _in_subprocess(sets: tuple[str, ...], folder: str) -> list[dict[str, Any]]:
     job.write_text(json.dumps({"sets": sets, "folder": folder}))
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths}
+    # A first run: what Triton compiles in the process takes memory there, which a later run need not.
+    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": f"{folder}/triton"}
     command = [sys.executable, "-c", code, str(job)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
     answer = Path(folder, "answer.json")

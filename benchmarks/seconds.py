@@ -114,7 +114,7 @@ def measure(case: Case, nvme_path: tuple[str, ...], steps: int, warmup: int, cap
             losses.append(loss.item())  # the host follows the device, one forward and backward behind the update
             seconds.append(time.perf_counter() - start)
             phases.append(_between(marks))
-        peak = torch.cuda.max_memory_allocated() if cuda else 0
+        peak, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
     finally:
         engine.close()
         loss = tokens = None  # the graph refers to the parameters
@@ -123,7 +123,8 @@ def measure(case: Case, nvme_path: tuple[str, ...], steps: int, warmup: int, cap
         if cuda:
             torch.cuda.empty_cache()
     took = {"seconds": statistics.median(seconds[warmup:]), "measured_phases": phases[-1]}
-    return took | {"peak": peak, "built": built, "last_loss": losses[-1]}
+    took |= {"peak": peak, "reserved": reserved, "built": built, "first_step": seconds[0]}
+    return took | {"last_loss": losses[-1]}
 
 
 def _mark(cuda: bool) -> Any:
@@ -185,14 +186,15 @@ def draw(rng: random.Random, tiny: bool) -> Case:
 @click.option("--random", "number", type=click.IntRange(1), default=20, help="Configurations.")
 @click.option("--seed", type=int, default=0, help="Of the draw.")
 @click.option("--first", type=click.IntRange(0), default=0, help="Begin with this one.")
+@click.option("--compiled", is_flag=True, help="Compile the blocks of every configuration.")
 @click.option("--nvme-path", multiple=True, metavar="DIR", help="Folder of the nvme tier.")
 @click.option("--steps", type=click.IntRange(1), default=4, help="Timed steps.")
 @click.option("--warmup", type=click.IntRange(1), default=3, help="Steps before those.")
 @click.option("--limit", type=float, default=1e9, help="Begin no configuration after so many seconds.")
 @click.option("--json", "path", type=click.Path(), help="Write the rows here.")
 def main(
-    number: int, seed: int, first: int, nvme_path: tuple[str, ...], steps: int, warmup: int, limit: float,
-    path: str | None,
+    number: int, seed: int, first: int, compiled: bool, nvme_path: tuple[str, ...], steps: int, warmup: int,
+    limit: float, path: str | None,
 ) -> None:  # fmt: skip
     """Print planned and measured seconds, and how far apart they are."""
     began, rng = time.perf_counter(), random.Random(seed)
@@ -201,7 +203,7 @@ def main(
     click.echo(f"{hardware.name}, {hardware.source}: {rates}, disk {hardware.disk:.2f} GB/s")
     rows: list[dict[str, Any]] = []
     for index in range(number):
-        case = draw(rng, not torch.cuda.is_available())
+        case = dataclasses.replace(draw(rng, not torch.cuda.is_available()), compiled=compiled)
         if index < first:
             continue
         if time.perf_counter() - began > limit:

@@ -35,9 +35,6 @@ HOST_FORWARD = 0.4
 HOST_COMPILED = 0.3
 """The host's time for compiled blocks, relative to eager ones."""
 USUAL = HostTimes()
-HOST_MOVED, HOST_REDUCED, HOST_KEPT = 1.1e-3, 2.8e-3, 0.8e-3
-"""What is added by a unit's offloaded parameters to each of its two uses, and to its backward by offloaded gradients
-and by an offloaded activation checkpoint."""
 
 
 @dataclass(frozen=True)

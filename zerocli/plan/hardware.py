@@ -29,6 +29,12 @@ class HostTimes:
     """What recomputing all of it adds: a second forward, and torch's bookkeeping."""
     selective: float = 5.4e-3
     """What recomputing all but products and attention adds: each operation is looked at twice."""
+    moved: float = 1.1e-3
+    """What offloaded parameters add to each of the block's two uses."""
+    reduced: float = 2.8e-3
+    """What offloaded gradients add to its backward."""
+    kept: float = 0.8e-3
+    """What an offloaded activation checkpoint adds to its recomputation."""
 
     @property
     def pace(self) -> float:
@@ -67,6 +73,9 @@ class Hardware:
     host_block: float = HostTimes.block
     host_whole: float = HostTimes.whole
     host_selective: float = HostTimes.selective
+    host_moved: float = HostTimes.moved
+    host_reduced: float = HostTimes.reduced
+    host_kept: float = HostTimes.kept
     """See `HostTimes`."""
     bf16: bool = True
     """Whether the GPU computes in bf16; NVIDIA's do from compute capability 8.0 on."""
@@ -76,7 +85,7 @@ class Hardware:
 
     @property
     def host(self) -> HostTimes:
-        return HostTimes(self.host_block, self.host_whole, self.host_selective)
+        return HostTimes(*(getattr(self, name) for name in HOST))
 
 
 # Dense half-precision TFLOPS, memory bandwidth and links as the vendors publish them; figures with sparsity are halved,
@@ -131,7 +140,7 @@ _WITHOUT_BF16 = re.compile(r"\b(gtx|titan|tesla [kmpt]\d+|[kmp]\d0|rtx 20\d\d|qu
 """Names of GPUs before compute capability 8.0 that are in no preset."""
 
 
-HOST = ("host_block", "host_whole", "host_selective")
+HOST = tuple(f"host_{each.name}" for each in dataclasses.fields(HostTimes))
 RATES = ("tflops", "products", "hbm", "links", "network", "pcie", "both_ways", "disk", "adam") + HOST
 """The fields that are rates, or times of the host; `--set hardware.NAME` overrides each."""
 

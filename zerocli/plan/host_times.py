@@ -17,7 +17,17 @@ from zerocli.models import build
 
 LAYERS, WIDTH, TOKENS = 16, 128, 32
 STEPS, WARMUP = 8, 3
-KINDS: dict[str, object] = {"block": False, "whole": True, "selective": "selective"}
+BLOCK = "block"
+KINDS: dict[str, tuple[object, str, str, int]] = {
+    BLOCK: (False, "", "", LAYERS + 2),  # embedding and head are launched too
+    "whole": (True, "", BLOCK, LAYERS),
+    "selective": ("selective", "", BLOCK, LAYERS),
+    "moved": (False, "params=cpu", BLOCK, 2 * (LAYERS + 2)),
+    "reduced": (False, "grads=cpu", BLOCK, LAYERS + 2),
+    "kept": (True, "activations=cpu", "whole", LAYERS),
+}
+"""How each time is measured: what is recomputed and offloaded, the kind that it is beyond, and how often it is in a
+step."""
 FAMILIES = ("gpt2", "llama")
 
 
@@ -25,22 +35,21 @@ def measure_host(device: torch.device) -> dict[str, float]:
     """Return the seconds per block and step by the names of `Hardware`, the mean of both families."""
     found = dict.fromkeys(KINDS, 0.0)
     for family in FAMILIES:
-        seconds = {kind: _step(family, recompute, device) for kind, recompute in KINDS.items()}
-        kept = seconds.pop("block")
-        found["block"] += kept / (LAYERS + 2)  # embedding and head are launched too
-        for kind, took in seconds.items():
-            found[kind] += max(0.0, took - kept) / LAYERS
+        took: dict[str, float] = {}
+        for kind, (recompute, offload, beyond, number) in KINDS.items():
+            took[kind] = _step(family, recompute, offload, device)
+            found[kind] += max(0.0, took[kind] - took.get(beyond, 0.0)) / number
     return {f"host_{kind}": total / len(FAMILIES) for kind, total in found.items()}
 
 
-def _step(family: str, recompute: object, device: torch.device) -> float:
+def _step(family: str, recompute: object, offload: str, device: torch.device) -> float:
     """Return the seconds of a step of a tiny model."""
     shape = ModelConfig(family=family, layers=LAYERS, hidden=WIDTH, heads=2, vocab=512, tie=False)
     model = build(shape, TOKENS, "meta")
     precision = "bf16" if device.type == "cuda" else "fp32"
     engine = api.shard(
-        *(model, "adamw", 1e-4), stage=3, precision=precision, clip=1.0, recompute=recompute, device=str(device),
-        units=model.unit_modules(),
+        *(model, "adamw", 1e-4), stage=3, precision=precision, clip=1.0, recompute=recompute, offload=offload,
+        device=str(device), units=model.unit_modules(),
     )  # fmt: skip
     try:
         tokens = torch.zeros((1, TOKENS), dtype=torch.int64, device=device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from offload.placement import HBM
-from zerocli.plan.compute import HOST_KEPT, HOST_MOVED, HOST_REDUCED, UPDATE, Passes, Work, model_flops, passes
+from zerocli.plan.compute import UPDATE, Passes, Work, model_flops, passes
 from zerocli.plan.hardware import Hardware, HostTimes
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
@@ -174,7 +174,7 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     # Two sums per block and direction, each a reduction and a gather.
     sums = 2 * of.layers * 2 * _collective_seconds(hidden, setup.tp, setup.ranks_per_node, hardware)
     repeated = setup.num_recomputed(of.layers) / of.layers
-    host = _host_moves(plan, of.layers, hardware.host.pace)
+    host = _host_moves(plan, of.layers, hardware.host)
     every = float(setup.zero.parameters)
     made = [
         (1, work.forward, host.gather, sums, float(setup.zero.optimizer)),
@@ -211,7 +211,7 @@ class HostMoves:
     reduce: float
 
 
-def _host_moves(plan: Plan, layers: int, pace: float) -> HostMoves:
+def _host_moves(plan: Plan, layers: int, host: HostTimes) -> HostMoves:
     """Return the host's time for transfers of parameters, and of gradients and activation checkpoints."""
     units = layers + 2
 
@@ -220,8 +220,7 @@ def _host_moves(plan: Plan, layers: int, pace: float) -> HostMoves:
         return off / (off + plan.of(category, HBM)) if off else 0.0
 
     kept = any(plan.of("activations", tier) for tier in _off_device(plan)) * plan.setup.num_recomputed(layers)
-    reduced = HOST_REDUCED * units * share("gradients") + HOST_KEPT * kept
-    return HostMoves(pace * HOST_MOVED * units * share("parameters"), pace * reduced)
+    return HostMoves(host.moved * units * share("parameters"), host.reduced * units * share("gradients") + host.kept * kept)
 
 
 def _collective_seconds(nbytes: float, ranks: int, ranks_per_node: int, hardware: Hardware) -> float:
