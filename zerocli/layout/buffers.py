@@ -15,10 +15,10 @@ from zerocli.layout.constants import MAX_BUCKETS, NUM_SLOTS
 from zerocli.layout.flats import FP32, FlatSpec, Sizing
 from zerocli.layout.shards import SHARD_ALIGN
 
-BUCKET_SUMS = "sums of buckets"
+BUCKETS, BUCKET_SUMS = "reduction buckets", "sums of buckets"
+"""Names of the buckets, and of the buffers in which offloaded gradients are added up."""
 WRITTEN_SLOTS = "update slots of parameters"
 """Buffers that the update only writes; it makes them itself, where others are made to fetch into."""
-"""Name of the buffers in which offloaded gradients are added up."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,12 @@ def gather_buffers(units: Sequence[Sequence[FlatSpec]], sizing: Sizing) -> Itera
         most |= Counter((flat.total, flat.width) for unit in near for flat in unit)
     for size, limit in gather_limits([flat for unit in units for flat in unit], sizing).items():
         for _ in range(min(limit, most[size])):
-            yield Spec("gathered", f"gather buffers of {size[0]} elements", *size)
+            yield Spec("gathered", gathered(size[0]), *size)
+
+
+def gathered(numel: int) -> str:
+    """Return the name of gather buffers."""
+    return f"gather buffers of {numel} elements"
 
 
 def bucket_numel(flats: Sequence[FlatSpec], sizing: Sizing, wire: int) -> int:
@@ -160,16 +165,16 @@ def buckets(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
         numel = bucket_numel(flats, sizing, wire)
         alike = [flat for flat in flats if sizing.wire_width(flat.width) == wire]
         leaving = [flat for flat in alike if flat.tiers["gradients"] != HBM]
-        for _ in range(min(limit, _num_buckets(alike if sizing.world > 1 else leaving, sizing, numel))):
-            yield Spec("buffers", "reduction buckets", numel, wire)
+        for _ in range(min(limit, num_buckets(alike if sizing.world > 1 else leaving, sizing, numel))):
+            yield Spec("buffers", BUCKETS, numel, wire)
         for width in dict.fromkeys(sizing.grad_width(flat.width) for flat in leaving):
             if sizing.accumulate > 1 or width != wire:
                 adding = [flat for flat in leaving if sizing.grad_width(flat.width) == width]
-                for _ in range(min(limit, _num_buckets(adding, sizing, numel))):
+                for _ in range(min(limit, num_buckets(adding, sizing, numel))):
                     yield Spec("buffers", BUCKET_SUMS, numel // sizing.world, width)
 
 
-def _num_buckets(flats: Sequence[FlatSpec], sizing: Sizing, numel: int) -> int:
+def num_buckets(flats: Sequence[FlatSpec], sizing: Sizing, numel: int) -> int:
     """Return the number of buckets of `numel` elements that the flats are cut into."""
     return sum(-(-flat.total // sizing.world // bucket_width(flat.total, sizing.world, numel)) for flat in flats)
 

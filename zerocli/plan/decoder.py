@@ -366,8 +366,7 @@ class Decoder:
             y = self.mlp(t, self._norm(t, x, 3, block, unit), block, unit)
             return self.add(t, x, self._norm(t, y, 4, block, unit))
         x = self.add(t, x, self._attend_normed(t, x, block, unit))
-        y = self._norm(t, x, 2, block, unit)
-        return self.add(t, x, self.mlp(t, y, block, unit))
+        return self.add(t, x, self.mlp(t, self._norm(t, x, 2, block, unit), block, unit))
 
     def _norm(self, t: Tape, x: Tensor, number: int, block: int, unit: int) -> Tensor:
         return self.norm(t, x, self._params("block", f"norm{number}", f"norm{number}_bias", block=block), unit)

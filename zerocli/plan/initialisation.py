@@ -45,6 +45,8 @@ class Initialisation:
         self._some = flats.enough(self._sizing)
         """Enough of the units to tell how many buffers there are."""
         self._trainable = [flat for unit in self._some for flat in unit if flat.trainable]
+        self._written: Storage | None = None
+        """The last record that was given to a disk, which is slower than the next unit's first allocation."""
         self._kept: list[Storage] = []
         """Allocations that live as long as the engine."""
 
@@ -62,6 +64,7 @@ class Initialisation:
                     self._keep_bytes(category, nbytes)
             self._initialise_unit(self._units[at])
             held.append(dict(ledger.held))
+        self._written = None
         if not self._frees_grads:
             self._keep_gradients()
         Storage(ledger, 8 * sum(self._tables()), "buffers")  # the tables' angles, in fp64, with copies
@@ -88,6 +91,7 @@ class Initialisation:
                 whole = None
             else:
                 whole = Storage(ledger, wide, "buffers")
+                self._written = None
                 Storage(ledger, checked, "buffers")
                 self._place_parameters(flat)
             if flat.trainable:
@@ -136,6 +140,10 @@ class Initialisation:
             chunks = [size for count, size in chunk_runs(flat, sizing.chunk) for _ in range(min(count, 2))]
             largest = sorted((sizing.record_nbytes(flat.width, size) for size in chunks), reverse=True)[:2]
             records = [Storage(ledger, nbytes, "buffers") for nbytes in largest]
+            if flat.tiers["optimizer"] != "dram":
+                last = [sizing.record_nbytes(flat.width, size) for _, size in chunk_runs(flat, sizing.chunk)][-1]
+                del records[0]
+                self._written = Storage(ledger, last, "buffers")
             del records
         del remainder
 
