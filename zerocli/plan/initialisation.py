@@ -122,7 +122,7 @@ class Initialisation:
         del copy
 
     def _place_states(self, flat: FlatSpec) -> None:
-        sizing, ledger, numel = self._sizing, self._ledger, flat.held.numel
+        setup, sizing, ledger, numel = self._setup, self._sizing, self._ledger, flat.held.numel
         kept = list(buffers.optimizer_states(flat, sizing)) if flat.tiers["optimizer"] == HBM else []
         remainder = None
         if sizing.master_width(flat.width) == REMAINDER:
@@ -140,7 +140,7 @@ class Initialisation:
             chunks = [size for count, size in chunk_runs(flat, sizing.chunk) for _ in range(min(count, 2))]
             largest = sorted((sizing.record_nbytes(flat.width, size) for size in chunks), reverse=True)[:2]
             records = [Storage(ledger, nbytes, "buffers") for nbytes in largest]
-            if flat.tiers["optimizer"] != "dram":
+            if flat.tiers["optimizer"] != "dram" and setup.device == "cuda":
                 last = [sizing.record_nbytes(flat.width, size) for _, size in chunk_runs(flat, sizing.chunk)][-1]
                 del records[0]
                 self._written = Storage(ledger, last, "buffers")

@@ -35,10 +35,35 @@ class Ledger:
         """(address, size) in the compute stream's arena of what `add` has added."""
         self.held = dict.fromkeys(CATEGORIES, 0)
         self.total = 0
-        self.moment = ""
-        self.peak = Peak()
+        self._moment = ""
+        self._peak = Peak()
+        self._rising = False
+        """Whether what is held now is the peak, and is not noted in it yet."""
         self.without_gradients = 0
         """The peak of all other bytes."""
+
+    @property
+    def peak(self) -> Peak:
+        """The peak since the phase began."""
+        if self._rising:
+            self._note_peak()
+        return self._peak
+
+    def _note_peak(self) -> None:
+        """Note what is held, before any of it is freed or another moment begins."""
+        self._rising = False
+        self._peak = Peak(self.total, self._moment, dict(self.held))
+
+    @property
+    def moment(self) -> str:
+        """What a step does now."""
+        return self._moment
+
+    @moment.setter
+    def moment(self, moment: str) -> None:
+        if self._rising:
+            self._note_peak()
+        self._moment = moment
 
     @property
     def reserved(self) -> int:
@@ -47,16 +72,23 @@ class Ledger:
 
     def take(self, nbytes: int, category: str, stream: str = COMPUTE) -> tuple[int, int]:
         """Count an allocation; return its rounded size and its address."""
-        size = self.rounded(nbytes)
-        self.held[category] += size
-        self.total += size
-        self.without_gradients = max(self.without_gradients, self.total - self.held["gradients"])
-        if self.total > self.peak.nbytes:
-            self.peak = Peak(self.total, self.moment, dict(self.held))
+        granularity = self._granularity
+        size = -(-nbytes // granularity) * granularity
+        held = self.held
+        held[category] += size
+        total = self.total = self.total + size
+        rest = total - held["gradients"]
+        if rest > self.without_gradients:
+            self.without_gradients = rest
+        if total > self._peak.nbytes:
+            self._rising = True
+            self._peak.nbytes = total
         return size, self._arenas.take(size, stream) if self._arenas is not None and size else 0
 
     def give(self, size: int, address: int, category: str, stream: str = COMPUTE) -> None:
         """Count the free of what `take` returned."""
+        if self._rising:
+            self._note_peak()
         self.held[category] -= size
         self.total -= size
         if self._arenas is not None and size:
@@ -79,6 +111,8 @@ class Ledger:
     def add(self, change: Mapping[str, int], sign: int = 1) -> None:
         """Add a change of what is held, by category; the peak is not looked at."""
         before = self.total
+        if self._rising:
+            self._note_peak()
         for category, nbytes in change.items():
             self.held[category] += sign * nbytes
             self.total += sign * nbytes
@@ -98,7 +132,7 @@ class Ledger:
     def begin(self, moment: str) -> None:
         """Start a phase; its peak starts at the bytes that are live now."""
         self.moment = moment
-        self.peak = Peak(self.total, moment, dict(self.held))
+        self._peak = Peak(self.total, moment, dict(self.held))
 
 
 class Storage:
