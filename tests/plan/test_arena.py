@@ -92,11 +92,16 @@ def test_a_ledger_follows_what_is_only_counted():
 MEASURED = {
     23: "3172 2256 2092 5720 6376 2138 4072 6038 3574 4214 8852 14776 1792 4576 2014",
     53: "1740 1918 5298 2256 4240 6518 6674 1650 8538 - 3978 4060 7314 2834 - 7494 - 2872 - 3192",
+    606: "8638 14376 14636 6316 2114 4796 4850 14876 3218 4122 4910 2940 3878 10410 2358 2274 2738 4138 4936 2694",
+    707: "2334 3772 9416 3798 2520 2210 3038 6410 5736 1594 2474 2280 5176 3754 4684 4460 2320 2474 8780 4898",
     404: "1840 3638 2776 3272 5512 10452 2198 5554 2116 2778 2436 2620 3916 2778 1588 4316 2998 3594 5578 2796",
 }
 """MiB by the driver's count, by number: `accuracy.py --random 20 --seed SEED --device cuda` on an H200; -: not run."""
 RECOMPUTED = {
     53: {0: "recompute:4", 4: "recompute:8", 10: "recompute:16"} | dict.fromkeys((1, 2, 3, 6, 7), "recompute"),
+    606: dict.fromkeys((1, 4, 11, 15, 18), "recompute"),
+    707: {0: "recompute:12", 3: "recompute:4", 13: "recompute:8", 15: "recompute:16", 16: "recompute:8"}
+    | dict.fromkeys((4, 8, 11, 14, 17, 19), "recompute"),
     404: {16: "recompute:16"} | dict.fromkeys((2, 3, 8, 11, 13, 14, 17, 18), "recompute"),
 }
 """What the runs recomputed; those of seed 23 as their config says, where it does not say `auto`."""
@@ -119,11 +124,11 @@ def planned(seed: int, number: int) -> int:
 
 @pytest.mark.parametrize("seed", MEASURED)
 def test_plans_are_near_what_the_driver_counted(seed):
-    """None is more than 1 % under; over, because a gap is where the plan has none: 5 %, and 7 % for one in ten."""
+    """None is more than 1 % under or 5 % over, and the median is within 1 %."""
     found = {number: int(text) for number, text in enumerate(MEASURED[seed].split()) if text != "-"}
     errors = sorted(planned(seed, number) / measured - 1 for number, measured in found.items())
-    assert errors[0] >= -0.01 and errors[-1] <= 0.07
-    assert errors[len(errors) * 9 // 10 - 1] <= 0.05 and abs(errors[len(errors) // 2]) <= 0.01
+    assert errors[0] >= -0.01 and errors[-1] <= 0.05
+    assert sorted(map(abs, errors))[len(errors) // 2] <= 0.01
 
 
 def test_arenas_reserve_what_the_allocator_reserved():

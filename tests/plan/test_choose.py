@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import random
 from typing import Any
 
@@ -16,9 +17,9 @@ from zerocli.config import load as load_config
 from zerocli.config.options import AUTOMATIC, automatic_keys
 from zerocli.layout.recompute import Recompute, read_recompute
 from zerocli.plan import choose as choose_module
-from zerocli.plan.automatic import choose_setup, flags, keywords, with_choice
+from zerocli.plan.automatic import choose_setup, flags, keywords, may_compile, with_choice
 from zerocli.plan.build import plan_model
-from zerocli.plan.choose import HOST_MARGIN, choose
+from zerocli.plan.choose import COMPILING, HOST_MARGIN, choose
 from zerocli.plan.hardware import PRESETS, Hardware
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.recompute import MARGIN
@@ -93,12 +94,11 @@ def test_the_same_inputs_give_the_same_choice_by_its_own_flags():
 
 
 def test_what_the_command_line_sets_is_kept():
-    assert automatic_keys(
-        ("activations.policy=keep",), {"zero.stage": 2, "train.seq": 5, "offload.placement": None}
-    ) == {
-        "offload.placement",
-        "train.batch",
-    }
+    flags_given = {"zero.stage": 2, "train.seq": 5, "offload.placement": None}
+    free = {"offload.placement", "train.batch", "model.compile"}
+    assert automatic_keys(("activations.policy=keep",), flags_given) == free
+    assert automatic_keys(("activations.policy=keep", "model.compile=auto"), flags_given) == free
+    assert automatic_keys(("activations.policy=keep", "model.compile=true"), flags_given) == free - {"model.compile"}
     shape = shape_of(LARGE, 1024)
     kept = choose_setup(shape, setup(stage=2, recompute=False), capped(60), FREE - {"zero.stage", "activations.policy"})
     assert {each.setup.stage for each in kept.fitting} == {2}
@@ -113,6 +113,40 @@ def test_what_the_command_line_sets_is_kept():
         kept = choose_setup(shape, asked, capped(cap), FREE - {"offload.placement", "activations.policy"})
         assert {str(each.setup.offload) for each in kept.fitting} <= {str(asked.offload)}
         assert bool(kept.fitting) == (cap > least)
+
+
+NARROW = ModelConfig(layers=40, hidden=512, heads=8, vocab=32000, tie=False)
+
+
+def test_blocks_are_compiled_where_that_pays_for_itself():
+    """Recomputation of narrow blocks is bound by the host, which compiled ones need less of."""
+    shape, small = shape_of(NARROW, 1024), capped(3.5)
+
+    def chosen(steps: int, hardware: Hardware = small, model: Any = shape) -> Any:
+        return choose_setup(model, setup(batch=8), hardware, FREE, steps=steps).best
+
+    eager, long = chosen(10), chosen(100_000)
+    assert not eager.setup.compiled and long.setup.compiled
+    saved = eager.cost - long.cost
+    turning = math.ceil(COMPILING / saved)
+    assert chosen(turning + 1).setup.compiled and not chosen(turning - 1).setup.compiled
+    assert "--set model.compile=true" in flags(long, FREE) and "compile" not in flags(eager, FREE)
+    assert dataclasses.replace(long.setup, compiled=False) == eager.setup  # the rest of the choice is the same
+    # Wide blocks that are kept: the host's time is hidden, and a compiled one moves few bytes less.
+    wide = shape_of(LARGE, 1024)
+    assert not chosen(200, capped(139), wide).setup.compiled
+
+
+def test_only_what_is_left_open_is_compiled_by_choice():
+    config, asked = load_config("tiny", sets=("train.steps=1000",)), setup()
+    assert may_compile(config, asked, FREE) == 1000
+    assert may_compile(config, asked, FREE - {"model.compile"}) == 0
+    assert may_compile(config, setup(device="cpu"), FREE) == 0
+    fixed = load_config("tiny", sets=("model.compile=false",))
+    assert may_compile(fixed, asked, FREE) == 0
+    best = choose_setup(shape_of(NARROW, 1024), setup(batch=8), capped(3.5), FREE, steps=100_000).best
+    assert best is not None
+    assert with_choice(config, best, 1000).model.compile is True and with_choice(config, best).model.compile == "auto"
 
 
 @pytest.mark.long

@@ -46,6 +46,20 @@ def train(run_dir: Path, sets: list[str], *words: str) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+def test_a_run_that_is_compiled_by_choice_trains_within_its_cap(tmp_path):
+    """Narrow recomputed blocks are bound by the host: over many steps compiling them pays. The run is stopped early."""
+    sets = ["model.layers=24", "model.hidden=512", "model.heads=8", "model.vocab=32000", "train.seq=1024"]
+    sets += ["train.batch=8", "train.precision=bf16", "checkpoint.every=0", "train.gpu_memory=3GiB", "train.log_every=1"]
+    chosen = train(tmp_path / "auto", [*sets, "train.steps=100000", "checkpoint.time_limit=30"], "--auto")
+    document = json.loads((tmp_path / "auto" / "auto.json").read_text())
+    assert "--set model.compile=true" in document["flags"], document["flags"]
+    assert "compiled 24 blocks" in chosen.stderr + chosen.stdout, chosen.stderr[-2000:]
+    by_hand = train(tmp_path / "hand", [*sets, "train.steps=4"], *document["flags"].split())
+    assert by_hand.returncode == 0, by_hand.stderr[-2000:]
+    first, second = losses(tmp_path / "auto"), losses(tmp_path / "hand")
+    assert len(first) > 10 and first[1] == second[1]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_choice_runs_within_its_cap_and_changes_no_number(tmp_path, seed):
     sets, cap = draw(seed, tmp_path)

@@ -212,9 +212,10 @@ def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware
     config = ask.source.config
     whole = setup.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
     setup = dataclasses.replace(setup, stage=given["stage"] if given["stage"] is not None else setup.stage)
-    choice = automatic.choose_setup(model, setup, hardware, free, whole)
+    steps = automatic.may_compile(config, setup, free)
+    choice = automatic.choose_setup(model, setup, hardware, free, whole, steps)
     if choice.best is not None:
-        named = free if whole else free - {"train.batch"}
+        named = free - (set() if whole else {"train.batch"}) - (set() if steps else {"model.compile"})
         notes += automatic.describe(choice, hardware, lambda chosen: automatic.flags(chosen, named))
     kinds: dict[object, search.Candidate] = {}
     for each in choice.fitting:  # the fastest of each kind: the others differ in numbers only

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-AUTOMATIC = ("zero.stage", "offload.placement", "activations.policy", "train.batch")
+AUTOMATIC = ("zero.stage", "offload.placement", "activations.policy", "train.batch", "model.compile")
 """The keys that `--auto` chooses unless the command line sets them."""
 
 
 def automatic_keys(sets: Sequence[str], flags: Mapping[str, Any]) -> frozenset[str]:
     """Return the keys that `--auto` chooses: those that the command line does not set."""
-    given = {text.partition("=")[0].strip() for text in sets}
+    given = {text.partition("=")[0].strip() for text in sets if text.replace(" ", "") != "model.compile=auto"}
     return frozenset(AUTOMATIC) - given - {key for key, value in flags.items() if value is not None}
 
 

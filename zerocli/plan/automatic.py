@@ -50,11 +50,22 @@ def hardware_here(paths: tuple[str, ...], setup: Setup, room: int) -> Hardware:
     return dataclasses.replace(found, gpu_memory=room, host_memory=host, nvme_space=sum(disks.values()))
 
 
-def choose_setup(model: Model, setup: Setup, hardware: Hardware, free: frozenset[str], global_batch: int = 0) -> Choice:
+def may_compile(config: Config, setup: Setup, free: frozenset[str]) -> int:
+    """Return the steps of a run whose blocks `--auto` may compile; 0 if it may not."""
+    asked = "model.compile" in free and config.model.compile == AUTO and setup.device == "cuda"
+    return config.train.steps if asked else 0
+
+
+def choose_setup(
+    model: Model, setup: Setup, hardware: Hardware, free: frozenset[str], global_batch: int = 0, steps: int = 0
+) -> Choice:
     """Return the choice of what is free; the rest of the setup stays as it is.
 
-    `global_batch` is the number of sequences per step of all ranks: with it, the micro-batch may be chosen too.
+    `global_batch` is the number of sequences per step of all ranks: with it, the micro-batch may be chosen too. `steps`
+    are those of `may_compile`.
     """
+    if steps:
+        setup = dataclasses.replace(setup, compiled=False)
     stages = STAGES if "zero.stage" in free else (setup.stage,)
     if "zero.stage" in free and setup.dp == 1:
         stages = (3,)  # one rank partitions nothing: the stages differ only in what may be offloaded
@@ -64,18 +75,20 @@ def choose_setup(model: Model, setup: Setup, hardware: Hardware, free: frozenset
     if "train.batch" in free and global_batch:
         each = global_batch // setup.dp
         batches = [size for size in range(1, each + 1) if each % size == 0 and _is_power_of_two(each // size)]
-    return choose(model, setup, hardware, stages, None if "offload.placement" in free else setup.offload, batches)
+    offload = None if "offload.placement" in free else setup.offload
+    return choose(model, setup, hardware, stages, offload, batches, steps)
 
 
 def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def with_choice(config: Config, chosen: Candidate) -> Config:
-    """Return the config with the keys of a choice."""
+def with_choice(config: Config, chosen: Candidate, steps: int = 0) -> Config:
+    """Return the config with the keys of a choice; `steps` are those of `may_compile`."""
     setup = chosen.setup
     return dataclasses.replace(
         config,
+        model=dataclasses.replace(config.model, compile=setup.compiled) if steps else config.model,
         zero=dataclasses.replace(config.zero, stage=setup.stage),
         offload=dataclasses.replace(config.offload, placement=setup.offload, update=setup.update),
         activations=dataclasses.replace(config.activations, policy=setup.recomputed.policy),
@@ -92,6 +105,7 @@ def flags(chosen: Candidate, free: frozenset[str] = frozenset()) -> str:
     if "train.batch" in free:
         words.append(f"--batch {setup.batch}")
     words += ["--set offload.update=cpu"] if setup.update == "cpu" else []
+    words += ["--set model.compile=true"] if setup.compiled and "model.compile" in free else []
     return " ".join([*words, f"--set activations.policy={setup.recomputed.policy}"])
 
 
@@ -136,6 +150,8 @@ def replay(source: str, setup: Setup, hardware: Hardware, free: frozenset[str]) 
     words += ["--batch", str(setup.batch), "--seq", str(setup.seq), "--precision", setup.precision]
     words += [word for room in ROOMS for word in (f"--{room.replace('_', '-')}", f"{getattr(hardware, room)}B")]
     words += [word for rate in RATES for word in ("--set", f"hardware.{rate}={getattr(hardware, rate):.6g}")]
+    if "model.compile" in free:
+        words += ["--set", "model.compile=auto"]
     if "zero.stage" not in free:
         words += ["--stage", str(setup.stage)]
     if "offload.placement" not in free:
@@ -169,13 +185,13 @@ def refuse(choice: Choice, source: str) -> None:
     )
 
 
-def as_dict(choice: Choice, hardware: Hardware, command: list[str]) -> dict[str, Any]:
+def as_dict(choice: Choice, hardware: Hardware, command: list[str], free: frozenset[str]) -> dict[str, Any]:
     """Return the choice and what it was made from, as JSON-able values."""
     best = choice.best
     assert best is not None
     return {
         "schema": 1,
-        "flags": flags(best),
+        "flags": flags(best, free),
         "seconds": best.estimate.seconds if best.estimate else None,
         "needed": {tier: best.plan.needed(tier) for tier in best.available},
         "hardware": dataclasses.asdict(hardware),

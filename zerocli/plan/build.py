@@ -302,7 +302,7 @@ def _host_rows(setup: Setup, flats: Flats, peaks: Peaks) -> list[Row]:
         formula = f"gloo's copies of what it reduces, at the process's peak x {times}"
         rows.append(Row("runtime", "dram", peaks.gloo_nbytes * times, formula))
     if setup.device == "cuda":
-        python = process_nbytes(setup.runtime, setup.width < FP32, any(setup.num_temporaries))
+        python = process_nbytes(setup)
         rows.append(Row("runtime", "dram", python * times, f"{SENTENCES['python']} x {times}"))
     return rows
 

@@ -43,6 +43,8 @@ SHORT = 0.8
 """An update on the CPU is chosen if it is estimated to take less than this: estimates of it are that much too short."""
 NEAR = 6
 """Where no rough plan fits, so many that exceed the machine least are made exactly."""
+COMPILING = 15.0
+"""Seconds that compiling the blocks takes at most (measured on an H200: 3 to 12)."""
 KINDS = ("optimizer", "gradients", "parameters")
 """States in the order in which they leave the device."""
 
@@ -77,12 +79,14 @@ def choose(
     stages: Sequence[int],
     offload: Placement | None = None,
     batches: Sequence[int] = (),
+    steps: int = 0,
 ) -> Choice:
     """Return the choice for a model; `offload`, and a `setup.recompute` other than `auto`, are kept as they are.
 
-    `batches` are micro-batches to choose from: with each, as many are accumulated as give the setup's step.
+    `batches` are micro-batches to choose from: with each, as many are accumulated as give the setup's step. `steps` is
+    the length of a run whose blocks are compiled if that pays for itself; 0: they are as the setup says.
     """
-    search = _Search(model, setup, hardware, places=offload is None)
+    search = _Search(model, setup, hardware, places=offload is None, steps=steps)
     whole = setup.batch * setup.accumulate
     for size in batches or (setup.batch,):
         for stage in sorted(stages, reverse=True):  # the last one is the likeliest to fit
@@ -117,8 +121,9 @@ def _where(setup: Setup) -> tuple[object, ...]:
 class _Search:
     """Collects the candidates of one model on one machine."""
 
-    def __init__(self, model: Model, setup: Setup, hardware: Hardware, places: bool) -> None:
-        """Take `places` to choose placements too."""
+    def __init__(self, model: Model, setup: Setup, hardware: Hardware, places: bool, steps: int) -> None:
+        """Take `places` to choose placements too, and the `steps` of a run that may be compiled."""
+        self._steps = steps
         self._model, self._setup, self._hardware, self._places = model, setup, hardware, places
         self._limits = _with_margins(hardware)
         self._off = "dram" if setup.device == "cuda" else "nvme"
@@ -161,7 +166,7 @@ class _Search:
     def _fitted(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate by an exact plan, changed as far as it needs more than the rough one said."""
         if self._rough is None:
-            return self._updated_there(candidate)
+            return self._compiled(self._updated_there(candidate))
         setup = candidate.setup
         for _ in range(3):
             corrected = self._corrected(setup)
@@ -172,7 +177,7 @@ class _Search:
             beyond = needed_by(exact.plan) - needed_by(rough.plan)
             self._beyond[_where(setup)] = max(self._beyond.get(_where(setup), 0), beyond)
             if exact.fits:
-                return self._updated_there(exact)
+                return self._compiled(self._updated_there(exact))
         return None
 
     def _updated_there(self, candidate: Candidate) -> Candidate:
@@ -183,6 +188,14 @@ class _Search:
             return candidate
         there = weigh(self._model, replace(setup, update="cpu"), self._limits)
         return there if there.fits and there.cost < candidate.cost * SHORT else candidate
+
+    def _compiled(self, candidate: Candidate) -> Candidate:
+        """Return the candidate with compiled blocks, if what they save in all steps is more than compiling takes."""
+        if not self._steps or isinstance(self._model, int):
+            return candidate
+        plan = replace(candidate.plan, setup=replace(candidate.setup, compiled=True))  # they need no more memory
+        compiled = judge(self._model, plan, self._limits)
+        return compiled if (candidate.cost - compiled.cost) * self._steps > COMPILING else candidate
 
     def _corrected(self, setup: Setup) -> Setup | None:
         """Return the setup with a smaller budget or more recomputation, if its rough plan is known to be too low."""

@@ -23,8 +23,8 @@ MEMORY = 0.64
 """Element-wise kernels, norms and sums, of the memory bandwidth."""
 UPDATE = 0.83
 """The update's one pass over all that a parameter has, of the memory bandwidth."""
-COMPILED = 0.8
-"""Bytes that compiled blocks move, relative to eager ones."""
+COMPILED = 0.9
+"""Bytes that compiled blocks move, relative to eager ones, whose kernels of ours are fused too."""
 FP32_PRODUCTS = 0.068
 """fp32 products without tensor cores, relative to half precision (an H200's 67 of 989 TFLOPS)."""
 BACKWARD_OPS = 2.5 / 0.7
@@ -32,8 +32,8 @@ BACKWARD_OPS = 2.5 / 0.7
 
 HOST_FORWARD = 0.4
 """Forward's share of the host's time for a block (`hardware.HostTimes`)."""
-HOST_COMPILED = 0.3
-"""The host's time for compiled blocks, relative to eager ones."""
+HOST_COMPILED, HOST_AGAIN = 1.25, 0.7
+"""The host's time for a compiled block, and what its recomputation adds, relative to an eager block that is kept."""
 USUAL = HostTimes()
 
 
@@ -64,9 +64,9 @@ class Work:
         """Return the same work for a host that takes so many times as long."""
         return Work(self.products, self.attention, self.moved, self.host * pace)
 
-    def compiled(self, moved: float) -> Work:
+    def compiled(self, moved: float, host: float) -> Work:
         """Return the work of the same operations in compiled blocks, which move a share of the bytes."""
-        return Work(self.products, self.attention, self.moved * moved, self.host * HOST_COMPILED)
+        return Work(self.products, self.attention, self.moved * moved, host)
 
     def seconds(self, setup: Setup, hardware: Hardware) -> dict[str, float]:
         """Return the device's seconds by kind of kernel; the kinds run one after the other."""
@@ -151,12 +151,17 @@ def _repeated(shape: Shape, setup: Setup, forward: Work, block: int, host: HostT
     """
     rows, mlp = list(_mlps(shape, block))[-1]
     last = 2 * setup.batch * setup.seq * rows * mlp * shape.hidden / setup.tp
-    return Work(forward.products - last, forward.attention, forward.moved, host.whole * _hosted(setup))
+    return Work(forward.products - last, forward.attention, forward.moved, again(host, host.whole, setup))
 
 
 def _cheap(setup: Setup, forward: Work, host: HostTimes) -> Work:
     """Return what selective recomputation of a block runs again: neither products nor attention."""
-    return Work(0.0, 0.0, forward.moved, host.selective * _hosted(setup))
+    return Work(0.0, 0.0, forward.moved, again(host, host.selective, setup))
+
+
+def again(host: HostTimes, eagerly: float, setup: Setup) -> float:
+    """Return what recomputing a block adds to the host's time; a compiled one runs the same graphs in any case."""
+    return host.block * HOST_AGAIN if setup.compiled else eagerly
 
 
 def _hosted(setup: Setup) -> float:

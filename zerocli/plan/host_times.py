@@ -5,9 +5,12 @@ The loops are those of training, so the figures have Python's, torch's and the e
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import statistics
 import time
+from typing import Any
 
 import torch
 
@@ -16,7 +19,7 @@ from zerocli.engine import api
 from zerocli.models import build
 
 LAYERS, WIDTH, TOKENS = 16, 128, 32
-STEPS, WARMUP = 8, 3
+STEPS, WARMUP = 20, 3
 BLOCK = "block"
 KINDS: dict[str, tuple[object, str, str, int]] = {
     BLOCK: (False, "", "", LAYERS + 2),  # embedding and head are launched too
@@ -35,34 +38,43 @@ def measure_host(device: torch.device) -> dict[str, float]:
     """Return the seconds per block and step by the names of `Hardware`, the mean of both families."""
     found = dict.fromkeys(KINDS, 0.0)
     for family in FAMILIES:
-        took: dict[str, float] = {}
-        for kind, (recompute, offload, beyond, number) in KINDS.items():
-            took[kind] = _step(family, recompute, offload, device)
+        took = _steps(family, device)
+        gc.collect()  # engines and models refer to each other
+        for kind, (_, _, beyond, number) in KINDS.items():
             found[kind] += max(0.0, took[kind] - took.get(beyond, 0.0)) / number
     return {f"host_{kind}": total / len(FAMILIES) for kind, total in found.items()}
 
 
-def _step(family: str, recompute: object, offload: str, device: torch.device) -> float:
-    """Return the seconds of a step of a tiny model."""
+def _steps(family: str, device: torch.device) -> dict[str, float]:
+    """Return the seconds of a step of each kind. They take turns: a host is slower at times, and differences count."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    tokens = torch.zeros((1, TOKENS), dtype=torch.int64, device=device)
+    with contextlib.ExitStack() as closing:
+        engines = {}
+        for kind, (recompute, offload, *_) in KINDS.items():
+            engines[kind] = _engine(family, recompute, offload, device)
+            closing.callback(engines[kind].close)
+        for _, kind in itertools.product(range(WARMUP + STEPS), KINDS):
+            seconds[kind].append(_step(engines[kind], tokens))
+    return {kind: statistics.median(each[WARMUP:]) for kind, each in seconds.items()}
+
+
+def _engine(family: str, recompute: object, offload: str, device: torch.device) -> Any:
+    """Return an engine of a tiny model."""
     shape = ModelConfig(family=family, layers=LAYERS, hidden=WIDTH, heads=2, vocab=512, tie=False)
     model = build(shape, TOKENS, "meta")
     precision = "bf16" if device.type == "cuda" else "fp32"
-    engine = api.shard(
+    return api.shard(
         *(model, "adamw", 1e-4), stage=3, precision=precision, clip=1.0, recompute=recompute, offload=offload,
-        device=str(device), units=model.unit_modules(),
+        device=str(device), units=model.unit_modules(), defer_update=True,
     )  # fmt: skip
-    try:
-        tokens = torch.zeros((1, TOKENS), dtype=torch.int64, device=device)
-        seconds = []
-        for _ in range(WARMUP + STEPS):
-            began = time.perf_counter()
-            loss = engine(tokens, tokens)
-            engine.backward(loss)
-            engine.step()
-            loss.item()
-            seconds.append(time.perf_counter() - began)
-    finally:
-        engine.close()
-    del engine, model, loss, tokens  # which refer to each other
-    gc.collect()
-    return statistics.median(seconds[WARMUP:])
+
+
+def _step(engine: Any, tokens: torch.Tensor) -> float:
+    """Return the seconds of a training step."""
+    began = time.perf_counter()
+    loss = engine(tokens, tokens)
+    engine.backward(loss)
+    engine.step()
+    loss.item()
+    return time.perf_counter() - began

@@ -31,7 +31,7 @@ def host_nbytes(setup: Setup, flats: Flats, initialised: int, built: int, transp
     """
     ranks = setup.local_ranks
     if setup.device == "cuda":
-        initialised = built = process_nbytes(setup.runtime, setup.width < FP32, any(setup.num_temporaries))
+        initialised = built = process_nbytes(setup)
     kept = _kept(setup, flats)
     read = max((nbytes for flat in flats.distinct for nbytes in _read(setup, flat, transposes)), default=0)
     read = max(read, _buffers(setup, flats))

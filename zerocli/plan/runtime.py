@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from zerocli.layout.flats import FP32
+
+if TYPE_CHECKING:
+    from zerocli.plan.setup import Setup
 
 MIB = 2**20
 
@@ -11,13 +17,15 @@ RUNTIME: Mapping[str, int] = {
     "nccl": 400 * MIB,
     "workspace": 64 * MIB,
     "fragments": 0,
-    "python": 1285 * MIB,
+    "python": 1228 * MIB,
+    "triton": 57 * MIB,
     "kernels": 115 * MIB,
-    "optimizers": 58 * MIB,
+    "optimizers": 70 * MIB,
 }
 """On a GPU: CUDA context and loaded kernels, NCCL's buffers, cuBLAS's workspaces (one for each thread that computes),
-and fragmentation (0: what `zerocli.plan.arena` finds). On the host: Python with torch, what compiling half-precision
-kernels leaves there, and torch's modules for optimizers without a kernel of ours. Measured with torch 2.11, CUDA 13."""
+and fragmentation (0: what `zerocli.plan.arena` finds). On the host: Python with torch, Triton where it compiles kernels
+of ours, what kernels for half precision add, and torch's modules for optimizers without a kernel of ours. Measured with
+torch 2.11, CUDA 13."""
 LAST_PAGES = 10 * MIB
 """What the allocator's small pages and the order of its frees cost beyond the arenas of a plan (measured)."""
 
@@ -35,10 +43,16 @@ def constant(name: str, given: Mapping[str, int]) -> int:
     return given.get(name, RUNTIME[name])
 
 
-def process_nbytes(given: Mapping[str, int], half: bool, other_optimizer: bool) -> int:
+def process_nbytes(setup: Setup) -> int:
     """Return the host memory of a process with a GPU, without what the tiers hold."""
-    kernels = constant("kernels", given) if half else 0
-    return constant("python", given) + kernels + (constant("optimizers", given) if other_optimizer else 0)
+    half = setup.width < FP32
+    taken = {
+        "python": True,
+        "triton": half or setup.fuses_update,
+        "kernels": half,
+        "optimizers": any(setup.num_temporaries),
+    }
+    return sum(constant(name, setup.runtime) for name, is_there in taken.items() if is_there)
 
 
 def usual_fragments(allocated: int) -> int:

@@ -220,7 +220,9 @@ def _host_moves(plan: Plan, layers: int, host: HostTimes) -> HostMoves:
         return off / (off + plan.of(category, HBM)) if off else 0.0
 
     kept = any(plan.of("activations", tier) for tier in _off_device(plan)) * plan.setup.num_recomputed(layers)
-    return HostMoves(host.moved * units * share("parameters"), host.reduced * units * share("gradients") + host.kept * kept)
+    return HostMoves(
+        host.moved * units * share("parameters"), host.reduced * units * share("gradients") + host.kept * kept
+    )
 
 
 def _collective_seconds(nbytes: float, ranks: int, ranks_per_node: int, hardware: Hardware) -> float:

@@ -28,9 +28,9 @@ TRANSIENT = 3
 """Blocks of a run after which each further one changes what is held by the same bytes: two checkpoints are in flight,
 and one is prefetched."""
 FOLLOWED, DEEP, FEWER = 16, 40, 8
-"""Blocks at each end of a run that are replayed where the allocator is followed, as what lies between them decides where
-others go (plans of 40 random models of 24 to 40 blocks differ by less than 1 % from those with all replayed). Models of
-more blocks than the second have larger ones: the third is enough, and faster."""
+"""Blocks at each end of a run that are replayed where the allocator is followed, as what lies between them decides
+where others go. Plans of 40 random models of 24 to 40 blocks differ by less than 1 % from those with all replayed. Of a
+model with more blocks than the second number, so many as the third are: its plans have to be fast."""
 ROUNDING = {"bf16": 6, "fp16": 2}
 """Bytes per element that rounding a master allocates (`engine.master.narrow`): bf16 has an fp32 copy between."""
 

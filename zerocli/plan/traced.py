@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute
-from zerocli.plan.compute import USUAL, Passes, Work
+from zerocli.plan.compute import HOST_COMPILED, USUAL, Passes, Work
+from zerocli.plan.compute import again as repeated
 from zerocli.plan.hardware import HostTimes
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Unit
@@ -67,9 +68,13 @@ class Traced:
         forward, backward, again = (each.at(host.pace) for each in (forward, backward, again))
         forward += Work(host=host.block * UNIT * UNIT_FORWARD * units)
         backward += Work(host=host.block * UNIT * (1 - UNIT_FORWARD) * units)
-        again += Work(host=host.whole * recompute.whole + host.selective * selective)
+        more = repeated(host, host.whole, setup) * recompute.whole + repeated(host, host.selective, setup) * selective
         if setup.compiled:
-            forward, backward, again = (each.compiled(TRACED_COMPILED) for each in (forward, backward, again))
+            launched = host.block * HOST_COMPILED * units
+            forward = forward.compiled(TRACED_COMPILED, launched * UNIT_FORWARD)
+            backward = backward.compiled(TRACED_COMPILED, launched * (1 - UNIT_FORWARD))
+            return Passes(forward, backward, again.compiled(TRACED_COMPILED, more), Work())
+        again += Work(host=more)
         return Passes(forward, backward, again, Work())
 
     def model_flops(self, setup: Setup) -> float:

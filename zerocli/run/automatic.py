@@ -77,13 +77,15 @@ def _choose(config: Config, options: RunOptions, setup: Setup, hardware: Hardwar
     model = shape_of(config.model, config.train.seq) if model is None else model
     setup = dataclasses.replace(setup, checkpoints=0)  # those are in the run folder, not on the nvme tier
     whole = config.train.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
-    choice: Choice = automatic.choose_setup(model, setup, hardware, options.auto, whole)
+    steps = 0 if machine.missing_compiler(on_gpu=True) else automatic.may_compile(config, setup, options.auto)
+    choice: Choice = automatic.choose_setup(model, setup, hardware, options.auto, whole, steps)
     automatic.refuse(choice, options.source)
     assert choice.best is not None
-    free = options.auto if config.train.global_batch else options.auto - {"train.batch"}
+    kept = set() if config.train.global_batch else {"train.batch"}
+    free = options.auto - kept - (set() if steps else {"model.compile"})
     command = automatic.replay(str(Path(options.run_dir, "config.json")), setup, hardware, options.auto)
     return Chosen(
-        automatic.with_choice(config, choice.best),
+        automatic.with_choice(config, choice.best, steps),
         tuple(automatic.describe(choice, hardware, lambda chosen: automatic.flags(chosen, free))),
-        automatic.as_dict(choice, hardware, command),
+        automatic.as_dict(choice, hardware, command, free),
     )
