@@ -49,7 +49,8 @@ def train(run_dir: Path, sets: list[str], *words: str) -> subprocess.CompletedPr
 def test_a_run_that_is_compiled_by_choice_trains_within_its_cap(tmp_path):
     """Narrow recomputed blocks are bound by the host: over many steps compiling them pays. The run is stopped early."""
     sets = ["model.layers=24", "model.hidden=512", "model.heads=8", "model.vocab=32000", "train.seq=1024"]
-    sets += ["train.batch=8", "train.precision=bf16", "checkpoint.every=0", "train.gpu_memory=3GiB", "train.log_every=1"]
+    sets += ["train.batch=8", "train.precision=bf16", "train.gpu_memory=3GiB", "checkpoint.every=0"]
+    sets += ["train.log_every=1"]
     chosen = train(tmp_path / "auto", [*sets, "train.steps=100000", "checkpoint.time_limit=30"], "--auto")
     document = json.loads((tmp_path / "auto" / "auto.json").read_text())
     assert "--set model.compile=true" in document["flags"], document["flags"]
