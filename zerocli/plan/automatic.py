@@ -105,7 +105,7 @@ def flags(chosen: Candidate, free: frozenset[str] = frozenset()) -> str:
     if "train.batch" in free:
         words.append(f"--batch {setup.batch}")
     words += ["--set offload.update=cpu"] if setup.update == "cpu" else []
-    words += ["--set model.compile=true"] if setup.compiled and "model.compile" in free else []
+    words += [f"--set model.compile={str(setup.compiled).lower()}"] if "model.compile" in free else []
     return " ".join([*words, f"--set activations.policy={setup.recomputed.policy}"])
 
 

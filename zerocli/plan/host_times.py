@@ -10,12 +10,12 @@ import gc
 import itertools
 import statistics
 import time
-from typing import Any
 
 import torch
 
 from zerocli.config import ModelConfig
 from zerocli.engine import api
+from zerocli.engine.engine import Engine
 from zerocli.models import build
 
 LAYERS, WIDTH, TOKENS = 16, 128, 32
@@ -59,7 +59,7 @@ def _steps(family: str, device: torch.device) -> dict[str, float]:
     return {kind: statistics.median(each[WARMUP:]) for kind, each in seconds.items()}
 
 
-def _engine(family: str, recompute: object, offload: str, device: torch.device) -> Any:
+def _engine(family: str, recompute: object, offload: str, device: torch.device) -> Engine:
     """Return an engine of a tiny model."""
     shape = ModelConfig(family=family, layers=LAYERS, hidden=WIDTH, heads=2, vocab=512, tie=False)
     model = build(shape, TOKENS, "meta")
@@ -70,7 +70,7 @@ def _engine(family: str, recompute: object, offload: str, device: torch.device) 
     )  # fmt: skip
 
 
-def _step(engine: Any, tokens: torch.Tensor) -> float:
+def _step(engine: Engine, tokens: torch.Tensor) -> float:
     """Return the seconds of a training step."""
     began = time.perf_counter()
     loss = engine(tokens, tokens)

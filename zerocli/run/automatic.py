@@ -51,7 +51,7 @@ def choose_here(config: Config, options: RunOptions, model: Model | None = None)
     setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=math.gcd(ranks, local))
     room = room_here(device, setup.local_ranks, config.train.gpu_memory)
     hardware = automatic.hardware_here(config.offload.nvme_path, setup, room)
-    return _choose(config, options, setup, hardware, model)
+    return _choose(config, options, setup, hardware, model, _compiled_steps(config, options, setup))
 
 
 def choose_together(
@@ -63,7 +63,14 @@ def choose_together(
     if not options.auto:
         return Chosen(config)
     hardware = least_of_all(automatic.hardware_here(config.offload.nvme_path, setup, room), gather)
-    return _choose(config, options, setup, hardware, model)
+    steps = min(gather(_compiled_steps(config, options, setup)))
+    return _choose(config, options, setup, hardware, model, steps)
+
+
+def _compiled_steps(config: Config, options: RunOptions, setup: Setup) -> int:
+    """Return the steps of a run whose blocks may be compiled on this machine; 0 if they may not."""
+    steps = automatic.may_compile(config, setup, options.auto)
+    return steps if steps and not machine.missing_compiler(on_gpu=True) else 0
 
 
 def least_of_all(hardware: Hardware, gather: Any) -> Hardware:
@@ -73,17 +80,18 @@ def least_of_all(hardware: Hardware, gather: Any) -> Hardware:
     return Hardware(**(everyone[0] | least))
 
 
-def _choose(config: Config, options: RunOptions, setup: Setup, hardware: Hardware, model: Model | None) -> Chosen:
+def _choose(
+    config: Config, options: RunOptions, setup: Setup, hardware: Hardware, model: Model | None, steps: int
+) -> Chosen:
     model = shape_of(config.model, config.train.seq) if model is None else model
     setup = dataclasses.replace(setup, checkpoints=0)  # those are in the run folder, not on the nvme tier
     whole = config.train.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
-    steps = 0 if machine.missing_compiler(on_gpu=True) else automatic.may_compile(config, setup, options.auto)
     choice: Choice = automatic.choose_setup(model, setup, hardware, options.auto, whole, steps)
     automatic.refuse(choice, options.source)
     assert choice.best is not None
     kept = set() if config.train.global_batch else {"train.batch"}
     free = options.auto - kept - (set() if steps else {"model.compile"})
-    command = automatic.replay(str(Path(options.run_dir, "config.json")), setup, hardware, options.auto)
+    command = automatic.replay(str(Path(options.run_dir, "config.json")), setup, hardware, free)
     return Chosen(
         automatic.with_choice(config, choice.best, steps),
         tuple(automatic.describe(choice, hardware, lambda chosen: automatic.flags(chosen, free))),
