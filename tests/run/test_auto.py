@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from typing import Any
 
 import pytest
 from runs import TINY, losses, train
@@ -63,7 +64,11 @@ def test_unequal_ranks_agree_on_one_choice(tmp_path):
     rooms = [needed(sets, stage=3, recompute=each) for each in (False, True)]
     machines = [automatic.hardware_here((), setup, int(room * 1.1)) for room in rooms]
     proposals = [dataclasses.asdict(each) for each in machines]
-    found = [choose_together(config, options, setup, int(room * 1.1), lambda _: proposals) for room in rooms]
+
+    def gather(value: Any) -> list[Any]:
+        return proposals if isinstance(value, dict) else [value, value]
+
+    found = [choose_together(config, options, setup, int(room * 1.1), gather) for room in rooms]
     assert found[0].config == found[1].config and found[0].lines == found[1].lines
     alone = choose_together(config, options, setup, int(rooms[0] * 1.1), lambda value: [value])
     assert alone.config != found[0].config
@@ -87,15 +92,40 @@ def test_what_the_command_line_sets_stays(tmp_path):
 def test_a_choice_is_replayed_by_its_command(tmp_path, capsys):
     """The command gives the flags again from the numbers in it, whatever machine it runs on."""
     config = configs.load("gpt2-124m", ["parallel.ranks=1", "train.batch=16"])
-    (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(config)))
     setup = setup_of(config, ranks=1, ranks_per_node=1, precision="bf16")
     hardware = dataclasses.replace(automatic_machine(), gpu_memory=5 << 30, host_memory=20 << 30, nvme_space=1 << 40)
-    choice = automatic.choose_setup(shape_of(config.model, config.train.seq), setup, hardware, FREE)
+    steps = automatic.may_compile(config, setup, FREE)
+    choice = automatic.choose_setup(shape_of(config.model, config.train.seq), setup, hardware, FREE, steps=steps)
     assert choice.best is not None
+    # The run folder's config has the choice; the command leaves open again what was.
+    (tmp_path / "config.json").write_text(
+        json.dumps(configs.to_dict(automatic.with_choice(config, choice.best, steps)))
+    )
     command = automatic.replay(str(tmp_path / "config.json"), setup, hardware, FREE)
     assert cli.run([*command[1:], "--json"]) == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
-    assert f"auto: {automatic.flags(choice.best)}" in notes
+    assert f"auto: {automatic.flags(choice.best, frozenset({'model.compile'}))}" in notes
+
+
+def test_one_machine_without_a_compiler_decides_for_all(tmp_path, monkeypatch):
+    config = configs.load("gpt2-124m", ["parallel.ranks=2", "train.steps=1000000", "activations.policy=recompute"])
+    setup = setup_of(config, ranks=2, ranks_per_node=2, precision="bf16", device="cuda")
+    hardware = dataclasses.replace(
+        automatic_machine(), host_block=1e-5
+    )  # the device bounds it: compiled ones are faster
+    monkeypatch.setattr(automatic, "hardware_here", lambda *_: hardware)
+    options = RunOptions(str(tmp_path), auto=FREE)
+
+    def compiled(here: str, there: int) -> bool | str:
+        monkeypatch.setattr("zerocli.machine.missing_compiler", lambda on_gpu: here)
+
+        def gather(value: Any) -> list[Any]:
+            return [value, value] if isinstance(value, dict) else [value, min(value, there) if there else 0]
+
+        return choose_together(config, options, setup, hardware.gpu_memory, gather).config.model.compile
+
+    assert compiled("", 10**9) is True
+    assert compiled("there is no C compiler", 10**9) == "auto" == compiled("", 0)
 
 
 def automatic_machine():
