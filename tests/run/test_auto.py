@@ -110,9 +110,7 @@ def test_a_choice_is_replayed_by_its_command(tmp_path, capsys):
 def test_one_machine_without_a_compiler_decides_for_all(tmp_path, monkeypatch):
     config = configs.load("gpt2-124m", ["parallel.ranks=2", "train.steps=1000000", "activations.policy=recompute"])
     setup = setup_of(config, ranks=2, ranks_per_node=2, precision="bf16", device="cuda")
-    hardware = dataclasses.replace(
-        automatic_machine(), host_block=1e-5
-    )  # the device bounds it: compiled ones are faster
+    hardware = dataclasses.replace(automatic_machine(), host_block=1e-5)  # bound by the device
     monkeypatch.setattr(automatic, "hardware_here", lambda *_: hardware)
     options = RunOptions(str(tmp_path), auto=FREE)
 
