@@ -49,7 +49,8 @@ class RoughPlans:
 
     def _step(self, setup: Setup) -> StepPeak:
         checkpoints = setup.offload.shares.get(ACTIVATIONS, ())
-        key = (setup.stage, setup.batch, setup.accumulate, setup.recomputed, checkpoints)
+        kinds = (setup.zero.optimizer, setup.zero.gradients)  # partitioned parameters change what is kept, not the step
+        key = (kinds, setup.batch, setup.accumulate, setup.recomputed, checkpoints)
         if key not in self._steps:
             here = Placement({ACTIVATIONS: checkpoints} if checkpoints else {})
             setup = replace(setup, offload=here)
