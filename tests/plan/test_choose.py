@@ -16,10 +16,11 @@ from zerocli.config import ModelConfig
 from zerocli.config import load as load_config
 from zerocli.config.options import AUTOMATIC, automatic_keys
 from zerocli.layout.recompute import Recompute, read_recompute
-from zerocli.plan import choose as choose_module
+from zerocli.plan import checks
 from zerocli.plan.automatic import choose_setup, flags, keywords, may_compile, with_choice
 from zerocli.plan.build import plan_model
-from zerocli.plan.choose import COMPILING, HOST_MARGIN, choose
+from zerocli.plan.checks import COMPILING
+from zerocli.plan.choose import HOST_MARGIN, choose
 from zerocli.plan.hardware import PRESETS, Hardware
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.recompute import MARGIN
@@ -190,7 +191,7 @@ def test_the_update_runs_where_it_is_faster_by_measured_rates():
 def test_a_choice_needs_few_exact_plans_and_few_replays(monkeypatch):
     """An exact plan takes some 30 ms and the replay of a step 5, so a choice among all stages takes a second."""
     exact, replays, run = [], [], Replay.run_step
-    monkeypatch.setattr(choose_module, "weigh", lambda *args: exact.append(1) or weigh(*args))
+    monkeypatch.setattr(checks, "weigh", lambda *args: exact.append(1) or weigh(*args))
     monkeypatch.setattr(Replay, "run_step", lambda replay: replays.append(1) or run(replay))
     choice = choose(shape_of(LARGE, 1024), setup(ranks=8, recompute="auto"), capped(20), (0, 1, 2, 3))
     assert choice.number > 50

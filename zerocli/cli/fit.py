@@ -18,7 +18,8 @@ from zerocli.console import colours, printable, show
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
 from zerocli.plan import automatic, largest, search
-from zerocli.plan.choose import choose, kind_of
+from zerocli.plan.checks import kind_of
+from zerocli.plan.choose import choose
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
 from zerocli.plan.inputs import Source, model_of, read_source
 from zerocli.plan.lora import Lora, parse_lora

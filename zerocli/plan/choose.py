@@ -5,7 +5,7 @@ states, then gradients, then parameters, and of the last kind that leaves only a
 bytes for each byte that crosses the host link: optimizer states are 10 to 12 bytes per parameter and cross it twice in
 a step, parameters are 2 and cross it four times. What host memory cannot hold of the optimizer states goes to disks.
 Of these candidates the one with the fewest estimated seconds is chosen. The search goes by rough plans (rough.py); the
-fastest are then checked by exact ones, and where those do not fit, a budget is made smaller.
+fastest are then checked by exact ones (checks.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from offload.placement import ACTIVATIONS, HBM, Placement, Share
 from zerocli.config import AUTO
 from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, Recompute
+from zerocli.plan.checks import GRAIN, Checks, key_of, kind_of, rounded
 from zerocli.plan.hardware import Hardware
-from zerocli.plan.recompute import MARGIN, TRACED, choices, needed_by
+from zerocli.plan.recompute import MARGIN, TRACED, choices
 from zerocli.plan.rough import RoughPlans
 from zerocli.plan.search import Candidate, Model, judge, weigh
 from zerocli.plan.setup import Setup
@@ -30,8 +31,6 @@ from zerocli.plan.traced import Traced
 
 HOST_MARGIN = 0.05
 """Share of host memory and disk space that a choice leaves free."""
-GRAIN, COARSE, LARGE = 64 << 20, 1 << 30, 100 << 30
-"""Budgets are multiples of the first many bytes, or of the second from the third on."""
 TIE = 5e-4
 """Of choices whose estimates differ by less than this share, the one that leaves most device memory free is taken."""
 LEVELS, FINEST = 6, 64
@@ -39,12 +38,8 @@ LEVELS, FINEST = 6, 64
 one part in so many."""
 KINDS_SHOWN, FEW = 4, 12
 """Kinds of choices that are checked, for a table of the best; after so many exact plans, only until there are two."""
-SHORT = 0.8
-"""An update on the CPU is chosen if it is estimated to take less than this: estimates of it are that much too short."""
 NEAR = 6
 """Where no rough plan fits, so many that exceed the machine least are made exactly."""
-COMPILING = 15.0
-"""Seconds that compiling the blocks takes at most (measured on an H200: 3 to 12)."""
 KINDS = ("optimizer", "gradients", "parameters")
 """States in the order in which they leave the device."""
 
@@ -103,37 +98,20 @@ def _with_margins(hardware: Hardware) -> Hardware:
     )
 
 
-def kind_of(setup: Setup) -> tuple[object, ...]:
-    """Return what distinguishes two choices other than numbers: stage, tiers of each kind, whether it recomputes."""
-    tiers = tuple(
-        (kind, tuple(share.tier for share in shares)) for kind, shares in sorted(setup.offload.shares.items())
-    )
-    recompute = setup.recomputed
-    return setup.stage, setup.batch, setup.offload.policy, tiers, bool(recompute.whole), bool(recompute.selective)
-
-
-def _where(setup: Setup) -> tuple[object, ...]:
-    """Return what decides how far a rough plan is off: stage and tiers."""
-    stage, _, policy, tiers, *_ = kind_of(setup)
-    return stage, policy, tiers
-
-
 class _Search:
     """Collects the candidates of one model on one machine."""
 
     def __init__(self, model: Model, setup: Setup, hardware: Hardware, places: bool, steps: int) -> None:
         """Take `places` to choose placements too, and the `steps` of a run that may be compiled."""
-        self._steps = steps
-        self._model, self._setup, self._hardware, self._places = model, setup, hardware, places
+        self._model, self._setup, self._hardware = model, setup, hardware
         self._limits = _with_margins(hardware)
         self._off = "dram" if setup.device == "cuda" else "nvme"
         """The tier that states leave the device for; without a GPU, host memory is the device's."""
         self._rough = RoughPlans(model) if isinstance(model, Shape) else None
         self._found: dict[tuple[object, ...], Candidate] = {}
         self._refused: list[UserError] = []
-        self._beyond: dict[tuple[object, ...], int] = {}
-        """By how much exact plans were above rough ones, by stage and tiers."""
-        self._exactly: dict[tuple[object, ...], Candidate] = {}
+        roughly = self._weigh_roughly if self._rough is not None else None
+        self._checks = Checks(model, self._limits, self._amounts(), roughly, places, steps)
         self._best = float("inf")
         """The fewest seconds of a candidate that fits."""
 
@@ -144,7 +122,7 @@ class _Search:
         nearest = fitting[0] if fitting else None
         if not fitting:  # rough plans may be too high
             near = sorted(self._found.values(), key=lambda each: sum(each.over.values()))[:NEAR]
-            exact = sorted((self._exact(each.setup) for each in near), key=lambda each: sum(each.over.values()))
+            exact = sorted((self._checks.exact(each.setup) for each in near), key=lambda each: sum(each.over.values()))
             fitting = sorted((each for each in exact if each.fits), key=_rank)
             nearest = exact[0]
         return Choice(tuple(map(self._shown, fitting)), self._shown(nearest) if nearest else None, len(self._found))
@@ -154,75 +132,14 @@ class _Search:
         waiting = [(_rank(each), number, False, each) for number, each in enumerate(self._found.values()) if each.fits]
         heapq.heapify(waiting)
         fitting: dict[tuple[object, ...], Candidate] = {}
-        while waiting and len(fitting) < (KINDS_SHOWN if len(self._exactly) < FEW else 2):
+        while waiting and len(fitting) < (KINDS_SHOWN if self._checks.number < FEW else 2):
             _, number, exact, candidate = heapq.heappop(waiting)
             kind = kind_of(candidate.setup)
             if exact:
                 fitting.setdefault(kind, candidate)
-            elif kind not in fitting and (found := self._fitted(candidate)) is not None:
+            elif kind not in fitting and (found := self._checks.fitted(candidate)) is not None:
                 heapq.heappush(waiting, (_rank(found), number, True, found))
         return list(fitting.values())
-
-    def _fitted(self, candidate: Candidate) -> Candidate | None:
-        """Return the candidate by an exact plan, changed as far as it needs more than the rough one said."""
-        if self._rough is None:
-            return self._compiled(self._updated_there(candidate))
-        setup = candidate.setup
-        for _ in range(3):
-            corrected = self._corrected(setup)
-            if corrected is None:
-                return None
-            setup = corrected
-            exact, rough = self._exact(setup), self._rough_weigh(setup)
-            beyond = needed_by(exact.plan) - needed_by(rough.plan)
-            self._beyond[_where(setup)] = max(self._beyond.get(_where(setup), 0), beyond)
-            if exact.fits:
-                return self._compiled(self._updated_there(exact))
-        return None
-
-    def _updated_there(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with its offloaded states updated on the CPU, if that is faster by measured rates."""
-        setup, plan = candidate.setup, candidate.plan
-        away = any(plan.of("optimizer_states", tier) for tier in plan.tiers if tier != HBM)
-        if not away or setup.device != "cuda" or setup.update != AUTO or not self._hardware.products:
-            return candidate
-        there = weigh(self._model, replace(setup, update="cpu"), self._limits)
-        return there if there.fits and there.cost < candidate.cost * SHORT else candidate
-
-    def _compiled(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with compiled blocks, if what they save in all steps is more than compiling takes."""
-        if not self._steps or isinstance(self._model, int):
-            return candidate
-        plan = replace(candidate.plan, setup=replace(candidate.setup, compiled=True))  # they need no more memory
-        compiled = judge(self._model, plan, self._limits)
-        return compiled if (candidate.cost - compiled.cost) * self._steps > COMPILING else candidate
-
-    def _corrected(self, setup: Setup) -> Setup | None:
-        """Return the setup with a smaller budget or more recomputation, if its rough plan is known to be too low."""
-        beyond = self._beyond.get(_where(setup), 0)
-
-        def over(changed: Setup) -> int:
-            return needed_by(self._rough_weigh(changed).plan) + beyond - self._limits.gpu_memory
-
-        missing = over(setup)
-        if missing <= 0:
-            return setup
-        if self._places and (smaller := _with_less(setup, missing)) is not None:
-            return smaller
-        order = self._amounts()
-        if setup.recomputed not in order:
-            return None
-        low, high = order.index(setup.recomputed), len(order)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if over(replace(setup, recompute=order[middle])) > 0 else (low, middle)
-        return replace(setup, recompute=order[high]) if high < len(order) else None
-
-    def _exact(self, setup: Setup) -> Candidate:
-        key = _key(setup, setup.offload)
-        if key not in self._exactly:
-            self._exactly[key] = weigh(self._model, setup, self._limits)
-        return self._exactly[key]
 
     def _shown(self, candidate: Candidate) -> Candidate:
         """Return the candidate beside what the machine really has, without the margins."""
@@ -293,7 +210,7 @@ class _Search:
         """Yield the placement that keeps as much of a kind on the device as fits beside the rest."""
         room = self._limits.gpu_memory - without.plan.needed(HBM)
         for _ in range(4):
-            budget = _rounded(room)
+            budget = rounded(room)
             if budget <= 0:
                 break
             placement = Placement({**whole.shares, kind: (Share(HBM, budget), Share(self._off))})
@@ -316,7 +233,7 @@ class _Search:
         near = tuple(share for share in shares if share.tier == HBM)
         over = found.over["dram"]
         for _ in range(3):
-            budget = _rounded(there - over)
+            budget = rounded(there - over)
             middle = (Share("dram", budget),) if budget > 0 else ()
             spilled = Placement({**placement.shares, "optimizer": (*near, *middle, Share("nvme"))})
             found = self._weigh(setup, spilled)
@@ -325,44 +242,23 @@ class _Search:
             over += max(GRAIN, found.over["dram"])
         return spilled
 
-    def _rough_weigh(self, setup: Setup) -> Candidate:
+    def _weigh_roughly(self, setup: Setup) -> Candidate:
         if self._rough is None:
             return weigh(self._model, setup, self._limits)
         return judge(self._model, self._rough.plan(setup), self._limits)
 
     def _weigh(self, setup: Setup, placement: Placement) -> Candidate | None:
         """Return the candidate of a placement; None if the setup does not allow it."""
-        key = _key(setup, placement)
+        key = key_of(setup, placement)
         if key not in self._found:
             try:
-                self._found[key] = self._rough_weigh(replace(setup, offload=placement))
+                self._found[key] = self._weigh_roughly(replace(setup, offload=placement))
             except UserError as error:
                 self._refused.append(error)
                 return None
         return self._found[key]
 
 
-def _key(setup: Setup, placement: Placement) -> tuple[object, ...]:
-    return setup.stage, setup.batch, str(placement), setup.recompute
-
-
-def _rounded(nbytes: int) -> int:
-    """Return the largest budget of at most `nbytes`."""
-    grain = COARSE if nbytes >= LARGE else GRAIN
-    return nbytes // grain * grain
-
-
 def _rank(candidate: Candidate) -> tuple[int, int, int]:
     """Return the order of candidates: by seconds, and of about equal ones the roomier first."""
     return round(math.log(max(candidate.cost, 1e-9)) / TIE), candidate.plan.needed(HBM), candidate.plan.needed("dram")
-
-
-def _with_less(setup: Setup, nbytes: int) -> Setup | None:
-    """Return the setup with `nbytes` less in a budget of the device; None without such a budget."""
-    for kind, shares in setup.offload.shares.items():
-        first = shares[0]
-        if first.tier == HBM and first.budget is not None:
-            left = _rounded(first.budget - nbytes)
-            kept = (Share(HBM, left),) if left > 0 else ()
-            return replace(setup, offload=Placement({**setup.offload.shares, kind: (*kept, *shares[1:])}))
-    return None
