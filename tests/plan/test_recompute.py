@@ -206,7 +206,7 @@ def test_fit_shows_what_each_candidate_recomputes(capsys):
         assert auto["activations"].startswith(f"{recompute.describe(blocks, 48)} (")
         [row] = [row for row in auto["rows"] if row["category"] == "activations"]
         for number, words in ((blocks.whole, "recomputed"), (blocks.selective, "recomputed selectively")):
-            assert (f"{number} of 48 blocks are {words}" in row["formula"]) == bool(number)
+            assert (f" {number} of 48 blocks are {words}" in row["formula"]) == bool(number)
         assert keep["step"]["seconds"] <= auto["step"]["seconds"] <= whole["step"]["seconds"]
         cli.run([*FIT, "--set", "activations.policy=auto", "--gpu-memory", f"{memory}GiB"])
         shown = capsys.readouterr().out
