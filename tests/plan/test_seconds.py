@@ -11,6 +11,7 @@ import torch
 
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
+from zerocli.plan import host_times
 from zerocli.plan.build import plan_model
 from zerocli.plan.compute import passes
 from zerocli.plan.hardware import HOST, PRESETS, Hardware, HostTimes, this_machine
@@ -112,7 +113,9 @@ def test_a_slower_host_slows_what_it_bounds():
     assert timed(hardware=slow).seconds == timed().seconds  # wide blocks are bound by the device
 
 
-def test_the_host_is_measured_by_training():
+def test_the_host_is_measured_by_training(monkeypatch):
+    for name, few in {"LAYERS": 2, "STEPS": 2, "WARMUP": 1}.items():
+        monkeypatch.setattr(host_times, name, few)
     found = measure_host(torch.device("cpu"))
     assert set(found) == set(HOST) and 1e-5 < found["host_block"] < 1
     facts = {"gpus": [{"name": "NVIDIA H200", "memory": 1}], "memory": {"available": 1}, "disks": {}}
