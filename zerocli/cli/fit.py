@@ -216,7 +216,7 @@ def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware
     steps = automatic.may_compile(config, setup, free)
     choice = automatic.choose_setup(model, setup, hardware, free, whole, steps)
     if choice.best is not None:
-        named = free - (set() if whole else {"train.batch"}) - (set() if steps else {"model.compile"})
+        named = automatic.named_keys(free, whole, steps)
         notes += automatic.describe(choice, hardware, lambda chosen: automatic.flags(chosen, named))
     kinds: dict[object, search.Candidate] = {}
     for each in choice.fitting:  # the fastest of each kind: the others differ in numbers only

@@ -26,7 +26,7 @@ from zerocli.engine.events import Events
 from zerocli.engine.streams import SideStream, StreamEvent, Waits
 from zerocli.engine.unit import Flat, State, Unit
 from zerocli.errors import Refused
-from zerocli.layout.buffers import gather_limits
+from zerocli.layout.buffers import gather_limits, gather_name
 from zerocli.layout.flats import Sizing
 
 
@@ -355,7 +355,7 @@ class Gatherer:
         """Yield (category, name, tensor) of the gather buffers."""
         for buffers in self._pool.values():
             for buffer in buffers:
-                yield "gathered", f"gather buffers of {buffer.tensor.numel()} elements", buffer.tensor
+                yield "gathered", gather_name(buffer.tensor.numel()), buffer.tensor
 
     # -- saved tensors: see [Note: gather buffers and autograd] ----------------------------------------------------
 

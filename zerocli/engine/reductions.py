@@ -19,7 +19,7 @@ from zerocli.engine.norms import GradientNorms
 from zerocli.engine.parameters import take_grad
 from zerocli.engine.streams import SideStream, Waits
 from zerocli.engine.unit import Flat, Unit
-from zerocli.layout.buffers import bucket_limit
+from zerocli.layout.buffers import BUCKETS, bucket_limit
 from zerocli.layout.flats import Sizing
 from zerocli.layout.shards import Span
 
@@ -93,7 +93,7 @@ class Reductions:
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the reduction buckets."""
         for bucket in (*self._buckets.all(), *self._lift.all()):
-            yield "buffers", "reduction buckets", bucket.memory
+            yield "buffers", BUCKETS, bucket.memory
 
     # -- whole gradients -------------------------------------------------------------------------------------------
 

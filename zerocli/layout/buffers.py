@@ -123,11 +123,11 @@ def gather_buffers(units: Sequence[Sequence[FlatSpec]], sizing: Sizing) -> Itera
         most |= Counter((flat.total, flat.width) for unit in near for flat in unit)
     for size, limit in gather_limits([flat for unit in units for flat in unit], sizing).items():
         for _ in range(min(limit, most[size])):
-            yield Spec("gathered", gathered(size[0]), *size)
+            yield Spec("gathered", gather_name(size[0]), *size)
 
 
-def gathered(numel: int) -> str:
-    """Return the name of gather buffers."""
+def gather_name(numel: int) -> str:
+    """Return the name of gather buffers of so many elements."""
     return f"gather buffers of {numel} elements"
 
 

@@ -56,6 +56,12 @@ def may_compile(config: Config, setup: Setup, free: frozenset[str]) -> int:
     return config.train.steps if asked else 0
 
 
+def named_keys(free: frozenset[str], global_batch: int, steps: int) -> frozenset[str]:
+    """Return those of the free keys that a choice decides: no batch without a global one, and `steps` as above."""
+    open_ones = {"train.batch": global_batch, "model.compile": steps}
+    return frozenset(key for key in free if open_ones.get(key, True))
+
+
 def choose_setup(
     model: Model, setup: Setup, hardware: Hardware, free: frozenset[str], global_batch: int = 0, steps: int = 0
 ) -> Choice:

@@ -49,7 +49,7 @@ class Moved:
     down: float = 0.0
     disk: float = 0.0
     alone: float = 0.0
-    """Bytes in either direction during whose way nothing else moves."""
+    """Bytes, in either direction, that move while nothing else does."""
 
     def pcie_seconds(self, hardware: Hardware) -> float:
         both = (self.up + self.down) / (2 * hardware.both_ways)

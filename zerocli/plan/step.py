@@ -27,10 +27,11 @@ FETCHES, UPDATES, REDUCTIONS = "fetches", "updates", "reductions"
 TRANSIENT = 3
 """Blocks of a run after which each further one changes what is held by the same bytes: two checkpoints are in flight,
 and one is prefetched."""
-FOLLOWED, DEEP, FEWER = 16, 40, 8
-"""Blocks at each end of a run that are replayed where the allocator is followed, as what lies between them decides
-where others go. Plans of 40 random models of 24 to 40 blocks differ by less than 1 % from those with all replayed. Of a
-model with more blocks than the second number, so many as the third are: its plans have to be fast."""
+FOLLOWED = 16
+"""Blocks at each end of a run that are replayed where the allocator is followed: the gaps between their tensors decide
+where others go. With it, plans of 40 random models of 24 to 40 blocks are within 1 % of those with all replayed."""
+DEEP, FOLLOWED_IF_DEEP = 40, 8
+"""Of a model with more blocks than the first, the second many are replayed: its plans take too long otherwise."""
 ROUNDING = {"bf16": 6, "fp16": 2}
 """Bytes per element that rounding a master allocates (`engine.master.narrow`): bf16 has an fp32 copy between."""
 
@@ -107,7 +108,7 @@ class Replay(Initialisation):
         self._waiting: dict[tuple[str, int], list[Spec]] = defaultdict(list)
         self._made: Counter[tuple[str, int]] = Counter()
         """Gather buffers and buckets that are not there yet, and how many are, by name and bytes per element."""
-        self._lead = (FOLLOWED if shape.layers <= DEEP else FEWER) if self._arenas else TRANSIENT
+        self._lead = (FOLLOWED if shape.layers <= DEEP else FOLLOWED_IF_DEEP) if self._arenas else TRANSIENT
         """How many blocks are replayed at both ends of a run of equal ones, beside a period."""
         self._owes = False
         """Whether the last step's updates of offloaded states are left to this step's forward."""
@@ -247,7 +248,7 @@ class Replay(Initialisation):
     def _gather(self, unit: int, number: int) -> None:
         """Allocate gather buffers for a unit's flats, unless there are `number` of their size."""
         for flat in self._units[unit]:
-            name = buffers.gathered(flat.total)
+            name = buffers.gather_name(flat.total)
             self._make(name, flat.width, number - self._made[name, flat.width])
 
     def _make(self, name: str, width: int, number: int) -> None:

@@ -89,8 +89,7 @@ def _choose(
     choice: Choice = automatic.choose_setup(model, setup, hardware, options.auto, whole, steps)
     automatic.refuse(choice, options.source)
     assert choice.best is not None
-    kept = set() if config.train.global_batch else {"train.batch"}
-    free = options.auto - kept - (set() if steps else {"model.compile"})
+    free = automatic.named_keys(options.auto, whole, steps)
     command = automatic.replay(str(Path(options.run_dir, "config.json")), setup, hardware, free)
     return Chosen(
         automatic.with_choice(config, choice.best, steps),
