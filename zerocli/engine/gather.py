@@ -211,6 +211,7 @@ class Gatherer:
             buffer = self._buffer_of.get(id(flat))
             if buffer is not None:
                 flat.attach(buffer.tensor, buffer.views[id(flat)])
+        flat.let_go()  # its update came before what was waited for
         self._clock += 1
         if flat.state is not State.RESIDENT:
             self._buffer_of[id(flat)].used_at = self._clock

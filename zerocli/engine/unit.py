@@ -17,7 +17,7 @@ from offload import Record, Store
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.master import REMAINDER
 from zerocli.engine.parameters import attach, edited, edited_in_place, moved, note_values, release
-from zerocli.engine.streams import StreamEvent, current_stream
+from zerocli.engine.streams import StreamEvent
 from zerocli.errors import Refused
 from zerocli.layout.flats import FlatSpec, flat_spec
 from zerocli.layout.recompute import Recompute, read_recompute
@@ -76,6 +76,8 @@ class Flat:
     """Whether gradients are not partitioned: the whole one is kept until it is reduced."""
     keeps_grad: bool = True
     """Whether the gradient on the device stays allocated between steps."""
+    spent: torch.Tensor | None = None
+    """A gradient whose last reader is another stream: `let_go` frees it once backward's stream waits for that."""
     grad_views: list[torch.Tensor] = field(default_factory=list)
     """The parameters' parts of `grad_full`, made on first use."""
 
@@ -146,6 +148,7 @@ class Flat:
             ("parameters", self.shard),
             ("gradients", self.grad_full),
             ("gradients", self.grad),
+            ("gradients", self.spent),
             ("optimizer_states", self.master),
             ("optimizer_states", self.remainder),
             *(("optimizer_states", state) for state in self.states.values()),
@@ -162,6 +165,10 @@ class Flat:
         """Allocate the gradient on the device unless it is there or offloaded; the padding of a whole one is zero."""
         if self.grad is not None or self.grad_store is not None:
             return
+        if self.spent is not None:  # of a unit that forward did not use
+            assert self.written is not None
+            self.written.wait()
+            self.let_go()
         if not self.whole_grad:
             self.grad = torch.empty(self.held.numel, dtype=self.grad_dtype, device=device)
             return
@@ -170,13 +177,21 @@ class Flat:
             self.grad_full[gap.start : gap.stop].zero_()
         self.grad = self.grad_full[self.held.start : self.held.stop]
 
-    def close_grad(self) -> None:
-        """Free the gradient after its last use on the current stream, unless it stays allocated."""
+    def close_grad(self, elsewhere: bool = False) -> None:
+        """Free the gradient after its last use, unless it stays allocated.
+
+        Its memory belongs to backward's stream. If it was used `elsewhere`, it is freed by `let_go`, and not whenever
+        the other stream is done: how much memory a step takes must not depend on how far ahead the host is.
+        """
         if self.grad is None or self.keeps_grad:
             return
-        if self.grad.is_cuda:  # its memory belongs to the stream of backward
-            self.grad.record_stream(current_stream(self.grad.device))
+        if elsewhere and self.grad.is_cuda:
+            self.spent = self.grad
         self.grad, self.grad_full, self.grad_views = None, None, []
+
+    def let_go(self) -> None:
+        """Free the gradient of the last update, for which the current stream waits by now."""
+        self.spent = None
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters as views of a buffer of the flat's length."""

@@ -208,7 +208,7 @@ class Updater:
                         self._update(job, self._slots[(i - LEAD) % NUM_SLOTS])
                     if job.last:
                         self._left.discard(id(job.flat))
-                        self._close(job.flat)
+                        self._close(job.flat, elsewhere=True)
                 if job.last and job.flat is flat:
                     return
         if flat is None or not self._left:
@@ -218,8 +218,8 @@ class Updater:
         """Whether the flat's update has not been fully issued."""
         return id(flat) in self._left
 
-    def _close(self, flat: Flat) -> None:
-        flat.close_grad()
+    def _close(self, flat: Flat, elsewhere: bool = False) -> None:
+        flat.close_grad(elsewhere)
         flat.written = StreamEvent(self._device)
         self._updated(flat)
 

@@ -19,6 +19,8 @@ BUCKETS, BUCKET_SUMS = "reduction buckets", "sums of buckets"
 """Names of the buckets, and of the buffers in which offloaded gradients are added up."""
 WRITTEN_SLOTS = "update slots of parameters"
 """Buffers that the update only writes; it makes them itself, where others are made to fetch into."""
+SlotKey = tuple[str, int, str]
+"""The device of a buffer of the update's slots, the slot's number, and what is in it."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,12 @@ def slot_widths(flat: FlatSpec, sizing: Sizing) -> dict[str, int]:
 
 def update_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
     """Yield the buffers of the update's slots, each as large as its largest chunk; `flats` are in update order."""
-    most: dict[tuple[str, int, str], int] = {}
+    yield from dict(growing_slots(flats, sizing)).values()
+
+
+def growing_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[tuple[SlotKey, Spec]]:
+    """Yield each buffer of the update's slots whenever a chunk needs it larger; the smaller one is freed before."""
+    most: dict[SlotKey, int] = {}
     at = 0
     for flat in (flat for flat in flats if flat.offloaded):
         device, widths = update_device(flat, sizing), slot_widths(flat, sizing)
@@ -235,11 +242,12 @@ def update_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
                 for name, width in widths.items():
                     key = (device, slot % NUM_SLOTS, name)
                     nbytes = sizing.record_nbytes(flat.width, numel) if name == "record" else numel * width
-                    most[key] = max(most.get(key, 0), nbytes)
+                    if nbytes > most.get(key, 0):
+                        most[key] = nbytes
+                        written = name == "parameters" and not sizing.split_master
+                        title = WRITTEN_SLOTS if written else "update slots"
+                        yield key, Spec("buffers", title, nbytes, 1, _tier(device, sizing))
             at += count
-    for (device, _, name), nbytes in most.items():
-        written = name == "parameters" and not sizing.split_master
-        yield Spec("buffers", WRITTEN_SLOTS if written else "update slots", nbytes, 1, _tier(device, sizing))
 
 
 def chunk_runs(flat: FlatSpec, numel: int) -> Iterator[tuple[int, int]]:

@@ -31,7 +31,7 @@ BACKWARD_OPS = 2.5 / 0.7
 """Attention's backward relative to its forward: 2.5 times the operations, at 0.7 of the rate."""
 
 HOST_FORWARD = 0.4
-"""Forward's share of the host's time for a block (`hardware.HostTimes`)."""
+"""Forward's share of the host's time for a block, recomputed or not (`hardware.HostTimes`)."""
 HOST_COMPILED, HOST_AGAIN = 1.25, 0.7
 """The host's time for a compiled block, and what its recomputation adds, relative to an eager block that is kept."""
 USUAL = HostTimes()
@@ -100,7 +100,9 @@ def passes(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Passes:
         forward, backward = forward + there.times(number), backward + back.times(number)
         whole = max(0, min(number, recompute.whole - first))
         part = max(0, min(number, recompute.count - first)) - whole
-        again += _repeated(shape, setup, there, first, host).times(whole) + _cheap(setup, there, host).times(part)
+        again += _repeated(shape, setup, there, first).times(whole) + Work(moved=there.moved).times(part)
+    hosted = recomputing(host, setup, recompute.whole, recompute.count - recompute.whole)
+    forward, again = forward + Work(host=hosted * HOST_FORWARD), again + Work(host=hosted * (1 - HOST_FORWARD))
     return Passes(forward, backward, again, head)
 
 
@@ -144,24 +146,21 @@ def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Wor
     )
 
 
-def _repeated(shape: Shape, setup: Setup, forward: Work, block: int, host: HostTimes) -> Work:
+def _repeated(shape: Shape, setup: Setup, forward: Work, block: int) -> Work:
     """Return what recomputing a block runs again: all of its forward up to its last product, whose result is not used.
 
     A compiled block's graph leaves it out as well.
     """
     rows, mlp = list(_mlps(shape, block))[-1]
     last = 2 * setup.batch * setup.seq * rows * mlp * shape.hidden / setup.tp
-    return Work(forward.products - last, forward.attention, forward.moved, again(host, host.whole, setup))
+    return Work(forward.products - last, forward.attention, forward.moved)
 
 
-def _cheap(setup: Setup, forward: Work, host: HostTimes) -> Work:
-    """Return what selective recomputation of a block runs again: neither products nor attention."""
-    return Work(0.0, 0.0, forward.moved, again(host, host.selective, setup))
-
-
-def again(host: HostTimes, eagerly: float, setup: Setup) -> float:
-    """Return what recomputing a block adds to the host's time; a compiled one runs the same graphs in any case."""
-    return host.block * HOST_AGAIN if setup.compiled else eagerly
+def recomputing(host: HostTimes, setup: Setup, whole: int, selective: int) -> float:
+    """Return the host's time for recomputing so many blocks; compiled ones run the same graphs in any case."""
+    if setup.compiled:
+        return host.block * HOST_AGAIN * (whole + selective)
+    return host.whole * whole + host.selective * selective
 
 
 def _hosted(setup: Setup) -> float:

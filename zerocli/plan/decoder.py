@@ -235,6 +235,7 @@ class Decoder:
             backward_temporary=backward_temporary,
             params=params,
             unit=unit,
+            output_first=self.batch.cuda,  # the roll's copy of its input comes first, and is freed before the product
         )
         return t.split(rotated, both)
 

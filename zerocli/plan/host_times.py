@@ -25,8 +25,9 @@ KINDS: dict[str, tuple[object, str, str, int]] = {
     BLOCK: (False, "", "", LAYERS + 2),  # embedding and head are launched too
     "whole": (True, "", BLOCK, LAYERS),
     "selective": ("selective", "", BLOCK, LAYERS),
-    "moved": (False, "params=cpu", BLOCK, 2 * (LAYERS + 2)),
-    "reduced": (False, "grads=cpu", BLOCK, LAYERS + 2),
+    "updated": (False, "optimizer=cpu", BLOCK, LAYERS + 2),
+    "reduced": (False, "optimizer=cpu,grads=cpu", "updated", LAYERS + 2),
+    "moved": (False, "optimizer=cpu,grads=cpu,params=cpu", "reduced", 2 * (LAYERS + 2)),
     "kept": (True, "activations=cpu", "whole", LAYERS),
 }
 """How each time is measured: what is recomputed and offloaded, the kind that it is beyond, and how often it is in a

@@ -2,11 +2,14 @@
 
 In the first phase of a step, states are updated while the first forward runs, which needs a unit only once it is
 updated. Then come backward and, with accumulation, the forwards and backwards of the other micro-steps. Within a phase
-everything runs concurrently, so it takes as long as its slowest part.
+everything runs concurrently, so it takes as long as its slowest part. The host runs ahead of the device, from one phase
+into the next.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from offload.placement import HBM
@@ -25,6 +28,8 @@ WAITED = 0.4
 EXPOSED = 2.5
 """How often per micro-step compute waits for the gathers of offloaded embedding and head: in forward for both, in
 backward for one of them, as nothing is before them that could hide it (measured on an H200)."""
+AHEAD = 12
+"""Blocks that the host can be ahead of the device: CUDA holds 1024 calls, and a block with offloading has about 80."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Phase:
 
     parts: dict[str, float] = field(default_factory=dict)
     tail: float = 0.0
-    """Seconds of compute after the last transfer."""
+    """Seconds of compute after the last transfer and the host's last block."""
     times: int = 1
     """How often a step has such a phase."""
 
@@ -92,6 +97,8 @@ class Computed:
     """Of a step of all ranks, as MFU counts them."""
     ends: int
     """Parameters before and after the blocks, whose gathers nothing hides."""
+    chunks: int
+    """Chunks in which a rank updates what passes through the update's slots, if everything does."""
     layers: int
     hidden: int
     """Elements per token of the sums over tensor-parallel ranks; 0: not known."""
@@ -101,18 +108,26 @@ def computed(model: Shape | Traced, plan: Plan, host: HostTimes) -> Computed:
     """Return what a model computes: by formulas of its shape, or as traced."""
     setup = plan.setup
     if isinstance(model, Traced):
-        operations = model.model_flops(setup)
-        return Computed(model.passes(setup, host), Work(), operations, model.ends_numel, model.layers, hidden=0)
+        found = model.passes(setup, host), Work(), model.model_flops(setup), model.ends_numel
+        return Computed(*found, _chunks(model, setup), model.layers, hidden=0)
     gradients = Work(moved=plan.num_trained / setup.tp * (2 * setup.width + setup.grad_width))
     ends = sum(each.numel for each in (*model.embed_parameters(), *model.head_parameters()))
     found = passes(model, setup, host), gradients, model_flops(model, setup), ends
-    return Computed(*found, model.layers, model.hidden)
+    return Computed(*found, _chunks(model, setup), model.layers, model.hidden)
+
+
+def _chunks(model: Shape | Traced, setup: Setup) -> int:
+    shared, chunk = setup.tp * (setup.dp if setup.zero.optimizer else 1), setup.sizing.chunk
+    return sum(
+        number * math.ceil(sum(each.numel for each in unit.parameters if each.trainable) / shared / chunk)
+        for unit, number in model.units()
+    )
 
 
 def estimate(plan: Plan, model: Shape | Traced, hardware: Hardware) -> Estimate:
     """Return the estimate of a step on this hardware."""
     setup, work = plan.setup, computed(model, plan, hardware.host)
-    first, *rest = _phases(plan, work, hardware)
+    first, backward, forward = _phases(plan, work, hardware)
     held = plan.num_trained / setup.tp / (setup.dp if setup.zero.optimizer else 1)
     offloaded = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
     # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
@@ -121,18 +136,32 @@ def estimate(plan: Plan, model: Shape | Traced, hardware: Hardware) -> Estimate:
         states = plan.of("optimizer_states") * setup.local_ranks + offloaded
         first.parts["update"] = held * setup.local_ranks * (offloaded / states) / (hardware.adam * GB)
         here *= 1 - offloaded / states
-    parts = {name: sum(each.parts.get(name, 0.0) * each.times for each in (first, *rest)) for name in first.parts}
-    host = parts["host"]  # it runs ahead of the device, from one phase into the next
-    later = sum(each.seconds * each.times for each in rest)
-    seconds = max(first.seconds + later + here + _exposed(plan, work.ends, hardware), host)
+    every = (first, backward, forward)
+    parts = {name: sum(each.parts.get(name, 0.0) * each.times for each in every) for name in first.parts}
+    waits = here + _exposed(plan, work.ends, hardware)
+    ahead = AHEAD * hardware.host.block
+    ends = list(_ends([first, backward, *[forward, backward] * (setup.accumulate - 1)], waits, ahead))
+    seconds = ends[-1]
     parts["update"] = parts.get("update", 0.0) + here
     bound = max(parts, key=lambda name: parts[name])
-    forward = max(first.computing, first.parts["host"])
-    backward = max(later, host - first.parts["host"])
-    phases = {"forward": forward, "backward": backward, "update": max(0.0, seconds - forward - backward)}
+    alone = min(ends[0], max(first.computing, first.parts["host"] + first.tail))
+    phases = {"forward": alone, "backward": seconds - ends[0], "update": ends[0] - alone}
     tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
     mfu = work.operations / (seconds * setup.ranks * hardware.tflops * 1e12)
     return Estimate(seconds, parts, bound, tokens / seconds, phases, mfu)
+
+
+def _ends(phases: list[Phase], waits: float, ahead: float) -> Iterator[float]:
+    """Yield when the device is done with each phase; in the first one it has to wait for so many seconds besides.
+
+    The host begins a phase once it has launched all before it, if it is not too far `ahead` of the device.
+    """
+    device = host = 0.0
+    for each in phases:
+        host = max(host, device - ahead) + each.parts["host"]
+        device = max(device + each.seconds + waits, host + each.tail)
+        waits = 0.0
+        yield device
 
 
 def _exposed(plan: Plan, ends: int, hardware: Hardware) -> float:
@@ -174,10 +203,10 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     # Two sums per block and direction, each a reduction and a gather.
     sums = 2 * of.layers * 2 * _collective_seconds(hidden, setup.tp, setup.ranks_per_node, hardware)
     repeated = setup.num_recomputed(of.layers) / of.layers
-    host = _host_moves(plan, of.layers, hardware.host)
+    host = _host_moves(plan, of, hardware.host)
     every = float(setup.zero.parameters)
     made = [
-        (1, work.forward, host.gather, sums, float(setup.zero.optimizer)),
+        (1, work.forward, host.gather + host.update, sums, float(setup.zero.optimizer)),
         (
             setup.accumulate,
             backward,
@@ -198,30 +227,34 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
             "nvme": moved.disk_seconds(hardware),
         }
         phases.append(Phase(parts, times=times))
-    if any(plan.of("optimizer_states", tier) for tier in _off_device(plan)):
-        phases[0].tail = sum(work.head.seconds(setup, hardware).values())
+    head = sum(work.head.seconds(setup, hardware).values())
+    phases[0].tail = phases[2].tail = head
     return phases
 
 
 @dataclass(frozen=True)
 class HostMoves:
-    """Seconds of the host for what is not on the device: in each pass, and beside those in backward."""
+    """Seconds of the host for what is not on the device: in each pass, in backward, and in the update."""
 
     gather: float
     reduce: float
+    update: float
 
 
-def _host_moves(plan: Plan, layers: int, host: HostTimes) -> HostMoves:
-    """Return the host's time for transfers of parameters, and of gradients and activation checkpoints."""
-    units = layers + 2
+def _host_moves(plan: Plan, of: Computed, host: HostTimes) -> HostMoves:
+    """Return the host's time for transfers of parameters, gradients, activation checkpoints and optimizer states."""
+    units = of.layers + 2
 
     def share(category: str) -> float:
         off = sum(plan.of(category, tier) for tier in _off_device(plan)) / plan.setup.local_ranks
         return off / (off + plan.of(category, HBM)) if off else 0.0
 
-    kept = any(plan.of("activations", tier) for tier in _off_device(plan)) * plan.setup.num_recomputed(layers)
+    kept = any(plan.of("activations", tier) for tier in _off_device(plan)) * plan.setup.num_recomputed(of.layers)
+    through = max(map(share, ("optimizer_states", "gradients", "parameters")))  # of the update, through its slots
     return HostMoves(
-        host.moved * units * share("parameters"), host.reduced * units * share("gradients") + host.kept * kept
+        host.moved * units * share("parameters"),
+        host.reduced * units * share("gradients") + host.kept * kept,
+        host.updated * of.chunks * through,
     )
 
 

@@ -90,6 +90,9 @@ class Replay(Initialisation):
         """Gradients of units in backward, until they are reduced."""
         self._flat_grads: dict[int, list[Storage]] = {}
         """Gradients of flats, by unit, if they do not stay allocated: from backward to the update."""
+        self._spent: dict[int, list[Storage]] = {}
+        """Those that the next forward's updates read, until it enters their unit."""
+        self._slot_buffers: dict[buffers.SlotKey, Storage] = {}
         self._tied: list[Storage] = []
         """The head's part of a tied weight's gradient, which autograd keeps until the embedding's part arrives."""
         self._slots: list[str] = []
@@ -167,8 +170,12 @@ class Replay(Initialisation):
         return sum(buffers.gradients(flat, self._sizing).nbytes for flat in unit if flat.trainable)
 
     def _keep_slots(self) -> None:
-        for spec in buffers.update_slots(self._trainable, self._sizing):
-            self._keep(spec, stream=UPDATES if spec.name == buffers.WRITTEN_SLOTS else FETCHES)
+        """Allocate the update's slots, which grow with the chunks of the first update."""
+        for key, spec in buffers.growing_slots(self._trainable, self._sizing):
+            if spec.tier == HBM:
+                stream = UPDATES if spec.name == buffers.WRITTEN_SLOTS else FETCHES
+                self._slot_buffers.pop(key, None)
+                self._slot_buffers[key] = Storage(self._ledger, spec.nbytes, spec.category, stream)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -183,6 +190,11 @@ class Replay(Initialisation):
             self._keep(*buffers.update_scratch(self._trainable, self._sizing), stream=UPDATES if streamed else COMPUTE)
         self._update(self._trainable, offloaded=False, count=setup.num_temporaries[self._owes])
         self._owes = True
+        self._spent = {
+            index: grads
+            for index, grads in self._flat_grads.items()
+            if setup.device == "cuda" and any(flat.offloaded for flat in self._units[index] if flat.trainable)
+        }
         self._flat_grads.clear()
         self._end_repeats(CATEGORIES)
 
@@ -244,6 +256,7 @@ class Replay(Initialisation):
             last += self._setup.gather_buffers - 1
         for each in self._units[unit if unit == 0 else last : last + 1]:
             self._update(each, offloaded=True, count=self._setup.num_temporaries[0])  # the first step's
+        self._spent.pop(unit, None)
 
     def _gather(self, unit: int, number: int) -> None:
         """Allocate gather buffers for a unit's flats, unless there are `number` of their size."""

@@ -100,14 +100,19 @@ class Tape:
         params: Sequence[int] = (),
         unit: int = 0,
         product: bool = False,
+        output_first: bool = False,
     ) -> Tensor:
-        """Run one operation: temporaries, output, saves. `grads` default to one gradient of each input's size."""
+        """Run one operation: temporaries, output, saves. `grads` default to one gradient of each input's size.
+
+        With `output_first` the output lies where a temporary of its size was, before the others.
+        """
         # Autograd saves inputs before it computes: a recomputation that stops at its last save never makes the output.
         node = None
         if params or any(each.node is not None for each in inputs):
             node = self.record(label, inputs, saved, grads, backward_temporary, params, unit)
-        scratch = self.new(temporary) if temporary else None
+        scratch = self.new(temporary) if temporary and not output_first else None
         out = self.product(nbytes) if product else self.new(nbytes)
+        scratch = self.new(temporary) if temporary and output_first else scratch
         if product and not self.ghost:
             self.ledger.multiply(self.thread)
         if node is not None:

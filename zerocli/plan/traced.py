@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute
-from zerocli.plan.compute import HOST_COMPILED, USUAL, Passes, Work
-from zerocli.plan.compute import again as repeated
+from zerocli.plan.compute import HOST_COMPILED, HOST_FORWARD, USUAL, Passes, Work, recomputing
 from zerocli.plan.hardware import HostTimes
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Unit
@@ -63,18 +62,17 @@ class Traced:
     def passes(self, setup: Setup, host: HostTimes = USUAL) -> Passes:
         """Return the work of a micro-step."""
         units, recompute = len(self.parts), setup.recomputed.of(self.layers)
-        selective = recompute.count - recompute.whole
+        hosted = recomputing(host, setup, recompute.whole, recompute.count - recompute.whole)
         forward, backward, again = self.work[way(setup)]
         forward, backward, again = (each.at(host.pace) for each in (forward, backward, again))
         forward += Work(host=host.block * UNIT * UNIT_FORWARD * units)
         backward += Work(host=host.block * UNIT * (1 - UNIT_FORWARD) * units)
-        more = repeated(host, host.whole, setup) * recompute.whole + repeated(host, host.selective, setup) * selective
         if setup.compiled:
             launched = host.block * HOST_COMPILED * units
             forward = forward.compiled(TRACED_COMPILED, launched * UNIT_FORWARD)
             backward = backward.compiled(TRACED_COMPILED, launched * (1 - UNIT_FORWARD))
-            return Passes(forward, backward, again.compiled(TRACED_COMPILED, more), Work())
-        again += Work(host=more)
+            again = again.compiled(TRACED_COMPILED, 0.0)
+        forward, again = forward + Work(host=hosted * HOST_FORWARD), again + Work(host=hosted * (1 - HOST_FORWARD))
         return Passes(forward, backward, again, Work())
 
     def model_flops(self, setup: Setup) -> float:
