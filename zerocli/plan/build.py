@@ -71,7 +71,8 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
 def plan_peaks(shape: Shape, setup: Setup, flats: Flats, peaks: Peaks) -> Plan:
     """Return the plan of a model whose device memory has these peaks."""
     kept = saves.saved(shape.numel, setup, flats, shape.numel - shape.trainable_numel)
-    rows = [*_device_rows(shape, setup, peaks), *_host_rows(setup, flats, peaks)]
+    process = process_nbytes(setup, shape.rotary)
+    rows = [*_device_rows(shape, setup, peaks), *_host_rows(setup, flats, peaks, process)]
     rows += _disk_rows(setup, flats, peaks, kept)
     phases = {
         "initialisation": peaks.initialisation.nbytes,
@@ -83,7 +84,10 @@ def plan_peaks(shape: Shape, setup: Setup, flats: Flats, peaks: Peaks) -> Plan:
         phases = {name: nbytes + workspace * (name != "initialisation") for name, nbytes in phases.items()}
     moment, trained = peaks.highest.moment, shape.trainable_numel
     transposes = shape.family == "gpt2"
-    loading = host_nbytes(setup, flats, peaks.initialisation.nbytes, peaks.built, transposes)
+    initialised, built = peaks.initialisation.nbytes, peaks.built
+    if setup.device == "cuda":
+        initialised = built = process
+    loading = host_nbytes(setup, flats, initialised, built, transposes)
     return Plan(
         setup,
         shape.numel,
@@ -131,7 +135,7 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
     kept = saves.saved(traced.numel, setup, flats, traced.numel - traced.trainable_numel)
     rows += [
         *_runtime_rows(setup, constant("fragments", setup.runtime) or usual_fragments(allocated)),
-        *_host_rows(setup, flats, peaks),
+        *_host_rows(setup, flats, peaks, process_nbytes(setup)),
     ]
     rows += _disk_rows(setup, flats, peaks, kept)
     return Plan(
@@ -283,7 +287,7 @@ def _piece_rows(tier: str, sizes: dict[str, list[int]], times: int) -> list[Row]
     ]
 
 
-def _host_rows(setup: Setup, flats: Flats, peaks: Peaks) -> list[Row]:
+def _host_rows(setup: Setup, flats: Flats, peaks: Peaks, process: int) -> list[Row]:
     times, taken = setup.local_ranks, _taken(setup)
     sizes, parameters, others = _pieces(setup, flats, "dram")
     rows = _piece_rows("dram", sizes, times)
@@ -302,8 +306,7 @@ def _host_rows(setup: Setup, flats: Flats, peaks: Peaks) -> list[Row]:
         formula = f"gloo's copies of what it reduces, at the process's peak x {times}"
         rows.append(Row("runtime", "dram", peaks.gloo_nbytes * times, formula))
     if setup.device == "cuda":
-        python = process_nbytes(setup)
-        rows.append(Row("runtime", "dram", python * times, f"{SENTENCES['python']} x {times}"))
+        rows.append(Row("runtime", "dram", process * times, f"{SENTENCES['python']} x {times}"))
     return rows
 
 

@@ -35,7 +35,7 @@ class HostTimes:
     """What offloaded gradients add to its backward."""
     kept: float = 0.4e-3
     """What an offloaded activation checkpoint adds to its recomputation."""
-    updated: float = 1.1e-3
+    updated: float = 0.5e-3
     """What the update of a chunk adds where something that it needs is offloaded."""
 
     @property

@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[object, str, str, int]] = {
     BLOCK: (False, "", "", LAYERS + 2),  # embedding and head are launched too
     "whole": (True, "", BLOCK, LAYERS),
     "selective": ("selective", "", BLOCK, LAYERS),
-    "updated": (False, "optimizer=cpu", BLOCK, LAYERS + 2),
+    "updated": (False, "optimizer=cpu", BLOCK, 2 * LAYERS + 3),  # chunks: matrices, and vectors but for the embedding
     "reduced": (False, "optimizer=cpu,grads=cpu", "updated", LAYERS + 2),
     "moved": (False, "optimizer=cpu,grads=cpu,params=cpu", "reduced", 2 * (LAYERS + 2)),
     "kept": (True, "activations=cpu", "whole", LAYERS),

@@ -19,19 +19,16 @@ from zerocli.layout import constants
 from zerocli.layout.buffers import states
 from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.plan.flats import Flats, arenas
-from zerocli.plan.runtime import process_nbytes
 from zerocli.plan.setup import Setup
 
 
 def host_nbytes(setup: Setup, flats: Flats, initialised: int, built: int, transposes: bool) -> dict[str, int]:
     """Return the peak of one node's host memory while a model is loaded: `random`ly, or by `--init-from`.
 
-    Without a GPU a rank's device memory is host memory: `initialised` is its peak during initialisation, `built` what
-    it holds afterwards. `transposes`: the weights may be GPT-2's under Hugging Face names.
+    `initialised` is the peak of a rank's process during initialisation, `built` what it holds afterwards, without what
+    the tiers hold. `transposes`: the weights may be GPT-2's under Hugging Face names.
     """
     ranks = setup.local_ranks
-    if setup.device == "cuda":
-        initialised = built = process_nbytes(setup)
     kept = _kept(setup, flats)
     read = max((nbytes for flat in flats.distinct for nbytes in _read(setup, flat, transposes)), default=0)
     read = max(read, _buffers(setup, flats))

@@ -17,15 +17,16 @@ RUNTIME: Mapping[str, int] = {
     "nccl": 400 * MIB,
     "workspace": 64 * MIB,
     "fragments": 0,
-    "python": 1228 * MIB,
+    "python": 1216 * MIB,
+    "compiler": 52 * MIB,
     "triton": 57 * MIB,
-    "kernels": 115 * MIB,
-    "optimizers": 70 * MIB,
+    "kernels": 83 * MIB,
+    "optimizers": 44 * MIB,
 }
 """On a GPU: CUDA context and loaded kernels, NCCL's buffers, cuBLAS's workspaces (one for each thread that computes),
-and fragmentation (0: what `zerocli.plan.arena` finds). On the host: Python with torch, Triton where it compiles kernels
-of ours, what kernels for half precision add, and torch's modules for optimizers without a kernel of ours. Measured with
-torch 2.11, CUDA 13."""
+and fragmentation (0: what `zerocli.plan.arena` finds). On the host: Python with torch, the modules of torch's compiler
+where something imports them, Triton where it compiles kernels of ours, what kernels for half precision add, and what
+torch's optimizers add where they have no kernel of ours. Measured with torch 2.11, CUDA 13."""
 LAST_PAGES = 10 * MIB
 """What the allocator's small pages and the order of its frees cost beyond the arenas of a plan (measured)."""
 
@@ -43,11 +44,16 @@ def constant(name: str, given: Mapping[str, int]) -> int:
     return given.get(name, RUNTIME[name])
 
 
-def process_nbytes(setup: Setup) -> int:
-    """Return the host memory of a process with a GPU, without what the tiers hold."""
+def process_nbytes(setup: Setup, rotary: bool = True) -> int:
+    """Return the host memory of a process with a GPU, without what the tiers hold.
+
+    torch imports its compiler for recomputation, for its own optimizers, and for the tables of a `rotary` model, which
+    are computed on the meta device too.
+    """
     half = setup.width < FP32
     taken = {
         "python": True,
+        "compiler": rotary or setup.recomputes or any(setup.num_temporaries),
         "triton": half or setup.fuses_update,
         "kernels": half,
         "optimizers": any(setup.num_temporaries),

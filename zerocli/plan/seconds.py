@@ -97,7 +97,7 @@ class Computed:
     """Of a step of all ranks, as MFU counts them."""
     ends: int
     """Parameters before and after the blocks, whose gathers nothing hides."""
-    chunks: int
+    chunks: float
     """Chunks in which a rank updates what passes through the update's slots, if everything does."""
     layers: int
     hidden: int
@@ -116,12 +116,15 @@ def computed(model: Shape | Traced, plan: Plan, host: HostTimes) -> Computed:
     return Computed(*found, _chunks(model, setup), model.layers, model.hidden)
 
 
-def _chunks(model: Shape | Traced, setup: Setup) -> int:
-    shared, chunk = setup.tp * (setup.dp if setup.zero.optimizer else 1), setup.sizing.chunk
-    return sum(
-        number * math.ceil(sum(each.numel for each in unit.parameters if each.trainable) / shared / chunk)
-        for unit, number in model.units()
-    )
+def _chunks(model: Shape | Traced, setup: Setup) -> float:
+    """Return the chunks of an update; vectors, which have no weight decay, are not in one chunk with matrices."""
+    shared, chunk, found = setup.tp * (setup.dp if setup.zero.optimizer else 1), setup.sizing.chunk, 0.0
+    for unit, number in model.units():
+        trained = [each for each in unit.parameters if each.trainable]
+        matrices = sum(each.numel for each in trained if len(each.shape) >= 2)
+        vectors = any(len(each.shape) < 2 for each in trained) / shared  # at the end of the flat, so on one rank
+        found += number * (math.ceil(matrices / shared / chunk) + vectors)
+    return found
 
 
 def estimate(plan: Plan, model: Shape | Traced, hardware: Hardware) -> Estimate:
