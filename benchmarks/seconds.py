@@ -122,7 +122,9 @@ def measure(case: Case, nvme_path: tuple[str, ...], steps: int, warmup: int, cap
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
-    took = {"seconds": statistics.median(seconds[warmup:]), "measured_phases": phases[-1]}
+    timed = seconds[warmup:]
+    took = {"seconds": statistics.median(timed), "fastest": min(timed), "slowest": max(timed)}
+    took["measured_phases"] = phases[-1]
     took |= {"peak": peak, "reserved": reserved, "built": built, "first_step": seconds[0]}
     return took | {"last_loss": losses[-1]}
 
@@ -214,9 +216,8 @@ def main(
         try:
             row |= measure(case, nvme_path, steps, warmup)
             row["error"] = planned.seconds / row["seconds"] - 1
-            click.echo(
-                f"{index:3} {row['planned']:8.4f} {row['seconds']:8.4f} {row['error']:+7.1%} {planned.bound:12} {case}"
-            )
+            took = f"{row['seconds']:8.4f} ({row['fastest']:.4f} to {row['slowest']:.4f})"
+            click.echo(f"{index:3} {row['planned']:8.4f} {took} {row['error']:+7.1%} {planned.bound:12} {case}")
         except Exception as error:  # a failed configuration is a row of the table, not the end of it
             row["failed"] = repr(error)[:300]
             click.echo(f"{index:3} {row['planned']:8.4f}   failed {planned.bound:12} {case}: {row['failed'][:150]}")

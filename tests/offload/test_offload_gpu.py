@@ -51,11 +51,15 @@ def test_deferring_the_update_changes_no_number_on_a_gpu():
             assert train_stack(stage, settings, seed) == reference
 
 
-def test_the_cpu_update_agrees_to_rounding():
-    reference = train_stack(3, {"precision": "bf16"})
-    for text in ("cpu", "optimizer=cpu"):
-        got = train_stack(3, {"precision": "bf16", "offload": text, "update": "cpu"})
-        assert got == pytest.approx(reference, rel=2e-2)
+@pytest.mark.parametrize("precision, rel", [("bf16", 2e-2), ("fp32", 1e-4)])
+def test_the_cpu_update_agrees_to_rounding(tmp_path, precision, rel):
+    """Also of fp32 parameters, which are their own master, while they stay on the device."""
+    for optimizer in ("adamw", "adagrad"):
+        common = {"precision": precision, "optimizer": optimizer}
+        reference = train_stack(3, common)
+        for text in ("cpu", "optimizer=cpu", "grads=nvme,optimizer=nvme"):
+            got = train_stack(3, {**common, "offload": text, "update": "cpu", "nvme_path": (str(tmp_path),)})
+            assert got == pytest.approx(reference, rel=rel), (optimizer, text)
 
 
 def test_offloaded_steps_never_wait_for_the_device():

@@ -356,14 +356,17 @@ class Updater:
     ) -> None:
         """Update a piece that fits the cache: its master, states and parameters."""
         states = {name: arrays[name][part] for name in self._rule.state_names}
+        device = grad.device
         if REMAINDER not in arrays:
-            master = arrays[MASTER][part]
+            master = arrays[MASTER][part].to(device)  # another memory if it is fp32 parameters on a GPU
             self._rule.update(master, *self._fp32(grad[part], values), states, group, at)
+            if master.device != arrays[MASTER].device:
+                arrays[MASTER][part].copy_(master)
             if target is not None:
                 target[part].copy_(narrow(master, target.dtype), non_blocking=True)
             return
         assert target is not None
-        remainder, device = arrays[REMAINDER][part], grad.device
+        remainder = arrays[REMAINDER][part]
         parameters = target[part].to(device)  # another memory if the CPU updates states whose parameters are on a GPU
         master, bits = (self._scratch_of(use, device, parameters.numel()) for use in ("master", "bits"))
         join(parameters, remainder, master, bits)
