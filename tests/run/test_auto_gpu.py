@@ -88,7 +88,10 @@ def test_an_update_on_the_cpu_by_choice_trains_within_its_cap(tmp_path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     facts = bench.gather(())
     link = {"up": 3.0, "down": 3.0, "both": 6.0}
-    rates = {bench.bench_key(facts): link, bench.bench_key(facts, bench.COMPUTE): {"products": 600.0, "adam": 30.0}}
+    rates = {
+        bench.bench_key(facts): link,
+        bench.bench_key(facts, bench.COMPUTE): {"products": 600.0, "memory": 4000.0, "adam": 30.0},
+    }
     bench.cache_path().parent.mkdir(parents=True)
     bench.cache_path().write_text(
         json.dumps({key: {"time": time.time(), "result": each} for key, each in rates.items()})
