@@ -94,6 +94,7 @@ MEASURED = {
     53: "1740 1918 5298 2256 4240 6518 6674 1650 8538 - 3978 4060 7314 2834 - 7494 - 2872 - 3192",
     606: "8638 14376 14636 6316 2114 4796 4850 14876 3218 4122 4910 2940 3878 10410 2358 2274 2738 4138 4936 2694",
     707: "2334 3772 9416 3798 2520 2210 3038 6410 5736 1594 2474 2280 5176 3754 4684 4460 2320 2474 8780 4898",
+    909: "4836 2536 3494 7998 3054 2478 3108 3094 - 18052 3236 3534 4496 2632 15436 1860 3376 2422 2298 3656",
     404: "1840 3638 2776 3272 5512 10452 2198 5554 2116 2778 2436 2620 3916 2778 1588 4316 2998 3594 5578 2796",
 }
 """MiB by the driver's count, by number: `accuracy.py --random 20 --seed SEED --device cuda` on an H200; -: not run."""
@@ -102,6 +103,7 @@ RECOMPUTED = {
     606: dict.fromkeys((1, 4, 11, 15, 18), "recompute"),
     707: {0: "recompute:12", 3: "recompute:4", 13: "recompute:8", 15: "recompute:16", 16: "recompute:8"}
     | dict.fromkeys((4, 8, 11, 14, 17, 19), "recompute"),
+    909: dict.fromkeys((0, 3, 5, 7, 9, 11, 13, 15, 16, 19), "recompute"),
     404: {16: "recompute:16"} | dict.fromkeys((2, 3, 8, 11, 13, 14, 17, 18), "recompute"),
 }
 """What the runs recomputed; those of seed 23 as their config says, where it does not say `auto`."""
