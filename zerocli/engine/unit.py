@@ -17,7 +17,7 @@ from offload import Record, Store
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.master import REMAINDER
 from zerocli.engine.parameters import attach, edited, edited_in_place, moved, note_values, release
-from zerocli.engine.streams import StreamEvent
+from zerocli.engine.streams import StreamEvent, current_stream
 from zerocli.errors import Refused
 from zerocli.layout.flats import FlatSpec, flat_spec
 from zerocli.layout.recompute import Recompute, read_recompute
@@ -77,7 +77,9 @@ class Flat:
     keeps_grad: bool = True
     """Whether the gradient on the device stays allocated between steps."""
     spent: torch.Tensor | None = None
-    """A gradient whose last reader is another stream: `let_go` frees it once backward's stream waits for that."""
+    """A gradient whose last reader is another stream: `let_go` frees it once its own stream waits for that."""
+    home: torch.cuda.Stream | None = None
+    """The stream that the gradient's memory belongs to: backward's."""
     grad_views: list[torch.Tensor] = field(default_factory=list)
     """The parameters' parts of `grad_full`, made on first use."""
 
@@ -169,6 +171,7 @@ class Flat:
             assert self.written is not None
             self.written.wait()
             self.let_go()
+        self.home = current_stream(device) if device.type == "cuda" else None
         if not self.whole_grad:
             self.grad = torch.empty(self.held.numel, dtype=self.grad_dtype, device=device)
             return
@@ -180,8 +183,8 @@ class Flat:
     def close_grad(self, elsewhere: bool = False) -> None:
         """Free the gradient after its last use, unless it stays allocated.
 
-        Its memory belongs to backward's stream. If it was used `elsewhere`, it is freed by `let_go`, and not whenever
-        the other stream is done: how much memory a step takes must not depend on how far ahead the host is.
+        If another stream than its own used it last, `elsewhere`, it is freed by `let_go`, and not whenever that stream
+        is done: how much memory a step takes must not depend on how far ahead the host is.
         """
         if self.grad is None or self.keeps_grad:
             return
@@ -191,6 +194,12 @@ class Flat:
 
     def let_go(self) -> None:
         """Free the gradient of the last update, for which the current stream waits by now."""
+        if self.spent is None:
+            return
+        assert self.home is not None and self.written is not None
+        if current_stream(self.spent.device).cuda_stream != self.home.cuda_stream:  # in a stream of the user's own
+            with torch.cuda.stream(self.home):
+                self.written.wait()
         self.spent = None
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
