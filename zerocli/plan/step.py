@@ -92,6 +92,8 @@ class Replay(Initialisation):
         """Gradients of flats, by unit, if they do not stay allocated: from backward to the update."""
         self._spent: dict[int, list[Storage]] = {}
         """Those that the next forward's updates read, until it enters their unit."""
+        self._spent_repeated = 0
+        """Bytes of the same of blocks that are not replayed."""
         self._slot_buffers: dict[buffers.SlotKey, Storage] = {}
         self._tied: list[Storage] = []
         """The head's part of a tied weight's gradient, which autograd keeps until the embedding's part arrives."""
@@ -190,13 +192,10 @@ class Replay(Initialisation):
             self._keep(*buffers.update_scratch(self._trainable, self._sizing), stream=UPDATES if streamed else COMPUTE)
         self._update(self._trainable, offloaded=False, count=setup.num_temporaries[self._owes])
         self._owes = True
-        self._spent = {
-            index: grads
-            for index, grads in self._flat_grads.items()
-            if setup.device == "cuda" and any(flat.offloaded for flat in self._units[index] if flat.trainable)
-        }
+        self._spent = {index: grads for index, grads in self._flat_grads.items() if self._spends(index)}
         self._flat_grads.clear()
-        self._end_repeats(CATEGORIES)
+        self._end_repeats(CATEGORIES, self._spent_repeated)
+        self._spent_repeated = 0
 
     def _micro_step(self, first: bool) -> None:
         """Replay a forward and a backward; the first of a step runs updates that the last step has left to it."""
@@ -227,11 +226,16 @@ class Replay(Initialisation):
         self._copies.clear()
         self._end_repeats([category for category in CATEGORIES if category != "gradients"])  # those stay
 
-    def _end_repeats(self, categories: Iterable[str]) -> None:
-        """Free what the blocks that are not replayed hold."""
+    def _spends(self, unit: int) -> bool:
+        """Whether the next forward's update reads a unit's gradients; without a GPU they are freed before."""
+        return self._setup.device == "cuda" and any(flat.offloaded for flat in self._units[unit] if flat.trainable)
+
+    def _end_repeats(self, categories: Iterable[str], spent: int = 0) -> None:
+        """Free what the blocks that are not replayed hold, but for gradients that are `spent` in the next step."""
         for category in categories:
-            self._ledger.add({category: self._repeated[category]}, -1)
-            self._repeated[category] = 0
+            left = spent if category == "gradients" else 0
+            self._ledger.add({category: self._repeated[category] - left}, -1)
+            self._repeated[category] = left
         self._ends.clear()
 
     def _update(self, flats: Iterable[FlatSpec], offloaded: bool, count: int) -> None:
@@ -297,12 +301,13 @@ class Replay(Initialisation):
         keys = list(zip(units, slots, self._shape.sparse, whole, strict=True))
         self._replayed = list(replayed(keys, self._lead + period, period))
 
-    def _repeat(self, before: Mapping[str, int], times: int) -> None:
-        """Count what has changed since `before` another `times`, until the end of the step."""
+    def _repeat(self, before: Mapping[str, int], times: int) -> dict[str, int]:
+        """Count what has changed since `before` another `times`, until the end of the step; return that."""
         change = self._ledger.since(before, times)
         self._ledger.add(change)
         for category, nbytes in change.items():
             self._repeated[category] += nbytes
+        return change
 
     def _block(self, tape: Tape, decoder: Decoder, x: Tensor, block: int, skipped: int) -> Tensor:
         """Replay a block's forward; `skipped` blocks before it are not replayed."""
@@ -394,7 +399,8 @@ class Replay(Initialisation):
                 self._ends.append(dict(self._ledger.held))
             if skipped:
                 period = self._shape.period
-                self._repeat(self._ends[-1 - period], skipped // period)
+                change = self._repeat(self._ends[-1 - period], skipped // period)
+                self._spent_repeated += change["gradients"] if self._spends(done) else 0
                 self._ahead = {block - skipped: storage for block, storage in self._ahead.items()}
             return [gradient.pop()]
 
