@@ -62,6 +62,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 UNITS = {"products": "TFLOPS", "adam": "billion parameters/s"} | dict.fromkeys(HOST, "s per block")
+UNITS["host_updated"] = "s per chunk of an update"
 """Units of measured rates and times; all others are in GB/s."""
 
 

@@ -36,7 +36,7 @@ FAMILIES = ("gpt2", "llama")
 
 
 def measure_host(device: torch.device) -> dict[str, float]:
-    """Return the seconds per block and step by the names of `Hardware`, the mean of both families."""
+    """Return the seconds by the names of `Hardware`, per block or as `HostTimes` says: the mean of both families."""
     found = dict.fromkeys(KINDS, 0.0)
     for family in FAMILIES:
         took = _steps(family, device)

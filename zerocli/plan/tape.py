@@ -104,7 +104,7 @@ class Tape:
     ) -> Tensor:
         """Run one operation: temporaries, output, saves. `grads` default to one gradient of each input's size.
 
-        With `output_first` the output lies where a temporary of its size was, before the others.
+        With `output_first` the output is allocated before the temporaries.
         """
         # Autograd saves inputs before it computes: a recomputation that stops at its last save never makes the output.
         node = None
