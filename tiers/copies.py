@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tiers.errors import TierError
 from tiers.events import SILENT, TierEvents
+from tiers.streams import OnStream, current_stream, event_here
 from tiers.transfer import Transfer
 
 INLINE_NBYTES = 1 << 20  # a smaller host copy costs less than handing it to a thread
@@ -23,7 +24,7 @@ def stream_position(tensor: Tensor) -> torch.cuda.Event | None:
     This includes pinned host memory: a copy queued on the caller's stream may still be filling it.
     """
     if tensor.is_cuda:
-        stream = torch.cuda.current_stream(tensor.device)
+        stream = current_stream(tensor.device)
     elif torch.cuda.is_initialized() and tensor.is_pinned():
         stream = torch.cuda.current_stream()
     else:
@@ -59,11 +60,15 @@ class Copier:
 
     def stream(self, device: torch.device, direction: str) -> torch.cuda.Stream:
         """Return the stream for copies in a `direction` (up, down or across) that the current stream issues."""
-        key = (device, direction, torch.cuda.current_stream(device).cuda_stream)
-        with self._lock:
-            if key not in self._streams:
-                self._streams[key] = torch.cuda.Stream(device)
-            return self._streams[key]
+        return self._stream_beside(current_stream(device), device, direction)
+
+    def _stream_beside(self, caller: torch.cuda.Stream, device: torch.device, direction: str) -> torch.cuda.Stream:
+        key = (device, direction, caller.cuda_stream)
+        found = self._streams.get(key)
+        if found is None:
+            with self._lock:
+                found = self._streams.setdefault(key, torch.cuda.Stream(device))
+        return found
 
     def close(self) -> None:
         """Finish running copies and end the threads."""
@@ -76,17 +81,20 @@ class Copier:
         for earlier in after:
             _settle(earlier)
         direction = "across" if source.is_cuda and target.is_cuda else "up" if target.is_cuda else "down"
-        stream = self.stream(target.device if target.is_cuda else source.device, direction)
-        for device in {tensor.device for tensor in (source, target) if tensor.is_cuda}:
-            stream.wait_stream(torch.cuda.current_stream(device))
+        device = target.device if target.is_cuda else source.device
+        callers = {device: current_stream(device)}
+        if direction == "across" and source.device != device:
+            callers[source.device] = current_stream(source.device)
+        stream = self._stream_beside(callers[device], device, direction)
+        for place, caller in callers.items():
+            event_here(place, caller).wait(stream)
         for earlier in after:
             if earlier.event is not None:
-                stream.wait_event(earlier.event)
-        event = torch.cuda.Event()
-        with torch.cuda.stream(stream), events.copy(direction, source.numel()):
+                earlier.event.wait(stream)
+        with OnStream(stream), events.copy(direction, source.numel()):
             target.copy_(source, non_blocking=True)
-        event.record(stream)
-        return Transfer(source.numel(), event=event, hold=(source, target), tier=self._tier)
+        event = event_here(device, stream)
+        return Transfer(source.numel(), event=event, callers=callers, hold=(source, target), tier=self._tier)
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 
 import torch
 from torch import Tensor
 
 from tiers.errors import TierError
+from tiers.streams import current_stream
 
 WAITED_FOR: dict[int, tuple[Transfer, float]] = {}
 """By thread: the transfer that it is blocked on, and since when (time.monotonic); read by a watchdog."""
+NO_STREAMS: Mapping[torch.device, torch.cuda.Stream] = {}
 
 
 class Transfer:
@@ -34,7 +36,8 @@ class Transfer:
         nbytes: int,
         *,
         future: Future[None] | None = None,
-        event: torch.cuda.Event | None = None,
+        event: torch.Event | None = None,
+        callers: Mapping[torch.device, torch.cuda.Stream] = NO_STREAMS,
         hold: Sequence[Tensor] = (),
         tier: str = "tier",
     ) -> None:
@@ -47,8 +50,8 @@ class Transfer:
         self.future = future
         """The future of the host's part; None if there is none, or it ended immediately."""
         self._hold = tuple(hold)
-        # A transfer counts as a use of its tensors on the streams that were current when it was requested.
-        self._streams = _current_streams(self._hold) if event is not None else {}
+        self._callers = callers
+        """The streams that were current when it was requested: it counts as a use of its tensors on them."""
         if future is not None:
             future.add_done_callback(self._let_go)
 
@@ -66,10 +69,10 @@ class Transfer:
             self._hold = ()
             return
         same_streams = True
-        for device, submitted in self._streams.items():
-            current = torch.cuda.current_stream(device)
-            current.wait_event(self.event)
-            same_streams = same_streams and current == submitted
+        for device, caller in self._callers.items():
+            current = current_stream(device)
+            self.event.wait(current)
+            same_streams = same_streams and current == caller
         if same_streams:
             # Device memory is reused in stream order, which now runs after the copy; host memory is not.
             self._hold = tuple(tensor for tensor in self._hold if not tensor.is_cuda)
@@ -159,8 +162,3 @@ class JointTransfer(Transfer):
     @property
     def error(self) -> BaseException | None:
         return next((part.error for part in self._parts if part.error is not None), None)
-
-
-def _current_streams(tensors: Sequence[Tensor]) -> dict[torch.device, torch.cuda.Stream]:
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    return {device: torch.cuda.current_stream(device) for device in devices}

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from gpu_stack import run_without_waiting, train_stack
 from ranks import run_ranks
 
+from tiers.events import NOTHING
+from zerocli.engine.events import Events
+
 pytestmark = pytest.mark.gpu
+DTYPES = (torch.bfloat16, torch.float32)
 STREAM = {"update": "stream", "staging_nbytes": 8 << 20, "read_ahead_nbytes": 8 << 20}
 
 
@@ -49,6 +54,45 @@ def test_deferring_the_update_changes_no_number_on_a_gpu():
         for seed in (None, 1, 2):
             settings = {"precision": "bf16", "offload": text, "defer_update": True, **STREAM}
             assert train_stack(stage, settings, seed) == reference
+
+
+class SlowUpdates(Events):
+    """Delays every chunk of an update by some milliseconds of its stream."""
+
+    def __init__(self, milliseconds: int) -> None:
+        self._cycles = 2_000_000 * milliseconds
+
+    def update(self, unit):
+        torch.cuda._sleep(self._cycles)
+        return NOTHING
+
+
+@pytest.mark.parametrize(
+    "text", ["grads=cpu", "grads=cpu,optimizer=hbm:30MB+cpu", "optimizer=cpu", "params=cpu", "cpu"]
+)
+def test_a_slow_update_is_not_overtaken_by_the_next_chunks(text):
+    """Chunks take turns in the update's slots: none may be overwritten while an update still reads it."""
+    settings = {"precision": "bf16", "offload": text, **STREAM}
+    got = train_stack(3, settings, steps=3, events=SlowUpdates(1))
+    assert got == train_stack(3, {"precision": "bf16"}, steps=3)
+
+
+def test_a_forward_on_another_stream_frees_no_gradient_that_an_update_still_reads():
+    """After a forward on a stream of the user's own, memory that the main stream allocates is not such a gradient's."""
+    side = torch.cuda.Stream()
+
+    def evaluate(model, tokens):
+        main, sizes = torch.cuda.current_stream(), [sum(p.numel() for p in b.parameters()) for b in model.blocks]
+        side.wait_stream(main)
+        with torch.cuda.stream(side), torch.no_grad():
+            model(tokens)
+        spoilt = [torch.full((size,), 1e4, dtype=dtype, device="cuda") for size in sizes for dtype in DTYPES]
+        main.wait_stream(side)
+        assert spoilt
+
+    reference = train_stack(3, {"precision": "bf16"})
+    settings = {"precision": "bf16", "offload": "optimizer=cpu", "defer_update": True, **STREAM}
+    assert train_stack(3, settings, events=SlowUpdates(10), after_step=evaluate) == reference
 
 
 @pytest.mark.parametrize("precision, rel", [("bf16", 2e-2), ("fp32", 1e-4)])

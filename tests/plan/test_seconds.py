@@ -17,7 +17,7 @@ from zerocli.plan.compute import passes
 from zerocli.plan.hardware import HOST, PRESETS, Hardware, HostTimes, this_machine
 from zerocli.plan.host_times import measure_host
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.seconds import DISK, LINK, Estimate, estimate
+from zerocli.plan.seconds import DISK, LINK, Estimate, estimate, num_chunks
 from zerocli.plan.setup import Setup
 
 MODEL = ModelConfig(layers=24, hidden=2048, heads=16, vocab=50304, tie=False)
@@ -129,6 +129,27 @@ def test_the_host_is_measured_by_training(monkeypatch):
     }
     here = this_machine(facts, {"compute": {"result": compute}})
     assert here is not None and here.host == HostTimes(3e-3, 4e-3, HostTimes.selective)
+
+
+def test_the_hosts_times_are_what_its_steps_consist_of():
+    """Made-up times give steps, and these give the times again; no kind is a combination of others."""
+    times = dict(zip(HOST, [2e-3, 1e-3, 3e-3, 4e-4, 5e-4, 6e-4, 7e-4, 8e-5, 9e-6], strict=True))
+    counts = {kind: kind.counts(dataclasses.replace(MODEL, layers=4), "bf16") for kind in host_times.KINDS}
+    took = {kind: sum(times[name] * number for name, number in each.items()) for kind, each in counts.items()}
+    assert host_times.solve(counts, took) == pytest.approx(list(times.values()))
+
+
+def test_chunks_of_a_streamed_update_cost_the_host_time():
+    """Less staging makes more chunks; each has five transfers if everything is offloaded, two for states alone."""
+    narrow = {"model": dataclasses.replace(MODEL, hidden=512, heads=8), "batch": 1, "seq": 128, "offload": "cpu"}
+    shape = shape_of(narrow["model"], 128)
+    few, many = (num_chunks(shape, Setup(**ALONE, staging_nbytes=size << 20)) for size in (512, 64))
+    for offload, transfers in (("optimizer=cpu", 2), ("optimizer=cpu,grads=cpu", 3), ("cpu", 5)):
+        case = narrow | {"offload": offload}
+        took = {size: timed(**case, staging_nbytes=size << 20) for size in (512, 64)}
+        assert took[512].bound == took[64].bound == "host"
+        more = (many - few) * (NODE.host_chunk + transfers * NODE.host_transfer)
+        assert took[64].seconds - took[512].seconds == pytest.approx(more)
 
 
 def test_collectives_between_nodes_use_every_adapter_of_a_node():

@@ -13,7 +13,9 @@ NAMES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer s
 
 
 def flip(block: Block, at: int, bit: int = 7) -> None:
-    """Flip a bit in the tier's own pages, or in its file."""
+    """Flip a bit in the tier's own pages, or in its file, once no transfer of the block is under way."""
+    for use in block._uses:
+        use.transfer.synchronize()
     if block.tier.addressable:
         block.tier.view(block)[at] ^= 1 << bit
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerocli
-from zerocli.engine.events import Probe
+from zerocli.engine.events import Events, Probe
 
 WIDTH = 512
 
@@ -38,7 +39,14 @@ class Stack(nn.Module):
         return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def train_stack(stage: int, settings: dict, delay_seed: int | None = None, steps: int = 8):
+def train_stack(
+    stage: int,
+    settings: dict,
+    delay_seed: int | None = None,
+    steps: int = 8,
+    events: Events | None = None,
+    after_step: Callable[[nn.Module, torch.Tensor], None] = lambda model, tokens: None,
+):
     import torch.distributed as dist
 
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -58,7 +66,7 @@ def train_stack(stage: int, settings: dict, delay_seed: int | None = None, steps
         weight_decay=0.1,
         stage=stage,
         bucket_nbytes=1 << 20,
-        events=Probe(probe),
+        events=events or Probe(probe),
         **settings,
     )
     losses = []
@@ -71,6 +79,7 @@ def train_stack(stage: int, settings: dict, delay_seed: int | None = None, steps
             engine.backward(loss)
             total += loss.detach()
         engine.step()
+        after_step(model, tokens)
         losses.append(total.item())
     return losses
 

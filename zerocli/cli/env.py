@@ -62,7 +62,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 UNITS = {"products": "TFLOPS", "adam": "billion parameters/s"} | dict.fromkeys(HOST, "s per block")
-UNITS["host_updated"] = "s per chunk of an update"
+UNITS |= {"host_chunk": "s per chunk of an update", "host_transfer": "s per transfer of a chunk"}
 """Units of measured rates and times; all others are in GB/s."""
 
 

@@ -14,27 +14,27 @@ from collections.abc import Iterator
 
 import torch
 
+from tiers.events import NOTHING, Scope
+from tiers.streams import OnStream, current_stream, event_here
 from zerocli.engine.events import SILENT, Events
 
 
 class StreamEvent:
-    """A CUDA event recorded on a stream; `wait` makes the current stream wait for it, not the host."""
+    """A CUDA event recorded on a stream; `wait` makes another stream wait for it, not the host."""
 
     _timed = False
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        # torch.Event finds the current stream in C++, torch.cuda.Event in Python, which takes five times as long.
-        self._event = torch.Event(device, enable_timing=self._timed) if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record(stream)
+        self._event = event_here(device, stream, self._timed) if device.type == "cuda" else None
 
     @property
     def done(self) -> bool:
         return self._event is None or self._event.query()
 
-    def wait(self) -> None:
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Make a stream wait for it; by default the current one."""
         if self._event is not None:
-            self._event.wait()
+            self._event.wait(stream)
 
     def synchronize(self) -> None:
         """Block the host until the event is complete."""
@@ -89,11 +89,6 @@ def compute_stream(device: torch.device) -> torch.cuda.Stream:
     return _outside.stream or current_stream(device)
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the device's current stream; torch takes several times as long to find it from a `torch.device`."""
-    return torch.cuda.current_stream(device.index)
-
-
 class SideStream:
     """A CUDA stream that runs concurrently with the compute stream."""
 
@@ -101,22 +96,28 @@ class SideStream:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @contextlib.contextmanager
-    def run(self, after: StreamEvent | None = None) -> Iterator[None]:
+    def run(self, after: StreamEvent | None = None) -> Scope:
         """Issue the body's work on this stream, after the event, or without one after all compute issued so far."""
-        if self._stream is None:
-            yield
-            return
-        if after is None:
-            self._stream.wait_stream(current_stream(self.device))
-        outer, _outside.stream = _outside.stream, compute_stream(self.device)
-        try:
-            with torch.cuda.stream(self._stream):
-                if after is not None:
-                    after.wait()
-                yield
-        finally:
-            _outside.stream = outer
+        return NOTHING if self._stream is None else _Aside(self.device, self._stream, after)
+
+
+class _Aside(OnStream):
+    """See `SideStream.run`; a class, as it is entered for every chunk of an update."""
+
+    __slots__ = ("_after", "_device", "_outer")
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, after: StreamEvent | None) -> None:
+        super().__init__(stream)
+        self._device, self._after = device, after
+
+    def __enter__(self) -> None:
+        (self._after or StreamEvent(self._device)).wait(self._stream)
+        self._outer, _outside.stream = _outside.stream, compute_stream(self._device)
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        _outside.stream = self._outer
 
 
 MAX_PAIRS = 1 << 14

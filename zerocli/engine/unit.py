@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from offload import Record, Store
+from tiers.streams import current_stream
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.master import REMAINDER
 from zerocli.engine.parameters import attach, edited, edited_in_place, moved, note_values, release
-from zerocli.engine.streams import StreamEvent, current_stream
+from zerocli.engine.streams import StreamEvent
 from zerocli.errors import Refused
 from zerocli.layout.flats import FlatSpec, flat_spec
 from zerocli.layout.recompute import Recompute, read_recompute
@@ -198,8 +199,7 @@ class Flat:
             return
         assert self.home is not None and self.written is not None
         if current_stream(self.spent.device).cuda_stream != self.home.cuda_stream:  # in a stream of the user's own
-            with torch.cuda.stream(self.home):
-                self.written.wait()
+            self.written.wait(self.home)
         self.spent = None
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:

@@ -69,6 +69,8 @@ class Slot:
         self.arriving: list[Transfer] = []
         self.leaving: list[Transfer] = []
         """Write-backs that still read the buffers."""
+        self.used: StreamEvent | None = None
+        """The end of an update that reads the buffers and writes nothing back."""
 
     @property
     def nbytes(self) -> int:
@@ -259,11 +261,13 @@ class Updater:
     # -- one chunk -------------------------------------------------------------------------------------------------
 
     def _fetch(self, job: Job, slot: Slot) -> None:
-        """Start fetching a chunk's parts into the slot, after the previous chunk's write-back."""
+        """Start fetching a chunk's parts into the slot, after the previous chunk's update and write-back."""
         flat, span = job.flat, job.span
         for transfer in slot.leaving:
             transfer.wait()
-        slot.leaving, slot.arriving, slot.parts = [], [], {}
+        if slot.used is not None:
+            slot.used.wait()
+        slot.leaving, slot.arriving, slot.parts, slot.used = [], [], {}, None
         if not job.parts:
             return
         if "record" in job.passing:
@@ -343,6 +347,8 @@ class Updater:
             slot.leaving.append(flat.param_store.put(span.start, changed))
         elif flat.param_store is not None:
             flat.param_store.changed(span.start, span.stop)
+        if slot.parts and not slot.leaving:  # only gradients passed through it
+            slot.used = StreamEvent(self._device)
 
     def update_piece(
         self,

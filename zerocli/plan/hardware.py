@@ -35,8 +35,12 @@ class HostTimes:
     """What offloaded gradients add to its backward."""
     kept: float = 0.4e-3
     """What an offloaded activation checkpoint adds to its recomputation."""
-    updated: float = 0.5e-3
-    """What the update of a chunk adds where something that it needs is offloaded."""
+    streamed: float = 0.2e-3
+    """What its update adds where something that this needs is offloaded, beside what its chunks take."""
+    chunk: float = 0.2e-3
+    """What each chunk of such an update adds, beside its transfers."""
+    transfer: float = 0.05e-3
+    """What each transfer of a chunk adds: states come and go, gradients come, parameters go or come and go."""
 
     @property
     def pace(self) -> float:
@@ -78,7 +82,9 @@ class Hardware:
     host_moved: float = HostTimes.moved
     host_reduced: float = HostTimes.reduced
     host_kept: float = HostTimes.kept
-    host_updated: float = HostTimes.updated
+    host_streamed: float = HostTimes.streamed
+    host_chunk: float = HostTimes.chunk
+    host_transfer: float = HostTimes.transfer
     """See `HostTimes`."""
     bf16: bool = True
     """Whether the GPU computes in bf16; NVIDIA's do from compute capability 8.0 on."""

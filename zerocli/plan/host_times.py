@@ -10,64 +10,103 @@ import gc
 import itertools
 import statistics
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy
 import torch
 
-from zerocli.config import ModelConfig
+from zerocli.config import ModelConfig, read_placement
 from zerocli.engine import api
 from zerocli.engine.engine import Engine
 from zerocli.models import build
+from zerocli.plan.hardware import HOST
+from zerocli.plan.inputs import shape_of
+from zerocli.plan.seconds import num_chunks
+from zerocli.plan.setup import Setup
 
 LAYERS, WIDTH, TOKENS = 16, 128, 32
 STEPS, WARMUP = 20, 3
-BLOCK = "block"
-KINDS: dict[str, tuple[object, str, str, int]] = {
-    BLOCK: (False, "", "", LAYERS + 2),  # embedding and head are launched too
-    "whole": (True, "", BLOCK, LAYERS),
-    "selective": ("selective", "", BLOCK, LAYERS),
-    "updated": (False, "optimizer=cpu", BLOCK, 2 * LAYERS + 3),  # chunks: matrices, and vectors but for the embedding
-    "reduced": (False, "optimizer=cpu,grads=cpu", "updated", LAYERS + 2),
-    "moved": (False, "optimizer=cpu,grads=cpu,params=cpu", "reduced", 2 * (LAYERS + 2)),
-    "kept": (True, "activations=cpu", "whole", LAYERS),
-}
-"""How each time is measured: what is recomputed and offloaded, the kind that it is beyond, and how often it is in a
-step."""
 FAMILIES = ("gpt2", "llama")
 
 
+@dataclass(frozen=True)
+class Kind:
+    """One kind of training step."""
+
+    recompute: bool | str = False
+    offload: str = ""
+    staging: int = 512 << 20
+
+    def counts(self, model: ModelConfig, precision: str) -> dict[str, float]:
+        """Return how often each of the times of `Hardware` is in a step."""
+        layers, units = model.layers, model.layers + 2  # embedding and head are launched too
+        offload = read_placement(self.offload)
+        setup = Setup(stage=3, ranks=1, precision=precision, offload=offload, staging_nbytes=self.staging)
+        chunks = num_chunks(shape_of(model, TOKENS), setup) if "optimizer" in self.offload else 0
+        gradients, parameters = "grads" in self.offload, "params" in self.offload
+        transfers = 2 + gradients + (1 + setup.sizing.split_master) * parameters
+        return {
+            "host_block": units,
+            "host_whole": layers * (self.recompute is True),
+            "host_selective": layers * (self.recompute == "selective"),
+            "host_moved": 2 * units * parameters,
+            "host_reduced": units * gradients,
+            "host_kept": layers * ("activations" in self.offload),
+            "host_streamed": units * bool(chunks),
+            "host_chunk": chunks,
+            "host_transfer": chunks * transfers,
+        }
+
+
+EVERYTHING, MANY = "optimizer=cpu,grads=cpu,params=cpu", 4 << 20
+KINDS = (
+    *(Kind(), Kind(True), Kind("selective"), Kind(True, "activations=cpu")),
+    *(Kind(offload="optimizer=cpu"), Kind(offload="optimizer=cpu,grads=cpu"), Kind(offload=EVERYTHING)),
+    *(Kind(offload="optimizer=cpu", staging=MANY), Kind(offload=EVERYTHING, staging=MANY)),  # many chunks
+)
+"""As many as there are times, so that their steps give these."""
+
+
 def measure_host(device: torch.device) -> dict[str, float]:
-    """Return the seconds by the names of `Hardware`, per block or as `HostTimes` says: the mean of both families."""
-    found = dict.fromkeys(KINDS, 0.0)
+    """Return the seconds by the names of `Hardware`: the mean of both families."""
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    found = numpy.zeros(len(HOST))
     for family in FAMILIES:
-        took = _steps(family, device)
+        model = ModelConfig(family=family, layers=LAYERS, hidden=WIDTH, heads=2, vocab=512, tie=False)
+        took = _steps(model, precision, device)
         gc.collect()  # engines and models refer to each other
-        for kind, (_, _, beyond, number) in KINDS.items():
-            found[kind] += max(0.0, took[kind] - took.get(beyond, 0.0)) / number
-    return {f"host_{kind}": total / len(FAMILIES) for kind, total in found.items()}
+        found += solve({kind: kind.counts(model, precision) for kind in KINDS}, took)
+    return {name: max(0.0, float(total)) / len(FAMILIES) for name, total in zip(HOST, found, strict=True)}
 
 
-def _steps(family: str, device: torch.device) -> dict[str, float]:
+def solve(counts: Mapping[Kind, Mapping[str, float]], took: Mapping[Kind, float]) -> numpy.ndarray:
+    """Return the times, in the order of `HOST`, of which each kind's step consists."""
+    rows = [[each[name] for name in HOST] for each in counts.values()]
+    return numpy.linalg.solve(numpy.array(rows), numpy.array([took[kind] for kind in counts]))
+
+
+def _steps(model: ModelConfig, precision: str, device: torch.device) -> dict[Kind, float]:
     """Return the seconds of a step of each kind. They take turns: a host is slower at times, and differences count."""
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    seconds: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
     tokens = torch.zeros((1, TOKENS), dtype=torch.int64, device=device)
     with contextlib.ExitStack() as closing:
         engines = {}
-        for kind, (recompute, offload, *_) in KINDS.items():
-            engines[kind] = _engine(family, recompute, offload, device)
+        for kind in KINDS:
+            engines[kind] = _engine(model, kind, precision, device)
             closing.callback(engines[kind].close)
         for _, kind in itertools.product(range(WARMUP + STEPS), KINDS):
             seconds[kind].append(_step(engines[kind], tokens))
     return {kind: statistics.median(each[WARMUP:]) for kind, each in seconds.items()}
 
 
-def _engine(family: str, recompute: object, offload: str, device: torch.device) -> Engine:
+def _engine(config: ModelConfig, kind: Kind, precision: str, device: torch.device) -> Engine:
     """Return an engine of a tiny model."""
-    shape = ModelConfig(family=family, layers=LAYERS, hidden=WIDTH, heads=2, vocab=512, tie=False)
-    model = build(shape, TOKENS, "meta")
-    precision = "bf16" if device.type == "cuda" else "fp32"
+    model = build(config, TOKENS, "meta")
     return api.shard(
-        *(model, "adamw", 1e-4), stage=3, precision=precision, clip=1.0, recompute=recompute, offload=offload,
-        device=str(device), units=model.unit_modules(), defer_update=True,
+        *(model, "adamw", 1e-4), stage=3, precision=precision, clip=1.0, recompute=kind.recompute,
+        offload=kind.offload, staging_nbytes=kind.staging, device=str(device), units=model.unit_modules(),
+        defer_update=True, update="stream",
     )  # fmt: skip
 
 

@@ -109,14 +109,14 @@ def computed(model: Shape | Traced, plan: Plan, host: HostTimes) -> Computed:
     setup = plan.setup
     if isinstance(model, Traced):
         found = model.passes(setup, host), Work(), model.model_flops(setup), model.ends_numel
-        return Computed(*found, _chunks(model, setup), model.layers, hidden=0)
+        return Computed(*found, num_chunks(model, setup), model.layers, hidden=0)
     gradients = Work(moved=plan.num_trained / setup.tp * (2 * setup.width + setup.grad_width))
     ends = sum(each.numel for each in (*model.embed_parameters(), *model.head_parameters()))
     found = passes(model, setup, host), gradients, model_flops(model, setup), ends
-    return Computed(*found, _chunks(model, setup), model.layers, model.hidden)
+    return Computed(*found, num_chunks(model, setup), model.layers, model.hidden)
 
 
-def _chunks(model: Shape | Traced, setup: Setup) -> float:
+def num_chunks(model: Shape | Traced, setup: Setup) -> float:
     """Return the chunks of an update; vectors, which have no weight decay, are not in one chunk with matrices."""
     shared, chunk, found = setup.tp * (setup.dp if setup.zero.optimizer else 1), setup.sizing.chunk, 0.0
     for unit, number in model.units():
@@ -253,11 +253,13 @@ def _host_moves(plan: Plan, of: Computed, host: HostTimes) -> HostMoves:
         return off / (off + plan.of(category, HBM)) if off else 0.0
 
     kept = any(plan.of("activations", tier) for tier in _off_device(plan)) * plan.setup.num_recomputed(of.layers)
-    through = max(map(share, ("optimizer_states", "gradients", "parameters")))  # of the update, through its slots
+    states, gradients, parameters = map(share, ("optimizer_states", "gradients", "parameters"))
+    through = max(states, gradients, parameters)  # the share of the update that passes through its slots
+    transfers = 2 * states + gradients + (1 + plan.setup.sizing.split_master) * parameters
     return HostMoves(
-        host.moved * units * share("parameters"),
-        host.reduced * units * share("gradients") + host.kept * kept,
-        host.updated * of.chunks * through,
+        host.moved * units * parameters,
+        host.reduced * units * gradients + host.kept * kept,
+        (host.streamed * units + host.chunk * of.chunks) * through + host.transfer * of.chunks * transfers,
     )
 
 
