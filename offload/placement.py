@@ -66,6 +66,9 @@ class Placement:
     def __bool__(self) -> bool:
         return bool(self.policy or self.shares)
 
+    def __hash__(self) -> int:
+        return hash((frozenset(self.shares.items()), self.policy))
+
     def of(self, kind: str) -> tuple[Share, ...]:
         """Return the tiers of a kind, in order; a policy must be resolved first."""
         assert not self.policy or kind == ACTIVATIONS, f"{self} is not resolved"

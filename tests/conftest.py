@@ -56,3 +56,15 @@ def ready():
         sys.modules["ranks"].start_server()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def own_plans(request):
+    """Let a test that replaces parts of a plan see no plan of other tests, and leave none to them."""
+    build = sys.modules.get("zerocli.plan.build")
+    if "monkeypatch" not in request.fixturenames or build is None:
+        yield
+        return
+    build.plan_model.cache_clear()
+    yield
+    build.plan_model.cache_clear()

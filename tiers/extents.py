@@ -37,40 +37,42 @@ class Extents:
         """
         if nbytes == 0:
             return 0
-        index = bisect_left(self._by_size, (nbytes, -1))
-        if index == len(self._by_size):
+        spans = self._by_size
+        index = bisect_left(spans, (nbytes, -1))
+        if index == len(spans):
             return None
-        length, start = self._by_size[index]
-        if end_last and start + length == self.size and index + 1 < len(self._by_size):
-            length, start = self._by_size[index + 1]
-        self._remove(start, length)
+        length, start = spans[index]
+        if end_last and start + length == self.size and index + 1 < len(spans):
+            index += 1
+            length, start = spans[index]
+        del spans[index], self._length_at[start], self._start_before[start + length]
         if length > nbytes:
             self._insert(start + nbytes, length - nbytes)
+        self.free -= nbytes
         return start
 
     def give(self, start: int, nbytes: int) -> None:
         """Make [start, start + nbytes) free again, merged with its free neighbours."""
         if nbytes == 0:
             return
-        before = self._start_before.get(start)
+        self.free += nbytes
+        before = self._start_before.pop(start, None)
         if before is not None:
-            length = self._length_at[before]
-            self._remove(before, length)
-            start, nbytes = before, nbytes + length
-        length_after = self._length_at.get(start + nbytes)
-        if length_after is not None:
-            self._remove(start + nbytes, length_after)
-            nbytes += length_after
+            nbytes += self._forget(before)
+            start = before
+        if start + nbytes in self._length_at:
+            after = self._forget(start + nbytes)
+            del self._start_before[start + nbytes + after]
+            nbytes += after
         self._insert(start, nbytes)
 
     def _insert(self, start: int, nbytes: int) -> None:
         insort(self._by_size, (nbytes, start))
         self._length_at[start] = nbytes
         self._start_before[start + nbytes] = start
-        self.free += nbytes
 
-    def _remove(self, start: int, nbytes: int) -> None:
+    def _forget(self, start: int) -> int:
+        """Drop the span that begins here, but for where it ends; return its length."""
+        nbytes = self._length_at.pop(start)
         del self._by_size[bisect_left(self._by_size, (nbytes, start))]
-        del self._length_at[start]
-        del self._start_before[start + nbytes]
-        self.free -= nbytes
+        return nbytes

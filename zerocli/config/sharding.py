@@ -43,7 +43,7 @@ class Sharding:
     precision: str = TrainConfig.precision
     """`fp32`, `bf16`, `fp16`, or `auto`: bf16 where the device supports it."""
     optimizer: str = OptimizerConfig.name
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further arguments of the optimizer: betas, eps, momentum, ..."""
     master: str = OptimizerConfig.master
     """How the fp32 master of bf16 parameters is kept: `split`, as a 16-bit remainder beside them, or `fp32`."""

@@ -25,6 +25,8 @@ class Arena:
 
     def __init__(self, page: int) -> None:
         self._page, self._extents = page, Extents()
+        self.give = self._extents.give
+        """Frees an allocation: its address and its size."""
 
     @property
     def nbytes(self) -> int:
@@ -41,10 +43,6 @@ class Arena:
         assert start is not None
         return start
 
-    def give(self, start: int, size: int) -> None:
-        """Free an allocation."""
-        self._extents.give(start, size)
-
 
 class Arenas:
     """The arenas of all streams."""
@@ -59,10 +57,7 @@ class Arenas:
         return sum(arena.nbytes for kind in (self._large, self._small) for arena in kind.values())
 
     def take(self, size: int, stream: str = COMPUTE) -> int:
-        return self._of(size, stream).take(size)
+        return (self._large if size > SMALL_NBYTES else self._small)[stream].take(size)
 
     def give(self, start: int, size: int, stream: str = COMPUTE) -> None:
-        self._of(size, stream).give(start, size)
-
-    def _of(self, size: int, stream: str) -> Arena:
-        return (self._large if size > SMALL_NBYTES else self._small)[stream]
+        (self._large if size > SMALL_NBYTES else self._small)[stream].give(start, size)

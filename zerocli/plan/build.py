@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -57,8 +58,12 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+@functools.lru_cache(maxsize=1024)
 def plan_model(shape: Shape, setup: Setup) -> Plan:
-    """Return the bytes that one step of this model needs on every tier."""
+    """Return the bytes that one step of this model needs on every tier.
+
+    A search asks for some setups again, also for another machine; replaying a step takes tens of milliseconds.
+    """
     check(setup, shape)
     flats = fullest_flats(shape, setup)
     peaks = Replay(shape, setup, flats).run()

@@ -51,7 +51,7 @@ class Setup(Sharding):
     """`cuda`, or `cpu`: no GPU, and host memory is reported as hbm."""
     arrays: tuple[int, tuple[int, int]] | None = None
     """Of an optimizer without a name: `num_states` and `num_temporaries`."""
-    runtime: Mapping[str, int] = field(default_factory=dict)
+    runtime: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Overrides of `zerocli.plan.runtime.RUNTIME`, by name."""
 
     def __post_init__(self) -> None:
