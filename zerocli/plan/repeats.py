@@ -8,7 +8,12 @@ its last. Both are replayed; what is between is added as a multiple. That is exa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+from zerocli.layout.categories import CATEGORIES
+from zerocli.plan.ledger import Ledger
+
+GRADIENTS = "gradients"
 
 
 def replayed(keys: Sequence[Hashable], lead: int, period: int = 1) -> Iterator[tuple[int, int]]:
@@ -43,3 +48,36 @@ def _runs(keys: Sequence[Hashable], period: int) -> Iterator[tuple[int, int]]:
             stop += 1
         yield start, stop
         start = stop
+
+
+class Repeats:
+    """What the items of a step that are not replayed hold, by category: on the ledger until they would free it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._held: dict[str, int] = dict.fromkeys(ledger.held, 0)
+        self._spent = 0
+        """Bytes of gradients that are still read in the next step."""
+
+    def add(self, before: Mapping[str, int], times: int, spent: bool = False) -> None:
+        """Count what has changed since `before` another `times`; with `spent`, its gradients outlive the step."""
+        change = self._ledger.since(before, times)
+        self._ledger.add(change)
+        for category, nbytes in change.items():
+            self._held[category] += nbytes
+        self._spent += change[GRADIENTS] if spent else 0
+
+    def end_pass(self) -> None:
+        """Free all but gradients."""
+        self._free([category for category in CATEGORIES if category != GRADIENTS])
+
+    def end_step(self) -> None:
+        """Free all but gradients that are spent in the next step."""
+        self._free(CATEGORIES, self._spent)
+        self._spent = 0
+
+    def _free(self, categories: Sequence[str], gradients_left: int = 0) -> None:
+        for category in categories:
+            left = gradients_left if category == GRADIENTS else 0
+            self._ledger.add({category: self._held[category] - left}, -1)
+            self._held[category] = left

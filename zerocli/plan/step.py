@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from offload.placement import ACTIVATIONS, HBM
-from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import buffers, constants
 from zerocli.layout.buffers import Spec
-from zerocli.layout.categories import CATEGORIES
 from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.plan.arena import COMPUTE
+from zerocli.plan.checkpoints import Checkpoints
 from zerocli.plan.decoder import Batch, Decoder
 from zerocli.plan.flats import Flats
 from zerocli.plan.initialisation import Initialisation
 from zerocli.plan.ledger import Peak, Storage
-from zerocli.plan.repeats import replayed
+from zerocli.plan.repeats import Repeats, replayed
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.tape import Tape, Tensor
@@ -92,24 +91,12 @@ class Replay(Initialisation):
         """Gradients of flats, by unit, if they do not stay allocated: from backward to the update."""
         self._spent: dict[int, list[Storage]] = {}
         """Those that the next forward's updates read, until it enters their unit."""
-        self._spent_repeated = 0
-        """Bytes of the same of blocks that are not replayed."""
         self._slot_buffers: dict[buffers.SlotKey, Storage] = {}
         self._tied: list[Storage] = []
         """The head's part of a tied weight's gradient, which autograd keeps until the embedding's part arrives."""
-        self._slots: list[str] = []
-        """The tier of each recomputed block's checkpoint."""
-        self._has_slots = False
-        self._num_near = 0
-        """Slots on the device."""
-        self._first_input: list[Storage] = []
-        """The first block's input, if it needs no gradient."""
-        self._in_flight: dict[int, Storage] = {}
-        """Checkpoints that are still being written to their tier, by block: two at most."""
-        self._ahead: dict[int, Storage] = {}
-        """Checkpoints prefetched before their block's backward."""
-        self._checkpoints_away: dict[str, int] = {}
-        self._checkpoint_nbytes = 0
+        self._checkpoints = Checkpoints(
+            self._ledger, setup, keep_slots=lambda nbytes: self._keep_bytes("activations", nbytes)
+        )
         self._waiting: dict[tuple[str, int], list[Spec]] = defaultdict(list)
         self._made: Counter[tuple[str, int]] = Counter()
         """Gather buffers and buckets that are not there yet, and how many are, by name and bytes per element."""
@@ -122,8 +109,8 @@ class Replay(Initialisation):
         self._recompute = setup.blocks(shape.layers)
         self._replayed: list[tuple[int, int]] = []
         """The blocks that are replayed, each with the number of blocks before it that are not."""
-        self._repeated: dict[str, int] = dict.fromkeys(self._ledger.held, 0)
-        """What the blocks that are not replayed hold in a step, by category."""
+        self._repeats = Repeats(self._ledger)
+        """What the others hold in a step."""
         self._ends: list[dict[str, int]] = []
         """What is held after the backward of each replayed block."""
 
@@ -150,9 +137,9 @@ class Replay(Initialisation):
             initialisation,
             first,
             ledger.peak,
-            dict(self._checkpoints_away),
+            dict(self._checkpoints.away),
             built,
-            self._checkpoint_nbytes,
+            self._checkpoints.nbytes,
             reserved=ledger.reserved,
         )
 
@@ -164,8 +151,8 @@ class Replay(Initialisation):
         self._step()
         gradients = sum(self._grads_of(unit) for unit in self._units)
         both, rest = self._ledger.peak.nbytes, self._ledger.without_gradients
-        away = dict(self._checkpoints_away)
-        return StepPeak(rest, both if self._frees_grads else rest + gradients, gradients, away, self._checkpoint_nbytes)
+        away, nbytes = dict(self._checkpoints.away), self._checkpoints.nbytes
+        return StepPeak(rest, both if self._frees_grads else rest + gradients, gradients, away, nbytes)
 
     def _grads_of(self, unit: Sequence[FlatSpec]) -> int:
         """Return the bytes of a unit's gradients, wherever they rest."""
@@ -194,8 +181,8 @@ class Replay(Initialisation):
         self._owes = True
         self._spent = {index: grads for index, grads in self._flat_grads.items() if self._spends(index)}
         self._flat_grads.clear()
-        self._end_repeats(CATEGORIES, self._spent_repeated)
-        self._spent_repeated = 0
+        self._repeats.end_step()
+        self._ends.clear()
 
     def _micro_step(self, first: bool) -> None:
         """Replay a forward and a backward; the first of a step runs updates that the last step has left to it."""
@@ -208,7 +195,8 @@ class Replay(Initialisation):
         if setup.tp > 1:  # an unfinished all-reduce keeps its buffer alive
             inputs.append(Storage(ledger, decoder.hidden))
         if not self._replayed:
-            self._assign_slots(-(-decoder.hidden // setup.parts))
+            part = -(-decoder.hidden // setup.parts)
+            self._checkpoints.assign(self._recompute.count, part, frozen_input=shape.lora is not None)
             self._choose_blocks()
         self._entering = first and self._owes
         x = self._forward(tape, decoder)
@@ -224,19 +212,12 @@ class Replay(Initialisation):
             self._reduce(unit)
         del inputs
         self._copies.clear()
-        self._end_repeats([category for category in CATEGORIES if category != "gradients"])  # those stay
+        self._repeats.end_pass()
+        self._ends.clear()
 
     def _spends(self, unit: int) -> bool:
         """Whether the next forward's update reads a unit's gradients; without a GPU they are freed before."""
         return self._setup.device == "cuda" and any(flat.offloaded for flat in self._units[unit] if flat.trainable)
-
-    def _end_repeats(self, categories: Iterable[str], spent: int = 0) -> None:
-        """Free what the blocks that are not replayed hold, but for gradients that are `spent` in the next step."""
-        for category in categories:
-            left = spent if category == "gradients" else 0
-            self._ledger.add({category: self._repeated[category] - left}, -1)
-            self._repeated[category] = left
-        self._ends.clear()
 
     def _update(self, flats: Iterable[FlatSpec], offloaded: bool, count: int) -> None:
         """Replay the temporaries of updating flats, `count` arrays at once: states on the device on the compute stream,
@@ -285,9 +266,8 @@ class Replay(Initialisation):
         begins: list[dict[str, int]] = []
         for block, skipped in self._replayed:
             if skipped:
-                self._repeat(begins[-period], skipped // period)
-                if self._slots[block : block + 1] not in ([HBM], []):  # else those in flight are of earlier blocks
-                    self._in_flight = {each + skipped: storage for each, storage in self._in_flight.items()}
+                self._repeats.add(begins[-period], skipped // period)
+                self._checkpoints.skip_forward(block, skipped)
             begins.append(dict(self._ledger.held))
             self._ledger.moment = f"forward of block {block + 1}"
             x = self._block(tape, decoder, x, block, skipped)
@@ -295,19 +275,11 @@ class Replay(Initialisation):
 
     def _choose_blocks(self) -> None:
         layers, period = self._shape.layers, self._shape.period
-        slots = [*self._slots, *[""] * (layers - len(self._slots))]
+        tiers = [*self._checkpoints.tiers, *[""] * (layers - len(self._checkpoints.tiers))]
         units = map(id, self._units[1 : layers + 1])
         whole = (block < self._recompute.whole for block in range(layers))
-        keys = list(zip(units, slots, self._shape.sparse, whole, strict=True))
+        keys = list(zip(units, tiers, self._shape.sparse, whole, strict=True))
         self._replayed = list(replayed(keys, self._lead + period, period))
-
-    def _repeat(self, before: Mapping[str, int], times: int) -> dict[str, int]:
-        """Count what has changed since `before` another `times`, until the end of the step; return that."""
-        change = self._ledger.since(before, times)
-        self._ledger.add(change)
-        for category, nbytes in change.items():
-            self._repeated[category] += nbytes
-        return change
 
     def _block(self, tape: Tape, decoder: Decoder, x: Tensor, block: int, skipped: int) -> Tensor:
         """Replay a block's forward; `skipped` blocks before it are not replayed."""
@@ -320,67 +292,13 @@ class Replay(Initialisation):
         self._mark(tape, x, f"end of backward of block {unit}", done=unit, skipped=skipped)
         if block < self._recompute.count:
             size = x.storage.nbytes
-            self._keep_checkpoint(x, block)
+            self._checkpoints.keep(x, block)
             selective, before = block >= self._recompute.whole, decoder.before_recomputation
-            out = tape.checkpoint(run, x, lambda: self._bring_back(block, size), selective, before)
+            out = tape.checkpoint(run, x, lambda: self._checkpoints.bring_back(block, size), selective, before)
         else:
             out = run(tape, x)
         self._mark(tape, out, f"backward of block {unit}")
         return out
-
-    # -- checkpoints: the rules of offload/stack.py and activations.py -------------------------------------------------
-
-    def _keep_checkpoint(self, x: Tensor, block: int) -> None:
-        """Copy a rank's part of a block's input into its slot; for another tier the copy lives until it is written."""
-        if x.node is None:  # computed from frozen parameters: it stays as it is
-            self._first_input.append(x.storage)
-            return
-        part = -(-x.storage.nbytes // self._setup.parts)
-        if not self._has_slots:
-            self._keep_bytes("activations", self._num_near * self._slot_nbytes(HBM, part))
-            self._has_slots = True
-        if self._slots[block] == HBM:
-            return
-        while len(self._in_flight) >= 2:
-            self._in_flight.pop(min(self._in_flight))
-        self._in_flight[block] = x.storage if self._setup.parts == 1 else Storage(self._ledger, part)
-
-    def _slot_nbytes(self, tier: str, part: int) -> int:
-        align = {HBM: 512 if self._setup.device == "cuda" else 64}.get(tier, constants.PAGE_NBYTES)
-        return -(-part // align) * align
-
-    def _assign_slots(self, part: int) -> None:
-        """Assign the recomputed blocks to the tiers that keep their inputs."""
-        checkpoints, self._checkpoint_nbytes = self._recompute.count, part
-        for share in self._setup.checkpoint_shares():
-            each = self._slot_nbytes(share.tier, part)
-            left = checkpoints - len(self._slots)
-            count = left if share.budget is None else min(left, share.budget // each)
-            self._slots += [share.tier] * count
-            if share.tier != HBM and count:
-                self._checkpoints_away[share.tier] = self._checkpoints_away.get(share.tier, 0) + count * each
-        if (left := checkpoints - len(self._slots)) > 0:
-            fact = f"activations: {left} of {checkpoints} checkpoints have no place left in their budgets"
-            raise UserError(fact, hint="name another tier after them: activations=cpu+nvme", exit_code=DOES_NOT_FIT)
-        self._num_near = self._slots.count(HBM)
-        if self._shape.lora is not None and self._slots:  # the first block's input takes no slot
-            self._slots = [HBM, *self._slots[:-1]]
-
-    def _bring_back(self, block: int, size: int) -> Storage:
-        """Return a block's input, and start prefetching that of the previous block."""
-        if block == 0 and self._first_input:
-            return self._first_input.pop()
-        if self._setup.parts == 1 and self._slots[block] == HBM:
-            return Storage(self._ledger, 0)  # it is read in place
-        source = self._in_flight.pop(block, None) if self._setup.parts == 1 else None
-        source = source or self._ahead.pop(block, None) or Storage(self._ledger, size)
-        before = block - 1
-        resting = self._setup.parts == 1 and (before in self._in_flight or self._slots[before] == HBM)
-        if before >= 0 and not resting:
-            self._ahead[before] = Storage(self._ledger, size)
-        if self._setup.parts > 1:
-            self._in_flight.pop(block, None)
-        return source
 
     def _mark(self, tape: Tape, x: Tensor, moment: str, done: int = 0, skipped: int = 0) -> None:
         """Record the moment in backward when the gradient of `x` exists; the unit `done` is then reduced and freed.
@@ -399,9 +317,8 @@ class Replay(Initialisation):
                 self._ends.append(dict(self._ledger.held))
             if skipped:
                 period = self._shape.period
-                change = self._repeat(self._ends[-1 - period], skipped // period)
-                self._spent_repeated += change["gradients"] if self._spends(done) else 0
-                self._ahead = {block - skipped: storage for block, storage in self._ahead.items()}
+                self._repeats.add(self._ends[-1 - period], skipped // period, spent=self._spends(done))
+                self._checkpoints.skip_backward(skipped)
             return [gradient.pop()]
 
         node.backward = reached
