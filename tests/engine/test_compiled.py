@@ -86,7 +86,8 @@ def _split(recompute: bool) -> None:
     assert losses == expected
 
 
-@pytest.mark.parametrize("recompute", MAYBE_RECOMPUTED)
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", [False, True])
 def test_blocks_split_over_ranks_are_compiled_between_their_exchanges(recompute):
     run_ranks(2, _split, recompute, seconds=300)
 
@@ -146,6 +147,7 @@ def test_a_block_that_breaks_the_graph_is_compiled_in_parts(recompute):
     assert (engine.hooks.blocks.num_graphs > 1) == (recompute != "selective")
 
 
+@pytest.mark.long
 def test_another_sequence_length_is_one_more_graph():
     engine = make(recompute=True, **COMPILED)
     for step, seq in enumerate((SEQ, SEQ // 2, SEQ // 2 - 1, SEQ)):
@@ -235,7 +237,8 @@ def _offloaded(settings: dict[str, Any]) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("settings", [COMPILED, pytest.param({}, marks=pytest.mark.long)], ids=["compiled", "eager"])
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [COMPILED, {}], ids=["compiled", "eager"])
 def test_checkpoints_of_compiled_blocks_go_to_their_tier_and_change_no_number(settings):
     run_ranks(2, _offloaded, settings, seconds=300)
 
@@ -263,7 +266,7 @@ def _broken_backward(graph, inputs):
     ("backend", "recompute"),
     [
         (_broken, False),
-        (_broken_backward, True),
+        pytest.param(_broken_backward, True, marks=pytest.mark.long),
         pytest.param(_broken, True, marks=pytest.mark.long),
         pytest.param(_broken_backward, False, marks=pytest.mark.long),
     ],

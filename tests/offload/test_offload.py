@@ -234,7 +234,7 @@ def run_train(folder: Path, *arguments: str):
     return run(folder, "train", *SMALL, *arguments, "--run-dir", "run")
 
 
-@pytest.mark.parametrize("text", ["cpu", "nvme"])
+@pytest.mark.parametrize("text", [pytest.param("cpu", marks=pytest.mark.long), "nvme"])
 def test_train_offloads(tmp_path, text):
     from commands import lines
 

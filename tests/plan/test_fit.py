@@ -260,7 +260,7 @@ def test_days_and_cost_follow_from_the_tokens(capsys):
         ["zero-1t", "--ranks", "1024", "--hardware", "v100", "--explain"],
         ["7.5B", "--ranks", "64"],
         ["1T", "--ranks", "1"],
-        ["llama3-8b", "--ranks", "1", "--gpu-memory", "1GiB", "--explain"],
+        pytest.param(["llama3-8b", "--ranks", "1", "--gpu-memory", "1GiB", "--explain"], marks=pytest.mark.long),
         [
             "llama3-8b",
             "--ranks",

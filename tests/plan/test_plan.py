@@ -254,7 +254,9 @@ def test_a_plan_holds_where_layers_are_split_and_checkpoints_leave(tmp_path):
         assert peak <= planned <= peak * 1.05, (changes, setup)
 
 
-@pytest.mark.parametrize("cases", [PARTIAL, SELECTIVE], ids=["partial", "selective"])
+@pytest.mark.parametrize(
+    "cases", [pytest.param(PARTIAL, marks=pytest.mark.long), SELECTIVE], ids=["partial", "selective"]
+)
 def test_a_plan_holds_where_some_blocks_are_recomputed_whole_or_selectively(cases):
     measured = most(run_ranks(2, _measure_all, cases, 4, 24, "fp32"))
     for (changes, setup), peak in zip(cases, measured, strict=True):

@@ -230,6 +230,7 @@ def test_fit_suggests_a_change_and_a_largest_model_under_auto(capsys):
     assert most[0] == most[1]
 
 
+@pytest.mark.long
 def test_fit_traces_a_model_both_ways_under_auto(capsys):
     words = ["fit", "tiny", "--trace", "--ranks", "2", "--stage", "2", "--offload", "", "--batch", "64", "--seq", "512"]
     for memory, whole in (("80GiB", False), ("1800MiB", True)):

@@ -37,24 +37,26 @@ def quiet_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("RANK", raising=False)
 
 
-@pytest.mark.parametrize(
-    ("changes", "setup"),
-    [
-        ({}, {"stage": 0, "ranks": 1}),
-        ({"tie": False}, {"stage": 3, "ranks": 1024, "recompute": True}),
-        ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "ranks": 4096}),
-        ({"family": "llama"}, {"stage": 2, "ranks": 64, "precision": "bf16", "recompute": True}),
-        ({}, {"stage": 0, "ranks": 2, "tp": 2}),
-        ({"tie": False}, {"stage": 3, "ranks": 1024, "tp": 4, "recompute": True}),
-        ({"family": "llama", "kv_heads": 2}, {"stage": 3, "ranks": 8, "tp": 2}),
-        ({"vocab": 3001}, {"stage": 2, "ranks": 8, "tp": 2, "recompute": True, "partition_activations": False}),
-        ({}, {"stage": 0, "ranks": 2, "recompute": 1}),
-        ({"family": "llama"}, {"stage": 3, "ranks": 64, "recompute": 3}),
-        ({}, {"stage": 0, "ranks": 2, "recompute": "selective"}),
-        ({"family": "llama", "kv_heads": 2}, {"stage": 3, "ranks": 8, "recompute": Recompute(1, 2)}),
-        ({"tie": False}, {"stage": 3, "ranks": 1024, "tp": 4, "recompute": "selective"}),
-    ],
-)
+SOME: list[tuple[dict, dict]] = [
+    ({"tie": False}, {"stage": 3, "ranks": 1024, "recompute": True}),
+    ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "ranks": 4096}),
+    ({"family": "llama"}, {"stage": 2, "ranks": 64, "precision": "bf16", "recompute": True}),
+    ({}, {"stage": 0, "ranks": 2, "tp": 2}),
+    ({"family": "llama", "kv_heads": 2}, {"stage": 3, "ranks": 8, "recompute": Recompute(1, 2)}),
+    ({"tie": False}, {"stage": 3, "ranks": 1024, "tp": 4, "recompute": "selective"}),
+]
+MORE: list[tuple[dict, dict]] = [
+    ({}, {"stage": 0, "ranks": 1}),
+    ({"tie": False}, {"stage": 3, "ranks": 1024, "tp": 4, "recompute": True}),
+    ({"family": "llama", "kv_heads": 2}, {"stage": 3, "ranks": 8, "tp": 2}),
+    ({"vocab": 3001}, {"stage": 2, "ranks": 8, "tp": 2, "recompute": True, "partition_activations": False}),
+    ({}, {"stage": 0, "ranks": 2, "recompute": 1}),
+    ({"family": "llama"}, {"stage": 3, "ranks": 64, "recompute": 3}),
+    ({}, {"stage": 0, "ranks": 2, "recompute": "selective"}),
+]
+
+
+@pytest.mark.parametrize(("changes", "setup"), [*SOME, *(pytest.param(*each, marks=pytest.mark.long) for each in MORE)])
 def test_formula_and_trace_agree(changes, setup):
     model = dataclasses.replace(MODEL, **changes)
     asked = Setup(**({"batch": 4, "seq": 128, "device": "cpu", "precision": "fp32"} | setup))

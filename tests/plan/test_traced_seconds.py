@@ -102,7 +102,8 @@ def test_attention_counts_by_its_queries_keys_and_values():
     assert backward == pytest.approx(forward * BACKWARD_OPS)
 
 
-@pytest.mark.parametrize("layers", [3, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("layers", [3, 8])
 def test_a_trace_of_a_model_with_a_formula_takes_as_long(layers):
     """The formula is held by measurements (test_seconds.py). Its launches are of a GPU's kernels, so hosts differ."""
     model = ModelConfig(family="gpt2", layers=layers, hidden=4096, heads=32, vocab=32000, tie=False)

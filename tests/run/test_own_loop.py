@@ -92,7 +92,7 @@ def _both(memory: dict[int, int], folder: str, settings: dict[str, Any]) -> tupl
 @pytest.mark.parametrize(
     ("settings", "less"),
     [
-        ({}, 15 * MIB),
+        pytest.param({}, 15 * MIB, marks=pytest.mark.long),
         pytest.param({"stage": 2, "precision": "bf16"}, 12 * MIB, marks=pytest.mark.long),
         pytest.param({"optimizer": torch.optim.NAdam}, 15 * MIB, marks=pytest.mark.long),
         pytest.param({"precision": "bf16", "keep_fp32": "norm"}, 12 * MIB, marks=pytest.mark.long),

@@ -74,6 +74,7 @@ def _pread(fd: int, nbytes: int, start: int) -> bytes:
         return os.pread(file.fileno(), nbytes, start)
 
 
+@pytest.mark.long
 class TestNvmeTwoDirectories(TestNvme):
     num_directories = 2
 
@@ -96,6 +97,7 @@ class TestNvmeBuffered(TestNvme):
     options = {"direct": False}
 
 
+@pytest.mark.long
 class TestNvmeBufferedUnverified(TestNvmeUnverified):
     options = {"direct": False, "verify": False}
 
