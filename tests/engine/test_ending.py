@@ -86,7 +86,8 @@ def end_ranks(folder: Path, how: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("how", ["held", pytest.param("group", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["held", "group"])
 def test_a_script_that_just_ends_does_not_abort(tmp_path, how):
     """Its engine is not closed and a group is still referred to, destroyed or not, while gloo lets go of a tensor."""
     code, said = end_ranks(tmp_path, how)

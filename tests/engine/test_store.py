@@ -51,6 +51,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 """127.0.0.1, ::1 and the former as an IPv6 address."""
 
 
+@pytest.mark.long
 def test_a_run_on_one_machine_listens_on_loopback_alone(tmp_path):
     """The launcher, and every rank while it trains and saves: the store, and the groups of training and of saving."""
     sets = [word for each in (*TINY, "train.steps=1000000", "train.log_every=1000") for word in ("--set", each)]

@@ -24,7 +24,7 @@ from fuzz.server import Ranks
 from fuzz.sharded import Outcome
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 
-NUMBER = int(os.environ.get("ZEROCLI_FUZZ", "300" if "ZEROCLI_TEST_LONG" in os.environ else "60"))
+NUMBER = int(os.environ.get("ZEROCLI_FUZZ", "300" if "ZEROCLI_TEST_LONG" in os.environ else "40"))
 SEED = int(os.environ.get("ZEROCLI_FUZZ_SEED", "0"))
 NO_CHECKS = [
     HealthCheck.too_slow,

@@ -125,7 +125,7 @@ def adds_in_new_memory(monkeypatch):
     monkeypatch.setattr(tape, "sys", SimpleNamespace(getrefcount=lambda thing: 3))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_plan_of_adapters_is_what_the_engine_takes(world, adds_in_new_memory):
     cases = CASES if world > 1 else CASES[1:8:3]
     ranks = run_ranks(world, _measure_all, cases, 4, 24, "fp32")

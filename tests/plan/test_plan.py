@@ -246,6 +246,7 @@ def test_a_plan_is_never_below_the_measured_and_hardly_above_it(world):
         assert peak <= planned <= peak * 1.02, (changes, setup)
 
 
+@pytest.mark.long
 def test_a_plan_holds_where_layers_are_split_and_checkpoints_leave(tmp_path):
     measured = most(run_ranks(2, _measure_all, SPLIT, 4, 24, "fp32", str(tmp_path)))
     for (changes, setup), peak in zip(SPLIT, measured, strict=True):

@@ -140,7 +140,12 @@ def test_a_copy_without_memory_leaves_the_model_alone():
         ({"offload": "auto", "example": example, "tp": 2}, ValueError, "with tp or a group, place the states by hand"),
         ({"offload": "auto", "example": example, "recompute": Block}, ValueError, "recomputed by choice"),
         ({"offload": "auto", "example": lambda model: float(example(model))}, ValueError, "could not be traced"),
-        ({"offload": "auto", "example": example, "memory": 2 * MIB}, zerocli.Refused, r"nearest: stage=3, .*more hbm"),
+        pytest.param(
+            {"offload": "auto", "example": example, "memory": 2 * MIB},
+            zerocli.Refused,
+            r"nearest: stage=3, .*more hbm",
+            marks=pytest.mark.long,
+        ),
         ({"offload": "auto", "example": example, "optimizer": "nosuch"}, ValueError, "nosuch"),
     ],
 )

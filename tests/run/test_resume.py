@@ -27,6 +27,7 @@ def steps_of(folder: Path) -> list[int]:
     return [found.step for found in Folder(folder / "checkpoints").newest_first()]
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_to_the_same_losses(tmp_path):
     """kill -9 of one rank, or of all, in forward, backward, update, transfer and every stage of a save."""
     nvme = tmp_path / "nvme"

@@ -80,6 +80,7 @@ def test_torchrun_starts_the_same_run(tmp_path):
     assert [row["loss"] for row in lines(tmp_path / "here")] == [row["loss"] for row in lines(tmp_path / "there")]
 
 
+@pytest.mark.long
 def test_check_compares_with_unsharded_training(tmp_path):
     done = run(tmp_path, "train", *SMALL, "--stage", "3", "--check", "3", "--run-dir", "run", "--json")
     assert done.returncode == 0, done.stderr
@@ -169,7 +170,9 @@ def children(pid: int) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM], ids=["ctrl-c", "sigterm"]
+)
 def test_an_interrupt_ends_every_rank_within_seconds(tmp_path, how):
     command = [sys.executable, "-m", "zerocli", "train", *SMALL, "--steps", "100000", "--run-dir", "run"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True)
