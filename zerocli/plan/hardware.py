@@ -21,7 +21,7 @@ COPIED = 0.855
 
 @dataclass(frozen=True)
 class HostTimes:
-    """Seconds in which the host launches one block, eagerly; by default as measured beside an H200."""
+    """Seconds in which the host launches one block, eagerly; by default of the median machine with an H200."""
 
     block: float = 1.9e-3
     """Its forward and backward."""
@@ -29,17 +29,17 @@ class HostTimes:
     """What recomputing all of it adds: a second forward, and torch's bookkeeping."""
     selective: float = 3.8e-3
     """What recomputing all but products and attention adds: each operation is looked at twice."""
-    moved: float = 0.7e-3
+    moved: float = 0.6e-3
     """What offloaded parameters add to each of the block's two uses."""
-    reduced: float = 0.8e-3
+    reduced: float = 0.35e-3
     """What offloaded gradients add to its backward."""
     kept: float = 0.4e-3
     """What an offloaded activation checkpoint adds to its recomputation."""
-    streamed: float = 0.2e-3
+    streamed: float = 0.5e-3
     """What its update adds where something that this needs is offloaded, beside what its chunks take."""
     chunk: float = 0.2e-3
     """What each chunk of such an update adds, beside its transfers."""
-    transfer: float = 0.05e-3
+    transfer: float = 0.06e-3
     """What each transfer of a chunk adds: states come and go, gradients come, parameters go or come and go."""
 
     @property
