@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tiers.errors import TierError
 from tiers.events import SILENT, TierEvents
-from tiers.streams import OnStream, current_stream, event_here
+from tiers.streams import OnStream, current_stream, record_event
 from tiers.transfer import Transfer
 
 INLINE_NBYTES = 1 << 20  # a smaller host copy costs less than handing it to a thread
@@ -87,13 +87,13 @@ class Copier:
             callers[source.device] = current_stream(source.device)
         stream = self._stream_beside(callers[device], device, direction)
         for place, caller in callers.items():
-            event_here(place, caller).wait(stream)
+            record_event(place, caller).wait(stream)
         for earlier in after:
             if earlier.event is not None:
                 earlier.event.wait(stream)
         with OnStream(stream), events.copy(direction, source.numel()):
             target.copy_(source, non_blocking=True)
-        event = event_here(device, stream)
+        event = record_event(device, stream)
         return Transfer(source.numel(), event=event, callers=callers, hold=(source, target), tier=self._tier)
 
     def _pool(self) -> ThreadPoolExecutor:

