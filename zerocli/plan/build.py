@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from offload.placement import HBM
 from zerocli.errors import UserError
@@ -20,7 +20,7 @@ from zerocli.plan.flats import Flats, arenas, fullest_flats, pages, swap
 from zerocli.plan.ledger import Peak
 from zerocli.plan.loading import host_nbytes
 from zerocli.plan.rows import Plan, Row
-from zerocli.plan.runtime import LAST_PAGES, SENTENCES, constant, process_nbytes, usual_fragments
+from zerocli.plan.runtime import DISK_THREADS, LAST_PAGES, SENTENCES, constant, process_nbytes, usual_fragments
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.step import Peaks, Replay
@@ -307,6 +307,8 @@ def _host_rows(setup: Setup, flats: Flats, peaks: Peaks, process: int) -> list[R
     for sentence, nbytes in _host_buffers(setup, flats, peaks).items():
         if nbytes:
             rows.append(Row("buffers", "dram", nbytes * times, f"{sentence} x {times}"))
+    if disks := len(_disk_tiers(setup, flats, peaks)):
+        rows.append(Row("runtime", "dram", disks * DISK_THREADS * times, f"threads of {disks} disk tiers x {times}"))
     if peaks.gloo_nbytes:
         formula = f"gloo's copies of what it reduces, at the process's peak x {times}"
         rows.append(Row("runtime", "dram", peaks.gloo_nbytes * times, formula))
@@ -335,10 +337,21 @@ def _host_buffers(setup: Setup, flats: Flats, peaks: Peaks) -> dict[str, int]:
     return found
 
 
+Uses = list[tuple[list[int], int]]
+"""Of a tier object: sizes of transfers, and how many are in flight."""
+
+
 def _staging(setup: Setup, flats: Flats, peaks: Peaks) -> int:
     """Return the staging memory of a rank's disk tiers: for each tier object, what its transfers in flight use."""
+    whole = any(flat.tiers["parameters"] == "nvme" for flat in flats)
+    tails = constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES if whole else 0  # of copies read ahead, in place
+    return tails + sum(_buffers(setup, uses) for uses in _disk_tiers(setup, flats, peaks))
+
+
+def _disk_tiers(setup: Setup, flats: Flats, peaks: Peaks) -> list[Uses]:
+    """Return what uses each of a rank's disk tiers: that of parameters, of other states, of activation checkpoints."""
     if "nvme" not in setup.placement().tiers:
-        return 0
+        return []
     sizing, trainable = setup.sizing, [flat for flat in flats if flat.trainable]
     chunks = [(flat, n) for flat in trainable if flat.offloaded for _, n in chunk_runs(flat, sizing.chunk)]
     parameters = [n * flat.width * (flat.tiers["parameters"] == "nvme") for flat, n in chunks]
@@ -350,7 +363,7 @@ def _staging(setup: Setup, flats: Flats, peaks: Peaks) -> int:
         for flat in trainable
     ]
     slots = constants.NUM_SLOTS
-    objects = (
+    objects: list[Uses] = [
         # Written back in the update; whole when they are placed; fetched for the next unit while one is computed with.
         [(parameters, slots), (whole, 2)],
         [
@@ -358,13 +371,12 @@ def _staging(setup: Setup, flats: Flats, peaks: Peaks) -> int:
             (written, bucket_limit(trainable, sizing)),
         ],
         [([peaks.checkpoint_nbytes * bool(peaks.offloaded.get("nvme"))] * 3, 3)],  # two written and one read
-    )
-    tails = constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES if any(whole) else 0  # of copies read ahead, in place
-    return tails + sum(_buffers(setup, uses) for uses in objects)
+    ]
+    return [uses for uses in objects if any(any(sizes) for sizes, _ in uses)]
 
 
-def _buffers(setup: Setup, uses: Sequence[tuple[list[int], int]]) -> int:
-    """Return the bytes of the staging buffers of a tier whose `uses` are (sizes of transfers, how many in flight).
+def _buffers(setup: Setup, uses: Uses) -> int:
+    """Return the bytes of the staging buffers of a disk tier.
 
     A transfer takes a buffer for each of its stripe units, and the buffer that was used as far before is reused first.
     A pinned buffer counts whole, any other by the pages that it uses.

@@ -29,6 +29,8 @@ optimizers add where they have no kernel of ours. Measured with torch 2.11, CUDA
 differ by up to 33 MiB, and these are above the mean by about as much."""
 LAST_PAGES = 10 * MIB
 """What the allocator's small pages and the order of its frees cost beyond the arenas of a plan (measured)."""
+DISK_THREADS = 3 * MIB // 2
+"""Host memory of a disk tier's 33 threads. It was 1.9 to 2.5 MiB where all of them had work; most runs have less."""
 
 SENTENCES = {
     "context": "CUDA context and kernels, per process",
