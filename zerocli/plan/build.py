@@ -304,11 +304,13 @@ def _host_rows(setup: Setup, flats: Flats, peaks: Peaks, process: int) -> list[R
         rows.append(Row("activations", "dram", kept * times, f"activation checkpoints per rank x {times}"))
     if rest := taken([kept]) - kept if kept else 0:
         rows.append(Row("buffers", "dram", rest * times, f"the rest of their arena x {times}"))
-    for sentence, nbytes in _host_buffers(setup, flats, peaks).items():
+    disks = _disk_tiers(setup, flats, peaks)
+    for sentence, nbytes in _host_buffers(setup, flats, disks).items():
         if nbytes:
             rows.append(Row("buffers", "dram", nbytes * times, f"{sentence} x {times}"))
-    if disks := len(_disk_tiers(setup, flats, peaks)):
-        rows.append(Row("runtime", "dram", disks * DISK_THREADS * times, f"threads of {disks} disk tiers x {times}"))
+    if disks:
+        formula = f"threads of {len(disks)} disk tiers x {times}"
+        rows.append(Row("runtime", "dram", len(disks) * DISK_THREADS * times, formula))
     if peaks.gloo_nbytes:
         formula = f"gloo's copies of what it reduces, at the process's peak x {times}"
         rows.append(Row("runtime", "dram", peaks.gloo_nbytes * times, formula))
@@ -322,14 +324,14 @@ def _taken(setup: Setup) -> Callable[[list[int]], int]:
     return arenas if setup.device == "cuda" else pages
 
 
-def _host_buffers(setup: Setup, flats: Flats, peaks: Peaks) -> dict[str, int]:
+def _host_buffers(setup: Setup, flats: Flats, disks: list[Uses]) -> dict[str, int]:
     """Return the host memory of a rank beyond its arenas of pieces, by purpose."""
     near = (HBM, "dram", "null")  # a tier of another package is assumed to be prefetched from, too
     far = flats.sizes(lambda flat: [flat.own.numel * flat.width] * (flat.tiers["parameters"] not in near))
     budget = -(-setup.read_ahead_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
     found = {
         "arenas of parameters read ahead": min(budget, _taken(setup)(far)),
-        "staging buffers for disks, at most": _staging(setup, flats, peaks),
+        "staging buffers for disks, at most": _staging(setup, flats, disks),
         "buffer for saving checkpoints, at most": saves.buffer(setup, flats),
     }
     if setup.device == "cuda":
@@ -341,11 +343,11 @@ Uses = list[tuple[list[int], int]]
 """Of a tier object: sizes of transfers, and how many are in flight."""
 
 
-def _staging(setup: Setup, flats: Flats, peaks: Peaks) -> int:
+def _staging(setup: Setup, flats: Flats, disks: list[Uses]) -> int:
     """Return the staging memory of a rank's disk tiers: for each tier object, what its transfers in flight use."""
     whole = any(flat.tiers["parameters"] == "nvme" for flat in flats)
     tails = constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES if whole else 0  # of copies read ahead, in place
-    return tails + sum(_buffers(setup, uses) for uses in _disk_tiers(setup, flats, peaks))
+    return tails + sum(_buffers(setup, uses) for uses in disks)
 
 
 def _disk_tiers(setup: Setup, flats: Flats, peaks: Peaks) -> list[Uses]:

@@ -22,7 +22,7 @@ from zerocli.engine.engine import Engine
 from zerocli.models import build
 from zerocli.plan.hardware import HOST
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.seconds import num_chunks
+from zerocli.plan.seconds import num_chunks, num_transfers
 from zerocli.plan.setup import Setup
 
 LAYERS, WIDTH, TOKENS = 16, 128, 32
@@ -45,7 +45,6 @@ class Kind:
         setup = Setup(stage=3, ranks=1, precision=precision, offload=offload, staging_nbytes=self.staging)
         chunks = num_chunks(shape_of(model, TOKENS), setup) if "optimizer" in self.offload else 0
         gradients, parameters = "grads" in self.offload, "params" in self.offload
-        transfers = 2 + gradients + (1 + setup.sizing.split_master) * parameters
         return {
             "host_block": units,
             "host_whole": layers * (self.recompute is True),
@@ -55,7 +54,7 @@ class Kind:
             "host_kept": layers * ("activations" in self.offload),
             "host_streamed": units * bool(chunks),
             "host_chunk": chunks,
-            "host_transfer": chunks * transfers,
+            "host_transfer": chunks * num_transfers(setup, 1, gradients, parameters),
         }
 
 

@@ -255,12 +255,20 @@ def _host_moves(plan: Plan, of: Computed, host: HostTimes) -> HostMoves:
     kept = any(plan.of("activations", tier) for tier in _off_device(plan)) * plan.setup.num_recomputed(of.layers)
     states, gradients, parameters = map(share, ("optimizer_states", "gradients", "parameters"))
     through = max(states, gradients, parameters)  # the share of the update that passes through its slots
-    transfers = 2 * states + gradients + (1 + plan.setup.sizing.split_master) * parameters
+    transfers = num_transfers(plan.setup, states, gradients, parameters)
     return HostMoves(
         host.moved * units * parameters,
         host.reduced * units * gradients + host.kept * kept,
         (host.streamed * units + host.chunk * of.chunks) * through + host.transfer * of.chunks * transfers,
     )
+
+
+def num_transfers(setup: Setup, states: float, gradients: float, parameters: float) -> float:
+    """Return the transfers of a chunk of an update, by the offloaded share of each kind.
+
+    States come and go, gradients come, parameters go; those that are a part of the master come, too.
+    """
+    return 2 * states + gradients + (1 + setup.sizing.split_master) * parameters
 
 
 def _collective_seconds(nbytes: float, ranks: int, ranks_per_node: int, hardware: Hardware) -> float:
