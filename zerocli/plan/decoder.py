@@ -15,15 +15,21 @@ What each operation saves and allocates differs between devices; both are facts 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from zerocli.layout.ranges import parse_ranges
+from zerocli.plan.column_sums import column_sums_nbytes
 from zerocli.plan.ledger import Storage
 from zerocli.plan.shape import Latent, Parameter, Shape
 from zerocli.plan.tape import SHARED, Tape, Tensor
 
 FP32 = 4
+UNSORTED = 3072
+"""Up to so many tokens, the kernel for the gradient of an embedding on a GPU adds one after the other."""
+Sizes = Sequence[int]
+"""Bytes of the gradients of some parameters."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +124,24 @@ class Decoder:
         stats = rows * (FP32 if self.batch.cuda else self.batch.width) * (1 if self.shape.norm == "rms" else 2)
         return t.op("norm", [x], nbytes, [x.storage, t.new(stats)], [nbytes], params=params, unit=unit)
 
-    def linear(self, t: Tape, label: str, x: Tensor, inputs: int, outputs: int, params: list[int], unit: int) -> Tensor:
+    def linear(
+        self, t: Tape, label: str, x: Tensor, inputs: int, outputs: int, weight: Sizes, unit: int, bias: Sizes = ()
+    ) -> Tensor:
+        """Run a projection of all tokens; `weight` and `bias` are what their gradients take, if they have any."""
         tokens, width = self.batch.tokens, self.batch.width
-        grad = tokens * inputs * width
-        saved = self._input(x)
-        return t.op(label, [x], tokens * outputs * width, saved, [grad], params=params, unit=unit, product=True)
+        return self._project(t, label, x, tokens, tokens * inputs * width, tokens * outputs * width, weight, unit, bias)
+
+    def _project(
+        self, t: Tape, label: str, x: Tensor, rows: int, grad: int, nbytes: int, weight: Sizes, unit: int, bias: Sizes
+    ) -> Tensor:
+        """Multiply rows with a matrix: `nbytes` of output, `grad` bytes of the input's gradient."""
+        params, last = [*weight, *bias], self._summing(rows, bias)
+        return t.op(label, [x], nbytes, self._input(x), [grad], params=params, unit=unit, product=True, last=last)
+
+    def _summing(self, rows: int, bias: Sizes) -> int:
+        """Return what a GPU allocates to sum the rows of an output's gradient into that of its bias."""
+        columns = sum(bias) // self.batch.width
+        return column_sums_nbytes(rows, columns) if self.batch.cuda and columns else 0
 
     def _input(self, x: Tensor) -> list[Storage]:
         """Return what a projection saves: its input, unless its weight is frozen."""
@@ -154,14 +173,15 @@ class Decoder:
         """Sum an output over tensor-parallel ranks in place; its bias is added afterwards, out of place."""
         if self.batch.tp == 1 or not bias:
             return y
-        return t.op("bias", [y], self.hidden, grads=[SHARED], params=bias, unit=unit)
+        last = self._summing(self.batch.tokens, bias)
+        return t.op("bias", [y], self.hidden, grads=[SHARED], params=bias, unit=unit, last=last)
 
     def dropout(self, t: Tape, x: Tensor) -> Tensor:
-        """Apply dropout: a GPU keeps one byte per element, a CPU the scale factors."""
+        """Apply dropout: a GPU's one kernel makes a mask of bytes too, a CPU draws the scale factors before."""
         if not self.shape.dropout:
             return x
         mask = t.new(self.batch.tokens * self.shape.hidden * (1 if self.batch.cuda else self.batch.width))
-        return t.op("dropout", [x], self.hidden, [mask], [self.hidden])
+        return t.op("dropout", [x], self.hidden, [mask], [self.hidden], late=self.batch.cuda)
 
     def add(self, t: Tape, x: Tensor, y: Tensor) -> Tensor:
         return t.op("residual", [x, y], self.hidden, grads=[SHARED, SHARED])
@@ -174,8 +194,9 @@ class Decoder:
             q, k, v = self._latent(t, x, shape.latent, block, unit)
         else:
             wide = (shape.width_q + 2 * shape.width_kv) // tp
-            own = self._params("block", "qkv", "qkv_bias", block=block)
-            y = self.adapt(t, self.linear(t, "qkv", x, shape.hidden, wide, own, unit), x, ("q", "k", "v"), block, unit)
+            own, bias = (self._params("block", name, block=block) for name in ("qkv", "qkv_bias"))
+            y = self.linear(t, "qkv", x, shape.hidden, wide, own, unit, bias)
+            y = self.adapt(t, y, x, ("q", "k", "v"), block, unit)
             parts = t.split(y, self._queries + 2 * self._keys)
             del y
             q = k = v = parts
@@ -187,8 +208,7 @@ class Decoder:
         out = self._attend(t, q, k, v)
         weight = self._params("block", "out", "sinks", block=block)
         bias = self._params("block", "out_bias", block=block)
-        params = weight if tp > 1 else weight + bias
-        y = self.linear(t, "out", out, shape.width_out // tp, shape.hidden, params, unit)
+        y = self.linear(t, "out", out, shape.width_out // tp, shape.hidden, weight, unit, bias if tp == 1 else ())
         y = self.adapt(t, y, out, ("out",), block, unit)
         return self.dropout(t, self.sum_out(t, y, bias, unit))
 
@@ -199,8 +219,8 @@ class Decoder:
         """
 
         def low(name: str, rank: int, rest: int = 0) -> Tensor:
-            own = self._params("block", name, f"{name}_bias", block=block)
-            y = self.linear(t, name, x, self.shape.hidden, rank + rest, own, unit)
+            own, bias = (self._params("block", each, block=block) for each in (name, f"{name}_bias"))
+            y = self.linear(t, name, x, self.shape.hidden, rank + rest, own, unit, bias)
             nbytes = self.batch.tokens * rank * self.batch.width
             norm = self._params("block", f"{name}_norm", block=block)
             return t.op("norm", [y], nbytes, [y.storage], [y.storage.nbytes], params=norm, unit=unit)
@@ -301,21 +321,22 @@ class Decoder:
     def mlp(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
         if self.shape.is_sparse(block):
             return self._experts(t, x, block, unit)
-        up = self._params("block", "up", "up_bias", block=block)
-        down, bias = (self._params("block", name, block=block) for name in ("down", "down_bias"))
-        whole = down if self.batch.tp > 1 else down + bias
-        y = self._feed(t, x, self.batch.tokens, self.shape.mlp_hidden, up, whole, unit, block)
+        names = ("up", "up_bias", "down", "down_bias")
+        up, up_bias, down, bias = (self._params("block", name, block=block) for name in names)
+        biases = up_bias, bias if self.batch.tp == 1 else ()
+        y = self._feed(t, x, self.batch.tokens, self.shape.mlp_hidden, up, down, unit, block, biases)
         return self.dropout(t, self.sum_out(t, y, bias, unit))
 
     def _feed(
-        self, t: Tape, x: Tensor, tokens: int, mlp_hidden: int, up: list[int], down: list[int], unit: int, block: int
-    ) -> Tensor:
+        self, t: Tape, x: Tensor, tokens: int, mlp_hidden: int, up: Sizes, down: Sizes, unit: int, block: int,
+        biases: tuple[Sizes, Sizes] = ((), ()),
+    ) -> Tensor:  # fmt: skip
         """Run `tokens` rows through one MLP; that of experts, which no built-in model has, gates in two operations."""
         shape, width = self.shape, self.batch.width
         inner = mlp_hidden // self.batch.tp
         nbytes, hidden = tokens * inner * width, tokens * shape.hidden * width
         double = 2 if shape.gated else 1
-        first = t.op("up", [x], double * nbytes, self._input(x), [hidden], params=up, unit=unit, product=True)
+        first = self._project(t, "up", x, tokens, hidden, double * nbytes, up, unit, biases[0])
         first = self.adapt(t, first, x, ("gate", "up") if shape.gated else ("up",), block, unit)
         if shape.gated and shape.experts:
             parts = t.split(first, 2 * nbytes)
@@ -326,7 +347,7 @@ class Decoder:
             label = "swiglu" if shape.gated else "gelu"
             act = t.op(label, [first], nbytes, [first.storage], [double * nbytes])
             del first
-        y = t.op("down", [act], hidden, self._input(act), [nbytes], params=down, unit=unit, product=True)
+        y = self._project(t, "down", act, tokens, nbytes, hidden, down, unit, biases[1])
         return self.adapt(t, y, act, ("down",), block, unit)
 
     def _experts(self, t: Tape, x: Tensor, block: int, unit: int) -> Tensor:
@@ -376,25 +397,34 @@ class Decoder:
         y = self._norm(t, x, 1, block, unit)
         return self.attention(t, y, block, unit)
 
+    def _grouping(self, vocab: int, hidden: int) -> int:
+        """Return what a GPU allocates to sum the gradients of equal tokens: ids are sorted, twice and with their order.
+
+        Of more than `UNSORTED` tokens it sums groups of ten first, in fp32.
+        """
+        tokens = self.batch.tokens
+        if not self.batch.cuda:
+            return 0
+        groups = tokens // 10 + min(tokens, vocab) if tokens > UNSORTED else 0
+        return 4 * 8 * tokens + groups * hidden * FP32
+
     def embed(self, t: Tape) -> Tensor:
         """Look up the tokens; the table's gradient is dense."""
         shape, batch = self.shape, self.batch
         indices = t.new(8 * batch.tokens)
-        root = Tensor(indices)
-        # A GPU sorts the ids for the table's gradient: two copies and their order.
-        sort = 4 * 8 * batch.tokens if batch.cuda else 0
+        root, places = Tensor(indices), None
+        if shape.positions:  # a slice of the table, whose gradient is of the whole
+            places = t.op("positions", [], 0, params=self._params("embed", "positions"), unit=0)
         table = self._params("embed", "tokens", "project_in")
-        x = t.op(
-            *("embedding", [root], self.hidden, [indices], [SHARED]), backward_temporary=sort, params=table, unit=0
-        )
+        last = self._grouping(shape.local_vocab(batch.tp), shape.embed_dim or shape.hidden)
+        x = t.op("embedding", [root], self.hidden, [indices], [SHARED], params=table, unit=0, last=last)
         if shape.local_vocab(batch.tp) != shape.vocab:
             # Tokens of other ranks give zeros; the sum over ranks is in place.
             mask = t.new(batch.tokens)
             x = t.op("other ranks' tokens", [x], self.hidden, [mask], [self.hidden])
-        if shape.positions:
-            rows = self._params("embed", "positions")
+        if places is not None:
             sums = batch.seq * shape.hidden * batch.width
-            x = t.op("positions", [x], self.hidden, (), [SHARED], backward_temporary=sums, params=rows, unit=0)
+            x = t.op("add positions", [x, places], self.hidden, (), [SHARED, sums])
         if shape.embed_norm:
             x = self.norm(t, x, self._params("embed", "embed_norm", "embed_norm_bias"), 0)
         return self.dropout(t, x)

@@ -31,8 +31,8 @@ class Node:
     """One recorded operation."""
 
     __slots__ = (
-        *("backward", "collects", "edges", "grads", "incoming", "label", "params", "product", "saved", "temporary"),
-        "unit",
+        *("backward", "collects", "edges", "grads", "incoming", "label", "last", "params", "product", "saved"),
+        *("temporary", "unit"),
     )
 
     def __init__(self) -> None:
@@ -41,6 +41,8 @@ class Node:
         self.edges: list[Node | None] = []
         self.grads: Sequence[int] = ()
         self.temporary = 0
+        self.last = 0
+        """Bytes that are allocated for a moment once all gradients are there: sums that make up a bias's gradient."""
         self.params: Sequence[int] = ()
         self.unit = 0
         self.product = False
@@ -101,22 +103,28 @@ class Tape:
         unit: int = 0,
         product: bool = False,
         output_first: bool = False,
+        last: int = 0,
+        late: bool = False,
     ) -> Tensor:
         """Run one operation: temporaries, output, saves. `grads` default to one gradient of each input's size.
 
-        With `output_first` the output is allocated before the temporaries.
+        With `output_first` the output is allocated before the temporaries; `last` is `Node.last`. Autograd saves inputs
+        before it computes, so a recomputation that stops at its last save never makes the output. What the operation
+        itself makes it saves `late`, after that.
         """
-        # Autograd saves inputs before it computes: a recomputation that stops at its last save never makes the output.
         node = None
+        made = self.new(nbytes) if late else None
         if params or any(each.node is not None for each in inputs):
             node = self.record(label, inputs, saved, grads, backward_temporary, params, unit)
+        if made is not None:
+            return Tensor(made, node)
         scratch = self.new(temporary) if temporary and not output_first else None
         out = self.product(nbytes) if product else self.new(nbytes)
         scratch = self.new(temporary) if temporary and output_first else scratch
         if product and not self.ghost:
             self.ledger.multiply(self.thread)
         if node is not None:
-            node.product = product
+            node.product, node.last = product, last
         del scratch
         return Tensor(out, node)
 
@@ -213,6 +221,9 @@ class Tape:
             scratch = Storage(ledger, node.temporary) if node.temporary else None
             own = own or self._gradients(node)
             del scratch
+            if self.thread == BACKWARD:  # what is recomputed is handed over to the node, and gone when it has run
+                node.saved.clear()
+            Storage(ledger, node.last)
             node.incoming.clear()
             node.saved.clear()
             while own:
