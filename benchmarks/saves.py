@@ -35,8 +35,8 @@ from zerocli.config import to_dict  # noqa: E402
 from zerocli.engine.api import open_process_group  # noqa: E402
 from zerocli.engine.engine import Engine  # noqa: E402
 from zerocli.files import DirectFile  # noqa: E402
+from zerocli.garbage import long_lived  # noqa: E402
 from zerocli.run import trainer  # noqa: E402
-from zerocli.run.steps import long_lived  # noqa: E402
 
 CHUNK_NBYTES = 32 << 20
 

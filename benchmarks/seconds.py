@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import zerocli  # noqa: E402
 from zerocli.config import ModelConfig  # noqa: E402
+from zerocli.garbage import long_lived  # noqa: E402
 from zerocli.models import build  # noqa: E402
 from zerocli.plan.automatic import hardware_here  # noqa: E402
 from zerocli.plan.build import plan_model  # noqa: E402
@@ -102,18 +103,19 @@ def measure(case: Case, nvme_path: tuple[str, ...], steps: int, warmup: int, cap
     try:
         tokens = torch.randint(0, case.model.vocab, (case.batch, case.seq), device=engine.device)
         seconds, losses, phases = [], [], []
-        for _ in range(warmup + steps):
-            start = time.perf_counter()
-            marks = [_mark(cuda)]
-            for _ in range(case.accumulate):
-                loss = engine(tokens, tokens)
-                marks.append(_mark(cuda))
-                engine.backward(loss)
-                marks.append(_mark(cuda))
-            engine.step()
-            losses.append(loss.item())  # the host follows the device, one forward and backward behind the update
-            seconds.append(time.perf_counter() - start)
-            phases.append(_between(marks))
+        with long_lived():
+            for _ in range(warmup + steps):
+                start = time.perf_counter()
+                marks = [_mark(cuda)]
+                for _ in range(case.accumulate):
+                    loss = engine(tokens, tokens)
+                    marks.append(_mark(cuda))
+                    engine.backward(loss)
+                    marks.append(_mark(cuda))
+                engine.step()
+                losses.append(loss.item())  # the host follows the device, one forward and backward behind the update
+                seconds.append(time.perf_counter() - start)
+                phases.append(_between(marks))
         peak, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
     finally:
         engine.close()

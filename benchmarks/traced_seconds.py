@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from seconds import machine_here  # noqa: E402
 
 import zerocli  # noqa: E402
+from zerocli.garbage import long_lived  # noqa: E402
 from zerocli.plan import hugging, resolve  # noqa: E402
 from zerocli.plan.search import weigh  # noqa: E402
 from zerocli.plan.setup import Setup  # noqa: E402
@@ -65,13 +66,14 @@ def measure(config: Any, setup: Setup, steps: int, warmup: int) -> float:
         batch = hugging.batch_of(engine.model, setup.batch, setup.seq)
         batch = {name: each.to(engine.device) if hasattr(each, "to") else each for name, each in batch.items()}
         seconds = []
-        for _ in range(warmup + steps):
-            began = time.perf_counter()
-            loss = hugging.loss_of(engine(**batch))
-            engine.backward(loss)
-            engine.step()
-            loss.item()
-            seconds.append(time.perf_counter() - began)
+        with long_lived():
+            for _ in range(warmup + steps):
+                began = time.perf_counter()
+                loss = hugging.loss_of(engine(**batch))
+                engine.backward(loss)
+                engine.step()
+                loss.item()
+                seconds.append(time.perf_counter() - began)
     finally:
         engine.close()
     del engine, loss, batch

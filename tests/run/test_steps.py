@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 
+from zerocli.garbage import long_lived
 from zerocli.profile.lines import History
-from zerocli.run.steps import long_lived
 
 
 class Node:

@@ -19,6 +19,7 @@ import torch
 from zerocli.config import ModelConfig, read_placement
 from zerocli.engine import api
 from zerocli.engine.engine import Engine
+from zerocli.garbage import long_lived
 from zerocli.models import build
 from zerocli.plan.hardware import HOST
 from zerocli.plan.inputs import shape_of
@@ -94,6 +95,7 @@ def _steps(model: ModelConfig, precision: str, device: torch.device) -> dict[Kin
         for kind in KINDS:
             engines[kind] = _engine(model, kind, precision, device)
             closing.callback(engines[kind].close)
+        closing.enter_context(long_lived())  # as in training
         for _, kind in itertools.product(range(WARMUP + STEPS), KINDS):
             seconds[kind].append(_step(engines[kind], tokens))
     return {kind: statistics.median(each[WARMUP:]) for kind, each in seconds.items()}

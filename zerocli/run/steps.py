@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +16,7 @@ from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say
 from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, UserError
+from zerocli.garbage import long_lived
 from zerocli.profile.lines import History, Line
 from zerocli.run import report
 from zerocli.run.between import Between
@@ -30,20 +29,6 @@ from zerocli.run.writers import Writers
 
 if TYPE_CHECKING:
     from zerocli.checkpoint.saver import Saver
-
-
-@contextlib.contextmanager
-def long_lived() -> Iterator[None]:
-    """Exclude all existing objects (the model, all of torch) from garbage collection while the body runs.
-
-    A full collection takes a tenth of a second or more. Each rank runs it at a different time, and all others wait.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def micro_step(engine: Engine, batch: Batch, seeds: tuple[int, ...], weight: float | None = None) -> torch.Tensor:
