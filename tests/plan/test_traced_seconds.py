@@ -20,7 +20,7 @@ from zerocli.plan.choose import choose
 from zerocli.plan.compute import BACKWARD_OPS, Work
 from zerocli.plan.hardware import PRESETS
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.operations import Operations
+from zerocli.plan.operations import HOST_OPERATION, Operations
 from zerocli.plan.search import weigh
 from zerocli.plan.setup import Setup
 from zerocli.plan.trace import trace
@@ -31,21 +31,24 @@ WAYS = [dataclasses.replace(SETUP, recompute=each) for each in (NOTHING, WHOLE, 
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, more: int = 0) -> None:
         super().__init__()
         self.inner = nn.Linear(2048, 2048, bias=False)
+        self.more = more
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.more):
+            x = torch.sin(x)
         return x + F.gelu(self.inner(x))
 
 
 class Chain(nn.Module):
     """Eight blocks of one matrix each."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: int = 0) -> None:
         super().__init__()
         self.embed = nn.Embedding(1000, 2048)
-        self.layers = nn.ModuleList(Block() for _ in range(8))
+        self.layers = nn.ModuleList(Block(more) for _ in range(8))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -54,9 +57,9 @@ class Chain(nn.Module):
         return F.cross_entropy((x @ self.embed.weight.T).flatten(0, 1).float(), targets.flatten())
 
 
-def chain() -> nn.Module:
+def chain(more: int = 0) -> nn.Module:
     with torch.device("meta"):
-        return Chain()
+        return Chain(more)
 
 
 def test_operations_are_those_that_run():
@@ -69,6 +72,20 @@ def test_operations_are_those_that_run():
         assert forward.products == matrices and backward.products == 2 * matrices
         assert again.products == repeated and (again.moved > 0) == bool(recompute)
         assert traced.model_flops(dataclasses.replace(SETUP, recompute=recompute)) == 3 * matrices
+
+
+def test_the_host_takes_longer_for_operations_that_are_recomputed():
+    """Each of 8 x 10 further operations runs in forward and backward; recomputation repeats it, or looks at it."""
+
+    def host(more: int, setup: Setup) -> float:
+        found = weigh(trace("chain", lambda: chain(more), [setup]), setup, H200).estimate
+        assert found is not None
+        return found.parts["host"]
+
+    kept, whole, selective = (host(10, each) - host(0, each) for each in WAYS)
+    assert kept == pytest.approx(8 * 10 * 3 * HOST_OPERATION)  # backward has a cosine and a product
+    assert whole == pytest.approx(kept + 2 * 8 * 10 * HOST_OPERATION)
+    assert selective == pytest.approx(kept + 4 * 8 * 10 * HOST_OPERATION)
 
 
 def test_views_and_queries_are_no_work_and_each_byte_of_a_kernel_counts_once():

@@ -156,7 +156,7 @@ def _repeated(shape: Shape, setup: Setup, forward: Work, block: int) -> Work:
     return Work(forward.products - last, forward.attention, forward.moved)
 
 
-def recomputing(host: HostTimes, setup: Setup, whole: int, selective: int) -> float:
+def recomputing(host: HostTimes, setup: Setup, whole: float, selective: float) -> float:
     """Return the host's time for recomputing so many blocks; compiled ones run the same graphs in any case."""
     if setup.compiled:
         return host.block * HOST_AGAIN * (whole + selective)

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import flop_registry
 from zerocli.plan.compute import BACKWARD_OPS, Work
 from zerocli.plan.measure import tensors_in
 
-HOST_OPERATION = 11e-6
-"""Seconds in which the host launches one operation, with what autograd does around it."""
+HOST_OPERATION = 16e-6
+"""Seconds in which the host launches one operation, with what a model's Python and autograd do around it."""
 ATTENTION = "scaled_dot_product"
 NO_KERNEL = ("empty", "new_empty", "detach", "alias", "lift", "is_", "sym_")
 """How the names of operations begin that launch nothing."""
