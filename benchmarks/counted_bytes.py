@@ -68,7 +68,7 @@ class Counting(Observer):
         return mine if mine is not None else total - free - self._others
 
     def report(self, config: Any, options: Any, engine: Engine, lines: Any) -> None:
-        about = facts(engine)
+        about, rss = facts(engine), places.rss()[1]  # planning takes memory too
         plan, problem = predict(config, about)
         if plan is None:
             raise RuntimeError(problem)
@@ -78,7 +78,7 @@ class Counting(Observer):
             "plan": {tier: plan.needed(tier) for tier in ("hbm", "dram", "nvme")}
             | {"tiers": sum(row.nbytes for row in tiers), "moment": plan.moment},
             "hbm": self.peak(),
-            "rss_peak": places.rss()[1],
+            "rss_peak": rss,
             "seen": self._seen,
             "base": self._base,
             "tiers": sum(map(resident_nbytes, memory)),

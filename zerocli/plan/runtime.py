@@ -19,14 +19,15 @@ RUNTIME: Mapping[str, int] = {
     "fragments": 0,
     "python": 1248 * MIB,
     "compiler": 40 * MIB,
-    "kernels": 116 * MIB,
+    "kernels": 120 * MIB,
+    "rotation": 24 * MIB,
     "optimizers": 48 * MIB,
 }
 """On a GPU: CUDA context and loaded kernels, NCCL's buffers, cuBLAS's workspaces (one for each thread that computes),
 and fragmentation (0: what `zerocli.plan.arena` finds). On the host: Python with torch, the modules of torch's compiler
 where something imports them, what kernels for half precision add (ours, which Triton compiles, too), and what torch's
-optimizers add where they have no kernel of ours. Measured with torch 2.11, CUDA 13: two runs of one configuration
-differ by up to 33 MiB, and these are above the mean by about as much."""
+kernels for rotary positions and for optimizers add where there is none of ours. Measured with torch 2.11, CUDA 13: two
+runs of one configuration differ by up to 33 MiB, and these are above the mean by about as much."""
 LAST_PAGES = 10 * MIB
 """What the allocator's small pages and the order of its frees cost beyond the arenas of a plan (measured)."""
 DISK_THREADS = 3 * MIB // 2
@@ -57,6 +58,7 @@ def process_nbytes(setup: Setup, rotary: bool = True) -> int:
         "python": True,
         "compiler": rotary or setup.recomputes or any(setup.num_temporaries),
         "kernels": half,
+        "rotation": rotary and not half,
         "optimizers": any(setup.num_temporaries),
     }
     return sum(constant(name, setup.runtime) for name, is_there in taken.items() if is_there)
