@@ -52,7 +52,7 @@ class Checks:
         """Return the candidate by an exact plan, changed as far as it needs more than the rough one said."""
         roughly = self.roughly
         if roughly is None:
-            return self._compiled(self._updated_there(candidate))
+            return self.finished(candidate)
         setup = candidate.setup
         for _ in range(3):
             corrected = self._corrected(setup, roughly)
@@ -63,8 +63,12 @@ class Checks:
             beyond = needed_by(exact.plan) - needed_by(rough.plan)
             self._beyond[where(setup)] = max(self._beyond.get(where(setup), 0), beyond)
             if exact.fits:
-                return self._compiled(self._updated_there(exact))
+                return self.finished(exact)
         return None
+
+    def finished(self, candidate: Candidate) -> Candidate:
+        """Return a candidate that fits, with its update where it is faster, and compiled if that pays."""
+        return self._compiled(self._updated_there(candidate))
 
     def _updated_there(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its offloaded states updated on the CPU, if that is faster by measured rates."""

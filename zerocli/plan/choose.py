@@ -81,12 +81,20 @@ def choose(
     `batches` are micro-batches to choose from: with each, as many are accumulated as give the setup's step. `steps` is
     the length of a run whose blocks are compiled if that pays for itself; 0: they are as the setup says.
     """
-    search = _Search(model, setup, hardware, places=offload is None, steps=steps)
-    whole = setup.batch * setup.accumulate
-    for size in batches or (setup.batch,):
-        for stage in sorted(stages, reverse=True):  # the last one is the likeliest to fit
-            search.stage(replace(setup, stage=stage, batch=size, accumulate=whole // size), offload)
-    return search.choice()
+
+    def searched(setup: Setup, steps: int) -> Choice:
+        search = _Search(model, setup, hardware, places=offload is None, steps=steps)
+        whole = setup.batch * setup.accumulate
+        for size in batches or (setup.batch,):
+            for stage in sorted(stages, reverse=True):  # the last one is the likeliest to fit
+                search.stage(replace(setup, stage=stage, batch=size, accumulate=whole // size), offload)
+        return search.choice()
+
+    found = searched(setup, steps)
+    if not steps or found.best is None or not found.best.setup.compiled:
+        return found
+    compiled = searched(replace(setup, compiled=True), 0)  # whose blocks may be recomputed at another price
+    return compiled if compiled.best is not None and compiled.best.cost < found.best.cost else found
 
 
 def _with_margins(hardware: Hardware) -> Hardware:
@@ -123,7 +131,7 @@ class _Search:
         if not fitting:  # rough plans may be too high
             near = sorted(self._found.values(), key=lambda each: sum(each.over.values()))[:NEAR]
             exact = sorted((self._checks.exact(each.setup) for each in near), key=lambda each: sum(each.over.values()))
-            fitting = sorted((each for each in exact if each.fits), key=_rank)
+            fitting = sorted((self._checks.finished(each) for each in exact if each.fits), key=_rank)
             nearest = exact[0]
         return Choice(tuple(map(self._shown, fitting)), self._shown(nearest) if nearest else None, len(self._found))
 
