@@ -125,6 +125,7 @@ def each_case(act, folder: str) -> list:
     return results
 
 
+@pytest.mark.longer
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
     saved = run_ranks(2, each_case, save_at, str(tmp_path))
     resumed = run_ranks(2, each_case, load_at, str(tmp_path))

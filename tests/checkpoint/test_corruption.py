@@ -352,6 +352,7 @@ def places(node, path=()):
         yield from places(child, (*path, key))
 
 
+@pytest.mark.longer
 @settings(max_examples=250 if LONG else 60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_a_manifest_with_anything_anywhere_is_refused_or_loads_the_same(saved, target, tmp_path_factory, data):

@@ -69,6 +69,7 @@ def flagged(found: Placement | str, text: str) -> Placement | str:
     return f"--offload {text}: {found}" if isinstance(found, str) else found
 
 
+@pytest.mark.longer
 @some
 @given(TEXTS)
 def test_every_way_in_reads_a_text_alike(text):
@@ -88,6 +89,7 @@ def test_every_way_in_reads_a_text_alike(text):
     assert written == (f"offload.placement: {found}" if isinstance(found, str) else found)
 
 
+@pytest.mark.longer
 @some
 @given(TEXTS, st.integers(0, 3))
 def test_engine_plan_and_commands_refuse_a_stage_in_the_same_words(text, stage):
@@ -105,6 +107,7 @@ def test_engine_plan_and_commands_refuse_a_stage_in_the_same_words(text, stage):
         assert leaving <= set(("optimizer", "gradients", "parameters")[:stage])
 
 
+@pytest.mark.longer
 @some
 @given(TEXTS)
 def test_a_placement_is_written_as_it_is_read(text):

@@ -56,7 +56,7 @@ def test_a_killed_rank_brings_the_job_back_from_its_checkpoint(tmp_path, whole):
     assert losses(tmp_path / "run") == whole
 
 
-@pytest.mark.skipif("ZEROCLI_TEST_LONG" not in os.environ, reason="waits for torchrun's timeouts: ZEROCLI_TEST_LONG=1")
+@pytest.mark.long  # waits for torchrun's timeouts
 def test_a_killed_node_leaves_the_job_to_those_that_remain(tmp_path, whole):
     """Two agents stand for two nodes; the global batch stays, so one rank goes on to the same losses, to rounding."""
     with socket.socket() as probe:

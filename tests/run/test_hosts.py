@@ -17,7 +17,7 @@ from runs import TINY, losses, train
 
 SETS = ["train.steps=150", "checkpoint.every=10", "train.log_every=1000", "train.watchdog=8", "zero.stage=3"]
 
-pytestmark = pytest.mark.skipif("ZEROCLI_TEST_LONG" not in os.environ, reason="takes a minute: ZEROCLI_TEST_LONG=1")
+pytestmark = pytest.mark.long
 
 
 class Hosts:

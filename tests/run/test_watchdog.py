@@ -78,6 +78,7 @@ def ended(tmp_path_factory) -> dict[str, Ended]:
         return {name: future.result() for name, future in futures.items()}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("where", list(STUCK_STARTS))
 def test_a_stuck_start_names_its_stage_and_the_rank(ended, where):
     """Before the first collective, while the engine is built, and while a checkpoint is read."""
