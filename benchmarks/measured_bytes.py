@@ -7,7 +7,8 @@ A case runs through the trainer behind `zerocli train` and `profile`, in process
 - **dram**: the peak resident memory (VmHWM) of all ranks. On a GPU it is compared with the plan's whole host memory,
   Python included. Without a GPU the plan knows no Python and hbm is host memory too, so the prediction is the process
   before the engine is built (after a first run of the same case, so that libraries and threads are there), plus the
-  planned hbm and dram. glibc returns freed tensors at once in these runs (MALLOC_MMAP_THRESHOLD_).
+  planned hbm and dram. Allocators return freed tensors at once in these runs (MALLOC_MMAP_THRESHOLD_,
+  MIMALLOC_PURGE_DELAY).
 - **tiers**: dram without the process and hbm: resident pages of what the tiers mapped. Shown, but no bound applies:
   how many staging buffers a disk tier makes depends on its speed.
 - **nvme**: blocks of the swap files on disk.
@@ -67,8 +68,10 @@ def _join(ranks: list[dict[str, Any]], device: str) -> dict[str, dict[str, int]]
 
 def _in_ranks(world: int, sets: tuple[str, ...], folder: str) -> list[dict[str, Any]]:
     """Run a case on `world` gloo ranks, forked from a server that has imported torch."""
-    # Or glibc keeps freed tensors for itself: what that costs is no model's, and depends on the order of all frees.
+    # Or the allocator (glibc's; on ARM, mimalloc) keeps freed tensors: what that costs is no model's, and depends on the
+    # order of all frees.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "zerocli.run.trainer", "zerocli.profile.profiler"])
     ends, processes = [], []
