@@ -68,8 +68,8 @@ def _join(ranks: list[dict[str, Any]], device: str) -> dict[str, dict[str, int]]
 
 def _in_ranks(world: int, sets: tuple[str, ...], folder: str) -> list[dict[str, Any]]:
     """Run a case on `world` gloo ranks, forked from a server that has imported torch."""
-    # Or the allocator (glibc's; on ARM, mimalloc) keeps freed tensors: what that costs is no model's, and depends on the
-    # order of all frees.
+    # Or the allocator (glibc's; on ARM, mimalloc) keeps freed tensors: what that costs is no model's, and depends on
+    # the order of all frees.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
     context = mp.get_context("forkserver")

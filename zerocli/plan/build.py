@@ -386,8 +386,7 @@ def _buffers(setup: Setup, uses: Uses) -> int:
     unit = constants.UNIT_NBYTES
     most = [0] * (constants.STAGING_NBYTES // unit)
     for sizes, in_flight in uses:
-        for at in range(max(1, len(sizes) - in_flight + 1)):
-            window = sizes[at : at + in_flight]
+        for window in {tuple(sizes[at : at + in_flight]) for at in range(max(1, len(sizes) - in_flight + 1))}:
             pieces = [min(unit, size - start) for size in window for start in range(0, min(size, 8 * unit), unit)]
             for rank, piece in enumerate(sorted(pieces, reverse=True)[: len(most)]):
                 most[rank] = max(most[rank], piece)

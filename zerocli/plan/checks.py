@@ -48,6 +48,18 @@ class Checks:
         """How many exact plans were made."""
         return len(self._exactly)
 
+    def corrected(self, candidate: Candidate) -> Candidate | None:
+        """Return a candidate of the search with less on the device if its rough plan is known to be too low.
+
+        None if nothing is left to change.
+        """
+        if self.roughly is None:
+            return candidate
+        setup = self._corrected(candidate.setup, self.roughly)
+        if setup is None:
+            return None
+        return self.roughly(setup) if setup != candidate.setup else candidate
+
     def fitted(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate by an exact plan, changed as far as it needs more than the rough one said."""
         roughly = self.roughly

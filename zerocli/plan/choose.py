@@ -116,6 +116,7 @@ class _Search:
         self._off = "dram" if setup.device == "cuda" else "nvme"
         """The tier that states leave the device for; without a GPU, host memory is the device's."""
         self._rough = RoughPlans(model) if isinstance(model, Shape) else None
+        self._roughly: dict[tuple[object, ...], Candidate] = {}
         self._found: dict[tuple[object, ...], Candidate] = {}
         self._refused: list[UserError] = []
         roughly = self._weigh_roughly if self._rough is not None else None
@@ -141,12 +142,15 @@ class _Search:
         heapq.heapify(waiting)
         fitting: dict[tuple[object, ...], Candidate] = {}
         while waiting and len(fitting) < (KINDS_SHOWN if self._checks.number < FEW else 2):
-            _, number, exact, candidate = heapq.heappop(waiting)
+            rank, number, exact, candidate = heapq.heappop(waiting)
             kind = kind_of(candidate.setup)
             if exact:
                 fitting.setdefault(kind, candidate)
-            elif kind not in fitting and (found := self._checks.fitted(candidate)) is not None:
-                heapq.heappush(waiting, (_rank(found), number, True, found))
+            elif kind not in fitting and (likely := self._checks.corrected(candidate)) is not None:
+                if _rank(likely) > rank:  # by what exact plans of others have shown; another may come first now
+                    heapq.heappush(waiting, (_rank(likely), number, False, likely))
+                elif (found := self._checks.fitted(likely)) is not None:
+                    heapq.heappush(waiting, (_rank(found), number, True, found))
         return list(fitting.values())
 
     def _shown(self, candidate: Candidate) -> Candidate:
@@ -253,7 +257,10 @@ class _Search:
     def _weigh_roughly(self, setup: Setup) -> Candidate:
         if self._rough is None:
             return weigh(self._model, setup, self._limits)
-        return judge(self._model, self._rough.plan(setup), self._limits)
+        key = key_of(setup, setup.offload)
+        if key not in self._roughly:
+            self._roughly[key] = judge(self._model, self._rough.plan(setup), self._limits)
+        return self._roughly[key]
 
     def _weigh(self, setup: Setup, placement: Placement) -> Candidate | None:
         """Return the candidate of a placement; None if the setup does not allow it."""

@@ -221,9 +221,10 @@ class Tape:
             scratch = Storage(ledger, node.temporary) if node.temporary else None
             own = own or self._gradients(node)
             del scratch
-            if self.thread == BACKWARD:  # what is recomputed is handed over to the node, and gone when it has run
-                node.saved.clear()
-            Storage(ledger, node.last)
+            if node.last:
+                if self.thread == BACKWARD:  # what is recomputed is handed over to the node, and gone when it has run
+                    node.saved.clear()
+                Storage(ledger, node.last)
             node.incoming.clear()
             node.saved.clear()
             while own:
