@@ -9,6 +9,8 @@ import pytest
 
 # Ranks and test processes share few cores: more threads would only wait for each other. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# On ARM torch's allocator is mimalloc, which keeps freed memory for a while: tests look at resident memory.
+os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have this environment
     # No test goes by what `zerocli env --bench` has measured on this machine.
@@ -56,6 +58,16 @@ def ready():
         sys.modules["ranks"].start_server()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def own_kernels():
+    """Let a test that turns torch's oneDNN off in this process leave others as they were: the kernels round apart."""
+    import torch
+
+    enabled = torch._C._get_mkldnn_enabled()
+    yield
+    torch._C._set_mkldnn_enabled(enabled)
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,8 @@ SHAPE = dict(
 )  # fmt: skip
 ROOM = 32 << 20
 """What threads, the allocator and torch's first calls take beside, whatever the model's size."""
+KEPT = 8 << 20
+"""What an allocator may keep of freed memory (2 MiB with mimalloc, which torch has on ARM)."""
 
 
 def write_llama(folder: Path, dtype: torch.dtype) -> int:
@@ -76,6 +78,6 @@ def test_two_ranks_at_stage_3_never_hold_more_than_a_tenth_beyond_their_part(tmp
     numel = write_llama(tmp_path / "llama", dtype)
     for most, left, own, loss in run_ranks(2, load, str(tmp_path / "llama"), code, 3, precision):
         assert own == pytest.approx(numel * 4 / 2, rel=0.01)
-        assert left <= own + ROOM
+        assert left <= own + ROOM + KEPT
         assert most <= 1.1 * own + ROOM < numel * 4 * 0.75
         assert 9 < loss < 12  # about log(vocabulary): the weights are there
