@@ -18,13 +18,11 @@ from zerocli.checkpoint.safetensors import Entry, Writer
 from zerocli.run import trainer
 
 SHAPE = dict(
-    model_type="llama", vocab_size=32_000, hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
+    model_type="llama", vocab_size=64_000, hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
     num_key_value_heads=4, intermediate_size=1536, max_position_embeddings=64, tie_word_embeddings=False,
 )  # fmt: skip
-ROOM = 32 << 20
-"""What threads, the allocator and torch's first calls take beside, whatever the model's size."""
-KEPT = 8 << 20
-"""What an allocator may keep of freed memory (2 MiB with mimalloc, which torch has on ARM)."""
+ROOM = 48 << 20
+"""What threads, the allocator and torch's first calls take beside, whatever the model's size (most on ARM)."""
 
 
 def write_llama(folder: Path, dtype: torch.dtype) -> int:
@@ -32,7 +30,7 @@ def write_llama(folder: Path, dtype: torch.dtype) -> int:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE))
     hidden, kv, wide = 512, 256, 1536
-    shapes = {"model.embed_tokens.weight": (32_000, hidden), "lm_head.weight": (32_000, hidden)}
+    shapes = {"model.embed_tokens.weight": (64_000, hidden), "lm_head.weight": (64_000, hidden)}
     for i in range(4):
         at = f"model.layers.{i}."
         shapes |= {f"{at}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
@@ -78,6 +76,6 @@ def test_two_ranks_at_stage_3_never_hold_more_than_a_tenth_beyond_their_part(tmp
     numel = write_llama(tmp_path / "llama", dtype)
     for most, left, own, loss in run_ranks(2, load, str(tmp_path / "llama"), code, 3, precision):
         assert own == pytest.approx(numel * 4 / 2, rel=0.01)
-        assert left <= own + ROOM + KEPT
+        assert left <= own + ROOM
         assert most <= 1.1 * own + ROOM < numel * 4 * 0.75
         assert 9 < loss < 12  # about log(vocabulary): the weights are there
