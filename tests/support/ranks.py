@@ -41,6 +41,7 @@ def _worker(rank: int, world: int, store: str, connection: Any, function: Callab
     torch.set_num_threads(1)
     warnings.filterwarnings("error", module=OWN_MODULES)
     warnings.filterwarnings("default", ".*deterministic", UserWarning)
+    warnings.filterwarnings("default", "mkldnn_matmul failed", UserWarning)
     os.environ.pop("RANK", None)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
