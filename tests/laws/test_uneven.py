@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -48,8 +50,16 @@ def _compared() -> tuple[str, bool]:
     return said, all(torch.equal(before[name], after[name]) for name in before)
 
 
+def _answers(function: Callable[[], tuple[str, bool]], tries: int = 5) -> list[tuple[str, bool]]:
+    """Return what two ranks answer; again if a gather of one waits for a reduction of the other (docs/python.md)."""
+    for _ in range(tries - 1):
+        with contextlib.suppress(TimeoutError):
+            return run_ranks(2, function, seconds=20)
+    return run_ranks(2, function)
+
+
 def test_where_ranks_do_not_agree_first_a_difference_is_refused_before_the_update():
-    for said, unchanged in run_ranks(2, _compared):
+    for said, unchanged in _answers(_compared):
         assert re.search(r"rank 0 blocks\.(\d), rank 1 blocks\.(?!\1)\d", said) and "uneven=True" in said
         assert unchanged
 
