@@ -81,9 +81,10 @@ def choose(
     `batches` are micro-batches to choose from: with each, as many are accumulated as give the setup's step. `steps` is
     the length of a run whose blocks are compiled if that pays for itself; 0: they are as the setup says.
     """
+    rough = RoughPlans(model) if isinstance(model, Shape) else None  # they do not depend on compiling
 
     def searched(setup: Setup, steps: int) -> Choice:
-        search = _Search(model, setup, hardware, places=offload is None, steps=steps)
+        search = _Search(model, setup, hardware, rough, places=offload is None, steps=steps)
         whole = setup.batch * setup.accumulate
         for size in batches or (setup.batch,):
             for stage in sorted(stages, reverse=True):  # the last one is the likeliest to fit
@@ -109,13 +110,18 @@ def _with_margins(hardware: Hardware) -> Hardware:
 class _Search:
     """Collects the candidates of one model on one machine."""
 
-    def __init__(self, model: Model, setup: Setup, hardware: Hardware, places: bool, steps: int) -> None:
-        """Take `places` to choose placements too, and the `steps` of a run that may be compiled."""
+    def __init__(
+        self, model: Model, setup: Setup, hardware: Hardware, rough: RoughPlans | None, places: bool, steps: int
+    ) -> None:
+        """Take `places` to choose placements too, and the `steps` of a run that may be compiled.
+
+        `rough` makes the plans of the search; without it they are exact.
+        """
         self._model, self._setup, self._hardware = model, setup, hardware
         self._limits = _with_margins(hardware)
         self._off = "dram" if setup.device == "cuda" else "nvme"
         """The tier that states leave the device for; without a GPU, host memory is the device's."""
-        self._rough = RoughPlans(model) if isinstance(model, Shape) else None
+        self._rough = rough
         self._roughly: dict[tuple[object, ...], Candidate] = {}
         self._found: dict[tuple[object, ...], Candidate] = {}
         self._refused: list[UserError] = []

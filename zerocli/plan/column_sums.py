@@ -22,8 +22,8 @@ def column_sums_nbytes(rows: int, columns: int) -> int:
     """Return the bytes; 0 where no blocks share a column."""
     vector = math.gcd(columns, 4)
     threads = THREADS // vector
-    side = min(threads, _power_of_two(columns // vector))
-    height = min(_power_of_two(rows), threads // min(side, WARP))
+    side = min(threads, _power_below(columns // vector))
+    height = min(_power_below(rows), threads // min(side, WARP))
     side = min(side, threads // height)
     if rows < min(height * FEW, MANY):  # a thread sums all rows of its columns
         return 0
@@ -35,6 +35,6 @@ def column_sums_nbytes(rows: int, columns: int) -> int:
     return SUM_NBYTES * columns * shared * side * vector if shared > 1 else 0
 
 
-def _power_of_two(number: int) -> int:
+def _power_below(number: int) -> int:
     """Return the largest power of two that is not above the number."""
     return 1 << (number.bit_length() - 1)

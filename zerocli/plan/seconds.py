@@ -29,7 +29,7 @@ WAITED = 0.4
 EXPOSED = 2.5
 """How often per micro-step compute waits for the gathers of offloaded embedding and head: in forward for both, in
 backward for one of them, as nothing is before them that could hide it (measured on an H200)."""
-UNEVEN = 3
+SHARPNESS = 3
 """How sharply the longer of host and device decides (`_together`): if both take as long, they take a quarter more, and
 4 % more if one takes half as long (measured on an H200)."""
 AHEAD = 12
@@ -176,7 +176,7 @@ def _together(device: float, host: float) -> float:
 
     Where these are alike, each waits for the other at times: some kernels are shorter than their launch, others longer.
     """
-    return float((device**UNEVEN + host**UNEVEN) ** (1 / UNEVEN))
+    return float((device**SHARPNESS + host**SHARPNESS) ** (1 / SHARPNESS))
 
 
 def _exposed(plan: Plan, ends: int, hardware: Hardware) -> float:

@@ -113,13 +113,12 @@ class Tape:
         itself makes it saves `late`, after that.
         """
         node = None
-        made = self.new(nbytes) if late else None
+        out = self.new(nbytes) if late else None
         if params or any(each.node is not None for each in inputs):
             node = self.record(label, inputs, saved, grads, backward_temporary, params, unit)
-        if made is not None:
-            return Tensor(made, node)
         scratch = self.new(temporary) if temporary and not output_first else None
-        out = self.product(nbytes) if product else self.new(nbytes)
+        if out is None:
+            out = self.product(nbytes) if product else self.new(nbytes)
         scratch = self.new(temporary) if temporary and output_first else scratch
         if product and not self.ghost:
             self.ledger.multiply(self.thread)

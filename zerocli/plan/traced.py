@@ -16,10 +16,10 @@ from zerocli.plan.shape import Unit
 UNIT, UNIT_FORWARD = 0.78, 0.41
 """The share of the host's time for a block (`hardware.HostTimes`) that is not for launching its operations (a block of
 GPT-2 has 13 in forward and 21 in backward), and forward's share of that."""
-WHOLE, REPEATED = 0.8, 2.0
+WHOLE_UNIT, REPEATED = 0.8, 2.0
 """The share of the host's time for recomputing a whole block that does not depend on its operations; and the time for
 an operation that is repeated, relative to one that runs once: what it saves passes through Python."""
-SELECTIVE, LOOKED_AT = 0.65, 4.0
+SELECTIVE_UNIT, LOOKED_AT = 0.65, 4.0
 """The same for a block that is recomputed selectively, and for each operation of its forward, which Python looks at."""
 TRACED_COMPILED = 0.3
 """Bytes that compiled blocks move, relative to the operations of eager ones one by one (transformers' Llama 8B)."""
@@ -74,7 +74,7 @@ class Traced:
         if setup.compiled:
             hosted = recomputing(host, setup, whole, part)
         else:
-            hosted = recomputing(host, setup, WHOLE * whole, SELECTIVE * part)
+            hosted = recomputing(host, setup, WHOLE_UNIT * whole, SELECTIVE_UNIT * part)
             hosted += REPEATED * again.host * whole / max(1, whole + part)
             hosted += LOOKED_AT * forward.host * part / self.layers
         again = again.at(0.0)  # its launches are counted
