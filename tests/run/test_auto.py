@@ -14,6 +14,7 @@ from zerocli import config as configs
 from zerocli.cli import main as cli
 from zerocli.config.options import AUTOMATIC, RunOptions
 from zerocli.plan import automatic
+from zerocli.plan.compute import Work
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.recompute import needed_by
 from zerocli.plan.search import plan_of
@@ -72,6 +73,19 @@ def test_unequal_ranks_agree_on_one_choice(tmp_path):
     assert found[0].config == found[1].config and found[0].lines == found[1].lines
     alone = choose_together(config, options, setup, int(rooms[0] * 1.1), lambda value: [value])
     assert alone.config != found[0].config
+
+
+def test_a_cpu_that_is_slow_in_bf16_is_planned_with_that_rate(monkeypatch):
+    measured = {"products": 0.07, "bf16": 0.0001, "memory": 10.0, "adam": 0.2}
+    monkeypatch.setattr(automatic.bench, "remembered", lambda *_: {automatic.bench.COMPUTE: {"result": measured}})
+    seconds = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        setup = setup_of(configs.load("tiny"), precision=precision, device="cpu")
+        work = Work(products=1e12, attention=1e12)
+        seconds[precision] = work.seconds(setup, automatic.hardware_here((), setup, 1 << 30))
+    for kind in ("products", "attention"):
+        assert seconds["bf16"][kind] / seconds["fp32"][kind] == pytest.approx(700)
+        assert seconds["fp16"][kind] == pytest.approx(seconds["fp32"][kind])  # not measured: fp32's
 
 
 def test_nothing_that_fits_is_an_answer(tmp_path, capsys, monkeypatch):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
 import pytest
+import torch
 
+import zerocli
+from zerocli import config as configs
+from zerocli.engine.rates import slower_than_fp32
 from zerocli.garbage import long_lived
 from zerocli.profile.lines import History
+from zerocli.run import report
 
 
 class Node:
@@ -39,3 +45,21 @@ def test_a_month_of_steps_stays_in_bounds_with_its_first_and_newest(monkeypatch,
     assert history.num_steps == num_steps and len(history) <= 10
     assert history[0] == 0 and history[1:] == list(range(num_steps))[max(1, num_steps - len(history) + 1) :]
     assert len(history) >= min(num_steps, 6)
+
+
+@pytest.mark.parametrize(
+    ("slower", "said"), [(250.4, "as asked; a product takes this CPU 250 times as long as in fp32"), (1.2, "as asked")]
+)
+def test_a_precision_that_the_cpu_has_no_instructions_for_is_said_to_be_slow(monkeypatch, slower, said):
+    monkeypatch.setattr(report, "slower_than_fp32", lambda dtype: slower)
+    config = configs.load("tiny", ["train.precision=bf16"])
+    with contextlib.closing(zerocli.shard(torch.nn.Linear(2, 2), precision="bf16")) as engine:
+        assert f"precision bf16 ({said})" in report.opening(config, engine)
+
+
+def test_the_time_of_a_product_is_measured_without_torchs_random_numbers():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    assert slower_than_fp32(torch.bfloat16) > 0
+    assert torch.equal(torch.rand(1), expected)

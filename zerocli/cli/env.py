@@ -61,7 +61,11 @@ def render(facts: dict[str, Any]) -> str:
     return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
 
 
-UNITS = {"products": "TFLOPS", "adam": "billion parameters/s"} | dict.fromkeys(HOST, "s per block")
+UNITS = (
+    dict.fromkeys(("products", "bf16", "fp16"), "TFLOPS")
+    | {"adam": "billion parameters/s"}
+    | dict.fromkeys(HOST, "s per block")
+)
 UNITS |= {"host_chunk": "s per chunk of an update", "host_transfer": "s per transfer of a chunk"}
 """Units of measured rates and times; all others are in GB/s."""
 

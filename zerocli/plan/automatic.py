@@ -38,10 +38,11 @@ def hardware_here(paths: tuple[str, ...], setup: Setup, room: int) -> Hardware:
         found = this_machine(facts, measured) or PRESETS["h100"]  # a GPU that the driver does not list
     else:
         rates = {**_CPU, **measured.get(bench.COMPUTE, {}).get("result", {})}
-        products = rates["products"] / setup.local_ranks
+        products = rates.get(setup.precision, rates["products"]) / setup.local_ranks
+        peak = products / FP32_PRODUCTS if setup.width == 4 else products
         copied = rates["memory"] / 2 / setup.local_ranks
         found = Hardware(
-            *("cpu", room, products / FP32_PRODUCTS, rates["memory"] / setup.local_ranks, copied),
+            *("cpu", room, peak, rates["memory"] / setup.local_ranks, copied),
             **{"network": 1.0, "pcie": copied, "gpus": setup.local_ranks, "disk": 1.0, "adam": rates["adam"]},
             products=products * PRODUCTS,
             source="this machine",

@@ -14,12 +14,16 @@ from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
+from zerocli.engine.rates import slower_than_fp32
 from zerocli.layout.categories import HELD, model_states
 from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.plan.setup import setup_of
 from zerocli.profile import table
 from zerocli.profile.lines import History, Line
+
+SLOW = 1.5
+"""From so many times fp32's time on, a precision is called slow: less may be the noise of a short measurement."""
 
 
 def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
@@ -28,8 +32,10 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
     `recomputed` is the choice of `activations.policy=auto`.
     """
     _, reason = precision(config.train.precision, engine.device)
-    if engine.precision.name == "fp16" and engine.device.type == "cpu":
-        reason += "; on a CPU fp32 and bf16 are faster, and need no loss scale"
+    if engine.device.type == "cpu" and engine.precision.name != "fp32":
+        slower = slower_than_fp32(engine.precision.compute)
+        if slower > SLOW:
+            reason += f"; a product takes this CPU {slower:.3g} times as long as in fp32"
     world, tp, train = engine.collectives.world, engine.tensor_parallel.world, config.train
     tokens = train.batch * train.accumulate * world * train.seq
     axes = f" ({world} data-parallel x {tp} tensor-parallel)" if tp > 1 else ""
