@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -15,6 +16,7 @@ from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
 from zerocli.config import load as load_config
 from zerocli.config.options import AUTOMATIC, automatic_keys
+from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute, read_recompute
 from zerocli.plan import checks
 from zerocli.plan.automatic import choose_setup, flags, keywords, may_compile, with_choice
@@ -60,6 +62,78 @@ def test_no_placement_by_hand_is_faster(gib):
         by_hand = weigh(shape, setup(offload=text, recompute=read_recompute(policy)), capped(gib * (1 - MARGIN)))
         if by_hand.fits and by_hand.estimate is not None:
             assert best.estimate.seconds <= by_hand.estimate.seconds * 1.02, (text, policy)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "machine", "by_hand"),
+    [
+        pytest.param(
+            ModelConfig(layers=8, hidden=2048, heads=32, vocab=128256, tie=True),
+            {"ranks": 2, "batch": 1, "seq": 4096},
+            ("h200", 4.7, 28),
+            {"offload": "params=cpu,optimizer=cpu", "recompute": read_recompute("recompute")},
+            id="parameters leave before gradients",
+        ),
+        pytest.param(
+            ModelConfig(family="llama", layers=48, hidden=1280, heads=20, vocab=32000, tie=True),
+            {"ranks": 4, "batch": 4, "seq": 1024},
+            ("h100", 8.7, 27),
+            {"recompute": read_recompute("recompute:32")},
+            id="whole blocks where the host is the slower one",
+        ),
+    ],
+)
+def test_what_once_was_faster_by_hand(model, sizes, machine, by_hand):
+    name, gib, host = machine
+    ranks = sizes["ranks"]
+    shape = shape_of(model, sizes["seq"])
+    hardware = capped(gib, dataclasses.replace(PRESETS[name], gpus=ranks, host_memory=host << 30))
+    asked = setup(**sizes, ranks_per_node=ranks)
+    best = choose_setup(shape, asked, hardware, FREE).best
+    other = weigh(shape, dataclasses.replace(asked, **by_hand), capped(gib * (1 - MARGIN), hardware))
+    assert best is not None and best.fits and other.fits
+    assert best.cost <= other.cost * 1.005
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(200, 216))
+def test_no_placement_by_hand_is_faster_for_random_models(seed):
+    rng = random.Random(seed)
+    heads, layers = rng.choice([8, 16, 20, 32]), rng.choice([8, 16, 24, 32])
+    hidden = heads * rng.choice([64, 128])
+    model = ModelConfig(rng.choice(["gpt2", "llama"]), layers, hidden, heads, vocab=rng.choice([32000, 128256]))
+    ranks, local = rng.choice([(1, 1), (2, 2), (4, 4), (16, 8)])
+    seq, batch = rng.choice([512, 1024, 4096]), rng.choice([1, 4, 16])
+    shape = shape_of(model, seq)
+    states = 16 * shape.numel / ranks
+    found = PRESETS[rng.choice(["h200", "h100", "a100-80", "rtx4090"])]
+    hardware = dataclasses.replace(
+        found,
+        gpu_memory=min(found.gpu_memory, int(states * rng.uniform(0.15, 1.6)) + (3 << 30)),
+        gpus=local,
+        host_memory=int(states * local * rng.uniform(0.6, 3)) + (8 << 30),
+        nvme_space=int(states * local * rng.uniform(0, 3)),
+    )
+    asked = setup(ranks=ranks, ranks_per_node=local, batch=batch, seq=seq)
+    best = choose_setup(shape, asked, hardware, FREE).best
+    limits = dataclasses.replace(
+        hardware,
+        gpu_memory=int(hardware.gpu_memory * (1 - MARGIN)),
+        host_memory=int(hardware.host_memory * (1 - HOST_MARGIN)),
+        nvme_space=int(hardware.nvme_space * (1 - HOST_MARGIN)),
+    )
+    gib = int(states / 2**30 * 0.75)
+    placements = ["", "activations=cpu", "optimizer=cpu", "optimizer=nvme", "grads=cpu,optimizer=cpu", "cpu", "nvme"]
+    placements += ["params=cpu", "params=cpu,optimizer=cpu", "params=cpu,grads=cpu,optimizer=nvme"]
+    for size in sorted({max(1, int(gib * share)) for share in (0.25, 0.5, 0.75)}):
+        placements += [f"optimizer=hbm:{size}GiB+cpu", f"optimizer=hbm:{size}GiB+cpu,activations=cpu"]
+    policies = ["keep", "selective", "recompute", f"recompute:{layers // 2}", f"selective:{layers // 2}"]
+    for stage, text, policy in itertools.product((1, 2, 3) if ranks > 1 else (3,), placements, policies):
+        tried = dataclasses.replace(asked, stage=stage, offload=text, recompute=read_recompute(policy))
+        with contextlib.suppress(UserError):  # a stage without that placement
+            by_hand = weigh(shape, tried, limits)
+            if by_hand.fits:
+                assert best is not None and best.cost <= by_hand.cost * 1.02, (stage, text, policy)
 
 
 def test_what_needs_a_budget_is_not_refused(capsys, tmp_path):

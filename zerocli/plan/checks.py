@@ -31,8 +31,8 @@ class Checks:
     model: Model
     limits: Hardware
     """The machine without the margins that stay free."""
-    amounts: Sequence[Recompute]
-    """What may be recomputed, from least to most."""
+    amounts: Callable[[Setup], Sequence[Recompute]]
+    """Returns what may be recomputed with a setup's stage and batch, from least to most."""
     roughly: Callable[[Setup], Candidate] | None
     """Returns a candidate by its rough plan; None if the search's plans are exact."""
     places: bool
@@ -111,7 +111,7 @@ class Checks:
             return setup
         if self.places and (smaller := with_less(setup, missing)) is not None:
             return smaller
-        order = self.amounts
+        order = self.amounts(setup)
         if setup.recomputed not in order:
             return None
         low, high = order.index(setup.recomputed), len(order)

@@ -1,9 +1,9 @@
 """`--auto`: the fastest run of a model that fits a machine, over stages, placements with budgets, and recomputation.
 
 For each stage and number of recomputed blocks, states leave the device in a fixed order until the rest fits: optimizer
-states, then gradients, then parameters, and of the last kind that leaves only as much as must. That order frees most
-bytes for each byte that crosses the host link: optimizer states are 10 to 12 bytes per parameter and cross it twice in
-a step, parameters are 2 and cross it four times. What host memory cannot hold of the optimizer states goes to disks.
+states, then gradients and parameters (or these first), and of the last kind that leaves only as much as must. Optimizer
+states free most bytes for each byte that crosses the host link: they are 10 to 12 bytes per parameter and cross it
+twice in a step, parameters are 2 and cross it four times. What host memory cannot hold of them goes to disks.
 Of these candidates the one with the fewest estimated seconds is chosen. The search goes by rough plans (rough.py); the
 fastest are then checked by exact ones (checks.py).
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, Recompute
 from zerocli.plan.checks import GRAIN, Checks, key_of, kind_of, rounded
 from zerocli.plan.hardware import Hardware
-from zerocli.plan.recompute import MARGIN, TRACED, choices
+from zerocli.plan.recompute import MARGIN, TRACED, choices, needed_by, whole_choices
 from zerocli.plan.rough import RoughPlans
 from zerocli.plan.search import Candidate, Model, judge, weigh
 from zerocli.plan.setup import Setup
@@ -40,8 +41,8 @@ KINDS_SHOWN, FEW = 4, 12
 """Kinds of choices that are checked, for a table of the best; after so many exact plans, only until there are two."""
 NEAR = 6
 """Where no rough plan fits, so many that exceed the machine least are made exactly."""
-KINDS = ("optimizer", "gradients", "parameters")
-"""States in the order in which they leave the device."""
+ORDERS = (("optimizer", "gradients", "parameters"), ("optimizer", "parameters", "gradients"))
+"""Kinds of states in the orders in which they leave the device."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,11 @@ class _Search:
         self._rough = rough
         self._roughly: dict[tuple[object, ...], Candidate] = {}
         self._found: dict[tuple[object, ...], Candidate] = {}
+        self._orders: dict[tuple[object, ...], list[Recompute]] = {}
+        """What may be recomputed, by stage and batch."""
         self._refused: list[UserError] = []
         roughly = self._weigh_roughly if self._rough is not None else None
-        self._checks = Checks(model, self._limits, self._amounts(), roughly, places, steps)
+        self._checks = Checks(model, self._limits, self._amounts, roughly, places, steps)
         self._best = float("inf")
         """The fewest seconds of a candidate that fits."""
 
@@ -170,7 +173,7 @@ class _Search:
 
     def stage(self, setup: Setup, offload: Placement | None) -> None:
         """Try the setup's stage and batch with all amounts of recomputation that are worth it."""
-        order = self._amounts()
+        order = self._amounts(setup)
         tried: dict[int, float] = {}
 
         def attempt(at: int) -> None:
@@ -186,13 +189,29 @@ class _Search:
             attempt(best - step)
             attempt(best + step)
 
-    def _amounts(self) -> list[Recompute]:
-        """Return what may be recomputed, from nothing to all of every block."""
+    def _amounts(self, setup: Setup) -> Sequence[Recompute]:
+        """Return what may be recomputed with a stage and a batch, from nothing to all of every block."""
         if self._setup.recompute != AUTO:
             return [self._setup.recomputed]
-        if isinstance(self._model, int):
-            return [NOTHING]
-        return list(TRACED) if isinstance(self._model, Traced) else choices(self._model.layers)
+        if not isinstance(self._model, Shape):
+            return TRACED if isinstance(self._model, Traced) else [NOTHING]
+        key = (setup.stage, setup.batch)
+        if key not in self._orders:
+            self._orders[key] = self._order(setup, self._model.layers)
+        return self._orders[key]
+
+    def _order(self, setup: Setup, layers: int) -> list[Recompute]:
+        """Return the order in which blocks are recomputed: selectively first, unless whole frees more bytes a second.
+
+        That is so where the host is slower than the device: it takes longer for a block that is recomputed selectively.
+        """
+        kept, partly, whole = (
+            self._weigh_roughly(replace(setup, recompute=each, offload=Placement({})))
+            for each in (NOTHING, Recompute(0, layers), Recompute(layers))
+        )
+        freed = [needed_by(kept.plan) - needed_by(each.plan) for each in (partly, whole)]
+        taken = [each.cost - kept.cost for each in (partly, whole)]
+        return choices(layers) if taken[0] * freed[1] <= taken[1] * freed[0] else whole_choices(layers)
 
     def _place(self, setup: Setup, offload: Placement | None) -> float:
         """Try the placements of a setup until one fits; return the fewest seconds found, infinity if none fits."""
@@ -200,8 +219,10 @@ class _Search:
         if offload is not None:
             found = self._weigh(setup, offload)
             return found.cost if found is not None and found.fits else seconds[0]
-        for checkpoints in ((), (Share(self._off),)) if setup.recomputed.count else ((),):
-            for placement in self._placements(setup, checkpoints):
+        resting = ((), (Share(self._off),)) if setup.recomputed.count else ((),)
+        orders = ORDERS if setup.zero.parameters else ORDERS[:1]
+        for checkpoints, order in itertools.product(resting, orders):
+            for placement in self._placements(setup, checkpoints, order):
                 found = self._weigh(setup, placement)
                 if found is not None and found.fits:
                     seconds.append(found.cost)
@@ -211,11 +232,11 @@ class _Search:
                     break
         return min(seconds)
 
-    def _placements(self, setup: Setup, checkpoints: tuple[Share, ...]) -> Iterator[Placement]:
+    def _placements(self, setup: Setup, checkpoints: tuple[Share, ...], order: tuple[str, ...]) -> Iterator[Placement]:
         """Yield placements from those that keep most on the device to those that keep least."""
         shares = {ACTIVATIONS: checkpoints} if checkpoints else {}
         yield Placement(shares)
-        for kind in (kind for kind in KINDS if getattr(setup.zero, kind)):
+        for kind in (kind for kind in order if getattr(setup.zero, kind)):
             whole = Placement(shares | {kind: (Share(self._off),)})
             without = self._weigh(setup, whole)
             if without is not None and HBM not in without.over:
