@@ -10,6 +10,9 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
@@ -18,10 +21,11 @@ from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
 from zerocli.plan import recompute
 from zerocli.plan.build import plan_model, plan_traced
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import MARGIN, TRACED, choices, choose_recompute, decide, needed_by
+from zerocli.plan.recompute import MARGIN, choices, choose_recompute, decide, needed_by
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
-from zerocli.plan.trace import trace
+from zerocli.plan.trace import step_bytes, trace
+from zerocli.plan.traced import TRACED
 
 GIB = 2**30
 
@@ -159,20 +163,77 @@ def test_old_and_new_ways_to_ask_mean_one_thing():
     assert [str(each) for each in (NOTHING, WHOLE, SELECTIVELY, Recompute(4))] == ["False", "True", "selective", "4"]
 
 
-def test_of_a_traced_model_all_blocks_are_treated_alike():
-    from zerocli.models import build
+class Uneven(nn.Module):
+    """Blocks of one class, but one of them is wider inside."""
 
-    model = ModelConfig(layers=4, hidden=128, heads=4, vocab=300)
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(300, 128)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, width), nn.GELU(), nn.Linear(width, 128)) for width in (256, 256, 512)
+        )
+        self.head = nn.Linear(128, 300)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def test_blocks_of_a_traced_model_that_are_not_alike_are_treated_alike():
     setup = Setup(stage=2, ranks=2, batch=8, seq=128, device="cpu", recompute="auto")
     ways = [dataclasses.replace(setup, recompute=each) for each in TRACED]
-    traced = trace("small", lambda: build(model, 128, "meta"), ways)
-    kept, some, again = (traced.moving[True, each] for each in TRACED)
-    assert again < kept / 2 and again < some < 0.8 * kept
-    needed = needed_by(plan_traced(traced, ways[1]))
-    for room, chosen in ((1 << 40, NOTHING), (int(needed / (1 - MARGIN)) + 1, SELECTIVELY), (some, WHOLE), (1, WHOLE)):
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return Uneven()
+
+    traced = trace("uneven", make, ways)
+    assert not traced.blocks
+    for room in (1 << 40, 1):
         decided, reason = decide(traced, setup, room)
-        assert decided.recompute == chosen
-        assert "traced: all blocks are treated alike" in reason
+        assert decided.recompute in TRACED
+        assert "blocks that are not alike are all treated alike" in reason
+    with pytest.raises(UserError, match="was not traced"):
+        traced.moving_nbytes(dataclasses.replace(setup, recompute=Recompute(1)))
+
+
+def small_model() -> nn.Module:
+    from zerocli.models import build
+
+    return build(ModelConfig(layers=5, hidden=128, heads=4, vocab=300), 128, "meta")
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(2, "fp32"), (3, "bf16"), (1, "bf16")])
+def test_some_blocks_of_a_traced_model_need_what_a_trace_of_them_finds(stage, precision):
+    setup = Setup(stage=stage, ranks=2, batch=8, seq=128, precision=precision, device="cpu", recompute="auto")
+    traced = trace("small", small_model, [dataclasses.replace(setup, recompute=each) for each in TRACED])
+    assert traced.blocks == 5
+    for whole, selective in ((1, 0), (4, 0), (0, 2), (2, 3), (2, 1), (1, 3)):
+        some = dataclasses.replace(setup, recompute=Recompute(whole, selective))
+        exact = step_bytes(small_model(), some)
+        assert exact.peak * 0.997 <= traced.moving_nbytes(some) <= exact.peak * 1.01, (whole, selective)
+        again = traced.passes(some).again
+        assert again.products == pytest.approx(exact.work[2].products)
+        assert again.moved == pytest.approx(exact.work[2].moved, rel=0.02)
+
+
+def test_a_traced_model_recomputes_as_little_as_must_be():
+    setup = Setup(stage=2, ranks=2, batch=8, seq=128, device="cpu", recompute="auto")
+    traced = trace("small", small_model, [dataclasses.replace(setup, recompute=each) for each in TRACED])
+
+    def needed(recompute: Recompute) -> int:
+        return needed_by(plan_traced(traced, dataclasses.replace(setup, recompute=recompute)))
+
+    order = choices(5)
+    for each in order:
+        limit = needed(each)
+        decided, reason = decide(traced, setup, int(limit / (1 - MARGIN)) + 1)
+        assert decided.recompute == next(other for other in order if needed(other) <= limit)
+        assert ("nothing recomputed" in reason) == (decided.recompute == NOTHING)
+    assert len({needed(each) for each in order}) >= 9  # finer than all or nothing
+    assert decide(traced, setup, 1)[0].recompute == WHOLE
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

@@ -23,12 +23,12 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, Recompute
 from zerocli.plan.checks import GRAIN, Checks, key_of, kind_of, rounded
 from zerocli.plan.hardware import Hardware
-from zerocli.plan.recompute import MARGIN, TRACED, choices, needed_by, whole_choices
+from zerocli.plan.recompute import MARGIN, choices, needed_by, whole_choices
 from zerocli.plan.rough import RoughPlans
 from zerocli.plan.search import Candidate, Model, judge, weigh
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
-from zerocli.plan.traced import Traced
+from zerocli.plan.traced import TRACED, Traced
 
 HOST_MARGIN = 0.05
 """Share of host memory and disk space that a choice leaves free."""
@@ -193,11 +193,14 @@ class _Search:
         """Return what may be recomputed with a stage and a batch, from nothing to all of every block."""
         if self._setup.recompute != AUTO:
             return [self._setup.recomputed]
-        if not isinstance(self._model, Shape):
-            return TRACED if isinstance(self._model, Traced) else [NOTHING]
+        if isinstance(self._model, int):
+            return [NOTHING]
+        layers = self._model.blocks if isinstance(self._model, Traced) else self._model.layers
+        if not layers:
+            return TRACED
         key = (setup.stage, setup.batch)
         if key not in self._orders:
-            self._orders[key] = self._order(setup, self._model.layers)
+            self._orders[key] = self._order(setup, layers)
         return self._orders[key]
 
     def _order(self, setup: Setup, layers: int) -> list[Recompute]:

@@ -23,14 +23,12 @@ from zerocli.plan.hardware import USABLE
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
-from zerocli.plan.traced import Traced
+from zerocli.plan.traced import TRACED, Traced
 
 MARGIN = 0.04
 """Share of the device's memory that a choice leaves free: for other processes, and for what a plan does not know."""
 STATIC = ("parameters", "gradients", "optimizer_states", "gathered", "runtime")
 """Categories that do not depend on what is recomputed."""
-TRACED = (NOTHING, SELECTIVELY, WHOLE)
-"""What `auto` chooses from for a traced model: each is a trace of its own."""
 
 
 def decide(model: Shape | Traced | int, setup: Setup, room: int) -> tuple[Setup, str]:
@@ -48,7 +46,7 @@ def decide(model: Shape | Traced | int, setup: Setup, room: int) -> tuple[Setup,
 
 
 def choices(layers: int) -> list[Recompute]:
-    """Return what `auto` chooses from, in its order."""
+    """Return what `auto` chooses from, in its order, for a model of so many blocks that are alike."""
     some = [Recompute(0, count) for count in range(layers + 1)]
     return some + [Recompute(count, layers - count) for count in range(1, layers + 1)]
 
@@ -127,15 +125,28 @@ def describe(recompute: Recompute, layers: int) -> str:
 
 
 def choose_traced(traced: Traced, setup: Setup, room: int) -> tuple[Recompute, str]:
-    """Return whether all blocks of a traced model are kept, recomputed selectively or whole: the first that fits."""
+    """Return the first choice for a traced model that leaves `MARGIN` of `room` bytes free, and the reason.
+
+    If there is none, return that which needs least. Blocks that are not alike are all kept, selective or whole.
+    """
     if ACTIVATIONS in setup.offload.shares:
         return WHOLE, f"all blocks recomputed (--offload {setup.offload} says where their inputs are kept)"
-    needed = {each: needed_by(plan_traced(traced, replace(setup, recompute=each))) for each in TRACED}
-    fitting = [each for each in TRACED if needed[each] <= _limit(room)]
-    chosen = fitting[0] if fitting else min(TRACED, key=lambda each: needed[each])
+
+    @functools.cache
+    def needed(recompute: Recompute) -> int:
+        return needed_by(plan_traced(traced, replace(setup, recompute=recompute)))
+
+    chosen = min(TRACED, key=needed)
+    for each in choices(traced.blocks) if traced.blocks else TRACED:
+        if needed(each) <= _limit(room):
+            chosen = each
+            break
+    compared = _comparison(needed(chosen), room)
+    if traced.blocks:
+        return chosen, f"{describe(chosen.of(traced.blocks), traced.blocks)} ({compared})"
     words = {NOTHING: "nothing recomputed", SELECTIVELY: "all blocks recomputed selectively"}
-    rule = "traced: all blocks are treated alike"
-    return chosen, f"{words.get(chosen, 'all blocks recomputed')} ({_comparison(needed[chosen], room)}; {rule})"
+    rule = "blocks that are not alike are all treated alike"
+    return chosen, f"{words.get(chosen, 'all blocks recomputed')} ({compared}; {rule})"
 
 
 def needed_by(plan: Plan) -> int:

@@ -30,18 +30,18 @@ from zerocli.engine.events import Events
 from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.settings import Settings
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes, planned_cuts
-from zerocli.engine.unit import UnitChoice, claim_parameters, find_units
+from zerocli.engine.unit import Unit as EngineUnit
+from zerocli.engine.unit import UnitChoice, claim_parameters, find_units, recomputed_units
 from zerocli.errors import UserError
-from zerocli.layout.recompute import Recompute
+from zerocli.layout.recompute import WHOLE, Recompute
 from zerocli.models.loss import chunks_of
 from zerocli.plan.compute import Work
 from zerocli.plan.depth import ROUNDED, Measured, extrapolate
 from zerocli.plan.measure import LiveBytes
 from zerocli.plan.operations import Operations
-from zerocli.plan.recompute import TRACED
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Unit
-from zerocli.plan.traced import Traced, way
+from zerocli.plan.traced import TRACED, Traced, way
 
 MAX_RANKS = 4096
 MAX_OPERATIONS = 50_000
@@ -59,6 +59,7 @@ def trace(name: str, make: Any, setups: list[Setup], loss: Loss | None = None, w
     """
     moving: dict[tuple[bool, Recompute], int] = {}
     work: dict[tuple[bool, Recompute], tuple[Work, Work, Work]] = {}
+    kept: dict[tuple[bool, Recompute], int] = {}
     try:
         parts, buffers = units_of(make(), setups[0].tp, PRECISIONS[setups[0].precision].compute)
     except ValueError as error:
@@ -67,8 +68,8 @@ def trace(name: str, make: Any, setups: list[Setup], loss: Loss | None = None, w
         if way(setup) not in moving:
             measure = functools.partial(step_bytes, setup=setup, loss=loss, most=0 if whole else MAX_OPERATIONS)
             found = measure(make()) if whole else extrapolate(make, measure)
-            moving[way(setup)], work[way(setup)] = found.peak, found.work
-    return Traced(name, parts, buffers, moving, work)
+            moving[way(setup)], work[way(setup)], kept[way(setup)] = found.peak, found.work, found.forward
+    return Traced(name, parts, buffers, moving, work, kept, alike_blocks(make()))
 
 
 def kinds_of_step(setup: Setup, stages: Sequence[int]) -> list[Setup]:
@@ -102,6 +103,14 @@ def units_of(model: nn.Module, tp: int = 1, compute: torch.dtype = torch.float32
             )
             found.append(Unit(unit.name or "rest", parameters))
     return tuple(found), sum(b.numel() * b.element_size() for b in model.buffers())
+
+
+def alike_blocks(model: nn.Module) -> int:
+    """Return how many blocks of a model may be recomputed, if all are of one class with equal parameters; else 0."""
+    units = [EngineUnit(number, *found) for number, found in enumerate(find_units(model, _choice(model)))]
+    blocks = [unit.module for unit in recomputed_units(units, WHOLE)]
+    kinds = {(type(each), *((name, p.shape, p.dtype) for name, p in each.named_parameters())) for each in blocks}
+    return len(blocks) if len(kinds) == 1 else 0
 
 
 def run(model: nn.Module, setup: Setup, recompute: UnitChoice = None) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerocli.errors import UserError
-from zerocli.layout.recompute import Recompute
+from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
 from zerocli.plan.compute import HOST_COMPILED, HOST_FORWARD, USUAL, Passes, Work, recomputing
 from zerocli.plan.hardware import HostTimes
 from zerocli.plan.setup import Setup
@@ -23,11 +24,16 @@ SELECTIVE_UNIT, LOOKED_AT = 0.65, 4.0
 """The same for a block that is recomputed selectively, and for each operation of its forward, which Python looks at."""
 TRACED_COMPILED = 0.3
 """Bytes that compiled blocks move, relative to the operations of eager ones one by one (transformers' Llama 8B)."""
+TRACED = (NOTHING, SELECTIVELY, WHOLE)
+"""What is traced where recomputation is to be chosen, in the order in which backward comes to such blocks."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced model: its units, and the peak of temporary bytes within a step."""
+    """A traced model: its units, and the peak of temporary bytes within a step.
+
+    Where all blocks are alike, a step that recomputes some of them is between those in which all are treated alike.
+    """
 
     name: str
     parts: tuple[Unit, ...]
@@ -37,17 +43,44 @@ class Traced:
     """Activations, logits and gradients in backward, by `way`."""
     work: dict[tuple[bool, Recompute], tuple[Work, Work, Work]]
     """Of a micro-step's forward, backward and recomputation on one rank, by `way`."""
+    kept: dict[tuple[bool, Recompute], int]
+    """The part of `moving` that is there at the end of forward, by `way`."""
+    blocks: int
+    """Blocks that may be recomputed, if all are alike; else 0."""
 
     def units(self) -> Iterator[tuple[Unit, int]]:
         for unit in self.parts:
             yield unit, 1
 
     def moving_nbytes(self, setup: Setup) -> int:
-        """Return the temporary bytes of a step of this setup; UserError if no such step was traced."""
-        found = self.moving.get(way(setup))
-        if found is None:
+        """Return the temporary bytes of a step of this setup; UserError if no such step was traced.
+
+        Of blocks that are treated in several ways, backward comes to the kept ones first, then to the selective ones,
+        then to the whole ones. Whatever is behind it is freed and counts as whole, which is the least. So it is at most
+        what the blocks before it hold, and what a step needs beyond that in which all are treated as it is.
+        """
+        partitioned, shares = setup.zero.gradients, self._shares(setup)
+        if len(shares) == 1:
+            return self.moving[partitioned, next(iter(shares))]
+        highest = 0.0
+        for kind in TRACED:
+            if share := shares.get(kind, 0.0):
+                held = sum(part * self.kept[partitioned, each] for each, part in shares.items())
+                highest = max(highest, held + self.moving[partitioned, kind] - self.kept[partitioned, kind])
+                shares[kind] -= share
+                shares[WHOLE] = shares.get(WHOLE, 0.0) + share
+        return math.ceil(highest)
+
+    def _shares(self, setup: Setup) -> dict[Recompute, float]:
+        """Return the share of blocks that is treated as all are in each trace; UserError without such traces."""
+        partitioned, asked = way(setup)
+        if (partitioned, asked) in self.moving:
+            return {asked: 1.0}
+        if not self.blocks or any((partitioned, each) not in self.moving for each in TRACED):
             raise UserError(f"stage {setup.stage} with recompute={setup.recompute} was not traced")
-        return found
+        counts = setup.blocks(self.blocks)
+        numbers = {NOTHING: self.blocks - counts.count, SELECTIVELY: counts.selective, WHOLE: counts.whole}
+        return {each: number / self.blocks for each, number in numbers.items() if number}
 
     @property
     def layers(self) -> int:
@@ -69,13 +102,12 @@ class Traced:
         """Return the work of a micro-step."""
         units, recompute = len(self.parts), setup.recomputed.of(self.layers)
         whole, part = recompute.whole, recompute.count - recompute.whole
-        forward, backward, again = self.work[way(setup)]
-        forward, backward, again = (each.at(host.pace) for each in (forward, backward, again))
+        forward, backward, again, repeated = (each.at(host.pace) for each in self._work(setup))
         if setup.compiled:
             hosted = recomputing(host, setup, whole, part)
         else:
             hosted = recomputing(host, setup, WHOLE_UNIT * whole, SELECTIVE_UNIT * part)
-            hosted += REPEATED * again.host * whole / max(1, whole + part)
+            hosted += REPEATED * repeated.host
             hosted += LOOKED_AT * forward.host * part / self.layers
         again = again.at(0.0)  # its launches are counted
         forward += Work(host=host.block * UNIT * UNIT_FORWARD * units)
@@ -88,9 +120,19 @@ class Traced:
         forward, again = forward + Work(host=hosted * HOST_FORWARD), again + Work(host=hosted * (1 - HOST_FORWARD))
         return Passes(forward, backward, again, Work())
 
+    def _work(self, setup: Setup) -> tuple[Work, Work, Work, Work]:
+        """Return the work of forward, of backward, of what is repeated, and of the whole blocks among that."""
+        again, repeated = Work(), Work()
+        for each, share in self._shares(setup).items():
+            counts = each.of(self.layers)
+            forward, backward, more = self.work[setup.zero.gradients, each]
+            again += more.times(share)
+            repeated += more.times(share * counts.whole / max(1, counts.count))
+        return forward, backward, again, repeated
+
     def model_flops(self, setup: Setup) -> float:
         """Return the operations of a step of all ranks, as MFU counts them: without repetition."""
-        forward, backward, _ = self.work[way(setup)]
+        forward, backward, *_ = self._work(setup)
         once = forward.products + backward.products + 3 * forward.attention
         return once * setup.accumulate * setup.dp
 

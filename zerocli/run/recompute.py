@@ -21,9 +21,9 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import WHOLE, Recompute
 from zerocli.plan.factory import build_foreign
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import TRACED, decide, room_here
+from zerocli.plan.recompute import decide, room_here
 from zerocli.plan.setup import Setup, setup_of
-from zerocli.plan.traced import Traced
+from zerocli.plan.traced import TRACED, Traced
 
 NOT_TRACED = "it was not traced"
 _ROUNDS = itertools.count()
