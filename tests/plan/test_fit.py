@@ -20,7 +20,7 @@ from zerocli.layout.categories import CATEGORIES
 from zerocli.plan import search
 from zerocli.plan.hardware import PRESETS
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.largest import largest_shape, sized
+from zerocli.plan.largest import Search, largest_shape, sized
 from zerocli.plan.setup import Setup
 
 
@@ -414,7 +414,7 @@ def test_one_block_more_than_the_largest_model_does_not_fit():
     setup = Setup(stage=0, ranks=1, batch=1, seq=128, recompute=True)
     shape = shape_of(ModelConfig(layers=12, hidden=768, heads=12, vocab=1000), setup.seq)
     hardware = dataclasses.replace(PRESETS["h200"], gpus=1, gpu_memory=20 * 2**30)
-    largest = largest_shape(shape, setup, hardware, [0], Placement())
+    largest = largest_shape(shape, Search(setup, hardware, hardware, [0], Placement()))
     assert largest is not None and search.weigh(largest, setup, hardware).fits
     deeper = sized(shape, setup, largest.layers + 1, largest.hidden)
     assert not search.weigh(deeper, setup, hardware).fits

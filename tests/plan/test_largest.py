@@ -45,6 +45,31 @@ def test_the_largest_fits_with_the_margin_and_the_next_does_not(kind, more, caps
         assert any(tiers[t]["needed"] > (1 - MARGIN) * tiers[t]["available"] for t in ("hbm", "dram"))
 
 
+ALL = "params=cpu,grads=cpu,optimizer=cpu,activations=cpu"
+ONE = ("llama3-8b", "--hardware", "h200", "--ranks", "1")
+V100 = ("gpt2-xl", "--hardware", "v100-16", "--set", "activations.policy=auto")
+LORA = ("llama3-8b", "--lora", "16", "--ranks", "1", "--gpu-memory", "24GiB")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "placements"),
+    [
+        pytest.param("batch", (*SMALL, "--set", "activations.policy=recompute"), [ALL, "activations=cpu"], id="small"),
+        pytest.param("batch", ONE, [ALL, "optimizer=cpu,activations=cpu"], id="one", marks=pytest.mark.long),
+        pytest.param("seq", LORA, ["params=cpu,activations=cpu"], id="lora", marks=pytest.mark.long),
+        pytest.param("batch", V100, [ALL, "cpu", ""], id="auto", marks=pytest.mark.long),
+        pytest.param("model", V100, [ALL, "cpu"], id="model", marks=pytest.mark.long),
+        pytest.param("batch", (*SMALL, "--auto"), ["", ALL], id="auto flag", marks=pytest.mark.long),
+    ],
+)
+def test_no_placement_by_hand_holds_more(kind, words, placements, capsys):
+    code, answer = ask(capsys, *words, "--max", kind)
+    assert code == 0 and answer["candidates"][answer["best"]["index"]]["fits"]
+    for placement in placements:
+        _, by_hand = ask(capsys, *words, "--max", kind, "--stage", "3", "--offload", placement)
+        assert (by_hand["max"]["value"] or 0) <= answer["max"]["value"], placement
+
+
 @pytest.mark.long
 def test_max_parses_as_before(capsys):
     """Bare `--max` means the model; MODEL may be before it, after it, or left out."""

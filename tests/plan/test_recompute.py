@@ -288,16 +288,16 @@ def test_fit_suggests_a_change_and_a_largest_model_under_auto(capsys):
         words = ["--max", "--set", f"activations.policy={policy}", "--gpu-memory", "24GiB", "--json"]
         cli.run([*FIT, *words])
         most.append(json.loads(capsys.readouterr().out)["max"]["parameters"])
-    assert most[0] == most[1]
+    assert most[0] >= most[1]  # hardly any choice needs less than all blocks recomputed whole, but one may
 
 
 @pytest.mark.long
 def test_fit_traces_a_model_both_ways_under_auto(capsys):
     words = ["fit", "tiny", "--trace", "--ranks", "2", "--stage", "2", "--offload", "", "--batch", "64", "--seq", "512"]
-    for memory, whole in (("80GiB", False), ("1800MiB", True)):
+    for memory, said in (("80GiB", "nothing recomputed"), ("1800MiB", "1 of 4 blocks recomputed whole, 3 selectively")):
         cli.run([*words, "--set", "activations.policy=auto", "--gpu-memory", memory, "--json"])
         [candidate] = json.loads(capsys.readouterr().out)["candidates"]
-        assert candidate["activations"].startswith("all blocks" if whole else "nothing"), candidate["activations"]
+        assert candidate["activations"].startswith(said), candidate["activations"]
 
 
 @pytest.mark.parametrize("command", ["train", "profile"])

@@ -19,7 +19,7 @@ from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
 from zerocli.plan import automatic, largest, search
 from zerocli.plan.checks import kind_of
-from zerocli.plan.choose import choose
+from zerocli.plan.choose import with_budgets
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
 from zerocli.plan.inputs import Source, model_of, read_source
 from zerocli.plan.lora import Lora, parse_lora
@@ -36,8 +36,6 @@ DEFAULT_HARDWARE = "h100"
 STAGES = (0, 1, 2, 3)
 SHOWN = 8
 """Rows of the table of `--auto`."""
-WORTH = 0.02
-"""A placement with budgets is shown if it is faster than the others by more than this share."""
 
 
 @click.command()
@@ -143,7 +141,7 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     if ask.largest:
         if not isinstance(planned, Shape):
             notes.append("--max counts model states alone; with a MODEL that has a shape it counts everything")
-        verdict = _largest(ask, planned, setup, hardware, stages, offload)
+        verdict = _largest(ask, planned, _undecided(setup, free), hardware, stages, offload)
         if ask.largest == "seq" and source.shape is not None and 0 < source.shape.max_positions < _value(verdict):
             notes.append(f"longer than the {source.shape.max_positions} positions that the config names")
     elif given["auto"]:
@@ -151,7 +149,7 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     else:
         candidates = search.weigh_all(planned, setup, hardware, stages, offload)
         if offload is None:
-            candidates += _with_budgets(planned, setup, hardware, stages, search.best_of(candidates))
+            candidates += with_budgets(planned, setup, hardware, stages, search.best_of(candidates))
         best = search.best_of(candidates)
         asked = dataclasses.replace(candidates[-1].setup, recompute=setup.recompute)
         change = None if best else search.smallest_change(planned, asked, hardware)
@@ -177,7 +175,7 @@ def _largest(
     found = largest.find(
         ask.largest,
         planned,
-        largest.Search(setup, room, stages, offload),
+        largest.Search(setup, hardware, room, stages, offload),
         count,
         grows=ask.source.file is None and not ask.source.config.model.positions,
         whole=ask.source.config.train.global_batch,
@@ -192,19 +190,6 @@ def _largest(
 
 def _value(verdict: Verdict) -> int:
     return verdict.largest.value if verdict.largest else 0
-
-
-def _with_budgets(
-    model: search.Model, setup: Setup, hardware: Hardware, stages: tuple[int, ...], best: search.Candidate | None
-) -> list[search.Candidate]:
-    """Return the fastest candidate of all placements with budgets, if it is faster than the best so far."""
-    try:
-        found = choose(model, setup, hardware, stages).best
-    except UserError:
-        return []
-    if found is None or (best is not None and best.cost <= found.cost * (1 + WORTH)):
-        return []
-    return [found]
 
 
 def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware, notes: list[str]) -> Verdict:

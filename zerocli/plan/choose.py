@@ -37,8 +37,10 @@ TIE = 5e-4
 LEVELS, FINEST = 6, 64
 """Amounts of recomputation are first tried at so many steps, then between the best and its neighbours, down to steps of
 one part in so many."""
-KINDS_SHOWN, FEW = 4, 12
-"""Kinds of choices that are checked, for a table of the best; after so many exact plans, only until there are two."""
+FEW = 12
+"""After so many exact plans, the fastest two are enough for a table of the best."""
+WORTH = 0.02
+"""A placement with budgets is shown if it is faster than the others by more than this share."""
 NEAR = 6
 """Where no rough plan fits, so many that exceed the machine least are made exactly."""
 ORDERS = (("optimizer", "gradients", "parameters"), ("optimizer", "parameters", "gradients"))
@@ -76,11 +78,13 @@ def choose(
     offload: Placement | None = None,
     batches: Sequence[int] = (),
     steps: int = 0,
+    shown: int = 4,
 ) -> Choice:
     """Return the choice for a model; `offload`, and a `setup.recompute` other than `auto`, are kept as they are.
 
     `batches` are micro-batches to choose from: with each, as many are accumulated as give the setup's step. `steps` is
-    the length of a run whose blocks are compiled if that pays for itself; 0: they are as the setup says.
+    the length of a run whose blocks are compiled if that pays for itself; 0: they are as the setup says. `shown` is the
+    number of different choices that are wanted.
     """
     rough = RoughPlans(model) if isinstance(model, Shape) else None  # they do not depend on compiling
 
@@ -90,13 +94,26 @@ def choose(
         for size in batches or (setup.batch,):
             for stage in sorted(stages, reverse=True):  # the last one is the likeliest to fit
                 search.stage(replace(setup, stage=stage, batch=size, accumulate=whole // size), offload)
-        return search.choice()
+        return search.choice(shown)
 
     found = searched(setup, steps)
     if not steps or found.best is None or not found.best.setup.compiled:
         return found
     compiled = searched(replace(setup, compiled=True), 0)  # whose blocks may be recomputed at another price
     return compiled if compiled.best is not None and compiled.best.cost < found.best.cost else found
+
+
+def with_budgets(
+    model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], best: Candidate | None
+) -> list[Candidate]:
+    """Return the fastest candidate of all placements with budgets, if it is faster than the best so far."""
+    try:
+        found = choose(model, setup, hardware, stages).best
+    except UserError:
+        return []
+    if found is None or (best is not None and best.cost <= found.cost * (1 + WORTH)):
+        return []
+    return [found]
 
 
 def _with_margins(hardware: Hardware) -> Hardware:
@@ -133,10 +150,11 @@ class _Search:
         self._best = float("inf")
         """The fewest seconds of a candidate that fits."""
 
-    def choice(self) -> Choice:
+    def choice(self, shown: int) -> Choice:
+        """Return the choice, with so many of its kinds as are to be shown."""
         if not self._found:
             raise self._refused[0] if self._refused else UserError("there is nothing to choose from")
-        fitting = self._checked()
+        fitting = self._checked(shown)
         nearest = fitting[0] if fitting else None
         if not fitting:  # rough plans may be too high
             near = sorted(self._found.values(), key=lambda each: sum(each.over.values()))[:NEAR]
@@ -145,12 +163,12 @@ class _Search:
             nearest = exact[0]
         return Choice(tuple(map(self._shown, fitting)), self._shown(nearest) if nearest else None, len(self._found))
 
-    def _checked(self) -> list[Candidate]:
-        """Return the fastest that fit by exact plans, best first, one of each kind: enough for a table of the best."""
+    def _checked(self, shown: int) -> list[Candidate]:
+        """Return the fastest that fit by exact plans, best first, one of each kind; after `FEW` plans, only two."""
         waiting = [(_rank(each), number, False, each) for number, each in enumerate(self._found.values()) if each.fits]
         heapq.heapify(waiting)
         fitting: dict[tuple[object, ...], Candidate] = {}
-        while waiting and len(fitting) < (KINDS_SHOWN if self._checks.number < FEW else 2):
+        while waiting and len(fitting) < (shown if self._checks.number < FEW else min(shown, 2)):
             rank, number, exact, candidate = heapq.heappop(waiting)
             kind = kind_of(candidate.setup)
             if exact:

@@ -1,22 +1,24 @@
 """The largest model, batch or sequence that fits a machine: `zerocli fit --max model|batch|seq`. Needs no torch.
 
-Memory grows with each of the three, so bisections over plans find the largest. `MARGIN` of GPU and host memory stays
-free, as under `activations.policy=auto`.
+Memory grows with each of the three, so bisections over plans find the largest: first with the placements of a table,
+then, from there on, with all that `--auto` tries. `MARGIN` of GPU and host memory stays free, as under
+`activations.policy=auto`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload.placement import Placement
+from offload.placement import ACTIVATIONS, HBM, Placement, Share
 from zerocli.config import AUTO
 from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.plan.choose import choose, with_budgets
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.recompute import MARGIN
-from zerocli.plan.search import Candidate, Model, best_of, setups, states_fit, weigh, weigh_all
+from zerocli.plan.search import Candidate, Model, best_of, nearest, setups, states_fit, weigh, weigh_all
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 
@@ -25,21 +27,63 @@ LEAST_LAYERS = 2
 """A model of the family's proportions has at least so many blocks; if that does not fit, nothing does."""
 MOST_BATCH = 1 << 20
 SEQ_STEP = 64
+ROUNDS = 6
+"""How often a larger one is looked for with what `--auto` finds; each time it grows as far as that can."""
 MOST_SEQ = 1 << 24
 
 
 @dataclass(frozen=True)
 class Search:
-    """Where the largest is searched: the setup asked for, the machine's memory that may be used, and the placements."""
+    """Where the largest is searched: the setup asked for, the machine, and the placements."""
 
     setup: Setup
     hardware: Hardware
+    room: Hardware
+    """The machine's memory that may be used."""
     stages: Sequence[int]
     offload: Placement | None
     """None: all placements of each stage."""
 
     def weigh(self, model: Model, setup: Setup) -> list[Candidate]:
-        return weigh_all(model, setup, self.hardware, self.stages, self.offload)
+        """Return the candidates of a table, and one that is not in it if that is faster, or the only one that fits."""
+        found = weigh_all(model, setup, self.hardware, self.stages, self.offload)  # `auto` leaves the margin itself
+        found = [self._in_room(each) for each in found]
+        if self.offload is None and not isinstance(model, int):
+            more = with_budgets(model, setup, self.hardware, self.stages, best_of(found))
+            found += [self._in_room(each) for each in more]
+        if best_of(found) is None and (lightest := _fitting(model, setup, self)) is not None:
+            found.append(weigh(model, lightest, self.room))
+        return found
+
+    def nearest(self, model: Model, setup: Setup) -> Candidate:
+        """Return the candidate that exceeds the machine least."""
+        found, refused = [], []
+        for each in _lightest_setups(setup, self.stages, self.offload):
+            try:
+                found.append(weigh(model, each, self.room))
+            except UserError as error:
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        return nearest(found)
+
+    def _in_room(self, candidate: Candidate) -> Candidate:
+        rooms = {"hbm": self.room.gpu_memory, "dram": self.room.host_memory, "nvme": self.room.nvme_space}
+        return replace(candidate, available={tier: rooms.get(tier) for tier in candidate.available})
+
+    @property
+    def open(self) -> bool:
+        """Whether more can be tried than the placements of a table."""
+        return self.offload is None or self.setup.recompute == AUTO
+
+    def placed(self, model: Model, setup: Setup) -> Candidate | None:
+        """Return a candidate that fits: with budgets, or activation checkpoints off the device too."""
+        if self.offload is not None:
+            return best_of(self.weigh(model, setup))
+        try:
+            return choose(model, setup, self.hardware, self.stages, shown=1).best
+        except UserError:
+            return None
 
 
 @dataclass(frozen=True)
@@ -130,11 +174,11 @@ def _largest_number(
     end: str,
 ) -> Largest:
     """Return the largest of the values with which any setup fits."""
-    tried = list(setups(_lightest(search.setup), sorted(search.stages), search.offload))
+    tried = list(_lightest_setups(search.setup, sorted(search.stages), search.offload))
 
     def fits(setup: Setup, index: int) -> bool:
         try:
-            return weigh(*at(values[index], setup), search.hardware).fits
+            return weigh(*at(values[index], setup), search.room).fits
         except UserError as error:
             if error.exit_code != DOES_NOT_FIT and len(tried) == 1:
                 raise
@@ -144,24 +188,42 @@ def _largest_number(
     for each in reversed(tried):  # those that need the least memory first, so that the others are tried once
         if found < most and fits(each, found + 1):
             found = most if fits(each, most) else _last(functools.partial(fits, each), found + 1, most)
+    for _ in range(ROUNDS if search.open else 0):
+        placed = search.placed(*at(values[found + 1], search.setup)) if found < most else None
+        if placed is None:
+            break
+        found += 1
+        lighter = _lightest(_without_budgets(replace(placed.setup, recompute=search.setup.recompute)))
+        if found < most and fits(lighter, found + 1):
+            found = _last(functools.partial(fits, lighter), found + 1, most)
     model, setup = at(values[max(found, 0)], search.setup)
     candidates = search.weigh(model, setup)
     value = values[found] if found >= 0 else 0
     if found == most:
         return Largest(kind, value, model, count, candidates, end=end)
     larger = values[found + 1]
-    over = nearest(search.weigh(*at(larger, search.setup)))
+    over = search.nearest(*at(larger, search.setup))
     return Largest(kind, value, model, count, candidates, larger, over)
 
 
-def nearest(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the candidate that exceeds the machine least."""
-    return min(candidates, key=lambda each: sum(each.over.values()))
-
-
 def _lightest(setup: Setup) -> Setup:
-    """Return the setup with every block recomputed where `auto` may choose: nothing more can be."""
+    """Return the setup with every block recomputed where `auto` may choose: hardly any choice needs less."""
     return replace(setup, recompute=True) if setup.recompute == AUTO else setup
+
+
+def _without_budgets(setup: Setup) -> Setup:
+    """Return the setup with nothing on the device of the kinds that are partly off it."""
+    shares = {kind: tuple(each for each in tiers if each.tier != HBM) for kind, tiers in setup.offload.shares.items()}
+    return replace(setup, offload=Placement(shares))
+
+
+def _lightest_setups(setup: Setup, stages: Sequence[int], offload: Placement | None) -> Iterator[Setup]:
+    """Yield the setups of a table, then the same with activation checkpoints off the device, if there are any."""
+    setup = _lightest(setup)
+    yield from setups(setup, stages, offload)
+    if offload is None and setup.recomputes:
+        away = Placement({**setup.offload.shares, ACTIVATIONS: (Share("dram"),)})
+        yield from setups(replace(setup, offload=away), stages, None)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -173,21 +235,21 @@ def _largest_model(model: Model, search: Search, count: int) -> Largest:
     if not isinstance(model, Shape):
         least = max(1, count)
         return Largest("model", count, least, count, search.weigh(least, setup))
-    grown = largest_shape(model, setup, search.hardware, search.stages, search.offload)
+    grown = largest_shape(model, search)
     # If nothing fits, the smallest model shows why.
     shown = grown or sized(model, setup, LEAST_LAYERS)
     larger = sized(model, setup, shown.layers + 1, shown.hidden) if grown else shown
-    over = nearest(search.weigh(larger, setup))
+    over = search.nearest(larger, setup)
     value = grown.numel if grown else 0
     return Largest("model", value, shown, count, search.weigh(shown, setup), larger.numel, over)
 
 
 def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> int:
     """Return the largest parameter count whose model states alone fit: the paper's analysis."""
-    setup = replace(setup, checkpoints=0)
+    search = Search(replace(setup, checkpoints=0), hardware, hardware, stages, offload)
 
     def fits(count: int) -> bool:
-        return _any_fits(count, setup, hardware, stages, offload)
+        return _fitting(count, search.setup, search) is not None
 
     return _largest(fits, 1, 1 << 50)
 
@@ -200,31 +262,41 @@ def sized(shape: Shape, setup: Setup, layers: int, hidden: int | None = None) ->
     return dataclasses.replace(grown, positions=max(shape.positions, setup.seq) if shape.positions else 0)
 
 
-def largest_shape(
-    shape: Shape, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None
-) -> Shape | None:
+def largest_shape(shape: Shape, search: Search) -> Shape | None:
     """Return the largest model of the family's proportions that fits: as wide as it can be, then as deep."""
+    setup = search.setup
 
     def fits(each: Shape) -> bool:
-        return _any_fits(each, setup, hardware, stages, offload)
+        return _fitting(each, setup, search) is not None
 
-    layers = _largest(lambda n: fits(sized(shape, setup, n)), LEAST_LAYERS, 4096)
+    def placed(each: Shape) -> bool:
+        return search.placed(each, setup) is not None
+
+    def largest(make: Callable[[int], Shape], least: int, most: int) -> int:
+        found = _largest(lambda n: fits(make(n)), least, most)
+        if search.open and found < most and placed(make(max(least, found + 1))):
+            found = _last(lambda n: placed(make(n)), max(least, found + 1), most)
+        return found
+
+    layers = largest(lambda n: sized(shape, setup, n), LEAST_LAYERS, 4096)
     if not layers:
         return None
     wide = sized(shape, setup, layers)
-    deeper = _largest(lambda n: fits(sized(shape, setup, n, wide.hidden)), layers, 2 * layers + 2)
-    return sized(shape, setup, deeper, wide.hidden)
+    deeper = largest(lambda n: sized(shape, setup, n, wide.hidden), layers, 2 * layers + 2)
+    return sized(shape, setup, max(layers, deeper), wide.hidden)
 
 
-def _any_fits(model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> bool:
-    for each in setups(_lightest(setup), sorted(stages, reverse=True), offload):
+def _fitting(model: Model, setup: Setup, search: Search) -> Setup | None:
+    """Return the first of the lightest setups that fits, from those that need least memory."""
+    stages, offload = search.stages, search.offload
+    for each in reversed([*_lightest_setups(setup, sorted(stages), offload)]):
         try:
-            if states_fit(model, each, hardware) and weigh(model, each, hardware).fits:
-                return True
+            if states_fit(model, each, search.room) and weigh(model, each, search.room).fits:
+                return each
         except UserError as error:
             if error.exit_code != DOES_NOT_FIT and offload is not None and len(stages) == 1:
                 raise
-    return False
+    return None
 
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:

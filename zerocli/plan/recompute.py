@@ -11,15 +11,17 @@ which that fits. Fragmentation has no such order: from there on choices are trie
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
-from offload.placement import ACTIVATIONS
+from offload.placement import ACTIVATIONS, Placement
 from zerocli import machine
 from zerocli.config import AUTO
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
 from zerocli.layout.sizes import format_bytes
 from zerocli.plan.build import plan_model, plan_traced
 from zerocli.plan.hardware import USABLE
+from zerocli.plan.rough import RoughPlans
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
@@ -80,13 +82,14 @@ def choose_recompute(shape: Shape, setup: Setup, room: int) -> tuple[Recompute, 
 
     def first_live_fit(low: int, high: int, limit: int = limit) -> int:
         """Return the first position whose live bytes fit, or that of the fewest."""
-        while low < high:
-            middle = (low + high) // 2
-            if live(middle) <= limit or live(middle + 1) >= live(middle):
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        start = _first(lambda at: _roughly_live(shape, replace(setup, recompute=order[at])), low, high, limit)
+        left, right, step = start, start, 1  # exact plans decide, from there on
+        while right + step <= high and limit < live(right + step) < live(right):
+            right, step = right + step, 2 * step
+        right, step = min(high, right + step), 1
+        while left - step >= low and (live(left - step) <= limit or live(left - step) < live(left)):
+            left, step = left - step, 2 * step
+        return _first(live, max(low, left - step), right, limit)
 
     def first_fit(low: int, high: int) -> int | None:
         for at in range(first_live_fit(low, high), high + 1):
@@ -108,6 +111,28 @@ def choose_recompute(shape: Shape, setup: Setup, room: int) -> tuple[Recompute, 
             found = min((first_live_fit(*half, limit=0) for half in ((0, layers), (layers, 2 * layers))), key=live)
         at = found
     return order[at], f"{describe(order[at], layers)} ({_comparison(needed(at), room)})"
+
+
+def _first(live: Callable[[int], int], low: int, high: int, limit: int) -> int:
+    """Return the first position with at most `limit` bytes, or that of the fewest: they fall and then rise."""
+    while low < high:
+        middle = (low + high) // 2
+        if live(middle) <= limit or live(middle + 1) >= live(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _roughly_live(shape: Shape, setup: Setup) -> int:
+    plan = _rough_plans(shape, replace(setup, stage=0, offload=Placement(), recompute=NOTHING)).plan(setup)
+    return needed_by(plan) - plan.fragments
+
+
+@functools.lru_cache(maxsize=16)
+def _rough_plans(shape: Shape, alike: Setup) -> RoughPlans:
+    """Return the rough plans of setups that are `alike` but for stage, placement and recomputation."""
+    return RoughPlans(shape)
 
 
 def describe(recompute: Recompute, layers: int) -> str:

@@ -137,6 +137,11 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
     return min((each for each in candidates if each.fits), key=lambda each: each.cost, default=None)
 
 
+def nearest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the candidate that exceeds the machine least."""
+    return min(candidates, key=lambda each: sum(each.over.values()))
+
+
 def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str, Candidate] | None:
     """Return the smallest change of the setup that fits, as command-line arguments, and its candidate."""
     for words, changed in changes(model, setup):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerocli.plan.hardware import Hardware
-from zerocli.plan.largest import Largest, nearest
+from zerocli.plan.largest import Largest
 from zerocli.plan.recompute import MARGIN
-from zerocli.plan.search import Candidate, Model
+from zerocli.plan.search import Candidate, Model, nearest
 from zerocli.plan.shape import Shape
 
 
