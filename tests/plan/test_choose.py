@@ -191,7 +191,7 @@ def test_what_the_command_line_sets_is_kept():
 
 
 def test_where_only_exact_plans_fit_the_choice_is_compiled_too(monkeypatch):
-    monkeypatch.setattr(_Search, "_checked", lambda search: [])  # as if no rough plan had fitted
+    monkeypatch.setattr(_Search, "_checked", lambda *_: [])  # as if no rough plan had fitted
     shape = shape_of(NARROW, 1024)
     eager, long = (choose_setup(shape, setup(batch=8), capped(3.5), FREE, steps=steps).best for steps in (1, 100_000))
     assert eager is not None and long is not None

@@ -37,6 +37,8 @@ class Checks:
     """Returns a candidate by its rough plan; None if the search's plans are exact."""
     places: bool
     """Whether budgets may be changed."""
+    spilled: Callable[[Setup], Setup]
+    """Returns a setup with what host memory cannot hold on disks."""
     steps: int
     """Of a run whose blocks may be compiled; 0: they are as the setup says."""
     _beyond: dict[tuple[object, ...], int] = field(default_factory=dict)
@@ -110,7 +112,7 @@ class Checks:
         if missing <= 0:
             return setup
         if self.places and (smaller := with_less(setup, missing)) is not None:
-            return smaller
+            return self.spilled(smaller)
         order = self.amounts(setup)
         if setup.recomputed not in order:
             return None

@@ -146,7 +146,7 @@ class _Search:
         """What may be recomputed, by stage and batch."""
         self._refused: list[UserError] = []
         roughly = self._weigh_roughly if self._rough is not None else None
-        self._checks = Checks(model, self._limits, self._amounts, roughly, places, steps)
+        self._checks = Checks(model, self._limits, self._amounts, roughly, places, self._with_spilled, steps)
         self._best = float("inf")
         """The fewest seconds of a candidate that fits."""
 
@@ -301,6 +301,9 @@ class _Search:
                 return spilled
             over += max(GRAIN, found.over["dram"])
         return spilled
+
+    def _with_spilled(self, setup: Setup) -> Setup:
+        return replace(setup, offload=self._spilled(setup, setup.offload))
 
     def _weigh_roughly(self, setup: Setup) -> Candidate:
         if self._rough is None:
