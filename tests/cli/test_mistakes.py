@@ -49,6 +49,7 @@ def folder(tmp_path_factory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (root / "hollow").mkdir()
+    (root / "gone").symlink_to("nowhere.toml")
     return root
 
 
@@ -124,6 +125,9 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("train hollow", 2, ("without a config.json",)),
     ("train short.txt", 2, ("is data", "--data short.txt")),
     ("train notes.md", 2, ("neither a .toml nor a .json",)),
+    ("fit /dev/null", 2, ("/dev/null: is neither a file nor a folder\n",)),
+    ("profile /dev/null --dry-run", 2, ("/dev/null: is neither a file nor a folder\n",)),
+    ("train ./gone", 2, ("./gone: is a link to nowhere.toml, which does not exist\n",)),
     ("train model.py", 2, ("model:FUNCTION",)),
     ("train my.module:", 2, ("package.module:function",)),
     ("train no_such_module:build --dry-run", 2, ("No module named 'no_such_module'", "PYTHONPATH")),
