@@ -168,6 +168,24 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("train --set activations.policy=rekompute", 2, ("keep, selective, recompute",)),
     ("train --set train.gpu_memory=80", 2, ("did you mean 80GiB?",)),
     ("train --set train.stesp=3 --set model.heads=3 --stage 7", 2, ("train.steps", "heads 3", "stage 7")),
+    # folders of the nvme tier, looked at in a dry run as in a run, if something may be placed there
+    (
+        "train --offload nvme --stage 3 --nvme-path TYPO",
+        2,
+        ("--nvme-path TYPO: there is no such folder", "mkdir -p TYPO"),
+    ),
+    ("train --offload nvme --stage 3 --nvme-path TYPO --dry-run", 2, ("TYPO: there is no such folder",)),
+    (
+        "train --offload optimizer=cpu:1MiB+nvme --stage 1 --nvme-path notes.md",
+        2,
+        ("notes.md: is a file, not a folder",),
+    ),
+    ("train --offload nvme --stage 3 --nvme-path /proc --dry-run", 2, ("/proc: no file can be written there",)),
+    ("train --offload nvme --stage 3 --nvme-path hollow,TYPO --nvme-path notes.md", 2, ("hollow,TYPO: ", "notes.md: ")),
+    ("train --auto --nvme-path TYPO", 2, ("TYPO: there is no such folder",)),
+    ("train --auto --nvme-path TYPO --dry-run", 2, ("TYPO: there is no such folder",)),
+    ("profile --offload nvme --stage 3 --nvme-path TYPO", 2, ("TYPO: there is no such folder",)),
+    ("profile --offload nvme --stage 3 --nvme-path notes.md --dry-run", 2, ("notes.md: is a file",)),
     # data, read in a dry run as in a run
     ("train --data nowhere.txt --dry-run", 2, ("nowhere.txt", "try: ")),
     ("train --data empty.txt --dry-run", 2, ("empty.txt",)),
@@ -202,6 +220,7 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("export hollow out --file-size 5", 2, ("did you mean 5GiB?",)),
     ("env --bench --nvme-path TYPO", 2, ("no such folder", "mkdir -p TYPO")),
     ("env --nvme-path notes.md", 2, ("is a file",)),
+    ("env --bench --nvme-path /proc", 2, ("no file can be written there",)),
     ("configs show tinny", 2, ("did you mean tiny?",)),
     ("configs cp tiny notes.md", 2, ("cannot write",)),
     # fit and check
@@ -225,6 +244,7 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("check tiny --stage 7", 2, ("0<=x<=3",)),
     ("check tiny --offload gpu", 2, ("'gpu' is neither",)),
     ("check tiny --nvme-path /nowhere", 2, ("no such folder", "try: ")),
+    ("check tiny --nvme-path notes.md", 2, ("is a file", "try: ")),
     ("check llama3-70b", 3, ("too large", "GiB needed")),
     ("completion tcsh", 2, ("'bash', 'zsh', 'fish'",)),
 ]

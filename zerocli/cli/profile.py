@@ -170,7 +170,7 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
 
 def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:
     """Print the plan and whether this machine has what it needs; return 0, or 3 if not. Needs no torch."""
-    from zerocli.plan.preflight import preflight, smallest_change
+    from zerocli.plan.preflight import preflight, refuse_disks, smallest_change
     from zerocli.profile import table
 
     if worker and os.environ.get("RANK", "0") != "0":
@@ -181,6 +181,7 @@ def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:
     if config.model.foreign:
         fact = "a model of other code than zerocli's own has no plan before it is built"
         raise UserError(fact, hint="zerocli profile without --dry-run")
+    refuse_disks(config, options.auto)
     chosen = choose_here(config, options)
     config = chosen.config
     for line in chosen.lines:

@@ -40,7 +40,7 @@ from zerocli.engine.tensor_parallel import local_numel
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
 from zerocli.models import Decoder, build_model
 from zerocli.plan.factory import build_foreign
-from zerocli.plan.preflight import preflight, smallest_change
+from zerocli.plan.preflight import preflight, refuse_disks, smallest_change
 from zerocli.plan.traced import Traced
 from zerocli.profile.observer import Observer
 from zerocli.regular_files import own_folder, sync_folder, write_text
@@ -395,6 +395,7 @@ def dry_run(config: Config, options: RunOptions) -> int:
     """Print the resolved config, the memory of each rank and whether this machine has it; return 0, or 3 if not."""
     began = time.perf_counter()
     config = resolve(config, max(1, config.parallel.ranks))
+    refuse_disks(config, options.auto)
     for line in check_data(config):
         say(line)
     chosen = choose_here(config, options)
