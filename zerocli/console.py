@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import re
 import shlex
 import sys
+from typing import Any
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters but newline and tab, what changes the direction of text, and halves of characters."""
@@ -29,6 +32,23 @@ def show(text: str) -> None:
         print(printable(text), flush=True)
     except BrokenPipeError:
         silence_stdout()
+
+
+def show_json(document: Any, indent: int | None = None) -> None:
+    """Print a document to stdout as JSON, in which NaN and infinities, which JSON does not have, are null."""
+    try:
+        text = json.dumps(document, indent=indent, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_without_nan(document), indent=indent, allow_nan=False)
+    show(text)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def colours() -> bool:

@@ -330,6 +330,12 @@ def test_a_factory_is_counted(capsys):
         (["sys:exit"], "failed"),
         (["llama3-8b", "--tokens", "many"], "not a number of tokens"),
         (["llama3-8b", "--price", "2"], "how many tokens"),
+        (["llama3-8b", "--tokens", "1T", "--price", "nan"], "nan is not a finite number"),
+        (["llama3-8b", "--tokens", "1T", "--price", "inf"], "inf is not a finite number"),
+        (["llama3-8b", "--tokens", "1T", "--price", "1e308"], "a GPU-hour costs less than 1e+12"),
+        (["llama3-8b", "--ranks", f"{10**400}"], "beyond 64 bits"),
+        (["llama3-8b", "--set", "hardware.tflops=1e-300"], "a rate is above 0"),
+        (["llama3-8b", "--set", "hardware.disk=nan"], "a rate is above 0"),
         ([], "which MODEL"),
     ],
 )
@@ -391,6 +397,15 @@ def test_absurd_sizes_are_answered_too(capsys):
     for words in (["tiny", "--seq", str(10**12)], ["tiny", "--ranks", str(10**9)], [f"{10**20}T"]):
         code, answer = ask(capsys, *words, "--offload", "nvme", "--stage", "3")
         assert code == 3 and not answer["fits"]
+
+
+def test_the_highest_price_of_the_longest_run_is_a_number(capsys):
+    """What is accepted as price, tokens and rate gives no cost beyond a float."""
+    words = ("tiny", "--tokens", f"{10**29}T", "--price", "9e11", "--set", "hardware.tflops=1e-9")
+    code = cli.run(["fit", *words, "--json"])
+    out = capsys.readouterr().out
+    assert code == 0 and "Infinity" not in out and "NaN" not in out
+    assert all(0 < each["training"]["cost"] < math.inf for each in json.loads(out)["candidates"])
 
 
 def test_runtime_constants_can_be_given(capsys):

@@ -21,7 +21,7 @@ from zerocli import machine
 from zerocli.check import table
 from zerocli.check.rows import Checklist, choose_rows
 from zerocli.cli.train import arguments
-from zerocli.console import say, show
+from zerocli.console import say, show, show_json
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, UserError
 from zerocli.layout.sizes import format_bytes
 from zerocli.plan.preflight import refuse_folders
@@ -295,7 +295,7 @@ def _show(config: configs.Config, checklist: Checklist, folder: Path, as_json: b
     results = _results(folder)
     _print("\n".join(table.closing(checklist, about, results)), as_json)
     if as_json:
-        show(json.dumps(table.document(_name(config), checklist, about, results)))
+        show_json(table.document(_name(config), checklist, about, results))
     return OK if table.ok(results) else FAILURE
 
 

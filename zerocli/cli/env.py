@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 
+from zerocli.console import show_json
 from zerocli.errors import OK
 from zerocli.plan import bench
 from zerocli.plan.hardware import HOST
@@ -24,7 +24,10 @@ def command(measure: bool, nvme_path: tuple[str, ...], as_json: bool) -> int:
     if measure:
         bench.measure(facts, nvme_path)
     facts["bench"] = bench.remembered(facts, nvme_path)
-    click.echo(json.dumps(facts, indent=2) if as_json else render(facts))
+    if as_json:
+        show_json(facts, indent=2)
+    else:
+        click.echo(render(facts))
     return OK
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +11,11 @@ import click
 
 from offload.placement import Placement
 from zerocli import machine
+from zerocli.cli.types import FiniteRange
 from zerocli.config import AUTO
 from zerocli.config.options import automatic_keys
-from zerocli.console import colours, printable, show
-from zerocli.errors import DOES_NOT_FIT, OK, UserError
+from zerocli.console import colours, printable, show_json
+from zerocli.errors import DOES_NOT_FIT, OK, UserError, quote
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
 from zerocli.plan import automatic, largest, search
 from zerocli.plan.checks import kind_of
@@ -39,6 +39,11 @@ SHOWN = 8
 WORTH = 0.02
 """A placement with budgets is shown if it is faster than the others by more than this share."""
 
+HIGHEST_PRICE = 1e12
+"""Above it a price is a mistake, and the cost of a run could be beyond a float."""
+LOWEST_RATE, HIGHEST_RATE = 1e-9, 1e9
+"""Bounds of a rate that is given for the machine; beyond them the times of a step could be beyond a float."""
+
 
 @click.command()
 @click.argument("model", metavar="[MODEL]", default="")
@@ -58,9 +63,7 @@ WORTH = 0.02
 @click.option("--precision", metavar="NAME", help="bf16 (the default), fp16 or fp32.")
 @click.option("--hardware", metavar="NAMES", help=f"Kinds of node, one or several with commas: {', '.join(PRESETS)}.")
 @click.option("--tokens", metavar="N", help="Days and GPU-hours of a run of so many tokens, such as 1T.")
-@click.option(
-    "--price", type=click.FloatRange(0, min_open=True), metavar="X", help="Price per GPU-hour; with --tokens."
-)
+@click.option("--price", type=FiniteRange(0, min_open=True), metavar="X", help="Price per GPU-hour; with --tokens.")
 @click.option(
     *("--max", "most"),
     is_flag=False,
@@ -99,7 +102,7 @@ def command(model: str, most: str | None, explain: bool, trace: bool, as_json: b
     hardware, more = choose_hardware(given)
     verdict = _judge(ask, hardware, [*more, *notes])
     if as_json:
-        show(json.dumps(document(verdict)))
+        show_json(document(verdict))
     else:
         click.echo(render(verdict, explain, colours()))
     return OK if verdict.fits else DOES_NOT_FIT
@@ -250,7 +253,7 @@ def _side_by_side(ask: Question, names: list[str], notes: list[str], as_json: bo
     fitting = [each for each in judged if each.best is not None]
     if as_json:
         first = min(fitting, key=lambda each: each.seconds, default=judged[0])
-        show(json.dumps(document(first) | {"machines": machines_document(found)}))
+        show_json(document(first) | {"machines": machines_document(found)})
     else:
         click.echo(render_machines(found, notes, colours()))
     return OK if fitting else DOES_NOT_FIT
@@ -270,6 +273,8 @@ def _budget(given: Mapping[str, Any]) -> Budget | None:
         if given["price"] is not None:
             raise UserError("--price is of a run's GPU-hours: how many tokens?", hint="--tokens 1T --price 2.5")
         return None
+    if given["price"] is not None and given["price"] >= HIGHEST_PRICE:
+        raise UserError(f"--price {given['price']:g}: a GPU-hour costs less than {HIGHEST_PRICE:g}", hint="--price 2.5")
     try:
         return Budget(parse_count(given["tokens"]), given["price"] or 0.0)
     except ValueError as error:
@@ -320,8 +325,10 @@ def _rate(flag: str, text: str) -> float:
         rate = float(text)
     except ValueError as error:
         raise UserError(f"{flag}={text}: not a number", hint=f"{flag}=4.5") from error
-    if not 0 < rate < 1e9:
-        raise UserError(f"{flag}={text}: a rate is above 0, in GB/s", hint=f"{flag}=4.5")
+    if not LOWEST_RATE <= rate < HIGHEST_RATE:
+        raise UserError(
+            f"{flag}={text}: a rate is above 0, in GB/s, from {LOWEST_RATE:g} to {HIGHEST_RATE:g}", hint=f"{flag}=4.5"
+        )
     return rate
 
 
@@ -370,6 +377,9 @@ def choose_setup(
 ) -> tuple[Setup, list[str]]:
     """Return the setup from config and flags, and notes about assumptions."""
     notes = []
+    for name in ("ranks", "ranks_per_node", "tp"):
+        if (given[name] or 0) >= 2**63:
+            raise UserError(f"--{name.replace('_', '-')} {quote(given[name])} is beyond 64 bits")
     ranks, tp = given["ranks"], given["tp"] if given["tp"] is not None else source.config.parallel.tp
     if ranks is None:
         ranks = source.config.parallel.ranks or math.lcm(hardware.gpus, max(tp, 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from pathlib import Path
@@ -19,7 +18,7 @@ from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, 
 from zerocli.config.draft import set_hint
 from zerocli.config.hub import is_model
 from zerocli.config.options import RunOptions
-from zerocli.console import quoted, say, show
+from zerocli.console import quoted, say, show, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.run import launch
 from zerocli.run.automatic import choose_here
@@ -123,7 +122,7 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
     if given["json"]:
         shown = [{key: value for key, value in each.items() if key != "timeline"} for each in found]
         document = shown[0] if len(shown) == 1 else {"schema": 1, "runs": dict(zip(paths, shown, strict=True))}
-        show(json.dumps(document))
+        show_json(document)
     else:
         show(table.render(found[0]) if len(found) == 1 else table.compare(found[0], found[1], (paths[0], paths[1])))
     return OK
@@ -201,7 +200,7 @@ def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:
         say(f"activations: {plan.activations}")
     document |= verdict.as_dict()
     if options.json:
-        show(json.dumps(document))
+        show_json(document)
     else:
         show("\n".join([*table.dry(document), "", *verdict.lines()]))
         if not verdict.fits:

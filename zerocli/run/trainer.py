@@ -27,7 +27,7 @@ from zerocli.checkpoint import source_files
 from zerocli.checkpoint.folder import Folder
 from zerocli.config import AUTO, Config, notes_of, num_micro_steps, sharding_of, to_dict
 from zerocli.config.options import RunOptions
-from zerocli.console import say, show
+from zerocli.console import say, show, show_json
 from zerocli.engine.api import open_process_group
 from zerocli.engine.build import DoesNotFit
 from zerocli.engine.comm import severed
@@ -319,7 +319,7 @@ def end_early(run: Run, stopped: str, reported: bool) -> None:
         say(stopped or f"nothing is left to train: step {run.first - 1} of {run.config.train.steps} was saved")
         if run.options.json and not reported:
             steps = run.lines.num_steps
-            show(json.dumps({"schema": 1, "run_dir": run.options.run_dir, "steps": steps, "stopped": stopped}))
+            show_json({"schema": 1, "run_dir": run.options.run_dir, "steps": steps, "stopped": stopped})
 
 
 def summarise(run: Run, checked: dict[str, Any] | None, observer: Observer) -> None:
@@ -330,7 +330,7 @@ def summarise(run: Run, checked: dict[str, Any] | None, observer: Observer) -> N
         summary["evaluation"] = run.between.evaluations.summary()
         say(report.closing(summary))
         if run.options.json:
-            show(json.dumps(summary))
+            show_json(summary)
     elif run.rank == 0 and checked is not None:
         say(report.check_line(checked))
 
@@ -418,7 +418,7 @@ def dry_run(config: Config, options: RunOptions) -> int:
         document["plan"] = planned.as_dict()
     document |= verdict.as_dict()
     if options.json:
-        show(json.dumps(document))
+        show_json(document)
     else:
         show(report.dry(config, numel, held))
         if planned is not None:
