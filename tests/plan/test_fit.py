@@ -293,6 +293,32 @@ def tiny_factory():
     return nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 3))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("llama3-8b", "--stage", "3"),
+        ("llama3-8b",),
+        ("llama3-8b", "--stage", "3", "--auto"),
+        ("llama3-8b", "--max", "batch"),
+        ("llama3-8b", "--hardware", "h100,h200"),
+        ("7.5B",),
+        ("test_fit:tiny_factory",),
+    ],
+)
+def test_states_without_a_place_are_3_with_a_document(words, capsys):
+    words = (*words, "--offload", "optimizer=hbm:7B")
+    assert cli.run(["fit", *words, "--json"]) == 3
+    shown = capsys.readouterr()
+    answer = json.loads(shown.out)
+    assert answer["schema"] == 1 and answer["fits"] is False and answer["best"] is None and answer["candidates"] == []
+    assert "no place left" in answer["reason"] and answer["reason"] in shown.err and "try: a tier without" in shown.err
+    assert answer["model"]["parameters"] == {"llama3-8b": 8030261248, "7.5B": 7500000000}.get(words[0])
+    _, whole = ask(capsys, *words[:1])
+    assert set(whole) - {"max"} <= set(answer)
+    assert cli.run(["fit", *words]) == 3
+    assert not capsys.readouterr().out
+
+
 def test_a_factory_is_counted(capsys):
     _, answer = ask(capsys, "test_fit:tiny_factory", "--ranks", "2")
     assert answer["model"]["parameters"] == 143 and answer["model"]["whole"] is False

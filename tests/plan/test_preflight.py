@@ -55,6 +55,31 @@ def test_a_dry_run_of_profile_has_the_verdict_of_train(words, capsys):
     assert "\nfits this machine (2 ranks)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_a_dry_run_in_which_auto_finds_nothing_has_the_document_of_the_nearest(command, capsys):
+    words = [command, "llama3-8b", "--ranks", "2", "--dry-run", "--json"]
+    assert cli.run(words) == 3
+    plain = json.loads(capsys.readouterr().out)
+    assert cli.run([*words, "--auto"]) == 3
+    shown = capsys.readouterr()
+    nearest = json.loads(shown.out)
+    assert set(plain) <= set(nearest) and nearest["fits"] is False
+    assert 24 * GIB < nearest["tiers"]["dram"]["needed"] <= plain["tiers"]["dram"]["needed"]
+    assert nearest["reason"].startswith("no stage, placement or recomputation fits") and nearest["reason"] in shown.err
+    if command == "train":
+        assert f"--stage {nearest['config']['zero']['stage']}" in nearest["reason"]
+
+
+@pytest.mark.parametrize("auto", [[], ["--auto"]])
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_a_dry_run_of_states_without_a_place_has_a_document(command, auto, capsys):
+    words = ["tiny", "--stage", "1", "--offload", "optimizer=hbm:1KiB", "--dry-run", *auto]
+    assert cli.run([command, *words, "--json"]) == 3
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["schema"] == 1 and answer["fits"] is False and answer["tiers"] == {}
+    assert "has no place left" in answer["reason"]
+
+
 def test_a_dry_run_of_what_fits_says_so(capsys):
     assert cli.run(["train", "tiny", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is True

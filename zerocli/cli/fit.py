@@ -14,7 +14,7 @@ from zerocli import machine
 from zerocli.cli.types import FiniteRange
 from zerocli.config import AUTO
 from zerocli.config.options import automatic_keys
-from zerocli.console import colours, printable, show_json
+from zerocli.console import colours, printable, show_if_unfit, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError, quote
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
 from zerocli.plan import automatic, largest, search
@@ -30,7 +30,7 @@ from zerocli.plan.runtime import RUNTIME
 from zerocli.plan.saves import SHARED
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.shape import Shape
-from zerocli.plan.verdict import Budget, Verdict, document, machines_document
+from zerocli.plan.verdict import Budget, Verdict, document, machines_document, unplanned
 
 DEFAULT_HARDWARE = "h100"
 STAGES = (0, 1, 2, 3)
@@ -100,7 +100,8 @@ def command(model: str, most: str | None, explain: bool, trace: bool, as_json: b
     if len(names) > 1:
         return _side_by_side(ask, names, [*source.notes, *notes], as_json)
     hardware, more = choose_hardware(given)
-    verdict = _judge(ask, hardware, [*more, *notes])
+    with show_if_unfit(as_json, _unplanned(source, hardware, [*source.notes, *more, *notes])):
+        verdict = _judge(ask, hardware, [*more, *notes])
     if as_json:
         show_json(document(verdict))
     else:
@@ -120,6 +121,11 @@ class Question:
     """Of `--max`: model, batch or seq; empty without it."""
     trace: bool
     budget: Budget | None
+
+
+def _unplanned(source: Source, hardware: Hardware, notes: list[str]) -> dict[str, Any]:
+    """Return the document for states that have no place in the budgets of `--offload`: nothing can be planned."""
+    return unplanned(printable(source.name), source.shape or source.count or None, hardware, notes)
 
 
 def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
@@ -241,15 +247,19 @@ def _undecided(setup: Setup, free: frozenset[str]) -> Setup:
 def _side_by_side(ask: Question, names: list[str], notes: list[str], as_json: bool) -> int:
     """Print one row for each kind of machine; exit code 0 if the model fits one of them."""
     found: list[tuple[Hardware, Verdict | str]] = []
+    refused: list[UserError] = []
     for name in names:
         hardware, _ = choose_hardware({**ask.given, "hardware": name})
         try:
             found.append((hardware, _judge(ask, hardware, [])))
         except UserError as error:
             found.append((hardware, str(error)))
+            refused.append(error)
     judged = [verdict for _, verdict in found if isinstance(verdict, Verdict)]
     if not judged:
-        raise UserError(str(found[0][1]))
+        unfit = _unplanned(ask.source, found[0][0], notes) | {"machines": machines_document(found)}
+        with show_if_unfit(as_json, unfit):
+            raise refused[0]
     fitting = [each for each in judged if each.best is not None]
     if as_json:
         first = min(fitting, key=lambda each: each.seconds, default=judged[0])

@@ -18,10 +18,10 @@ from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, 
 from zerocli.config.draft import set_hint
 from zerocli.config.hub import is_model
 from zerocli.config.options import RunOptions
-from zerocli.console import quoted, say, show, show_json
+from zerocli.console import quoted, say, show, show_if_unfit, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.run import launch
-from zerocli.run.automatic import choose_here
+from zerocli.run.automatic import choose_or_nearest
 from zerocli.run.folder import run_folder
 from zerocli.worker import die_with_parent, worker_environment
 
@@ -181,24 +181,32 @@ def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:
         fact = "a model of other code than zerocli's own has no plan before it is built"
         raise UserError(fact, hint="zerocli profile without --dry-run")
     refuse_disks(config, options.auto)
-    chosen = choose_here(config, options)
+    document: dict[str, Any] = {
+        "schema": 1,
+        "rows": [],
+        "peak": {},
+        "step": {"seconds": None, "compute": None, "wait": None},
+        "tiers": {},
+    }
+    with show_if_unfit(options.json, document):
+        chosen, refused = choose_or_nearest(config, options)
     config = chosen.config
     for line in chosen.lines:
         say(line)
     local = os.environ.get("LOCAL_WORLD_SIZE")
-    verdict = preflight(config, gpus, math.gcd(ranks, int(local)) if local else 0)
+    with show_if_unfit(options.json, document):
+        verdict = preflight(config, gpus, math.gcd(ranks, int(local)) if local else 0)
     plan = verdict.plan
     assert plan is not None
-    document = {
-        "schema": 1,
-        "rows": table.planned(plan),
-        "peak": {tier: {"predicted": plan.needed(tier), "measured": None} for tier in plan.tiers},
-        "step": {"seconds": None, "compute": None, "wait": None},
-    }
+    document["rows"] = table.planned(plan)
+    document["peak"] = {tier: {"predicted": plan.needed(tier), "measured": None} for tier in plan.tiers}
     if plan.activations:
         document["activations"] = plan.activations
         say(f"activations: {plan.activations}")
     document |= verdict.as_dict()
+    if refused is not None:
+        with show_if_unfit(options.json, document):
+            raise refused
     if options.json:
         show_json(document)
     else:

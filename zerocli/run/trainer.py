@@ -27,7 +27,7 @@ from zerocli.checkpoint import source_files
 from zerocli.checkpoint.folder import Folder
 from zerocli.config import AUTO, Config, notes_of, num_micro_steps, sharding_of, to_dict
 from zerocli.config.options import RunOptions
-from zerocli.console import say, show, show_json
+from zerocli.console import say, show, show_if_unfit, show_json
 from zerocli.engine.api import open_process_group
 from zerocli.engine.build import DoesNotFit
 from zerocli.engine.comm import severed
@@ -45,7 +45,7 @@ from zerocli.plan.traced import Traced
 from zerocli.profile.observer import Observer
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run import rank_loss, report
-from zerocli.run.automatic import Chosen, choose_here, choose_together
+from zerocli.run.automatic import Chosen, choose_or_nearest, choose_together
 from zerocli.run.between import Between
 from zerocli.run.data import Batches
 from zerocli.run.held_out import describe, open_held_out, split_share
@@ -398,7 +398,9 @@ def dry_run(config: Config, options: RunOptions) -> int:
     refuse_disks(config, options.auto)
     for line in check_data(config):
         say(line)
-    chosen = choose_here(config, options)
+    document: dict[str, Any] = {"schema": 1, "config": to_dict(config), "tiers": {}}
+    with show_if_unfit(options.json, document):
+        chosen, refused = choose_or_nearest(config, options)
     config = chosen.config
     for line in (*notes_of(options.source), *chosen.lines):
         say(line)
@@ -409,14 +411,18 @@ def dry_run(config: Config, options: RunOptions) -> int:
         raise UserError(str(error)) from error
     if config.model.foreign and config.activations.policy == AUTO:
         say("activations: chosen when a run starts: the model is traced then")
-    document = {"schema": 1, "config": to_dict(config), "parameters": numel, "memory": held}
+    document |= {"config": to_dict(config), "parameters": numel, "memory": held}
     local = math.gcd(config.parallel.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.ranks)))
     gpus = machine.gpus()
-    verdict = preflight(config, gpus, local if "LOCAL_WORLD_SIZE" in os.environ else 0, numel)
+    with show_if_unfit(options.json, document):
+        verdict = preflight(config, gpus, local if "LOCAL_WORLD_SIZE" in os.environ else 0, numel)
     planned = verdict.plan
     if planned is not None:
         document["plan"] = planned.as_dict()
     document |= verdict.as_dict()
+    if refused is not None:
+        with show_if_unfit(options.json, document):
+            raise refused
     if options.json:
         show_json(document)
     else:
