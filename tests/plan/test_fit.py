@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 
 import click
@@ -21,6 +22,7 @@ from zerocli.plan import search
 from zerocli.plan.hardware import PRESETS
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.largest import largest_shape, sized
+from zerocli.plan.render import command_lines
 from zerocli.plan.setup import Setup
 
 
@@ -274,6 +276,15 @@ def test_days_and_cost_follow_from_the_tokens(capsys):
         ["--max", "--ranks", "64", "--hardware", "v100-32"],
         ["llama3-8b", "--max", "batch", "--ranks", "1", "--host-memory", "120GiB"],
         ["llama3-70b", "--lora", "16:q,v", "--ranks", "1", "--max", "seq"],
+        pytest.param(
+            ["llama3-8b", "--hardware", "t4,h100", "--max", "seq", "--tokens", "1T", "--price", "2"],
+            marks=pytest.mark.long,
+        ),
+        ["tiny", "--hardware", "t4,h100", "--max", "seq", "--tokens", "1T", "--price", "2"],
+        ["tiny", "--hardware", "t4,h100", "--tokens", f"{10**20}T", "--price", "9e11"],
+        ["llama3-70b", "--ranks", "8", "--host-memory", "500GiB", "--gpu-memory", "40GiB"],
+        ["9999999T"],
+        [f"{10**20}T", "--tokens", "1T"],
     ],
 )
 def test_no_line_is_longer_than_80_columns(words, capsys):
@@ -281,10 +292,25 @@ def test_no_line_is_longer_than_80_columns(words, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80, max(lines, key=len)
     # Numbers end in the column where their heading ends.
-    [head] = [line for line in lines if "GPU GiB  " in line and "used" in line]
+    [head] = [line for line in lines if "GPU GiB " in line and "used" in line]
+    assert head.split()[0] in ("stage", "hardware") and head.split()[-1] == "verdict"  # no heading is broken
     end = head.index("used") + len("used")
     rows = [line for line in lines if line[: end + 1].rstrip().endswith("%")]
     assert rows and all(line[end - 1] == "%" for line in rows)
+
+
+def test_what_is_to_be_pasted_is_broken_where_a_shell_allows_it(capsys):
+    assert cli.run(["fit", "llama3-70b", "--ranks", "8", "--host-memory", "500GiB", "--gpu-memory", "40GiB"]) == 0
+    shown = capsys.readouterr().out.partition("\nfits:\n")[2].replace("\\\n", "").splitlines()[0]
+    assert re.fullmatch(r"--stage 3 --offload \S{60,}", " ".join(shown.split()))
+    long = "--offload " + "x" * 90
+    arguments = (
+        f"--stage 3 --batch 2 {long} --set train.accumulate=2 --set activations.policy=recompute:12+selective:20 -v"
+    )
+    lines = command_lines(arguments)
+    assert [line for line in lines if len(line) > 80] == [f"  {long} \\"]
+    assert lines[0] == "  --stage 3 --batch 2 \\" and not lines[-1].endswith("\\")
+    assert "".join(lines).replace("\\", "").split() == arguments.split()
 
 
 def tiny_factory():
