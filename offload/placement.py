@@ -153,7 +153,7 @@ def _meant(word: str, known: Collection[str]) -> str:
 def _size(nbytes: int) -> str:
     """Return a budget as text: exact, in the largest unit of which it is a multiple."""
     units = [unit for unit, scale in _UNITS.items() if nbytes and nbytes % scale == 0]
-    return f"{nbytes // _UNITS[units[0]]}{units[0]}" if units else str(nbytes)
+    return f"{nbytes // _UNITS[units[0]]}{units[0]}" if units else f"{nbytes}B"
 
 
 class Spill:

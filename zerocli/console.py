@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zerocli.errors import DOES_NOT_FIT, UserError
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters but newline and tab, what changes the direction of text, and halves of characters."""
@@ -29,6 +35,34 @@ def show(text: str) -> None:
         print(printable(text), flush=True)
     except BrokenPipeError:
         silence_stdout()
+
+
+def show_json(document: Any, indent: int | None = None) -> None:
+    """Print a document to stdout as JSON, in which NaN and infinities, which JSON does not have, are null."""
+    try:
+        text = json.dumps(document, indent=indent, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_without_nan(document), indent=indent, allow_nan=False)
+    show(text)
+
+
+@contextlib.contextmanager
+def show_if_unfit(as_json: bool, document: Mapping[str, Any]) -> Iterator[None]:
+    """Print the document, with the reason, if what is done within raises an error with exit code 3."""
+    try:
+        yield
+    except UserError as error:
+        if as_json and error.exit_code == DOES_NOT_FIT:
+            show_json({**document, "fits": False, "reason": str(error)})
+        raise
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def colours() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -131,6 +132,18 @@ def test_a_master_that_does_not_exist_is_named_at_once(monkeypatch):
 
 
 # -- output ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_document_has_null_where_a_number_is_not_finite(capsys):
+    document = {"a": [1.5, float("nan"), {"b": float("inf")}], "c": (float("-inf"), "NaN", True), "d": 3}
+    console.show_json(document)
+    assert capsys.readouterr().out == '{"a": [1.5, null, {"b": null}], "c": [null, "NaN", true], "d": 3}\n'
+
+
+def test_documents_are_printed_in_one_place():
+    """Elsewhere NaN, which JSON does not have, could reach stdout."""
+    modules = Path(console.__file__).parent.rglob("*.py")
+    assert [path.name for path in modules if re.search(r"(show|echo|print)\(json\.dumps", path.read_text())] == []
 
 
 def test_no_color_is_obeyed(monkeypatch):

@@ -49,6 +49,7 @@ def folder(tmp_path_factory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (root / "hollow").mkdir()
+    (root / "gone").symlink_to("nowhere.toml")
     return root
 
 
@@ -124,6 +125,9 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("train hollow", 2, ("without a config.json",)),
     ("train short.txt", 2, ("is data", "--data short.txt")),
     ("train notes.md", 2, ("neither a .toml nor a .json",)),
+    ("fit /dev/null", 2, ("/dev/null: is neither a file nor a folder\n",)),
+    ("profile /dev/null --dry-run", 2, ("/dev/null: is neither a file nor a folder\n",)),
+    ("train ./gone", 2, ("./gone: is a link to nowhere.toml, which does not exist\n",)),
     ("train model.py", 2, ("model:FUNCTION",)),
     ("train my.module:", 2, ("package.module:function",)),
     ("train no_such_module:build --dry-run", 2, ("No module named 'no_such_module'", "PYTHONPATH")),
@@ -147,6 +151,11 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("train --steps 1e3", 2, ("'1e3' is not a valid integer",)),
     ("train --batch 0", 2, ("batch 0 is below 1",)),
     ("train --batch 1000000", 3, ("does not fit", "GiB needed", "GiB available", "try: --batch ")),
+    ("train --lr nan", 2, ("lr NaN is not finite",)),
+    ("train --epochs inf", 2, ("epochs Infinity is not finite",)),
+    ("generate runs/mine-20250101-000000 x --temperature nan", 2, ("nan is not a finite number",)),
+    ("generate runs/mine-20250101-000000 x --temperature inf", 2, ("inf is not a finite number",)),
+    ("generate runs/mine-20250101-000000 x --top-p nan", 2, ("nan is not a finite number",)),
     ("train --precision fp8", 2, ("not one of auto, fp32, bf16, fp16",)),
     ("train --precision bf-16", 2, ("did you mean bf16?",)),
     ("train --seed x", 2, ("'x' is not a valid integer",)),
@@ -164,6 +173,24 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("train --set activations.policy=rekompute", 2, ("keep, selective, recompute",)),
     ("train --set train.gpu_memory=80", 2, ("did you mean 80GiB?",)),
     ("train --set train.stesp=3 --set model.heads=3 --stage 7", 2, ("train.steps", "heads 3", "stage 7")),
+    # folders of the nvme tier, looked at in a dry run as in a run, if something may be placed there
+    (
+        "train --offload nvme --stage 3 --nvme-path TYPO",
+        2,
+        ("--nvme-path TYPO: there is no such folder", "mkdir -p TYPO"),
+    ),
+    ("train --offload nvme --stage 3 --nvme-path TYPO --dry-run", 2, ("TYPO: there is no such folder",)),
+    (
+        "train --offload optimizer=cpu:1MiB+nvme --stage 1 --nvme-path notes.md",
+        2,
+        ("notes.md: is a file, not a folder",),
+    ),
+    ("train --offload nvme --stage 3 --nvme-path /proc --dry-run", 2, ("/proc: no file can be written there",)),
+    ("train --offload nvme --stage 3 --nvme-path hollow,TYPO --nvme-path notes.md", 2, ("hollow,TYPO: ", "notes.md: ")),
+    ("train --auto --nvme-path TYPO", 2, ("TYPO: there is no such folder",)),
+    ("train --auto --nvme-path TYPO --dry-run", 2, ("TYPO: there is no such folder",)),
+    ("profile --offload nvme --stage 3 --nvme-path TYPO", 2, ("TYPO: there is no such folder",)),
+    ("profile --offload nvme --stage 3 --nvme-path notes.md --dry-run", 2, ("notes.md: is a file",)),
     # data, read in a dry run as in a run
     ("train --data nowhere.txt --dry-run", 2, ("nowhere.txt", "try: ")),
     ("train --data empty.txt --dry-run", 2, ("empty.txt",)),
@@ -198,6 +225,7 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("export hollow out --file-size 5", 2, ("did you mean 5GiB?",)),
     ("env --bench --nvme-path TYPO", 2, ("no such folder", "mkdir -p TYPO")),
     ("env --nvme-path notes.md", 2, ("is a file",)),
+    ("env --bench --nvme-path /proc", 2, ("no file can be written there",)),
     ("configs show tinny", 2, ("did you mean tiny?",)),
     ("configs cp tiny notes.md", 2, ("cannot write",)),
     # fit and check
@@ -221,6 +249,7 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("check tiny --stage 7", 2, ("0<=x<=3",)),
     ("check tiny --offload gpu", 2, ("'gpu' is neither",)),
     ("check tiny --nvme-path /nowhere", 2, ("no such folder", "try: ")),
+    ("check tiny --nvme-path notes.md", 2, ("is a file", "try: ")),
     ("check llama3-70b", 3, ("too large", "GiB needed")),
     ("completion tcsh", 2, ("'bash', 'zsh', 'fish'",)),
 ]

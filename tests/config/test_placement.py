@@ -41,7 +41,7 @@ def spaced(*words: str) -> st.SearchStrategy[str]:
 
 
 TIERS = st.sampled_from(["cpu", "cpu", "dram", "nvme", "hbm", "null", OTHER, "tape", "CPU", ""])
-BUDGETS = st.sampled_from(["20GiB", "1.5 GB", "7000", "0", "ten", "-1GiB", "1G", ""])
+BUDGETS = st.sampled_from(["20GiB", "1.5 GB", "7000", "10", "1KiB", "7B", "0", "ten", "-1GiB", "1G", ""])
 WORDS = st.sampled_from(["params", "parameters", "grads", "gradients", "optimizer", "optim", ACTIVATIONS, "weights"])
 SHARES = st.one_of(TIERS, st.tuples(TIERS, BUDGETS).flatmap(lambda each: spaced(each[0], ":", each[1])))
 PARTS = st.tuples(WORDS, st.lists(SHARES, min_size=1, max_size=3)).flatmap(
@@ -124,7 +124,7 @@ def test_spaces_mean_nothing():
     assert str(placement) == "optimizer=hbm:20GiB+cpu,activations=cpu"
 
 
-@pytest.mark.parametrize("budget", ["0", "7", "1024", "1000", "20GiB", "1.5GiB", "3TB"])
+@pytest.mark.parametrize("budget", ["0", "7B", "1024B", "1000B", "7001", "1KiB", "20GiB", "1.5GiB", "3TB"])
 def test_budgets_are_written_exactly(budget):
     placement = read_placement(f"params=cpu:{budget}")
     assert read_placement(str(placement)) == placement
@@ -137,6 +137,8 @@ def test_budgets_are_written_exactly(budget):
         ("cpu,activations=cpu", 3),
         ("optimizer=tape", 3),
         ("optimizer=cpu:ten", 3),
+        ("optimizer=cpu:10", 3),
+        ("optimizer=hbm:1KiB+cpu", 1),
         ("params=cpu", 2),
         ("cpu", 0),
         (f"optimizer={OTHER}", 1),

@@ -252,7 +252,11 @@ def test_train_offloads(tmp_path, text):
     [
         (["--stage", "0", "--offload", "cpu"], 2, "partitions nothing"),
         (["--stage", "3", "--offload", "params=tape"], 2, "there is no tier 'tape'"),
-        (["--stage", "3", "--offload", "nvme", "--nvme-path", "missing"], 1, "missing"),
+        (
+            ["--stage", "3", "--offload", "nvme", "--nvme-path", "missing"],
+            2,
+            "--nvme-path missing: there is no such folder",
+        ),
     ],
 )
 def test_a_users_mistake_with_tiers(tmp_path, arguments, code, fact):

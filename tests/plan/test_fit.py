@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 
 import click
@@ -21,6 +22,7 @@ from zerocli.plan import search
 from zerocli.plan.hardware import PRESETS
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.largest import Search, largest_shape, sized
+from zerocli.plan.render import command_lines
 from zerocli.plan.setup import Setup
 
 
@@ -274,6 +276,15 @@ def test_days_and_cost_follow_from_the_tokens(capsys):
         ["--max", "--ranks", "64", "--hardware", "v100-32"],
         ["llama3-8b", "--max", "batch", "--ranks", "1", "--host-memory", "120GiB"],
         ["llama3-70b", "--lora", "16:q,v", "--ranks", "1", "--max", "seq"],
+        pytest.param(
+            ["llama3-8b", "--hardware", "t4,h100", "--max", "seq", "--tokens", "1T", "--price", "2"],
+            marks=pytest.mark.long,
+        ),
+        ["tiny", "--hardware", "t4,h100", "--max", "seq", "--tokens", "1T", "--price", "2"],
+        ["tiny", "--hardware", "t4,h100", "--tokens", f"{10**20}T", "--price", "9e11"],
+        ["llama3-70b", "--ranks", "8", "--host-memory", "500GiB", "--gpu-memory", "40GiB"],
+        ["9999999T"],
+        [f"{10**20}T", "--tokens", "1T"],
     ],
 )
 def test_no_line_is_longer_than_80_columns(words, capsys):
@@ -281,16 +292,57 @@ def test_no_line_is_longer_than_80_columns(words, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80, max(lines, key=len)
     # Numbers end in the column where their heading ends.
-    [head] = [line for line in lines if "GPU GiB  " in line and "used" in line]
+    [head] = [line for line in lines if "GPU GiB " in line and "used" in line]
+    assert head.split()[0] in ("stage", "hardware") and head.split()[-1] == "verdict"  # no heading is broken
     end = head.index("used") + len("used")
     rows = [line for line in lines if line[: end + 1].rstrip().endswith("%")]
     assert rows and all(line[end - 1] == "%" for line in rows)
+
+
+def test_what_is_to_be_pasted_is_broken_where_a_shell_allows_it(capsys):
+    assert cli.run(["fit", "llama3-70b", "--ranks", "8", "--host-memory", "500GiB", "--gpu-memory", "40GiB"]) == 0
+    shown = capsys.readouterr().out.partition("\nfits:\n")[2].replace("\\\n", "").splitlines()[0]
+    assert re.fullmatch(r"--stage 3 --offload \S{60,}", " ".join(shown.split()))
+    long = "--offload " + "x" * 90
+    arguments = (
+        f"--stage 3 --batch 2 {long} --set train.accumulate=2 --set activations.policy=recompute:12+selective:20 -v"
+    )
+    lines = command_lines(arguments)
+    assert [line for line in lines if len(line) > 80] == [f"  {long} \\"]
+    assert lines[0] == "  --stage 3 --batch 2 \\" and not lines[-1].endswith("\\")
+    assert "".join(lines).replace("\\", "").split() == arguments.split()
 
 
 def tiny_factory():
     from torch import nn
 
     return nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 3))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("llama3-8b", "--stage", "3"),
+        ("llama3-8b",),
+        ("llama3-8b", "--stage", "3", "--auto"),
+        ("llama3-8b", "--max", "batch"),
+        ("llama3-8b", "--hardware", "h100,h200"),
+        ("7.5B",),
+        ("test_fit:tiny_factory",),
+    ],
+)
+def test_states_without_a_place_are_3_with_a_document(words, capsys):
+    words = (*words, "--offload", "optimizer=hbm:7B")
+    assert cli.run(["fit", *words, "--json"]) == 3
+    shown = capsys.readouterr()
+    answer = json.loads(shown.out)
+    assert answer["schema"] == 1 and answer["fits"] is False and answer["best"] is None and answer["candidates"] == []
+    assert "no place left" in answer["reason"] and answer["reason"] in shown.err and "try: a tier without" in shown.err
+    assert answer["model"]["parameters"] == {"llama3-8b": 8030261248, "7.5B": 7500000000}.get(words[0])
+    _, whole = ask(capsys, *words[:1])
+    assert set(whole) - {"max"} <= set(answer)
+    assert cli.run(["fit", *words]) == 3
+    assert not capsys.readouterr().out
 
 
 def test_a_factory_is_counted(capsys):
@@ -330,6 +382,12 @@ def test_a_factory_is_counted(capsys):
         (["sys:exit"], "failed"),
         (["llama3-8b", "--tokens", "many"], "not a number of tokens"),
         (["llama3-8b", "--price", "2"], "how many tokens"),
+        (["llama3-8b", "--tokens", "1T", "--price", "nan"], "nan is not a finite number"),
+        (["llama3-8b", "--tokens", "1T", "--price", "inf"], "inf is not a finite number"),
+        (["llama3-8b", "--tokens", "1T", "--price", "1e308"], "a GPU-hour costs less than 1e+12"),
+        (["llama3-8b", "--ranks", f"{10**400}"], "beyond 64 bits"),
+        (["llama3-8b", "--set", "hardware.tflops=1e-300"], "a rate is above 0"),
+        (["llama3-8b", "--set", "hardware.disk=nan"], "a rate is above 0"),
         ([], "which MODEL"),
     ],
 )
@@ -391,6 +449,15 @@ def test_absurd_sizes_are_answered_too(capsys):
     for words in (["tiny", "--seq", str(10**12)], ["tiny", "--ranks", str(10**9)], [f"{10**20}T"]):
         code, answer = ask(capsys, *words, "--offload", "nvme", "--stage", "3")
         assert code == 3 and not answer["fits"]
+
+
+def test_the_highest_price_of_the_longest_run_is_a_number(capsys):
+    """What is accepted as price, tokens and rate gives no cost beyond a float."""
+    words = ("tiny", "--tokens", f"{10**29}T", "--price", "9e11", "--set", "hardware.tflops=1e-9")
+    code = cli.run(["fit", *words, "--json"])
+    out = capsys.readouterr().out
+    assert code == 0 and "Infinity" not in out and "NaN" not in out
+    assert all(0 < each["training"]["cost"] < math.inf for each in json.loads(out)["candidates"])
 
 
 def test_runtime_constants_can_be_given(capsys):

@@ -55,6 +55,31 @@ def test_a_dry_run_of_profile_has_the_verdict_of_train(words, capsys):
     assert "\nfits this machine (2 ranks)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_a_dry_run_in_which_auto_finds_nothing_has_the_document_of_the_nearest(command, capsys):
+    words = [command, "llama3-8b", "--ranks", "2", "--dry-run", "--json"]
+    assert cli.run(words) == 3
+    plain = json.loads(capsys.readouterr().out)
+    assert cli.run([*words, "--auto"]) == 3
+    shown = capsys.readouterr()
+    nearest = json.loads(shown.out)
+    assert set(plain) <= set(nearest) and nearest["fits"] is False
+    assert 24 * GIB < nearest["tiers"]["dram"]["needed"] <= plain["tiers"]["dram"]["needed"]
+    assert nearest["reason"].startswith("no stage, placement or recomputation fits") and nearest["reason"] in shown.err
+    if command == "train":
+        assert f"--stage {nearest['config']['zero']['stage']}" in nearest["reason"]
+
+
+@pytest.mark.parametrize("auto", [[], ["--auto"]])
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_a_dry_run_of_states_without_a_place_has_a_document(command, auto, capsys):
+    words = ["tiny", "--stage", "1", "--offload", "optimizer=hbm:1KiB", "--dry-run", *auto]
+    assert cli.run([command, *words, "--json"]) == 3
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["schema"] == 1 and answer["fits"] is False and answer["tiers"] == {}
+    assert "has no place left" in answer["reason"]
+
+
 def test_a_dry_run_of_what_fits_says_so(capsys):
     assert cli.run(["train", "tiny", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is True
@@ -89,6 +114,23 @@ def test_under_torchrun_the_first_rank_of_a_node_refuses(monkeypatch, capsys, tm
     monkeypatch.setenv("MASTER_PORT", "1")
     assert cli.run(["train", "tiny", "--batch", "1000000"]) == 3
     assert "does not fit this machine" in capsys.readouterr().err
+
+
+def test_a_folder_that_no_state_is_placed_in_need_not_exist(capsys):
+    for command in ("train", "profile"):
+        assert (
+            cli.run([command, "tiny", "--stage", "3", "--offload", "cpu", "--nvme-path", "/nowhere", "--dry-run"]) == 0
+        )
+        assert "\nfits this machine" in capsys.readouterr().out
+
+
+def test_under_torchrun_the_first_rank_of_a_node_looks_at_its_disks(monkeypatch, capsys):
+    for name, value in {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert cli.run(["train", "tiny", "--stage", "3", "--offload", "nvme", "--nvme-path", "/nowhere"]) == 2
+    assert "--nvme-path /nowhere: there is no such folder" in capsys.readouterr().err
 
 
 def test_a_run_within_the_plans_accuracy_is_not_refused(monkeypatch):

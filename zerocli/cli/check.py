@@ -21,9 +21,10 @@ from zerocli import machine
 from zerocli.check import table
 from zerocli.check.rows import Checklist, choose_rows
 from zerocli.cli.train import arguments
-from zerocli.console import say, show
+from zerocli.console import say, show, show_json
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, UserError
 from zerocli.layout.sizes import format_bytes
+from zerocli.plan.preflight import refuse_folders
 from zerocli.run import launch
 from zerocli.run.job import Job
 from zerocli.worker import die_with_parent, worker_environment
@@ -212,9 +213,7 @@ def _fits(config: configs.Config, num_gpus: int, needed: dict[str, int]) -> None
 def _with_disk(config: configs.Config, folder: Path, numel: int, tell: Any) -> tuple[configs.Config, bool]:
     """Return the config with a folder for the nvme tier, and whether there is room in it."""
     paths = config.offload.nvme_path or (str(folder),)
-    for path in paths:
-        if not Path(path).is_dir():
-            raise UserError(f"--nvme-path {path}: there is no such folder")
+    refuse_folders(paths)
     needed, free = 16 * numel + (256 << 20), min(machine.disk(path)[1] for path in paths)
     if free < needed:
         where = ", ".join(paths)
@@ -296,7 +295,7 @@ def _show(config: configs.Config, checklist: Checklist, folder: Path, as_json: b
     results = _results(folder)
     _print("\n".join(table.closing(checklist, about, results)), as_json)
     if as_json:
-        show(json.dumps(table.document(_name(config), checklist, about, results)))
+        show_json(table.document(_name(config), checklist, about, results))
     return OK if table.ok(results) else FAILURE
 
 

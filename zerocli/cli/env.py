@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import click
 
-from zerocli.console import quoted
-from zerocli.errors import OK, UserError
+from zerocli.console import show_json
+from zerocli.errors import OK
 from zerocli.plan import bench
 from zerocli.plan.hardware import HOST
+from zerocli.plan.preflight import refuse_folders
 
 
 @click.command()
@@ -20,17 +19,15 @@ from zerocli.plan.hardware import HOST
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def command(measure: bool, nvme_path: tuple[str, ...], as_json: bool) -> int:
     """Show this machine: cores, memory and its limits, GPUs, disks, versions, measured bandwidths."""
-    for path in nvme_path:
-        if not Path(path).is_dir():
-            if Path(path).exists():
-                raise UserError(f"--nvme-path {path}: is a file, not a folder", hint="--nvme-path with a folder")
-            fact = f"--nvme-path {path}: there is no such folder"
-            raise UserError(fact, hint=f"mkdir -p {quoted(path)}, if its name is right")
+    refuse_folders(nvme_path)
     facts = bench.gather(nvme_path)
     if measure:
         bench.measure(facts, nvme_path)
     facts["bench"] = bench.remembered(facts, nvme_path)
-    click.echo(json.dumps(facts, indent=2) if as_json else render(facts))
+    if as_json:
+        show_json(facts, indent=2)
+    else:
+        click.echo(render(facts))
     return OK
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import click
 
 from zerocli.cli.run_dirs import refuse_no_export
-from zerocli.console import say, show
+from zerocli.console import say, show_json
 from zerocli.errors import OK, UserError
 from zerocli.layout.sizes import format_bytes, format_count, parse_memory
 
@@ -53,5 +52,5 @@ def command(run: str, out: str, step: int | None, best: bool, dtype: str, file_s
     say(f"try: zerocli train {out if done.folder else f'{config}--init-from {out}'}")
     if as_json:
         document = {"schema": 1, "step": done.step, "out": out, "files": done.files, "parameters": done.parameters}
-        show(json.dumps(document | {"bytes": done.nbytes, "seconds": seconds, "names": done.note}))
+        show_json(document | {"bytes": done.nbytes, "seconds": seconds, "names": done.note})
     return OK

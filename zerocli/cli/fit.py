@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +11,11 @@ import click
 
 from offload.placement import Placement
 from zerocli import machine
+from zerocli.cli.types import FiniteRange
 from zerocli.config import AUTO
 from zerocli.config.options import automatic_keys
-from zerocli.console import colours, printable, show
-from zerocli.errors import DOES_NOT_FIT, OK, UserError
+from zerocli.console import colours, printable, show_if_unfit, show_json
+from zerocli.errors import DOES_NOT_FIT, OK, UserError, quote
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
 from zerocli.plan import automatic, largest, search
 from zerocli.plan.checks import kind_of
@@ -30,12 +30,17 @@ from zerocli.plan.runtime import RUNTIME
 from zerocli.plan.saves import SHARED
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.shape import Shape
-from zerocli.plan.verdict import Budget, Verdict, document, machines_document
+from zerocli.plan.verdict import Budget, Verdict, document, machines_document, unplanned
 
 DEFAULT_HARDWARE = "h100"
 STAGES = (0, 1, 2, 3)
 SHOWN = 8
 """Rows of the table of `--auto`."""
+
+HIGHEST_PRICE = 1e12
+"""Above it a price is a mistake, and the cost of a run could be beyond a float."""
+LOWEST_RATE, HIGHEST_RATE = 1e-9, 1e9
+"""Bounds of a rate that is given for the machine; beyond them the times of a step could be beyond a float."""
 
 
 @click.command()
@@ -56,9 +61,7 @@ SHOWN = 8
 @click.option("--precision", metavar="NAME", help="bf16 (the default), fp16 or fp32.")
 @click.option("--hardware", metavar="NAMES", help=f"Kinds of node, one or several with commas: {', '.join(PRESETS)}.")
 @click.option("--tokens", metavar="N", help="Days and GPU-hours of a run of so many tokens, such as 1T.")
-@click.option(
-    "--price", type=click.FloatRange(0, min_open=True), metavar="X", help="Price per GPU-hour; with --tokens."
-)
+@click.option("--price", type=FiniteRange(0, min_open=True), metavar="X", help="Price per GPU-hour; with --tokens.")
 @click.option(
     *("--max", "most"),
     is_flag=False,
@@ -95,9 +98,10 @@ def command(model: str, most: str | None, explain: bool, trace: bool, as_json: b
     if len(names) > 1:
         return _side_by_side(ask, names, [*source.notes, *notes], as_json)
     hardware, more = choose_hardware(given)
-    verdict = _judge(ask, hardware, [*more, *notes])
+    with show_if_unfit(as_json, _unplanned(source, hardware, [*source.notes, *more, *notes])):
+        verdict = _judge(ask, hardware, [*more, *notes])
     if as_json:
-        show(json.dumps(document(verdict)))
+        show_json(document(verdict))
     else:
         click.echo(render(verdict, explain, colours()))
     return OK if verdict.fits else DOES_NOT_FIT
@@ -115,6 +119,11 @@ class Question:
     """Of `--max`: model, batch or seq; empty without it."""
     trace: bool
     budget: Budget | None
+
+
+def _unplanned(source: Source, hardware: Hardware, notes: list[str]) -> dict[str, Any]:
+    """Return the document for states that have no place in the budgets of `--offload`: nothing can be planned."""
+    return unplanned(printable(source.name), source.shape or source.count or None, hardware, notes)
 
 
 def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
@@ -223,19 +232,23 @@ def _undecided(setup: Setup, free: frozenset[str]) -> Setup:
 def _side_by_side(ask: Question, names: list[str], notes: list[str], as_json: bool) -> int:
     """Print one row for each kind of machine; exit code 0 if the model fits one of them."""
     found: list[tuple[Hardware, Verdict | str]] = []
+    refused: list[UserError] = []
     for name in names:
         hardware, _ = choose_hardware({**ask.given, "hardware": name})
         try:
             found.append((hardware, _judge(ask, hardware, [])))
         except UserError as error:
             found.append((hardware, str(error)))
+            refused.append(error)
     judged = [verdict for _, verdict in found if isinstance(verdict, Verdict)]
     if not judged:
-        raise UserError(str(found[0][1]))
+        unfit = _unplanned(ask.source, found[0][0], notes) | {"machines": machines_document(found)}
+        with show_if_unfit(as_json, unfit):
+            raise refused[0]
     fitting = [each for each in judged if each.best is not None]
     if as_json:
         first = min(fitting, key=lambda each: each.seconds, default=judged[0])
-        show(json.dumps(document(first) | {"machines": machines_document(found)}))
+        show_json(document(first) | {"machines": machines_document(found)})
     else:
         click.echo(render_machines(found, notes, colours()))
     return OK if fitting else DOES_NOT_FIT
@@ -255,6 +268,8 @@ def _budget(given: Mapping[str, Any]) -> Budget | None:
         if given["price"] is not None:
             raise UserError("--price is of a run's GPU-hours: how many tokens?", hint="--tokens 1T --price 2.5")
         return None
+    if given["price"] is not None and given["price"] >= HIGHEST_PRICE:
+        raise UserError(f"--price {given['price']:g}: a GPU-hour costs less than {HIGHEST_PRICE:g}", hint="--price 2.5")
     try:
         return Budget(parse_count(given["tokens"]), given["price"] or 0.0)
     except ValueError as error:
@@ -305,8 +320,10 @@ def _rate(flag: str, text: str) -> float:
         rate = float(text)
     except ValueError as error:
         raise UserError(f"{flag}={text}: not a number", hint=f"{flag}=4.5") from error
-    if not 0 < rate < 1e9:
-        raise UserError(f"{flag}={text}: a rate is above 0, in GB/s", hint=f"{flag}=4.5")
+    if not LOWEST_RATE <= rate < HIGHEST_RATE:
+        raise UserError(
+            f"{flag}={text}: a rate is above 0, in GB/s, from {LOWEST_RATE:g} to {HIGHEST_RATE:g}", hint=f"{flag}=4.5"
+        )
     return rate
 
 
@@ -355,6 +372,9 @@ def choose_setup(
 ) -> tuple[Setup, list[str]]:
     """Return the setup from config and flags, and notes about assumptions."""
     notes = []
+    for name in ("ranks", "ranks_per_node", "tp"):
+        if (given[name] or 0) >= 2**63:
+            raise UserError(f"--{name.replace('_', '-')} {quote(given[name])} is beyond 64 bits")
     ranks, tp = given["ranks"], given["tp"] if given["tp"] is not None else source.config.parallel.tp
     if ranks is None:
         ranks = source.config.parallel.ranks or math.lcm(hardware.gpus, max(tp, 1))

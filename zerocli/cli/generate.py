@@ -17,6 +17,7 @@ from zerocli import machine
 from zerocli.checkpoint.best import best_step
 from zerocli.checkpoint.folder import MANIFEST
 from zerocli.cli.train import has_checkpoint, option_words, own_config
+from zerocli.cli.types import FiniteRange
 from zerocli.console import say
 from zerocli.errors import OK, UserError
 from zerocli.layout.sizes import format_bytes
@@ -31,13 +32,11 @@ FITS = 0.85
 @click.argument("source", metavar="RUN|FOLDER")
 @click.argument("prompt")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, metavar="N", help="Most tokens; by default 64.")
-@click.option(
-    "--temperature", type=click.FloatRange(0), default=0.0, metavar="T", help="0 (default): the likeliest token."
-)
+@click.option("--temperature", type=FiniteRange(0), default=0.0, metavar="T", help="0 (default): the likeliest token.")
 @click.option("--top-k", type=click.IntRange(0), default=0, metavar="N", help="Choose among the N likeliest tokens.")
 @click.option(
     "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     default=1.0,
     metavar="P",
     help="Choose among the likeliest tokens of total probability P.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from pathlib import Path
@@ -19,10 +18,10 @@ from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, 
 from zerocli.config.draft import set_hint
 from zerocli.config.hub import is_model
 from zerocli.config.options import RunOptions
-from zerocli.console import quoted, say, show
+from zerocli.console import quoted, say, show, show_if_unfit, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.run import launch
-from zerocli.run.automatic import choose_here
+from zerocli.run.automatic import choose_or_nearest
 from zerocli.run.folder import run_folder
 from zerocli.worker import die_with_parent, worker_environment
 
@@ -123,7 +122,7 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
     if given["json"]:
         shown = [{key: value for key, value in each.items() if key != "timeline"} for each in found]
         document = shown[0] if len(shown) == 1 else {"schema": 1, "runs": dict(zip(paths, shown, strict=True))}
-        show(json.dumps(document))
+        show_json(document)
     else:
         show(table.render(found[0]) if len(found) == 1 else table.compare(found[0], found[1], (paths[0], paths[1])))
     return OK
@@ -170,7 +169,7 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
 
 def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:
     """Print the plan and whether this machine has what it needs; return 0, or 3 if not. Needs no torch."""
-    from zerocli.plan.preflight import preflight, smallest_change
+    from zerocli.plan.preflight import preflight, refuse_disks, smallest_change
     from zerocli.profile import table
 
     if worker and os.environ.get("RANK", "0") != "0":
@@ -181,26 +180,35 @@ def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:
     if config.model.foreign:
         fact = "a model of other code than zerocli's own has no plan before it is built"
         raise UserError(fact, hint="zerocli profile without --dry-run")
-    chosen = choose_here(config, options)
+    refuse_disks(config, options.auto)
+    document: dict[str, Any] = {
+        "schema": 1,
+        "rows": [],
+        "peak": {},
+        "step": {"seconds": None, "compute": None, "wait": None},
+        "tiers": {},
+    }
+    with show_if_unfit(options.json, document):
+        chosen, refused = choose_or_nearest(config, options)
     config = chosen.config
     for line in chosen.lines:
         say(line)
     local = os.environ.get("LOCAL_WORLD_SIZE")
-    verdict = preflight(config, gpus, math.gcd(ranks, int(local)) if local else 0)
+    with show_if_unfit(options.json, document):
+        verdict = preflight(config, gpus, math.gcd(ranks, int(local)) if local else 0)
     plan = verdict.plan
     assert plan is not None
-    document = {
-        "schema": 1,
-        "rows": table.planned(plan),
-        "peak": {tier: {"predicted": plan.needed(tier), "measured": None} for tier in plan.tiers},
-        "step": {"seconds": None, "compute": None, "wait": None},
-    }
+    document["rows"] = table.planned(plan)
+    document["peak"] = {tier: {"predicted": plan.needed(tier), "measured": None} for tier in plan.tiers}
     if plan.activations:
         document["activations"] = plan.activations
         say(f"activations: {plan.activations}")
     document |= verdict.as_dict()
+    if refused is not None:
+        with show_if_unfit(options.json, document):
+            raise refused
     if options.json:
-        show(json.dumps(document))
+        show_json(document)
     else:
         show("\n".join([*table.dry(document), "", *verdict.lines()]))
         if not verdict.fits:

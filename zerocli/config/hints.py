@@ -21,6 +21,10 @@ def unknown_source(source: str, names: Sequence[str]) -> ConfigError:
         fact, meant, hint = _folder(source)
     elif os.path.isfile(source):
         fact, meant, hint = _file(source)
+    elif os.path.exists(source):
+        fact, meant, hint = "is neither a file nor a folder", "", LIST  # a device, a pipe, a socket
+    elif os.path.islink(source):
+        fact, meant, hint = f"is a link to {os.readlink(source)}, which does not exist", "", LIST
     else:
         fact, meant, hint = _nowhere(source, names)
     return ConfigError([Problem(source or '""', fact, meant)], hint=hint)

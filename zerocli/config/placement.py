@@ -8,12 +8,20 @@ from zerocli.layout.sizes import parse_bytes
 from zerocli.layout.stage import stage as stage_of
 
 SMALLEST_BUDGET = 4096
-"""Bytes below which a budget on a command line lacks its unit."""
+"""A budget that is written as a number below this one lacks its unit."""
 
 
 def read_placement(value: str | Placement) -> Placement:
     """Return the placement that the text of `--offload` describes; raise PlacementError, a ValueError, if invalid."""
-    return value if isinstance(value, Placement) else parse_placement(value, parse_bytes)
+    return value if isinstance(value, Placement) else parse_placement(value, parse_budget)
+
+
+def parse_budget(text: str) -> int:
+    """Return the bytes of a budget; a bare number from 1 to 4095 is refused: its unit is missing."""
+    nbytes = parse_bytes(text)
+    if 0 < nbytes < SMALLEST_BUDGET and text.strip().isdigit():
+        raise ValueError(f"it has no unit: did you mean {nbytes}GiB?")
+    return nbytes
 
 
 def placement_at(placement: Placement, stage: int) -> Placement:
@@ -26,9 +34,7 @@ def refuse_placement(placement: str | Placement, stage: int | None = None) -> No
     """Raise ConfigError, worded as for a config file, if a placement is invalid or not allowed at this stage."""
     try:
         read = read_placement(placement)
-        shares = placement_at(read, stage).shares.values() if stage is not None else ()
-        for share in (share for each in shares for share in each):
-            if share.budget is not None and 0 < share.budget < SMALLEST_BUDGET:
-                raise ValueError(f"a budget of {share.budget} has no unit: did you mean {share.budget}GiB?")
+        if stage is not None:
+            placement_at(read, stage)
     except ValueError as error:
         raise ConfigError([Problem(f"--offload {placement}", str(error))]) from error

@@ -180,16 +180,20 @@ def unfit(choice: Choice, written: Callable[[Candidate], str]) -> str:
     return f"no stage, placement or recomputation fits this machine; nearest: {written(nearest)}, which {lacks}"
 
 
+class NothingFits(UserError):
+    """No choice fits, with exit code 3; `nearest` is the one that exceeds the machine least."""
+
+    def __init__(self, fact: str, hint: str, nearest: Candidate):
+        super().__init__(fact, hint=hint, exit_code=DOES_NOT_FIT)
+        self.nearest = nearest
+
+
 def refuse(choice: Choice, source: str) -> None:
-    """Raise UserError with exit code 3 if nothing fits."""
-    fact = unfit(choice, flags)
-    if not fact:
-        return
-    raise UserError(
-        fact,
-        hint=f"zerocli fit {quoted(source)} --hardware h100,h200,b200, for other machines",
-        exit_code=DOES_NOT_FIT,
-    )
+    """Raise NothingFits if nothing fits."""
+    if fact := unfit(choice, flags):
+        assert choice.nearest is not None
+        hint = f"zerocli fit {quoted(source)} --hardware h100,h200,b200, for other machines"
+        raise NothingFits(fact, hint, choice.nearest)
 
 
 def as_dict(choice: Choice, hardware: Hardware, command: list[str], free: frozenset[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from offload.placement import HBM
-from zerocli.errors import UserError
+from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import constants
 from zerocli.layout.buffers import bucket_limit, chunk_runs, persistent, states, update_scratch, update_slots
 from zerocli.layout.categories import model_states
@@ -172,7 +172,11 @@ def plan_count(numel: int, setup: Setup) -> Plan:
             if part or share.tier == HBM:
                 rows.append(Row(category, share.tier, part * times, formula + (f" x {times}" if times > 1 else "")))
         if left:
-            raise UserError(f"{category}: {format_bytes(left)} have no place left in --offload {str(setup.offload)!r}")
+            raise UserError(
+                f"{category}: {format_bytes(left)} have no place left in --offload {str(setup.offload)!r}",
+                hint="a tier without a budget at the end",
+                exit_code=DOES_NOT_FIT,
+            )
     kept = saves.saved(numel, setup, Flats())
     return Plan(setup, numel, (*rows, *_on_nvme(kept)), {}, "", whole=False, saved=kept)
 

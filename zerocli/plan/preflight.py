@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,6 +156,36 @@ def _refuse_inputs(config: Config, gpus: Sequence[Gpu], ranks_per_node: int, hos
             hint=f"--batch {fits} at most, or a smaller --seq" if fits else "a smaller --seq",
             exit_code=DOES_NOT_FIT,
         )
+
+
+def refuse_disks(config: Config, auto: frozenset[str] = frozenset()) -> None:
+    """Raise UserError for folders that the nvme tier may use and cannot; `auto` are the keys that `--auto` chooses."""
+    placement = config.offload.placement
+    places = {placement.policy, *(share.tier for shares in placement.shares.values() for share in shares)}
+    if "nvme" in places or "offload.placement" in auto:
+        # Without a folder `--auto` chooses no disk, and a placement takes the working directory.
+        refuse_folders(config.offload.nvme_path or ((os.getcwd(),) if "nvme" in places else ()))
+
+
+def refuse_folders(paths: Sequence[str]) -> None:
+    """Raise UserError if a folder of `--nvme-path` is missing, is a file or cannot be written; all of them at once."""
+    facts, hints = [], []
+    for path in paths:
+        fact, hint = "", "--nvme-path with a folder that can be written"
+        if os.path.isdir(path):
+            try:
+                tempfile.TemporaryFile(dir=path).close()
+            except OSError as error:
+                fact = f"no file can be written there ({error.strerror})"
+        elif os.path.exists(path):
+            fact = "is a file, not a folder"
+        else:
+            fact, hint = "there is no such folder", f"mkdir -p {quoted(path)}, if its name is right"
+        if fact:
+            facts.append(f"--nvme-path {path}: {fact}")
+            hints.append(hint)
+    if facts:
+        raise UserError(*facts, hint="\n".join(dict.fromkeys(hints)))
 
 
 def smallest_change(config: Config, setup: Setup, gpus: Sequence[Gpu]) -> str:

@@ -22,6 +22,8 @@ COLUMNS = 80
 UNKNOWN = "capacity unknown"
 """Shown for a tier of another package."""
 GIB = 2**30
+LONGEST = 1e9
+"""Numbers from this one on are shown with three digits and an exponent."""
 WHAT = {"batch": "largest batch per rank and micro-step", "seq": "longest sequence, in tokens"}
 NOTHING = {
     "model": "nothing of this shape fits",
@@ -36,7 +38,7 @@ Paint = Callable[..., str]
 def render(verdict: Verdict, explain: bool, colour: bool) -> str:
     """Return the verdict as text, with colour if the terminal supports it."""
     paint = _painter(colour)
-    lines = [_title(verdict), *wrap(_terms(verdict))]
+    lines = [*wrap(_title(verdict)), *wrap(_terms(verdict))]
     lines += [line for note in verdict.notes for line in wrap(note, "  ")]
     lines += ["", *_candidates(verdict, paint), ""]
     lines += _fits(verdict, verdict.best, paint) if verdict.best is not None else _does_not_fit(verdict, paint)
@@ -55,7 +57,9 @@ def render_machines(verdicts: Sequence[tuple[Hardware, Verdict | str]], notes: S
     head = ["hardware", "ranks", "GPU GiB", "used", "step", "tokens/s"]
     kind = next((each.largest.kind for each in judged if each.largest), "")
     head += [f"max {kind}"] if kind else []
-    head += (["days"] if budget else []) + (["cost"] if budget and budget.price else [])
+    beside = budget is not None and not kind  # with both, the table would be wider than 80 columns
+    if budget and beside:
+        head += ["days", *(["cost"] if budget.price else [])]
     rows, styles = [[*head, "verdict"]], [""]
     chosen: list[str] = []
     for hardware, verdict in verdicts:
@@ -71,15 +75,18 @@ def render_machines(verdicts: Sequence[tuple[Hardware, Verdict | str]], notes: S
         if verdict.largest is not None:
             most = verdict.largest.value
             cells.append((format_count(most) if kind == "model" else f"{most:,}") if most else "-")
-        if budget and (taken := budget.of(each)):
-            cells += [_days(taken["days"])] + ([f"{taken['cost']:,.0f}"] if budget.price else [])
+        taken = budget.of(each) if budget else None
+        if taken and beside:
+            cells += [_days(taken["days"]), *([_whole(taken["cost"])] if taken["cost"] else [])]
         cells += ["-"] * (len(head) - len(cells))
         rows.append([*cells, "fits" if verdict.fits else _over(each)])
-        chosen += wrap(
-            f"{hardware.name}: {'' if verdict.fits else 'nearest is '}{_arguments(each)} ({each.setup.precision})", "  "
-        )
+        words = f"{hardware.name}: {'' if verdict.fits else 'nearest is '}{_arguments(each)} ({each.setup.precision})"
+        if taken and budget and not beside:
+            words += f"; {format_count(budget.tokens)} tokens in {_days(taken['days'])} days"
+            words += f", cost {_whole(taken['cost'])}" if taken["cost"] else ""
+        chosen += wrap(words, "  ")
         styles.append("green" if verdict.fits else "red")
-    lines = [_title(judged[0]), *[line for note in notes for line in wrap(note, "  ")], ""] if judged else []
+    lines = [*wrap(_title(judged[0])), *[line for note in notes for line in wrap(note, "  ")], ""] if judged else []
     return "\n".join([*lines, *table(rows, styles, paint, words=(0, len(head))), "", *chosen])
 
 
@@ -96,22 +103,46 @@ def wrap(text: str, indent: str = "") -> list[str]:
     ) or [""]
 
 
+def command_lines(arguments: str, indent: str = "  ") -> list[str]:
+    """Return arguments to paste in lines of at most 80 columns, each but the last with a `\\` at its end.
+
+    They are broken before a flag only: a flag with a longer value has a line of its own.
+    """
+    lines: list[str] = []
+    for part in re.split(r" (?=--)", arguments):
+        if lines and len(lines[-1]) + len(part) + len(" " + " \\") <= COLUMNS:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(indent + part)
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
 def table(rows: list[list[str]], styles: Sequence[str], paint: Paint, words: Sequence[int]) -> list[str]:
-    """Return aligned rows of at most 80 columns: cells of the columns `words` are left-aligned and wrapped."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    for least in (10, 5):  # narrower cells only where wider ones do not do
-        for at in sorted(words, key=lambda at: -widths[at]):
-            room = COLUMNS - sum(widths) - 2 * (len(widths) - 1)
-            widths[at] = max(min(widths[at], least), widths[at] + min(0, room))
+    """Return aligned rows of at most 80 columns: cells of the columns `words` are left-aligned and wrapped.
+
+    Headings stay whole; where two spaces between columns do not do, there is one.
+    """
+    full = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    for gap, least in ((2, 10), (1, 10), (1, 0)):  # narrower cells only where wider ones do not do
+        widths = list(full)
+        for at in sorted(words, key=lambda at: -full[at]):
+            room = COLUMNS - sum(widths) - gap * (len(widths) - 1)
+            widths[at] = max(min(full[at], least), len(rows[0][at]), widths[at] + min(0, room))
+        if sum(widths) + gap * (len(widths) - 1) <= COLUMNS:
+            break
     lines = []
     for row, style in zip(rows, styles, strict=True):
         cells = [_split(cell, widths[at]) if at in words else [cell] for at, cell in enumerate(row)]
         for number in range(max(map(len, cells))):
             parts = [cell[number] if number < len(cell) else "" for cell in cells]
-            text = "  ".join(
-                part.ljust(width) if at in words else part.rjust(width)
-                for at, (part, width) in enumerate(zip(parts, widths, strict=True))
-            ).rstrip()
+            text = (
+                (" " * gap)
+                .join(
+                    part.ljust(width) if at in words else part.rjust(width)
+                    for at, (part, width) in enumerate(zip(parts, widths, strict=True))
+                )
+                .rstrip()
+            )
             lines.append(paint(text, fg=style.split()[0], bold="bold" in style) if style else text)
     return lines
 
@@ -186,15 +217,18 @@ def _candidates(verdict: Verdict, paint: Paint) -> list[str]:
 
 
 def _fits(verdict: Verdict, best: Candidate, paint: Paint) -> list[str]:
-    lines = [paint(f"fits: {_arguments(best)}", fg="green", bold=True)]
+    arguments = _arguments(best)
+    short = len(f"fits: {arguments}") <= COLUMNS
+    found = [f"fits: {arguments}"] if short else ["fits:", *command_lines(arguments)]
+    lines = [paint(line, fg="green", bold=True) for line in found]
     lines += wrap(verdict.reason, "  ")
     if (timed := best.estimate) is not None:
         phases = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in timed.phases.items())
         lines += wrap(f"{phases}; {timed.tokens_per_second:,.0f} tokens/s, MFU {timed.mfu:.0%}", "  ")
     if verdict.budget is not None and (taken := verdict.budget.of(best)):
-        cost = f", cost {taken['cost']:,.0f} at {verdict.budget.price:g} per GPU-hour" if taken["cost"] else ""
+        cost = f", cost {_whole(taken['cost'])} at {verdict.budget.price:g} per GPU-hour" if taken["cost"] else ""
         text = f"{format_count(verdict.budget.tokens)} tokens: {_days(taken['days'])} days, "
-        text += f"{taken['gpu_hours']:,.0f} GPU-hours"
+        text += f"{_whole(taken['gpu_hours'])} GPU-hours"
         lines += wrap(f"{text}{cost} (by the estimate)", "  ")
     for tier, nbytes in best.unknown.items():
         lines += wrap(f"{tier}: {format_bytes(nbytes)} needed per node, {UNKNOWN}; its time is not estimated", "  ")
@@ -217,12 +251,13 @@ def _does_not_fit(verdict: Verdict, paint: Paint) -> list[str]:
     nearest = verdict.nearest
     over = _amounts(nearest)
     moment = f" (peak at: {nearest.plan.moment})" if nearest.plan.moment else ""
-    lines = [paint("does not fit", fg="red", bold=True) + "; the nearest:", *wrap(_arguments(nearest), "  ")]
+    lines = [paint("does not fit", fg="red", bold=True) + "; the nearest:"]
+    lines += command_lines(_arguments(nearest))
     lines += wrap(f"{over}{moment}", "  ")
     if verdict.largest is not None:
         return [*lines, NOTHING[verdict.largest.kind]]
     if verdict.change is not None:
-        return [*lines, "the smallest change that fits:", f"  {verdict.change[0]}"]
+        return [*lines, "the smallest change that fits:", *command_lines(verdict.change[0])]
     ranks = verdict.candidates[0].setup.ranks
     return [*lines, *wrap(f"no change of stage, placement, batch or ranks (from {ranks} on) was found that fits")]
 
@@ -238,11 +273,19 @@ def _over(candidate: Candidate) -> str:
 
 def _days(days: float | int | None) -> str:
     assert days is not None
-    return f"{days:,.0f}" if days >= 100 else f"{days:.3g}"
+    return _whole(days) if days >= 100 else f"{days:.3g}"
+
+
+def _whole(number: float | int | None) -> str:
+    """Return a number without its fraction; one that would widen its column, with three digits and an exponent."""
+    assert number is not None
+    return f"{number:,.0f}" if number < LONGEST else f"{number:.3g}"
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:,.{1 if nbytes < 1000 * GIB else 0}f}" if nbytes else "-"
+    if nbytes < 1000 * GIB:
+        return f"{nbytes / GIB:.1f}" if nbytes else "-"
+    return _whole(nbytes / GIB)
 
 
 def _percent(candidate: Candidate) -> str:

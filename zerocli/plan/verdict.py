@@ -85,22 +85,9 @@ class Verdict:
 def document(verdict: Verdict) -> dict[str, Any]:
     """Return the verdict as JSON-able values."""
     shape = verdict.model if isinstance(verdict.model, Shape) else None
-    made: dict[str, Any] = {
-        "schema": 1,
-        "model": {
-            "name": verdict.name,
-            "parameters": verdict.numel,
-            "trainable_parameters": verdict.numel if isinstance(verdict.model, int) else verdict.model.trainable_numel,
-            "active_parameters": shape.active_numel if shape else verdict.numel,
-            "whole": not isinstance(verdict.model, int),
-        },
-        "hardware": dataclasses.asdict(verdict.hardware),
-        "fits": verdict.fits,
-        "best": None,
-        "candidates": [_candidate(each, shape, verdict.budget) for each in verdict.candidates],
-        "change": None,
-        "notes": list(verdict.notes),
-    }
+    made = unplanned(verdict.name, verdict.model, verdict.hardware, verdict.notes)
+    made["fits"] = verdict.fits
+    made["candidates"] = [_candidate(each, shape, verdict.budget) for each in verdict.candidates]
     if verdict.best is not None:
         index = verdict.candidates.index(verdict.best)
         setup = verdict.best.setup
@@ -110,6 +97,27 @@ def document(verdict: Verdict) -> dict[str, Any]:
     if verdict.largest is not None:
         made["max"] = _max(verdict.largest, shape, verdict.budget)
     return made
+
+
+def unplanned(name: str, model: Model | None, hardware: Hardware, notes: Sequence[str]) -> dict[str, Any]:
+    """Return the document without candidates; `model` is None if it is not known before it is built."""
+    numel = model if model is None or isinstance(model, int) else model.numel
+    return {
+        "schema": 1,
+        "model": {
+            "name": name,
+            "parameters": numel,
+            "trainable_parameters": numel if model is None or isinstance(model, int) else model.trainable_numel,
+            "active_parameters": model.active_numel if isinstance(model, Shape) else numel,
+            "whole": not isinstance(model, int),
+        },
+        "hardware": dataclasses.asdict(hardware),
+        "fits": False,
+        "best": None,
+        "candidates": [],
+        "change": None,
+        "notes": list(notes),
+    }
 
 
 def _max(largest: Largest, shape: Shape | None, budget: Budget | None) -> dict[str, Any]:

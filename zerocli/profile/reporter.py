@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from zerocli.config import Config
 from zerocli.config.options import RunOptions
-from zerocli.console import quoted, say, show
+from zerocli.console import quoted, say, show, show_json
 from zerocli.profile import page, table, trace
 
 
@@ -24,7 +23,7 @@ class Reporter:
 
     def __call__(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
         if options.json:
-            show(json.dumps({key: value for key, value in document.items() if key != "timeline"}))
+            show_json({key: value for key, value in document.items() if key != "timeline"})
         else:
             show(table.render(document))
             if self._other is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from zerocli import machine
 from zerocli.config import Config
 from zerocli.config.options import RunOptions
+from zerocli.errors import UserError
 from zerocli.plan import automatic
 from zerocli.plan.choose import Choice
 from zerocli.plan.hardware import Hardware
@@ -52,6 +53,18 @@ def choose_here(config: Config, options: RunOptions, model: Model | None = None)
     room = room_here(device, setup.local_ranks, config.train.gpu_memory)
     hardware = automatic.hardware_here(config.offload.nvme_path, setup, room)
     return _choose(config, options, setup, hardware, model, _compiled_steps(config, options, setup))
+
+
+def choose_or_nearest(config: Config, options: RunOptions) -> tuple[Chosen, UserError | None]:
+    """Return the choice of `choose_here`; for a document, also where nothing fits: then the nearest, and the error that
+    is raised once it is printed.
+    """
+    try:
+        return choose_here(config, options), None
+    except automatic.NothingFits as error:
+        if not options.json:
+            raise
+        return Chosen(automatic.with_choice(config, error.nearest)), error
 
 
 def choose_together(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from zerocli.checkpoint.manifest import Damaged, Unreadable
 from zerocli.checkpoint.state import Mismatch
 from zerocli.config import Config, hub
 from zerocli.config.file import read_values
-from zerocli.console import printable, say, show, silence_stdout
+from zerocli.console import printable, say, show_json, silence_stdout
 from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, OK, UserError
 from zerocli.layout.sizes import count_of, format_count
@@ -132,7 +131,7 @@ def _print(
     seconds = time.perf_counter() - began
     if prints and as_json:
         about = {"prompt": prompt, "text": text, "tokens": made, "prompt_tokens": ids, "seconds": seconds}
-        show(json.dumps({"schema": 1, **about}))
+        show_json({"schema": 1, **about})
     if prints:
         say(f"{count_of(len(made), 'token')} in {seconds:.1f} s ({len(made) / seconds:.1f} tokens/s)")
 

@@ -44,6 +44,7 @@ def launch(
     machine.allow_open_files(open_files(num_ranks))
     if isinstance(config, Config):
         refuse_missing(config.train.log_to)
+        preflight.refuse_disks(config, options.auto)
         config = automatic.choose_here(with_ranks(config, num_ranks), options).config
         preflight.refuse(config, gpus)
         from zerocli.data.preview import refuse_data  # imports numpy, which --help does not need
@@ -76,6 +77,7 @@ def refuse_worker(config: Config, options: RunOptions, worker: Mapping[str, str]
     if "ZEROCLI_PARENT" in os.environ or worker.get("LOCAL_RANK") != "0":
         return
     refuse_missing(config.train.log_to)
+    preflight.refuse_disks(config, options.auto)
     local = math.gcd(int(worker["WORLD_SIZE"]), int(worker.get("LOCAL_WORLD_SIZE", worker["WORLD_SIZE"])))
     if not options.auto:  # else the ranks choose what fits, together
         preflight.refuse(config, machine.gpus(), local, host="SLURM_PROCID" not in os.environ)

@@ -27,7 +27,7 @@ from zerocli.checkpoint import source_files
 from zerocli.checkpoint.folder import Folder
 from zerocli.config import AUTO, Config, notes_of, num_micro_steps, sharding_of, to_dict
 from zerocli.config.options import RunOptions
-from zerocli.console import say, show
+from zerocli.console import say, show, show_if_unfit, show_json
 from zerocli.engine.api import open_process_group
 from zerocli.engine.build import DoesNotFit
 from zerocli.engine.comm import severed
@@ -40,12 +40,12 @@ from zerocli.engine.tensor_parallel import local_numel
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
 from zerocli.models import Decoder, build_model
 from zerocli.plan.factory import build_foreign
-from zerocli.plan.preflight import preflight, smallest_change
+from zerocli.plan.preflight import preflight, refuse_disks, smallest_change
 from zerocli.plan.traced import Traced
 from zerocli.profile.observer import Observer
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run import rank_loss, report
-from zerocli.run.automatic import Chosen, choose_here, choose_together
+from zerocli.run.automatic import Chosen, choose_or_nearest, choose_together
 from zerocli.run.between import Between
 from zerocli.run.data import Batches
 from zerocli.run.held_out import describe, open_held_out, split_share
@@ -319,7 +319,7 @@ def end_early(run: Run, stopped: str, reported: bool) -> None:
         say(stopped or f"nothing is left to train: step {run.first - 1} of {run.config.train.steps} was saved")
         if run.options.json and not reported:
             steps = run.lines.num_steps
-            show(json.dumps({"schema": 1, "run_dir": run.options.run_dir, "steps": steps, "stopped": stopped}))
+            show_json({"schema": 1, "run_dir": run.options.run_dir, "steps": steps, "stopped": stopped})
 
 
 def summarise(run: Run, checked: dict[str, Any] | None, observer: Observer) -> None:
@@ -330,7 +330,7 @@ def summarise(run: Run, checked: dict[str, Any] | None, observer: Observer) -> N
         summary["evaluation"] = run.between.evaluations.summary()
         say(report.closing(summary))
         if run.options.json:
-            show(json.dumps(summary))
+            show_json(summary)
     elif run.rank == 0 and checked is not None:
         say(report.check_line(checked))
 
@@ -395,9 +395,12 @@ def dry_run(config: Config, options: RunOptions) -> int:
     """Print the resolved config, the memory of each rank and whether this machine has it; return 0, or 3 if not."""
     began = time.perf_counter()
     config = resolve(config, max(1, config.parallel.ranks))
+    refuse_disks(config, options.auto)
     for line in check_data(config):
         say(line)
-    chosen = choose_here(config, options)
+    document: dict[str, Any] = {"schema": 1, "config": to_dict(config), "tiers": {}}
+    with show_if_unfit(options.json, document):
+        chosen, refused = choose_or_nearest(config, options)
     config = chosen.config
     for line in (*notes_of(options.source), *chosen.lines):
         say(line)
@@ -408,16 +411,20 @@ def dry_run(config: Config, options: RunOptions) -> int:
         raise UserError(str(error)) from error
     if config.model.foreign and config.activations.policy == AUTO:
         say("activations: chosen when a run starts: the model is traced then")
-    document = {"schema": 1, "config": to_dict(config), "parameters": numel, "memory": held}
+    document |= {"config": to_dict(config), "parameters": numel, "memory": held}
     local = math.gcd(config.parallel.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.ranks)))
     gpus = machine.gpus()
-    verdict = preflight(config, gpus, local if "LOCAL_WORLD_SIZE" in os.environ else 0, numel)
+    with show_if_unfit(options.json, document):
+        verdict = preflight(config, gpus, local if "LOCAL_WORLD_SIZE" in os.environ else 0, numel)
     planned = verdict.plan
     if planned is not None:
         document["plan"] = planned.as_dict()
     document |= verdict.as_dict()
+    if refused is not None:
+        with show_if_unfit(options.json, document):
+            raise refused
     if options.json:
-        show(json.dumps(document))
+        show_json(document)
     else:
         show(report.dry(config, numel, held))
         if planned is not None:
