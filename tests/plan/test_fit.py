@@ -308,8 +308,8 @@ def test_what_is_to_be_pasted_is_broken_where_a_shell_allows_it(capsys):
         f"--stage 3 --batch 2 {long} --set train.accumulate=2 --set activations.policy=recompute:12+selective:20 -v"
     )
     lines = command_lines(arguments)
-    assert [line for line in lines if len(line) > 80] == [f"  {long} \\"]
-    assert lines[0] == "  --stage 3 --batch 2 \\" and not lines[-1].endswith("\\")
+    assert [line for line in lines if len(line) > 80] == [f"  {'x' * 90} \\"]
+    assert lines[0] == "  --stage 3 --batch 2 --offload \\" and not lines[-1].endswith("\\")
     assert "".join(lines).replace("\\", "").split() == arguments.split()
 
 

@@ -106,10 +106,12 @@ def wrap(text: str, indent: str = "") -> list[str]:
 def command_lines(arguments: str, indent: str = "  ") -> list[str]:
     """Return arguments to paste in lines of at most 80 columns, each but the last with a `\\` at its end.
 
-    They are broken before a flag only: a flag with a longer value has a line of its own.
+    They are broken before a flag, and before a value that is too long beside its flag.
     """
     lines: list[str] = []
-    for part in re.split(r" (?=--)", arguments):
+    whole = re.split(r" (?=--)", arguments)
+    short = COLUMNS - len(indent + " \\")
+    for part in (word for each in whole for word in ([each] if len(each) <= short else each.split(" "))):
         if lines and len(lines[-1]) + len(part) + len(" " + " \\") <= COLUMNS:
             lines[-1] += f" {part}"
         else:
