@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hf_configs import CONFIGS
+from hf_drawn import draw
 
 from zerocli.cli import main as cli
-from zerocli.errors import ConfigError
+from zerocli.errors import ConfigError, UserError
 from zerocli.plan import hugging
 from zerocli.plan.families import FAMILIES, read_shape
+from zerocli.plan.fields import NoFormula
 from zerocli.plan.inputs import read_source
 from zerocli.plan.setup import Setup
 
@@ -141,6 +144,30 @@ def test_a_model_that_transformers_builds_but_cannot_run_is_refused(name):
     kind: Any = type(meta)
     with pytest.raises((RuntimeError, AttributeError, NameError)):
         kind(meta.config)(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
+
+
+KNOWN = ("does not divide", "is more than", "such blocks", "qk_layernorm")
+"""Reasons for which a config is refused that transformers builds: the cases above."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_config_of_a_family_is_counted_as_transformers_builds_it(family, seed):
+    rng, built = random.Random(f"{family} {seed}"), 0
+    while built < 40:
+        values = draw(family, rng)
+        try:
+            expected = count(values)
+        except UserError:
+            continue
+        built += 1
+        try:
+            assert read_shape(values, {}, "config.json").numel == expected, values
+        except NoFormula as error:
+            assert any(error.problems[0].fact.startswith(field) for field in UNCOUNTED), values
+        except ConfigError as error:
+            assert any(known in str(error) for known in KNOWN), (str(error), values)
 
 
 @pytest.mark.parametrize("installed", [True, False])
