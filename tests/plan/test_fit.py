@@ -416,7 +416,7 @@ GOOD = PUBLISHED["llama3-8b"][0]
         (json.dumps(GOOD | {"num_hidden_layers": 10**9}), "num_hidden_layers"),
         (json.dumps(GOOD | {"num_key_value_heads": 7}), "does not divide"),
         (json.dumps(GOOD | {"tie_word_embeddings": "yes"}), "tie_word_embeddings"),
-        (json.dumps({"model_type": "qwen2"}), "hidden_size is missing"),
+        (json.dumps({"model_type": "qwen2", "num_attention_heads": 16}), "give num_key_value_heads in"),
         ('{"model_type": "llama", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
         (" " * (9 << 20), "bytes"),
         ("\xff\xfe", "error"),

@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hf_configs import CONFIGS
+from hf_drawn import draw
 
 from zerocli.cli import main as cli
-from zerocli.errors import ConfigError
+from zerocli.errors import ConfigError, UserError
 from zerocli.plan import hugging
 from zerocli.plan.families import FAMILIES, read_shape
+from zerocli.plan.fields import NoFormula
+from zerocli.plan.inputs import read_source
 from zerocli.plan.setup import Setup
 
 pytest.importorskip("transformers")
 
 FORMULAS = [name for name, values in CONFIGS.items() if values["model_type"] in FAMILIES]
 QUICK = ("falcon-40b", "gemma2", "olmo2", "cohere", "bloom", "stablelm-parallel")
-LARGE = ("gemma2", "phi3", "olmo", "olmo2", "starcoder2", "granite", "stablelm", "cohere", "glm4", "smollm3", "gptj")
+QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+LARGE = (
+    *QWEN,
+    "gemma2",
+    "phi3",
+    "olmo",
+    "olmo2",
+    "starcoder2",
+    "granite",
+    "stablelm",
+    "cohere",
+    "glm4",
+    "smollm3",
+    "gptj",
+)
 """Also compared at their default size: that of a released model."""
 
 
@@ -48,9 +66,126 @@ def test_a_formula_counts_what_transformers_builds(name):
     assert read_shape(CONFIGS[name], {}, name).numel == count(CONFIGS[name])
 
 
-@pytest.mark.parametrize("name", some(list(LARGE), ("gemma2", "glm4")))
+@pytest.mark.parametrize("name", some(list(LARGE), ("gemma2", "glm4", *QWEN)))
 def test_defaults_are_those_of_transformers(name):
     assert read_shape({"model_type": name}, {}, name).numel == count({"model_type": name})
+
+
+def without(name: str, *keys: str, **more: Any) -> dict[str, Any]:
+    """Return the small config of a family without some keys, and with others."""
+    return {key: value for key, value in CONFIGS[name].items() if key not in keys} | more
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "the head_dim of qwen3_moe is not fixed": without("qwen3_moe", "head_dim"),
+    "qwen3_moe has 4 kv heads": without("qwen3_moe", "num_key_value_heads", num_attention_heads=8),
+    "qwen2_moe has 16 kv heads": without("qwen2_moe", "num_key_value_heads", num_attention_heads=32),
+    "qwen3 has 32 kv heads": without("qwen3", "num_key_value_heads", num_attention_heads=64),
+    "null kv heads are heads": CONFIGS["smollm3"] | {"num_key_value_heads": None, "num_attention_heads": 8},
+    "phi has a head_dim": CONFIGS["phi"] | {"head_dim": 24},
+    "stablelm has no head_dim": CONFIGS["stablelm"] | {"head_dim": 24},
+    "opt without weights in norms": CONFIGS["opt"] | {"layer_norm_elementwise_affine": False},
+    "mixtral has no mlp_bias": CONFIGS["mixtral"] | {"mlp_bias": True},
+    "qwen2_moe has no mlp_bias": CONFIGS["qwen2_moe"] | {"mlp_bias": True},
+    "qwen3_moe has no mlp_bias": CONFIGS["qwen3_moe"] | {"mlp_bias": True},
+    "qwen2_moe has a qkv_bias": CONFIGS["qwen2_moe"] | {"qkv_bias": False},
+    "falcon has no n_layer": without("falcon", "num_hidden_layers", n_layer=2),
+    "gpt2 by other names": without("gpt2", "n_embd", "n_layer", "n_head", hidden_size=48, num_hidden_layers=2)
+    | {"num_attention_heads": 2, "max_position_embeddings": 40},
+    "another name comes first": CONFIGS["bloom"] | {"n_embed": 48, "num_hidden_layers": 2},
+    "experts by another name": without("gpt_oss", "num_local_experts", num_experts=3),
+    "heads that do not divide the width": without("cohere", hidden_size=36, num_attention_heads=8),
+    "latent heads do not divide the width": CONFIGS["deepseek_v3"] | {"num_attention_heads": 6},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_formula_reads_fields_as_transformers_does(name):
+    assert read_shape(FIELDS[name], {}, name).numel == count(FIELDS[name])
+
+
+UNCOUNTED = {
+    "add_cross_attention": CONFIGS["gpt2"] | {"add_cross_attention": True},
+    "mlp_bias": CONFIGS["deepseek_v2"] | {"mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("field", UNCOUNTED)
+def test_transformers_builds_what_a_formula_does_not_count(field, tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(UNCOUNTED[field]))
+    source = read_source(str(tmp_path / "config.json"), [], {})
+    assert source.shape is None and source.file is not None and source.config.train.seq == 64
+    assert count(dict(source.file.values)) > count(UNCOUNTED[field] | {field: False})
+    monkeypatch.setattr(hugging, "installed", lambda: False)
+    code, _, err = fit(UNCOUNTED[field], tmp_path, capsys)
+    assert code == 2 and f"{field} true is not counted" in err and "zerocli[hf]" in err
+
+
+CANNOT_RUN: dict[str, tuple[dict[str, Any], str]] = {
+    "qwen2": (without("qwen2", "num_key_value_heads"), "num_key_value_heads is missing, and the family's default 32"),
+    "qwen3": (without("qwen3", "num_key_value_heads"), "num_key_value_heads is missing, and the family's default 32"),
+    "experts": (without("qwen3_moe", "num_experts_per_tok"), "the family's default 8 is more than 4"),
+    "norms": (CONFIGS["falcon"] | {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2"),
+    "sequential": (CONFIGS["falcon-40b"] | {"parallel_attn": False}, "parallel_attn is false"),
+    "kv heads": (CONFIGS["falcon"] | {"num_kv_heads": 2, "multi_query": False}, "num_kv_heads is not num_att"),
+    "odd kv heads": (CONFIGS["falcon-40b"] | {"num_kv_heads": 3}, "num_kv_heads 3 does not divide"),
+    "phi": (CONFIGS["phi"] | {"head_dim": 24, "qk_layernorm": True}, "the norms of qk_layernorm"),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT_RUN)
+def test_a_model_that_transformers_builds_but_cannot_run_is_refused(name):
+    import torch
+
+    values, fact = CANNOT_RUN[name]
+    with pytest.raises(ConfigError, match=fact):
+        read_shape(values, {}, "config.json")
+    meta = hugging.build(hugging.read_config(hugging.ConfigFile(values, {}, "config.json")))
+    kind: Any = type(meta)
+    with pytest.raises((RuntimeError, AttributeError, NameError)):
+        kind(meta.config)(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
+
+
+KNOWN = ("does not divide", "is more than", "such blocks", "qk_layernorm")
+"""Reasons for which a config is refused that transformers builds: the cases above."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_config_of_a_family_is_counted_as_transformers_builds_it(family, seed):
+    rng, built = random.Random(f"{family} {seed}"), 0
+    while built < 40:
+        values = draw(family, rng)
+        try:
+            expected = count(values)
+        except UserError:
+            continue
+        built += 1
+        try:
+            assert read_shape(values, {}, "config.json").numel == expected, values
+        except NoFormula as error:
+            assert any(error.problems[0].fact.startswith(field) for field in UNCOUNTED), values
+        except ConfigError as error:
+            assert any(known in str(error) for known in KNOWN), (str(error), values)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("family", [["llama"], {"llama": 1}, []], ids=str)
+def test_a_model_type_of_another_type_is_refused(family, installed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(hugging, "installed", lambda: installed)
+    for more in ({}, {"text_config": {"model_type": family}}):
+        code, _, err = fit(CONFIGS["llama"] | more | {"model_type": family}, tmp_path, capsys)
+        assert code == 2 and f"model_type {json.dumps(family)} is not" in err
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_more_experts_than_any_model_has_are_refused(name):
+    """Each has parameters of its own in a plan: counting them would take forever."""
+    values = {key: 10**9 if key in ("num_experts", "n_routed_experts") else x for key, x in CONFIGS[name].items()}
+    values.pop("num_local_experts", None)
+    with pytest.raises(ConfigError, match="experts 1000000000 is not between 1 and"):
+        read_shape(values, {}, "config.json")
 
 
 @pytest.mark.parametrize("name", some(list(CONFIGS), ("vit", "t5", "gemma3")))

@@ -23,6 +23,10 @@ _YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 _SLIDING = dict(use_sliding_window=True, sliding_window=7)
 CASES: dict[str, dict[str, Any]] = {
     "gpt2": dict(model_type="gpt2", vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=64),
+    "gpt2-other-names": dict(
+        model_type="gpt2", vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=64,
+    ),
     "llama": dict(model_type="llama", tie_word_embeddings=True),
     "llama-biases": dict(model_type="llama", attention_bias=True, mlp_bias=True, head_dim=12, rope_theta=5e5),
     "llama-3.1": dict(model_type="llama", rope_scaling=_LLAMA3, rope_theta=5e5),

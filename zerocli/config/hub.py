@@ -31,6 +31,24 @@ MAX_SIZE = 2**40
 """Upper bound of every dimension; a larger value is a mistake."""
 MAX_LAYERS = 100_000
 CONFIG = "config.json"
+OTHER_NAMES: dict[str, dict[str, str]] = {
+    **dict.fromkeys(
+        ("gpt2", "gptj", "codegen"),
+        {
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+    ),
+    "bloom": {"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+    "falcon": {"n_embed": "hidden_size"},
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
+    **dict.fromkeys(("gpt_oss", "mixtral"), {"num_experts": "num_local_experts"}),
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+}
+"""By family: other names that transformers takes for a field, and the field."""
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len")
 
 
@@ -93,6 +111,21 @@ def conversion(folder: str) -> str:
         "M.from_pretrained(i, dtype='auto').save_pretrained(o); T.from_pretrained(i).save_pretrained(o)"
     )
     return f'python -c "{code}" {quoted(folder)} {quoted(out)}'
+
+
+def by_own_names(values: Mapping[str, Any], places: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a config's values and their places by the own names of its family's fields.
+
+    As in transformers, a value under another name replaces the one under the own name.
+    """
+    family = values.get("model_type")
+    known = OTHER_NAMES.get(family, {}) if isinstance(family, str) else {}
+    own, found = dict(values), dict(places)
+    for other, name in known.items():
+        if own.get(other) is not None:
+            own[name] = own.pop(other)
+            found[name] = found.get(other, found.get(name, ""))
+    return own, {name: place for name, place in found.items() if place}
 
 
 def size_of(values: Mapping[str, Any], *names: str) -> int:

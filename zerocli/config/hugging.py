@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zerocli.config.hub import by_own_names
 from zerocli.config.rope import broken_rope, read_rope
 from zerocli.errors import Problem, quote
 from zerocli.layout.ranges import format_ranges
@@ -118,7 +119,7 @@ class Translation:
 
 def translate(values: Mapping[str, Any], places: Mapping[str, str], path: str) -> Translation:
     """Return the keys of a config.json whose `model_type` is one of `TYPES`; raise nothing."""
-    return _Translator(values, places, path).run()
+    return _Translator(*by_own_names(values, places), path).run()
 
 
 class _Translator:

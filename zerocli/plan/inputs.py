@@ -16,7 +16,8 @@ from zerocli.errors import ConfigError, Problem, UserError
 from zerocli.layout.sizes import parse_count
 from zerocli.plan import hugging
 from zerocli.plan.build import plan_model
-from zerocli.plan.families import FAMILIES, read_shape, text_family
+from zerocli.plan.families import has_formula, read_shape, text_family
+from zerocli.plan.fields import NoFormula
 from zerocli.plan.recompute import decide, room_here
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import setup_of
@@ -84,10 +85,8 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
         return Source(config.name, config, shape_of(config.model, config.train.seq), 0)
     _refuse_shapes(sets, f"{path} says what the model is")
     file = hugging.ConfigFile(values, places, path)
-    shape: Shape | None = None
     notes: list[str] = []
-    if values.get("model_type") is None or values["model_type"] in FAMILIES or not hugging.installed():
-        shape = read_shape(values, places, path)
+    if (shape := _formula(file)) is not None:
         shape = _as_trained(shape, file, notes)
         longest = shape.max_positions
         if text_family(values):
@@ -111,6 +110,22 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
         notes.append(f"{shape.family} is planned as zerocli would build it{hint}; transformers trains it")
     config = dataclasses.replace(config, train=train)
     return Source(name, config, shape, 0, notes=tuple(notes), file=file)
+
+
+def _formula(file: hugging.ConfigFile) -> Shape | None:
+    """Return the shape of a family with a formula, None if transformers is to build the model.
+
+    Without transformers the formula is all there is: what it does not know is refused.
+    """
+    installed = hugging.installed()
+    if installed and file.values.get("model_type") is not None and not has_formula(file.values):
+        return None
+    try:
+        return read_shape(file.values, file.places, file.path)
+    except NoFormula:
+        if not installed:
+            raise
+        return None
 
 
 def _as_trained(shape: Shape, file: hugging.ConfigFile, notes: list[str]) -> Shape:

@@ -13,14 +13,16 @@ def llama_like(
     f: Fields,
     family: str,
     *,
-    layers: int | None = None,
-    hidden: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    mlp: int | None = None,
-    vocab: int | None = None,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    mlp: int,
+    vocab: int,
     tie: bool = False,
-    head_dim: int | None = None,
+    head_dim: int = 0,
+    reads_head_dim: bool = True,
+    uneven: bool = True,
     positions: int = 2048,
     qkv_bias: bool | str = "attention_bias",
     out_bias: bool | str = "attention_bias",
@@ -32,22 +34,24 @@ def llama_like(
     """Return a shape with rotary positions and, unless `more` says otherwise, RMS norms and a gated MLP.
 
     Numbers are the family's defaults. A bias is there or not, or it is the name of the field that says so, with the
-    default `biases`. `qk_norm` is a norm per `head` or over all `heads`.
+    default `biases`. `qk_norm` is a norm per `head` or over all `heads`. A family that is not `uneven` refuses a number
+    of heads that does not divide the hidden size; others round a head's size down.
     """
     hidden = f.whole("hidden_size", hidden)
     heads = f.whole("num_attention_heads", heads)
-    kv_heads = f.whole("num_key_value_heads", kv_heads or heads)
-    size = f.whole("head_dim", head_dim or 0, least=0)
-    if not size:
+    kv_heads = f.whole("num_key_value_heads", heads if f.is_null("num_key_value_heads") else kv_heads or heads)
+    size = f.whole("head_dim", head_dim, least=0) if reads_head_dim else 0
+    if not size and not (uneven and hidden > heads):
         f.divides("num_attention_heads", "hidden_size", heads, hidden)
-    f.divides("num_key_value_heads", "num_attention_heads", kv_heads, heads)
+    size = size or hidden // heads
+    if "latent" not in more:
+        f.divides("num_key_value_heads", "num_attention_heads", kv_heads, heads)
     has = {"qkv_bias": qkv_bias, "out_bias": out_bias, "mlp_bias": mlp_bias}
     given: dict[str, Any] = {"gated": True, "norm": "rms"}
     given |= {name: f.flag(each, biases) if isinstance(each, str) else each for name, each in has.items()}
     if qk_norm:
-        one = size or hidden // heads
-        given |= {"q_norm": one * (heads if qk_norm == "heads" else 1)}
-        given |= {"k_norm": one * (kv_heads if qk_norm == "heads" else 1)}
+        given |= {"q_norm": size * (heads if qk_norm == "heads" else 1)}
+        given |= {"k_norm": size * (kv_heads if qk_norm == "heads" else 1)}
     return Shape(
         family,
         f.whole("num_hidden_layers", layers, most=MAX_LAYERS),
@@ -80,10 +84,10 @@ COHERE: dict[str, Any] = {
 GEMMA: dict[str, Any] = {"tie": True, "head_dim": 256, "mlp_bias": False, "norms": "sandwich"}
 GLM: dict[str, Any] = {"head_dim": 128, "positions": 131072, "biases": True, "out_bias": False, "mlp_bias": False}
 LLAMA_LIKE: dict[str, dict[str, Any]] = {
-    "llama": _row(32, 4096, 32, 0, 11008, 32000),
-    "mistral": _row(32, 4096, 32, 8, 14336, 32000, positions=131072, **NO_BIAS),
-    "qwen2": {"positions": 32768, "qkv_bias": True, "out_bias": False, "mlp_bias": False},
-    "qwen3": {"positions": 32768, "head_dim": 128, "qk_norm": "head", "mlp_bias": False},
+    "llama": _row(32, 4096, 32, 0, 11008, 32000, uneven=False),
+    "mistral": _row(32, 4096, 32, 8, 14336, 32000, uneven=False, positions=131072, **NO_BIAS),
+    "qwen2": _row(32, 4096, 32, 32, 22016, 151936, uneven=False, positions=32768, **(NO_BIAS | {"qkv_bias": True})),
+    "qwen3": _row(32, 4096, 32, 32, 22016, 151936, head_dim=128, positions=32768, qk_norm="head", mlp_bias=False),
     "gemma": _row(28, 3072, 16, 16, 24576, 256000, tie=True, head_dim=256, positions=8192, mlp_bias=False),
     "gemma2": _row(26, 2304, 8, 4, 9216, 256000, positions=8192, **GEMMA),
     "gemma3_text": _row(26, 2304, 8, 4, 9216, 262208, positions=131072, qk_norm="head", **GEMMA),
@@ -113,33 +117,43 @@ def stablelm(f: Fields) -> Shape:
     row = _row(32, 2560, 32, 32, 6912, 50304, positions=4096, norm="layer", out_bias=False, mlp_bias=False)
     row["qk_norm"] = "heads" if f.flag("qk_layernorm", False) else ""
     row["norms"] = "shared" if f.flag("use_parallel_residual", False) else "pre"
-    return llama_like(f, "stablelm", **row, qkv_bias="use_qkv_bias")
+    return llama_like(f, "stablelm", **row, reads_head_dim=False, uneven=False, qkv_bias="use_qkv_bias")
+
+
+def phi(f: Fields) -> Shape:
+    row = _row(24, 2048, 32, 0, 8192, 51200, norm="layer", norms="shared", gated=False, head_bias=True)
+    shape = llama_like(f, "phi", **row, qkv_bias=True, out_bias=True, mlp_bias=True)
+    normed = 2 * shape.head_size if f.flag("qk_layernorm", False) else 0  # with a bias
+    if normed and shape.head_size != shape.hidden // shape.heads:
+        f.refuse("head_dim", f"head_dim {shape.head_size}: the norms of qk_layernorm have hidden_size / heads elements")
+    return dataclasses.replace(shape, q_norm=normed, k_norm=normed)
 
 
 def mixtral(f: Fields) -> Shape:
-    experts = f.whole("num_local_experts", 8)
+    experts = f.whole("num_local_experts", 8, most=MAX_LAYERS)
     return llama_like(
         f,
         "mixtral",
         **_row(32, 4096, 32, 8, 14336, 32000),
+        **NO_BIAS,
         positions=131072,
-        qkv_bias=False,
-        out_bias=False,
         experts=experts,
         experts_per_token=f.whole("num_experts_per_tok", 2, most=experts),
         expert_hidden=f.whole("intermediate_size", 14336),
     )
 
 
-def _qwen_moe(f: Fields, family: str, **more: Any) -> Shape:
-    experts = f.whole("num_experts", 60 if family == "qwen2_moe" else 128)
+def _qwen_moe(f: Fields, family: str, experts: int, per_token: int, expert: int, **more: Any) -> Shape:
+    """Return a shape with experts in some blocks; numbers are the family's defaults."""
+    experts = f.whole("num_experts", experts, most=MAX_LAYERS)
     return llama_like(
         f,
         family,
         positions=32768,
+        mlp_bias=False,
         experts=experts,
-        experts_per_token=f.whole("num_experts_per_tok", 4 if family == "qwen2_moe" else 8, most=experts),
-        expert_hidden=f.whole("moe_intermediate_size"),
+        experts_per_token=f.whole("num_experts_per_tok", per_token, most=experts),
+        expert_hidden=f.whole("moe_intermediate_size", expert),
         sparse_every=f.whole("decoder_sparse_step", 1),
         dense_blocks=f.wholes("mlp_only_layers"),
         **more,
@@ -147,17 +161,18 @@ def _qwen_moe(f: Fields, family: str, **more: Any) -> Shape:
 
 
 def qwen2_moe(f: Fields) -> Shape:
-    shared = f.whole("shared_expert_intermediate_size")
-    return _qwen_moe(f, "qwen2_moe", qkv_bias=True, out_bias=False, shared_hidden=shared)
+    row = _row(24, 2048, 16, 16, 5632, 151936, qkv_bias="qkv_bias", biases=True, out_bias=False)
+    shared = f.whole("shared_expert_intermediate_size", 5632)
+    return _qwen_moe(f, "qwen2_moe", 60, 4, 1408, **row, shared_hidden=shared)
 
 
 def qwen3_moe(f: Fields) -> Shape:
-    return _qwen_moe(f, "qwen3_moe", head_dim=128, qk_norm="head")
+    return _qwen_moe(f, "qwen3_moe", 128, 8, 768, **_row(24, 2048, 32, 4, 6144, 151936, qk_norm="head"))
 
 
 def _deepseek(f: Fields, family: str, row: dict[str, Any], experts: int, shared: int, per_token: int) -> Shape:
     """Return a shape with latent attention, experts after the first blocks, and shared experts without a gate."""
-    heads, experts = f.whole("num_attention_heads", row["heads"]), f.whole("n_routed_experts", experts)
+    heads, experts = f.whole("num_attention_heads", row["heads"]), f.whole("n_routed_experts", experts, most=MAX_LAYERS)
     q_rank = 0 if f.is_null("q_lora_rank") else f.whole("q_lora_rank", 1536)
     nope, rope, value = f.whole("qk_nope_head_dim", 128), f.whole("qk_rope_head_dim", 64), f.whole("v_head_dim", 128)
     one, dense = f.whole("moe_intermediate_size", row.pop("expert")), row.pop("dense")
@@ -178,16 +193,19 @@ def _deepseek(f: Fields, family: str, row: dict[str, Any], experts: int, shared:
 
 
 def deepseek_v2(f: Fields) -> Shape:
-    return _deepseek(f, "deepseek_v2", _row(32, 4096, 32, 0, 11008, 102400, expert=1407, dense=0), 64, 2, 6)
+    f.fixed("mlp_bias", False)
+    row = _row(32, 4096, 32, 0, 11008, 102400, expert=1407, dense=0, uneven=False)
+    return _deepseek(f, "deepseek_v2", row, 64, 2, 6)
 
 
 def deepseek_v3(f: Fields) -> Shape:
-    row = _row(61, 7168, 128, 0, 18432, 129280, expert=2048, dense=3, positions=4096)
+    # Heads need not divide the hidden size: this head_dim is not hidden / heads, and is replaced by latent attention's.
+    row = _row(61, 7168, 128, 0, 18432, 129280, expert=2048, dense=3, head_dim=64, positions=4096)
     return _deepseek(f, "deepseek_v3", row, 256, 1, 8)
 
 
 def gpt_oss(f: Fields) -> Shape:
-    experts = f.whole("num_local_experts", 128)
+    experts = f.whole("num_local_experts", 128, most=MAX_LAYERS)
     row = _row(36, 2880, 64, 8, 2880, 201088, head_dim=64, positions=131072, biases=True, mlp_bias=True)
     return llama_like(
         f,
