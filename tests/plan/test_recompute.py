@@ -20,6 +20,8 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
 from zerocli.plan import recompute
 from zerocli.plan.build import plan_model, plan_traced
+from zerocli.plan.choose import choose
+from zerocli.plan.hardware import Hardware
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.recompute import MARGIN, choices, choose_recompute, decide, needed_by
 from zerocli.plan.setup import Setup
@@ -234,6 +236,16 @@ def test_a_traced_model_recomputes_as_little_as_must_be():
         assert ("nothing recomputed" in reason) == (decided.recompute == NOTHING)
     assert len({needed(each) for each in order}) >= 9  # finer than all or nothing
     assert decide(traced, setup, 1)[0].recompute == WHOLE
+
+
+def test_stages_whose_steps_were_not_traced_are_no_choices():
+    setup = Setup(stage=2, ranks=2, ranks_per_node=2, batch=8, seq=128, device="cpu", recompute="auto")
+    traced = trace("small", small_model, [dataclasses.replace(setup, recompute=each) for each in TRACED])
+    room = needed_by(plan_traced(traced, dataclasses.replace(setup, recompute=Recompute(3, 2))))
+    machine = Hardware("cpu", int(room / (1 - MARGIN)) + 1, 1.0, 10.0, 10.0, host_memory=GIB, nvme_space=0)
+    found = choose(traced, setup, machine, (0, 1, 2, 3)).best
+    assert found is not None and found.fits and found.setup.stage in (2, 3)
+    assert found.setup.recomputed.whole in range(1, 5)
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

@@ -226,10 +226,12 @@ class _Search:
 
         That is so where the host is slower than the device: it takes longer for a block that is recomputed selectively.
         """
-        kept, partly, whole = (
-            self._weigh_roughly(replace(setup, recompute=each, offload=Placement({})))
-            for each in (NOTHING, Recompute(0, layers), Recompute(layers))
-        )
+        ways = (NOTHING, Recompute(0, layers), Recompute(layers))
+        found = [self._weigh(replace(setup, recompute=each), Placement({})) for each in ways]
+        known = [each for each in found if each is not None]
+        if len(known) < len(ways):  # the setup does not allow it, whatever is recomputed
+            return choices(layers)
+        kept, partly, whole = known
         freed = [needed_by(kept.plan) - needed_by(each.plan) for each in (partly, whole)]
         taken = [each.cost - kept.cost for each in (partly, whole)]
         return choices(layers) if taken[0] * freed[1] <= taken[1] * freed[0] else whole_choices(layers)
