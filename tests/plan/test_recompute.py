@@ -207,12 +207,15 @@ def small_model() -> nn.Module:
     return build(ModelConfig(layers=5, hidden=128, heads=4, vocab=300), 128, "meta")
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(2, "fp32"), (3, "bf16"), (1, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [pytest.param(2, "fp32", marks=pytest.mark.long), (3, "bf16"), pytest.param(1, "bf16", marks=pytest.mark.long)],
+)
 def test_some_blocks_of_a_traced_model_need_what_a_trace_of_them_finds(stage, precision):
     setup = Setup(stage=stage, ranks=2, batch=8, seq=128, precision=precision, device="cpu", recompute="auto")
     traced = trace("small", small_model, [dataclasses.replace(setup, recompute=each) for each in TRACED])
     assert traced.blocks == 5
-    for whole, selective in ((1, 0), (4, 0), (0, 2), (2, 3), (2, 1), (1, 3)):
+    for whole, selective in ((1, 0), (0, 2), (2, 3), (2, 1)):
         some = dataclasses.replace(setup, recompute=Recompute(whole, selective))
         exact = step_bytes(small_model(), some)
         assert exact.peak * 0.997 <= traced.moving_nbytes(some) <= exact.peak * 1.01, (whole, selective)

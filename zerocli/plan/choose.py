@@ -227,11 +227,11 @@ class _Search:
         That is so where the host is slower than the device: it takes longer for a block that is recomputed selectively.
         """
         ways = (NOTHING, Recompute(0, layers), Recompute(layers))
-        found = [self._weigh(replace(setup, recompute=each), Placement({})) for each in ways]
-        known = [each for each in found if each is not None]
-        if len(known) < len(ways):  # the setup does not allow it, whatever is recomputed
+        try:
+            found = [self._weigh_roughly(replace(setup, recompute=each, offload=Placement({}))) for each in ways]
+        except UserError:  # the search says why
             return choices(layers)
-        kept, partly, whole = known
+        kept, partly, whole = found
         freed = [needed_by(kept.plan) - needed_by(each.plan) for each in (partly, whole)]
         taken = [each.cost - kept.cost for each in (partly, whole)]
         return choices(layers) if taken[0] * freed[1] <= taken[1] * freed[0] else whole_choices(layers)
