@@ -77,6 +77,6 @@ def own_plans(request):
     if "monkeypatch" not in request.fixturenames or build is None:
         yield
         return
-    build.plan_model.cache_clear()
+    build._plan_eager.cache_clear()
     yield
-    build.plan_model.cache_clear()
+    build._plan_eager.cache_clear()

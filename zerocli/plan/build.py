@@ -58,9 +58,16 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-@functools.lru_cache(maxsize=1024)
 def plan_model(shape: Shape, setup: Setup) -> Plan:
-    """Return the bytes that one step of this model needs on every tier.
+    """Return the bytes that one step of this model needs on every tier."""
+    if setup.compiled:  # which takes less time, and is planned with the memory of eager blocks
+        return dataclasses.replace(_plan_eager(shape, dataclasses.replace(setup, compiled=False)), setup=setup)
+    return _plan_eager(shape, setup)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_eager(shape: Shape, setup: Setup) -> Plan:
+    """Return the plan of a model whose blocks are not compiled.
 
     A search asks for some setups again, also for another machine; replaying a step takes tens of milliseconds.
     """

@@ -26,12 +26,19 @@ class RoughPlans:
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
+        self._plans: dict[Setup, Plan] = {}
         self._steps: dict[tuple[object, ...], StepPeak] = {}
         self._initial: dict[tuple[object, ...], tuple[int, int]] = {}
         """The peak of initialisation, and the bytes of states and buffers that are kept."""
 
     def plan(self, setup: Setup) -> Plan:
         """Return a plan that is close to that of `plan_model`."""
+        eager = replace(setup, compiled=False)
+        if eager not in self._plans:
+            self._plans[eager] = self._plan_eager(eager)
+        return replace(self._plans[eager], setup=setup)
+
+    def _plan_eager(self, setup: Setup) -> Plan:
         check(setup, self._shape)
         flats = plan_flats(self._shape, setup)
         held = _held(flats, setup)
