@@ -73,10 +73,13 @@ def own_kernels():
 @pytest.fixture(autouse=True)
 def own_plans(request):
     """Let a test that replaces parts of a plan see no plan of other tests, and leave none to them."""
-    build = sys.modules.get("zerocli.plan.build")
-    if "monkeypatch" not in request.fixturenames or build is None:
-        yield
-        return
-    build._plan_eager.cache_clear()
+    kept = {"build": "_plan_eager", "recompute": "_rough_plans"}
+    modules = {name: sys.modules.get(f"zerocli.plan.{name}") for name in kept}
+    caches = [getattr(module, kept[name]) for name, module in modules.items() if module is not None]
+    if "monkeypatch" not in request.fixturenames:
+        caches = []
+    for each in caches:
+        each.cache_clear()
     yield
-    build._plan_eager.cache_clear()
+    for each in caches:
+        each.cache_clear()
