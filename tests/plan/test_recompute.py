@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 import subprocess
@@ -27,7 +28,7 @@ from zerocli.plan.recompute import MARGIN, choices, choose_recompute, decide, ne
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.trace import step_bytes, trace
-from zerocli.plan.traced import TRACED
+from zerocli.plan.traced import TRACED, Traced
 
 GIB = 2**30
 
@@ -207,13 +208,18 @@ def small_model() -> nn.Module:
     return build(ModelConfig(layers=5, hidden=128, heads=4, vocab=300), 128, "meta")
 
 
+@functools.cache
+def traced_model(setup: Setup) -> Traced:
+    return trace("small", small_model, [dataclasses.replace(setup, recompute=each) for each in TRACED])
+
+
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [pytest.param(2, "fp32", marks=pytest.mark.long), (3, "bf16"), pytest.param(1, "bf16", marks=pytest.mark.long)],
 )
 def test_some_blocks_of_a_traced_model_need_what_a_trace_of_them_finds(stage, precision):
     setup = Setup(stage=stage, ranks=2, batch=8, seq=128, precision=precision, device="cpu", recompute="auto")
-    traced = trace("small", small_model, [dataclasses.replace(setup, recompute=each) for each in TRACED])
+    traced = traced_model(setup)
     assert traced.blocks == 5
     for whole, selective in ((1, 0), (0, 2), (2, 3), (2, 1)):
         some = dataclasses.replace(setup, recompute=Recompute(whole, selective))
@@ -225,8 +231,8 @@ def test_some_blocks_of_a_traced_model_need_what_a_trace_of_them_finds(stage, pr
 
 
 def test_a_traced_model_recomputes_as_little_as_must_be():
-    setup = Setup(stage=2, ranks=2, batch=8, seq=128, device="cpu", recompute="auto")
-    traced = trace("small", small_model, [dataclasses.replace(setup, recompute=each) for each in TRACED])
+    setup = Setup(stage=2, ranks=2, ranks_per_node=2, batch=8, seq=128, device="cpu", recompute="auto")
+    traced = traced_model(setup)
 
     def needed(recompute: Recompute) -> int:
         return needed_by(plan_traced(traced, dataclasses.replace(setup, recompute=recompute)))
@@ -243,7 +249,7 @@ def test_a_traced_model_recomputes_as_little_as_must_be():
 
 def test_stages_whose_steps_were_not_traced_are_no_choices():
     setup = Setup(stage=2, ranks=2, ranks_per_node=2, batch=8, seq=128, device="cpu", recompute="auto")
-    traced = trace("small", small_model, [dataclasses.replace(setup, recompute=each) for each in TRACED])
+    traced = traced_model(setup)
     room = needed_by(plan_traced(traced, dataclasses.replace(setup, recompute=Recompute(3, 2))))
     machine = Hardware("cpu", int(room / (1 - MARGIN)) + 1, 1.0, 10.0, 10.0, host_memory=GIB, nvme_space=0)
     found = choose(traced, setup, machine, (0, 1, 2, 3)).best
