@@ -46,28 +46,12 @@ OFTEN: dict[str, tuple[Any, ...]] = {
     "n_head_kv": (2,),
     "sliding_window": (16,),
 }
-FLAGS = (
-    *(
-        "attention_bias",
-        "mlp_bias",
-        "qkv_bias",
-        "use_bias",
-        "use_qkv_bias",
-        "enable_bias",
-        "bias",
-        "tie_word_embeddings",
-    ),
-    *(
-        "qk_layernorm",
-        "use_qk_norm",
-        "use_parallel_residual",
-        "parallel_attn",
-        "new_decoder_architecture",
-        "multi_query",
-    ),
-    *("alibi", "do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine", "is_decoder"),
-    *("add_cross_attention", "apply_residual_connection_post_layernorm", "use_sliding_window", "norm_topk_prob"),
-)
+FLAGS = """
+attention_bias mlp_bias qkv_bias use_bias use_qkv_bias enable_bias bias tie_word_embeddings qk_layernorm
+use_qk_norm use_parallel_residual parallel_attn new_decoder_architecture multi_query alibi do_layer_norm_before
+_remove_final_layer_norm layer_norm_elementwise_affine is_decoder add_cross_attention
+apply_residual_connection_post_layernorm use_sliding_window norm_topk_prob
+""".split()
 OWN, STRAY = 0.6, 0.05
 """How often a config has a field of its family's class, and one that the class does not have."""
 

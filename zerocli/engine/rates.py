@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import torch
 
+from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.update_place import measure_cpu
 
 SECONDS = 1.0
 """Each rate is measured for about so long: a GPU lowers its clock after a while, as it does in training."""
 CPU = torch.device("cpu")
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST = 128
 """Rows and columns of a product in half precision: a CPU without instructions for it takes 30 ms."""
 
@@ -26,7 +26,7 @@ def measure_rates(device: torch.device) -> dict[str, float]:
     cuda = device.type == "cuda"
     source = torch.ones((1 << 30) if cuda else (64 << 20), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    half = {} if cuda else {name: _half_rate(dtype) for name, dtype in HALF.items()}
+    half = {} if cuda else {name: _half_rate(PRECISIONS[name].compute) for name in ("bf16", "fp16")}
     return {
         "products": _product_rate(16384, 4096, torch.bfloat16, device) if cuda else _product_rate(1024, 1024),
         **half,

@@ -10,7 +10,6 @@ fastest are then checked by exact ones (checks.py).
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import math
@@ -161,7 +160,8 @@ class _Search:
             exact = sorted((self._checks.exact(each.setup) for each in near), key=lambda each: sum(each.over.values()))
             fitting = sorted((self._checks.finished(each) for each in exact if each.fits), key=_rank)
             nearest = exact[0]
-        return Choice(tuple(map(self._shown, fitting)), self._shown(nearest) if nearest else None, len(self._found))
+        without_margins = tuple(each.on(self._hardware) for each in fitting)
+        return Choice(without_margins, nearest.on(self._hardware) if nearest else None, len(self._found))
 
     def _checked(self, shown: int) -> list[Candidate]:
         """Return the fastest that fit by exact plans, best first, one of each kind; after `FEW` plans, only two."""
@@ -179,15 +179,6 @@ class _Search:
                 elif (found := self._checks.fitted(likely)) is not None:
                     heapq.heappush(waiting, (_rank(found), number, True, found))
         return list(fitting.values())
-
-    def _shown(self, candidate: Candidate) -> Candidate:
-        """Return the candidate beside what the machine really has, without the margins."""
-        rooms = {"hbm": "gpu_memory", "dram": "host_memory", "nvme": "nvme_space"}
-        available = {
-            tier: getattr(self._hardware, rooms[tier]) if tier in rooms else there
-            for tier, there in candidate.available.items()
-        }
-        return dataclasses.replace(candidate, available=available)
 
     def stage(self, setup: Setup, offload: Placement | None) -> None:
         """Try the setup's stage and batch with all amounts of recomputation that are worth it."""

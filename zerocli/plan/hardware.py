@@ -93,6 +93,11 @@ class Hardware:
     """False for a GPU that is in no preset: its rates are those of another."""
 
     @property
+    def room(self) -> dict[str, int]:
+        """The bytes of each tier: of one GPU, and of the node's host memory and disks."""
+        return {"hbm": self.gpu_memory, "dram": self.host_memory, "nvme": self.nvme_space}
+
+    @property
     def host(self) -> HostTimes:
         return HostTimes(*(getattr(self, name) for name in HOST))
 

@@ -18,7 +18,7 @@ from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan.choose import choose, with_budgets
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.recompute import MARGIN
-from zerocli.plan.search import Candidate, Model, best_of, nearest, setups, states_fit, weigh, weigh_all
+from zerocli.plan.search import Candidate, Model, best_of, nearest, setups, states_fit, weigh, weigh_all, weigh_each
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 
@@ -27,8 +27,6 @@ LEAST_LAYERS = 2
 """A model of the family's proportions has at least so many blocks; if that does not fit, nothing does."""
 MOST_BATCH = 1 << 20
 SEQ_STEP = 64
-ROUNDS = 6
-"""How often a larger one is looked for with what `--auto` finds; each time it grows as far as that can."""
 MOST_SEQ = 1 << 24
 
 
@@ -47,32 +45,20 @@ class Search:
     def weigh(self, model: Model, setup: Setup) -> list[Candidate]:
         """Return the candidates of a table, and one that is not in it if that is faster, or the only one that fits."""
         found = weigh_all(model, setup, self.hardware, self.stages, self.offload)  # `auto` leaves the margin itself
-        found = [self._in_room(each) for each in found]
         if self.offload is None and not isinstance(model, int):
-            more = with_budgets(model, setup, self.hardware, self.stages, best_of(found))
-            found += [self._in_room(each) for each in more]
+            best = best_of([each.on(self.room) for each in found])
+            found += with_budgets(model, setup, self.hardware, self.stages, best)
+        found = [each.on(self.room) for each in found]
         if best_of(found) is None and (lightest := _fitting(model, setup, self)) is not None:
-            found.append(weigh(model, lightest, self.room))
+            found.append(lightest)
         return found
 
     def nearest(self, model: Model, setup: Setup) -> Candidate:
         """Return the candidate that exceeds the machine least."""
-        found, refused = [], []
-        for each in _lightest_setups(setup, self.stages, self.offload):
-            try:
-                found.append(weigh(model, each, self.room))
-            except UserError as error:
-                refused.append(error)
-        if not found:
-            raise refused[0]
-        return nearest(found)
-
-    def _in_room(self, candidate: Candidate) -> Candidate:
-        rooms = {"hbm": self.room.gpu_memory, "dram": self.room.host_memory, "nvme": self.room.nvme_space}
-        return replace(candidate, available={tier: rooms.get(tier) for tier in candidate.available})
+        return nearest(weigh_each(model, _lightest_setups(setup, self.stages, self.offload), self.room))
 
     @property
-    def open(self) -> bool:
+    def has_more(self) -> bool:
         """Whether more can be tried than the placements of a table."""
         return self.offload is None or self.setup.recompute == AUTO
 
@@ -188,14 +174,17 @@ def _largest_number(
     for each in reversed(tried):  # those that need the least memory first, so that the others are tried once
         if found < most and fits(each, found + 1):
             found = most if fits(each, most) else _last(functools.partial(fits, each), found + 1, most)
-    for _ in range(ROUNDS if search.open else 0):
-        placed = search.placed(*at(values[found + 1], search.setup)) if found < most else None
-        if placed is None:
-            break
+
+    def placed(index: int) -> Candidate | None:
+        return search.placed(*at(values[index], search.setup))
+
+    if search.has_more and found < most and (other := placed(found + 1)) is not None:
         found += 1
-        lighter = _lightest(_without_budgets(replace(placed.setup, recompute=search.setup.recompute)))
-        if found < most and fits(lighter, found + 1):
+        lighter = _lightest(_without_budgets(replace(other.setup, recompute=search.setup.recompute)))
+        if found < most and fits(lighter, found + 1):  # quicker to try than all that `--auto` tries
             found = _last(functools.partial(fits, lighter), found + 1, most)
+        if found < most and placed(found + 1) is not None:
+            found = _last(lambda index: placed(index) is not None, found + 1, most)
     model, setup = at(values[max(found, 0)], search.setup)
     candidates = search.weigh(model, setup)
     value = values[found] if found >= 0 else 0
@@ -274,7 +263,7 @@ def largest_shape(shape: Shape, search: Search) -> Shape | None:
 
     def largest(make: Callable[[int], Shape], least: int, most: int) -> int:
         found = _largest(lambda n: fits(make(n)), least, most)
-        if search.open and found < most and placed(make(max(least, found + 1))):
+        if search.has_more and found < most and placed(make(max(least, found + 1))):
             found = _last(lambda n: placed(make(n)), max(least, found + 1), most)
         return found
 
@@ -286,13 +275,13 @@ def largest_shape(shape: Shape, search: Search) -> Shape | None:
     return sized(shape, setup, max(layers, deeper), wide.hidden)
 
 
-def _fitting(model: Model, setup: Setup, search: Search) -> Setup | None:
-    """Return the first of the lightest setups that fits, from those that need least memory."""
+def _fitting(model: Model, setup: Setup, search: Search) -> Candidate | None:
+    """Return the candidate of the first of the lightest setups that fits, from those that need least memory."""
     stages, offload = search.stages, search.offload
     for each in reversed([*_lightest_setups(setup, sorted(stages), offload)]):
         try:
-            if states_fit(model, each, search.room) and weigh(model, each, search.room).fits:
-                return each
+            if states_fit(model, each, search.room) and (found := weigh(model, each, search.room)).fits:
+                return found
         except UserError as error:
             if error.exit_code != DOES_NOT_FIT and offload is not None and len(stages) == 1:
                 raise

@@ -22,7 +22,7 @@ def llama_like(
     tie: bool = False,
     head_dim: int = 0,
     reads_head_dim: bool = True,
-    uneven: bool = True,
+    round_heads: bool = True,
     positions: int = 2048,
     qkv_bias: bool | str = "attention_bias",
     out_bias: bool | str = "attention_bias",
@@ -34,14 +34,14 @@ def llama_like(
     """Return a shape with rotary positions and, unless `more` says otherwise, RMS norms and a gated MLP.
 
     Numbers are the family's defaults. A bias is there or not, or it is the name of the field that says so, with the
-    default `biases`. `qk_norm` is a norm per `head` or over all `heads`. A family that is not `uneven` refuses a number
-    of heads that does not divide the hidden size; others round a head's size down.
+    default `biases`. `qk_norm` is a norm per `head` or over all `heads`. If the number of heads
+    does not divide the hidden size, families that `round_heads` round a head's size down, and others refuse it.
     """
     hidden = f.whole("hidden_size", hidden)
     heads = f.whole("num_attention_heads", heads)
     kv_heads = f.whole("num_key_value_heads", heads if f.is_null("num_key_value_heads") else kv_heads or heads)
     size = f.whole("head_dim", head_dim, least=0) if reads_head_dim else 0
-    if not size and not (uneven and hidden > heads):
+    if not size and not (round_heads and hidden > heads):
         f.divides("num_attention_heads", "hidden_size", heads, hidden)
     size = size or hidden // heads
     if "latent" not in more:
@@ -84,9 +84,11 @@ COHERE: dict[str, Any] = {
 GEMMA: dict[str, Any] = {"tie": True, "head_dim": 256, "mlp_bias": False, "norms": "sandwich"}
 GLM: dict[str, Any] = {"head_dim": 128, "positions": 131072, "biases": True, "out_bias": False, "mlp_bias": False}
 LLAMA_LIKE: dict[str, dict[str, Any]] = {
-    "llama": _row(32, 4096, 32, 0, 11008, 32000, uneven=False),
-    "mistral": _row(32, 4096, 32, 8, 14336, 32000, uneven=False, positions=131072, **NO_BIAS),
-    "qwen2": _row(32, 4096, 32, 32, 22016, 151936, uneven=False, positions=32768, **(NO_BIAS | {"qkv_bias": True})),
+    "llama": _row(32, 4096, 32, 0, 11008, 32000, round_heads=False),
+    "mistral": _row(32, 4096, 32, 8, 14336, 32000, round_heads=False, positions=131072, **NO_BIAS),
+    "qwen2": _row(
+        32, 4096, 32, 32, 22016, 151936, round_heads=False, positions=32768, **(NO_BIAS | {"qkv_bias": True})
+    ),
     "qwen3": _row(32, 4096, 32, 32, 22016, 151936, head_dim=128, positions=32768, qk_norm="head", mlp_bias=False),
     "gemma": _row(28, 3072, 16, 16, 24576, 256000, tie=True, head_dim=256, positions=8192, mlp_bias=False),
     "gemma2": _row(26, 2304, 8, 4, 9216, 256000, positions=8192, **GEMMA),
@@ -117,7 +119,7 @@ def stablelm(f: Fields) -> Shape:
     row = _row(32, 2560, 32, 32, 6912, 50304, positions=4096, norm="layer", out_bias=False, mlp_bias=False)
     row["qk_norm"] = "heads" if f.flag("qk_layernorm", False) else ""
     row["norms"] = "shared" if f.flag("use_parallel_residual", False) else "pre"
-    return llama_like(f, "stablelm", **row, reads_head_dim=False, uneven=False, qkv_bias="use_qkv_bias")
+    return llama_like(f, "stablelm", **row, reads_head_dim=False, round_heads=False, qkv_bias="use_qkv_bias")
 
 
 def phi(f: Fields) -> Shape:
@@ -194,7 +196,7 @@ def _deepseek(f: Fields, family: str, row: dict[str, Any], experts: int, shared:
 
 def deepseek_v2(f: Fields) -> Shape:
     f.fixed("mlp_bias", False)
-    row = _row(32, 4096, 32, 0, 11008, 102400, expert=1407, dense=0, uneven=False)
+    row = _row(32, 4096, 32, 0, 11008, 102400, expert=1407, dense=0, round_heads=False)
     return _deepseek(f, "deepseek_v2", row, 64, 2, 6)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.placement import ACTIVATIONS, HBM, Placement
@@ -65,6 +65,10 @@ class Candidate:
             return self.estimate.seconds
         return float(sum(self.plan.needed(t) * (10 if t == "nvme" else 1) for t in self.plan.tiers if t != HBM))
 
+    def on(self, hardware: Hardware) -> Candidate:
+        """Return the candidate beside what another machine has; tiers that no machine lists stay as they are."""
+        return replace(self, available=self.available | {t: n for t, n in hardware.room.items() if t in self.available})
+
     @property
     def used(self) -> dict[str, float]:
         """Return the share of each tier that is needed."""
@@ -90,9 +94,8 @@ def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
 
 def judge(model: Model, plan: Plan, hardware: Hardware) -> Candidate:
     """Return the candidate of a plan on this machine."""
-    available = {"hbm": hardware.gpu_memory, "dram": hardware.host_memory, "nvme": hardware.nvme_space}
     timed = None if isinstance(model, int) else estimate(plan, model, hardware)
-    return Candidate(plan, {tier: available.get(tier) for tier in plan.tiers}, timed)
+    return Candidate(plan, {tier: hardware.room.get(tier) for tier in plan.tiers}, timed)
 
 
 def setups(setup: Setup, stages: Sequence[int], offload: Placement | None) -> Iterator[Setup]:
@@ -120,9 +123,14 @@ def weigh_all(
     model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None
 ) -> list[Candidate]:
     """Return all candidates; stages that do not allow the requested placement are left out if others remain."""
+    return weigh_each(model, setups(setup, stages, offload), hardware)
+
+
+def weigh_each(model: Model, tried: Iterable[Setup], hardware: Hardware) -> list[Candidate]:
+    """Return the candidates of setups; those that are not allowed are left out if others remain."""
     found: list[Candidate] = []
     refused: list[UserError] = []
-    for each in setups(setup, stages, offload):
+    for each in tried:
         try:
             found.append(weigh(model, each, hardware))
         except UserError as error:
