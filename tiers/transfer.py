@@ -103,10 +103,17 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has ended, with or without an error; never waits."""
+        """Whether the transfer has ended, with or without an error; never waits.
+
+        Whoever asks frees what an ended one holds: a tier unmaps memory once its transfers are done, while their owners
+        may keep them for long.
+        """
         if self.future is not None and not self.future.done():
             return False
-        return self.event is None or self.event.query()
+        if self.event is not None and not self.event.query():
+            return False
+        self._hold = ()
+        return True
 
     @property
     def released(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -38,6 +40,21 @@ def test_arenas_are_pinned():
         view = tier.view(tier.allocate(NBYTES))
         assert view.is_pinned() and tier.pinned and tier.pinned_nbytes == tier.footprint
     assert not view.is_pinned()
+
+
+def test_memory_is_unmapped_though_its_transfers_are_kept():
+    target = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    with DramTier(96 * MIB, pin=True) as tier:
+        block = tier.allocate(target.nbytes)
+        mapping = weakref.ref(tier._arenas[0].pages._mapping)
+        delay()
+        transfer = tier.read(block, target)
+        transfer.wait()  # the stream waits, the host does not
+        torch.cuda.synchronize()
+        tier.free(block)
+        del block
+        tier.allocate(80 * MIB)  # there is no room for both
+        assert transfer.nbytes == target.nbytes and mapping() is None
 
 
 def test_a_write_waits_for_the_source_to_be_computed(tier: Tier):

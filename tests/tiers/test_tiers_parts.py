@@ -90,6 +90,16 @@ def test_a_transfer_holds_its_tensors_until_it_is_done():
     assert transfer.done and not transfer._hold
 
 
+def test_an_ended_copy_holds_nothing_though_nobody_waits_for_it():
+    event = SimpleNamespace(query=lambda: over, wait=lambda stream: None)
+    over = False
+    transfer = Transfer(3, event=event, hold=(torch.zeros(3),))
+    transfer.wait()
+    assert not transfer.done and transfer._hold
+    over = True
+    assert transfer.done and not transfer._hold
+
+
 def test_a_failed_transfer_raises_every_time():
     future: Future = Future()
     transfer = Transfer(3, future=future)
