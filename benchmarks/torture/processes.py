@@ -20,13 +20,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ranks import _context
+from ranks import _context, hold_port
 
 from torture import ROOT, leftovers
 from torture.faults import Fault, install
 from torture.setups import Setup
 from zerocli.cli.run_dirs import has_run
-from zerocli.worker import free_port
 
 LIMIT_SECONDS = 150.0
 """Of one run; it takes one or two seconds where nothing else is going on."""
@@ -104,7 +103,9 @@ def forked(
     """
     for note in place.notes.iterdir():
         note.unlink()
-    port, given = free_port(), (words(setup, place, resume), setup.world, place, fault, count_lines, prepare)
+    held = hold_port()
+    port = held.getsockname()[1]
+    given = (words(setup, place, resume), setup.world, place, fault, count_lines, prepare)
     ranks = [_context.Process(target=_rank, args=(rank, port, *given), daemon=True) for rank in range(setup.world)]
     with POLLING:
         for process in ranks:
@@ -128,6 +129,7 @@ def forked(
         for process in ranks:
             process.kill()
             process.join()
+    held.close()
     codes = _codes(ranks)
     said = [_read(place.notes / f"said{rank}") for rank in range(setup.world)]
     lines = _read(place.notes / "lines0")

@@ -62,7 +62,9 @@ def test_a_killed_node_leaves_the_job_to_those_that_remain(tmp_path, whole):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    timeouts = "join_timeout=120,last_call_timeout=3,heartbeat_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    # The last call is long: if the first agent began alone, torch's would never tell the second where its store is.
+    timeouts = "join_timeout=120,last_call_timeout=20"
+    timeouts += ",heartbeat_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
     options = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--max-restarts", "2"]
     options += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", timeouts]
     first = torchrun(tmp_path, *options, log="first")

@@ -7,6 +7,7 @@ import multiprocessing as mp
 import multiprocessing.forkserver as forkserver
 import os
 import pickle
+import socket
 import tempfile
 import traceback
 import warnings
@@ -22,6 +23,18 @@ _context.set_forkserver_preload(
     + ["zerocli.run.resume", "torch._dynamo"]  # any torch.optim optimizer imports it
     + ["before_fork"]
 )
+
+
+def hold_port() -> socket.socket:
+    """Return a socket that keeps its port for ranks of ours until it is closed.
+
+    It does not listen, so one that allows it (SO_REUSEADDR, as `zerocli.engine.store` does) can listen there. A port
+    that was merely free a moment ago may be given to any other program's connection.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def start_server() -> None:

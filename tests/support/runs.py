@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ranks import _context
+from ranks import _context, hold_port
 
 from zerocli import config as configs
 from zerocli.config.options import RunOptions
-from zerocli.worker import free_port
 
 TINY = [
     "train.steps=6",
@@ -113,7 +112,8 @@ def train(
 
     One that lives on `grace` seconds after another has failed is ended, and its code is STUCK.
     """
-    port = free_port()
+    held = hold_port()
+    port = held.getsockname()[1]
     death = death or Death((), 0)
     processes = [
         _context.Process(target=_rank, args=(rank, world, port, str(folder), list(sets), given, death), daemon=True)
@@ -133,6 +133,7 @@ def train(
         process.kill()
         process.join()
         codes.append(STUCK if stuck else process.exitcode or 0)
+    held.close()
     return Ended(codes, [Path(f"{folder}.said{rank}").read_text() for rank in range(world)])
 
 
