@@ -130,8 +130,9 @@ def _in_subprocess(sets: tuple[str, ...], folder: str) -> list[dict[str, Any]]:
     job.write_text(json.dumps({"sets": sets, "folder": folder}))
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    # A first run: what Triton compiles in the process takes memory there, which a later run need not.
-    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": f"{folder}/triton"}
+    # A first run: what Triton and cuDNN compile in the process takes memory there, which a later run need not.
+    caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "CUDA_CACHE_PATH": f"{folder}/cuda"}
+    environment = {**os.environ, "PYTHONPATH": paths, **caches}
     environment.setdefault("OMP_NUM_THREADS", "2")  # several cases run at once, and some update states on the CPU
     command = [sys.executable, "-c", code, str(job)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from offload.placement import HBM
 from zerocli.layout.flats import FP32
 
 if TYPE_CHECKING:
@@ -17,19 +18,22 @@ RUNTIME: Mapping[str, int] = {
     "nccl": 400 * MIB,
     "workspace": 64 * MIB,
     "fragments": 0,
-    "python": 1248 * MIB,
-    "compiler": 40 * MIB,
+    "python": 1252 * MIB,
+    "compiler": 12 * MIB,
     "kernels": 98 * MIB,
-    "triton": 22 * MIB,
-    "rotation": 24 * MIB,
-    "optimizers": 44 * MIB,
+    "triton": 63 * MIB,
+    "rotation": 16 * MIB,
+    "optimizers": 21 * MIB,
+    "adamax": 40 * MIB,
+    "threads": 25 * MIB,
 }
 """On a GPU: CUDA context and loaded kernels, NCCL's buffers, cuBLAS's workspaces (one for each thread that computes),
 and fragmentation (0: what `zerocli.plan.arena` finds). On the host: Python with torch, the modules of torch's compiler
-where something imports them, what kernels for half precision add (ours, which Triton compiles, too), what the compiler
-then imports of Triton, and what torch's kernels for rotary positions and for optimizers add where there is none of
-ours. Measured with torch 2.11, CUDA 13: two runs of one configuration differ by up to 33 MiB, two machines by 30, and
-these are above the mean by about as much."""
+where something imports them, what kernels for half precision add (ours, which Triton compiles, and cuDNN's, which it
+compiles too), what the compiler then imports of Triton, what torch's kernels for rotary positions and for its own
+optimizers add, and for Adamax among them, and the threads of an update on the CPU. Measured with torch 2.11, CUDA 13,
+in runs that find no compiled kernels in the caches of Triton and CUDA; where they do, they take 30 to 60 MiB less. Runs
+of like configurations differ by up to 16 MiB."""
 LAST_PAGES = 10 * MIB
 """What the allocator's small pages and the order of its frees cost beyond the arenas of a plan (measured)."""
 DISK_THREADS = 3 * MIB // 2
@@ -62,8 +66,10 @@ def process_nbytes(setup: Setup, rotary: bool = True) -> int:
         "compiler": compiler,
         "kernels": half,
         "triton": half and compiler,
-        "rotation": rotary and not half,
+        "rotation": rotary,
         "optimizers": any(setup.num_temporaries),
+        "adamax": setup.optimizer.lower() == "adamax",
+        "threads": setup.updates_on_cpu and any(share.tier != HBM for share in setup.placement().of("optimizer")),
     }
     return sum(constant(name, setup.runtime) for name, is_there in taken.items() if is_there)
 
