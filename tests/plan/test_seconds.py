@@ -126,7 +126,7 @@ def test_a_host_that_takes_as_long_as_the_device_delays_it():
 
 
 def test_the_host_is_measured_by_training(monkeypatch):
-    for name, few in {"LAYERS": 2, "STEPS": 2, "WARMUP": 1}.items():
+    for name, few in {"LAYERS": 2, "TURNS": 1, "STEPS": 2}.items():
         monkeypatch.setattr(host_times, name, few)
     found = measure_host(torch.device("cpu"))
     assert set(found) == set(HOST) and 1e-5 < found["host_block"] < 1

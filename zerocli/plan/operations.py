@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from zerocli.plan.compute import BACKWARD_OPS, Work
 from zerocli.plan.measure import tensors_in
 
-HOST_OPERATION = 16e-6
+HOST_OPERATION = 14e-6
 """Seconds in which the host launches one operation, with what a model's Python and autograd do around it."""
 ATTENTION = "scaled_dot_product"
 NO_KERNEL = ("empty", "new_empty", "detach", "alias", "lift", "is_", "sym_")
