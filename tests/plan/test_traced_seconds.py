@@ -24,6 +24,7 @@ from zerocli.plan.operations import HOST_OPERATION, Operations
 from zerocli.plan.search import weigh
 from zerocli.plan.setup import Setup
 from zerocli.plan.trace import trace
+from zerocli.plan.traced import LOOKED_AT, REPEATED
 
 H200 = PRESETS["h200"]
 SETUP = Setup(stage=3, ranks=1, ranks_per_node=1, batch=8, seq=1024, precision="bf16", device="cuda", recompute=False)
@@ -84,8 +85,8 @@ def test_the_host_takes_longer_for_operations_that_are_recomputed():
 
     kept, whole, selective = (host(10, each) - host(0, each) for each in WAYS)
     assert kept == pytest.approx(8 * 10 * 3 * HOST_OPERATION)  # backward has a cosine and a product
-    assert whole == pytest.approx(kept + 2 * 8 * 10 * HOST_OPERATION)
-    assert selective == pytest.approx(kept + 4 * 8 * 10 * HOST_OPERATION)
+    assert whole == pytest.approx(kept + REPEATED * 8 * 10 * HOST_OPERATION)
+    assert selective == pytest.approx(kept + LOOKED_AT * 8 * 10 * HOST_OPERATION)
 
 
 def test_views_and_queries_are_no_work_and_each_byte_of_a_kernel_counts_once():
