@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter
 
 import pytest
@@ -85,6 +86,41 @@ def test_the_furthest_next_use_makes_room():
     # then 1), and backward those two: by any order of eviction at least four, of ten uses.
     already = 3
     assert traffic["parameters staged"] <= (already + 4) * PAGE
+
+
+class Event:
+    """The end of a copy on a device, which the host has not waited for."""
+
+    over = False
+
+    def query(self) -> bool:
+        return self.over
+
+    def wait(self, stream: object = None) -> None: ...
+
+
+class Streaming(DramTier):
+    """Host memory whose reads end with an event, as copies to a GPU do."""
+
+    def _read(self, handle, target, offset, after):
+        source = handle.bytes(offset, target.numel())
+        target.copy_(source)
+        self.last = Event()
+        return Transfer(target.numel(), event=self.last, hold=(source, target), tier=self.name)
+
+
+def test_copies_that_made_room_take_no_memory_though_nobody_waits_for_their_reads():
+    stores, mover, _ = make([1024, 3 * 1024], 3 * PAGE)
+    mover._open_cache = lambda nbytes: Streaming(nbytes, pin=False, arena_nbytes=PAGE)
+    mover._cache = None
+    mover._copies.clear()
+    mover.expect([(stores[0], True)])
+    mapping = weakref.ref(mover.cache._arenas[0].pages._mapping)
+    stores[0].fetch(0, torch.empty(1024, dtype=torch.int32)).wait()
+    mover.cache.last.over = True
+    mover.expect([(stores[1], True)])  # needs all of the budget
+    assert mover.block_of(stores[1]) is not None and mover.cache.footprint == 3 * PAGE
+    assert stores[0]._open and mapping() is None
 
 
 def test_a_failed_read_ahead_is_heard_by_whoever_fetches():

@@ -13,13 +13,14 @@ from ranks import run_ranks
 from tiers.pages import resident_nbytes
 from zerocli.checkpoint.saver import Saver
 from zerocli.cli import main as cli
-from zerocli.config import ModelConfig
+from zerocli.config import ModelConfig, read_placement
 from zerocli.engine.engine import Engine
 from zerocli.engine.events import Probe
 from zerocli.engine.settings import Settings
 from zerocli.layout import constants
 from zerocli.models import build
 from zerocli.plan.build import plan_model
+from zerocli.plan.flats import plan_flats
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.rows import Plan
 from zerocli.plan.runtime import DISK_THREADS
@@ -89,6 +90,32 @@ def test_slots_of_the_update_and_copies_read_ahead_are_each_counted_by_their_own
     ahead, slots = counted()
     assert counted(staging_nbytes=1 << 18)[0] == ahead and counted(staging_nbytes=1 << 18)[1] < slots
     assert counted(read_ahead_nbytes=1 << 18) == (2 << 18, slots) and counted(read_ahead_nbytes=0) == (0, slots)
+
+
+def test_page_locked_buffers_of_an_update_are_rounded_one_by_one():
+    """As torch does it: six for chunks of parameters, and for records of two lengths, twice each, and scratch memory.
+
+    On an H200 the process had 3,159 MiB; rounding all of a slot together gave 96 MiB less than now.
+    """
+    model = ModelConfig(layers=16, hidden=768, heads=12, kv_heads=6, vocab=50257, bias=False)
+    offload = "params=hbm:64MiB+nvme,optimizer=cpu:1GiB+nvme,activations=cpu:256MiB+nvme"
+    setup = Setup(
+        stage=3, ranks=1, ranks_per_node=1, batch=1, seq=1024, device="cuda", offload=read_placement(offload),
+        update="cpu", optimizer="adam", clip=1.0, recompute=16,
+    )  # fmt: skip
+    plan = plan_model(shape_of(model, 1024), setup)
+    (row,) = [row for row in plan.rows if "page-locked" in row.formula]
+    assert row.nbytes == (6 * 16 + 2 * 64 + 2 * 32 << 20) + 2 * (16 << 10) + 3 * (256 << 10)
+    assert plan.needed("dram") == pytest.approx(3159.05 * 2**20, rel=0.01)
+
+
+def test_what_the_cpu_allocates_for_an_update_is_host_memory_beside_a_gpu():
+    setup: dict[str, Any] = {"stage": 3, "offload": "optimizer=cpu", "precision": "bf16", "optimizer": "adamax"}
+    beside = {update: planned(1, device="cuda", update=update, **setup) for update in ("cpu", "stream")}
+    rows = {update: [row for row in plan.rows if "on the CPU" in row.formula] for update, plan in beside.items()}
+    assert not rows["stream"] and [row.tier for row in rows["cpu"]] == ["dram"]
+    longest = max(flat.own.numel for flat in plan_flats(shape_of(MODEL, SEQ), beside["cpu"].setup))
+    assert 0 < rows["cpu"][0].nbytes <= 4 * 4 * longest  # four arrays of fp32
 
 
 def test_checkpoints_of_blocks_on_disks_have_staging_of_their_own():

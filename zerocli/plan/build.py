@@ -11,7 +11,16 @@ from collections.abc import Callable
 from offload.placement import HBM
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import constants
-from zerocli.layout.buffers import bucket_limit, chunk_runs, persistent, states, update_scratch, update_slots
+from zerocli.layout.buffers import (
+    SlotKey,
+    bucket_limit,
+    chunk_runs,
+    growing_slots,
+    persistent,
+    states,
+    update_scratch,
+    update_temporaries,
+)
 from zerocli.layout.categories import model_states
 from zerocli.layout.flats import FP32
 from zerocli.layout.sizes import format_bytes, format_count
@@ -23,7 +32,7 @@ from zerocli.plan.rows import Plan, Row
 from zerocli.plan.runtime import DISK_THREADS, LAST_PAGES, SENTENCES, constant, process_nbytes, usual_fragments
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
-from zerocli.plan.step import Peaks, Replay
+from zerocli.plan.step import ROUNDING, Peaks, Replay
 from zerocli.plan.traced import Traced
 
 _GATHERED = "{} buffers for each size of unit, whole, {} B per parameter"
@@ -347,6 +356,7 @@ def _host_buffers(setup: Setup, flats: Flats, disks: list[Uses]) -> dict[str, in
     }
     if setup.device == "cuda":
         found["page-locked buffers of the update"] = _update_pinned(setup, flats)
+        found["arrays of an update on the CPU"] = _update_arrays(setup, flats)
     return found
 
 
@@ -407,12 +417,27 @@ def _buffers(setup: Setup, uses: Uses) -> int:
 def _update_pinned(setup: Setup, flats: Flats) -> int:
     """Return the bytes that torch's pinned allocator, which rounds to powers of two, takes per rank for the update."""
     trainable = [flat for unit in flats.enough(setup.sizing) for flat in unit if flat.trainable]
-    slots = sum(spec.nbytes for spec in update_slots(trainable, setup.sizing) if spec.tier != HBM)
-    total = constants.NUM_SLOTS * _power_of_two(slots // constants.NUM_SLOTS) if slots else 0
+    total, held, free = 0, dict[SlotKey, int](), Counter[int]()
+    for key, spec in growing_slots(trainable, setup.sizing):
+        if spec.tier == HBM:
+            continue
+        nbytes = _power_of_two(spec.nbytes)
+        if key in held:
+            free[held[key]] += 1  # kept by the allocator for one of its size
+        held[key] = nbytes
+        total += 0 if free[nbytes] else nbytes
+        free[nbytes] -= min(1, free[nbytes])
     total += sum(_power_of_two(s.nbytes) for s in update_scratch(trainable, setup.sizing) if s.tier != HBM)
     if setup.update == "auto" and any(flat.offloaded for flat in flats.distinct):
         total += 2 * _power_of_two(96 << 20)  # of the measurement at start-up; torch keeps them
     return total
+
+
+def _update_arrays(setup: Setup, flats: Flats) -> int:
+    """Return the bytes that the CPU allocates while it updates a piece, beside a GPU."""
+    trainable = [flat for flat in flats.distinct if flat.trainable]
+    arrays = update_temporaries(trainable, setup.sizing, setup.num_temporaries[0], ROUNDING.get(setup.precision, 0))
+    return sum(spec.nbytes for spec in arrays if spec.tier != HBM)
 
 
 def _power_of_two(nbytes: int) -> int:
