@@ -234,20 +234,30 @@ def update_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
 def growing_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[tuple[SlotKey, Spec]]:
     """Yield each buffer of the update's slots whenever a chunk needs it larger; the smaller one is freed before."""
     most: dict[SlotKey, int] = {}
+    known: dict[int, list[tuple[int, list[tuple[str, int]]]]] = {}  # flats of equal units are one object
     at = 0
     for flat in (flat for flat in flats if flat.offloaded):
-        device, widths = update_device(flat, sizing), slot_widths(flat, sizing)
-        for count, numel in chunk_runs(flat, sizing.chunk):
+        if id(flat) not in known:
+            known[id(flat)] = list(_slot_sizes(flat, sizing))
+        device = update_device(flat, sizing)
+        for count, sizes in known[id(flat)]:
             for slot in range(at, at + min(count, NUM_SLOTS)):
-                for name, width in widths.items():
+                for name, nbytes in sizes:
                     key = (device, slot % NUM_SLOTS, name)
-                    nbytes = sizing.record_nbytes(flat.width, numel) if name == "record" else numel * width
                     if nbytes > most.get(key, 0):
                         most[key] = nbytes
                         written = name == "parameters" and not sizing.split_master
                         title = WRITTEN_SLOTS if written else "update slots"
                         yield key, Spec("buffers", title, nbytes, 1, _tier(device, sizing))
             at += count
+
+
+def _slot_sizes(flat: FlatSpec, sizing: Sizing) -> Iterator[tuple[int, list[tuple[str, int]]]]:
+    """Yield (count, bytes of each buffer of a slot by name) of each run of equal chunks of a flat."""
+    widths = slot_widths(flat, sizing)
+    for count, numel in chunk_runs(flat, sizing.chunk):
+        record = sizing.record_nbytes(flat.width, numel)
+        yield count, [(name, record if name == "record" else numel * width) for name, width in widths.items()]
 
 
 def chunk_runs(flat: FlatSpec, numel: int) -> Iterator[tuple[int, int]]:

@@ -416,7 +416,8 @@ def _buffers(setup: Setup, uses: Uses) -> int:
 
 def _update_pinned(setup: Setup, flats: Flats) -> int:
     """Return the bytes that torch's pinned allocator, which rounds to powers of two, takes per rank for the update."""
-    trainable = [flat for unit in flats.enough(setup.sizing) for flat in unit if flat.trainable]
+    updated = setup.updates_on_cpu  # else its slots are on the device
+    trainable = [flat for unit in flats.enough(setup.sizing) for flat in unit if flat.trainable and updated]
     total, held, free = 0, dict[SlotKey, int](), Counter[int]()
     for key, spec in growing_slots(trainable, setup.sizing):
         if spec.tier == HBM:

@@ -187,6 +187,13 @@ class Shape:
 
         A tied weight is used at both ends: embedding and head are then one unit, `rest`, which comes first.
         """
+        return iter(self._units)
+
+    @cached_property
+    def _units(self) -> tuple[tuple[Unit, int], ...]:
+        return tuple(self._make_units())
+
+    def _make_units(self) -> Iterator[tuple[Unit, int]]:
         if self.tie:
             yield Unit("rest", (*self.embed_parameters(), *self.head_parameters())), 1
         else:
