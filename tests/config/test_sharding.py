@@ -7,6 +7,7 @@ import inspect
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +102,11 @@ def test_every_key_that_engine_and_plan_read_arrives_there(monkeypatch):
     )
     default = sharding_of(Config())
     assert {name for name in SHARED if getattr(changed, name) == getattr(default, name)} == set()
+
+
+@pytest.mark.parametrize("folders", ["/a", Path("/a"), ["/a"], (Path("/a"),)], ids=repr)
+def test_one_folder_of_disks_is_one_folder(folders):
+    assert Settings(nvme_path=folders).nvme_path == Setup(nvme_path=folders).nvme_path == ("/a",)
 
 
 def test_config_engine_and_plan_have_one_set_of_defaults():

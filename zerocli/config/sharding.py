@@ -7,6 +7,7 @@ is mapped from the config once and has one default.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,7 @@ class Sharding:
     update: str = OffloadConfig.update
     """Where offloaded states are updated: `cpu`, `stream` (through the device), or by measurement."""
     nvme_path: tuple[str, ...] = OffloadConfig.nvme_path
-    """Folders of the nvme tier."""
+    """Folders of the nvme tier; one may be given as it is."""
     staging_nbytes: int = OffloadConfig.staging
     """Device (or host) memory through which offloaded states are streamed for their update."""
     read_ahead_nbytes: int = OffloadConfig.read_ahead
@@ -81,6 +82,9 @@ class Sharding:
     def __post_init__(self) -> None:
         object.__setattr__(self, "offload", read_placement(self.offload))
         object.__setattr__(self, "recompute", read_recompute(self.recompute))
+        folders: Any = self.nvme_path
+        folders = (folders,) if isinstance(folders, str | os.PathLike) else folders
+        object.__setattr__(self, "nvme_path", tuple(map(os.fspath, folders)))
 
     @property
     def recomputed(self) -> Recompute:
