@@ -22,7 +22,7 @@ from zerocli.plan import checks
 from zerocli.plan.automatic import choose_setup, flags, keywords, may_compile, with_choice
 from zerocli.plan.build import plan_model
 from zerocli.plan.checks import COMPILING
-from zerocli.plan.choose import HOST_MARGIN, _Search, choose
+from zerocli.plan.choose import HOST_MARGIN, Choice, _Search, choose
 from zerocli.plan.hardware import PRESETS, Hardware
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.recompute import MARGIN
@@ -93,6 +93,32 @@ def test_what_once_was_faster_by_hand(model, sizes, machine, by_hand):
     other = weigh(shape, dataclasses.replace(asked, **by_hand), capped(gib * (1 - MARGIN), hardware))
     assert best is not None and best.fits and other.fits
     assert best.cost <= other.cost * 1.005
+
+
+@pytest.mark.parametrize("gib", [1.5, 3, 6, 12, 40])
+def test_stages_that_cannot_fit_are_left_out_and_nothing_else_is(gib, monkeypatch):
+    model = ModelConfig(family="llama", layers=16, hidden=2048, heads=16, vocab=32000, tie=False)
+    asked = setup(ranks=8, ranks_per_node=8, batch=1, seq=1024)
+    machine = capped(gib, dataclasses.replace(PRESETS["h100"], host_memory=60 << 30))
+
+    def found() -> Choice:
+        return choose_setup(shape_of(model, 1024), asked, machine, FREE)
+
+    some = found()
+    monkeypatch.setattr("zerocli.plan.choose.ROUGH", math.inf)
+    every = found()
+    assert [each.setup for each in some.fitting] == [each.setup for each in every.fitting]
+    assert (some.nearest and some.nearest.setup) == (every.nearest and every.nearest.setup)
+    stages = {stage: weigh(shape_of(model, 1024), lean(asked, stage), machine).fits for stage in (0, 1, 2, 3)}
+    assert some.number < every.number or all(stages.values())
+
+
+def lean(asked: Setup, stage: int) -> Setup:
+    """Return the setup of a stage that takes least of a device."""
+    kinds = ("optimizer", "grads", "params")[:stage]
+    return dataclasses.replace(
+        asked, stage=stage, recompute=True, offload=",".join(f"{kind}=cpu" for kind in (*kinds, "activations"))
+    )
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 
 from offload.placement import HBM
@@ -17,12 +17,11 @@ from zerocli.layout.buffers import (
     chunk_runs,
     growing_slots,
     persistent,
-    states,
     update_scratch,
     update_temporaries,
 )
 from zerocli.layout.categories import model_states
-from zerocli.layout.flats import FP32
+from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan import saves
 from zerocli.plan.flats import Flats, arenas, fullest_flats, pages, swap
@@ -291,19 +290,6 @@ def _logits_formula(shape: Shape, setup: Setup) -> str:
 # -- the host and its disks --------------------------------------------------------------------------------------------
 
 
-def _pieces(setup: Setup, flats: Flats, tier: str) -> tuple[dict[str, list[int]], list[int], list[int]]:
-    """Return block sizes on a tier: by category, those of parameters and those of all else, in allocation order."""
-    sizes: dict[str, list[int]] = defaultdict(list)
-    for unit, times in flats.runs:
-        own: dict[str, list[int]] = defaultdict(list)
-        for spec in (spec for flat in unit for spec in states(flat, setup.sizing) if spec.tier == tier):
-            own[spec.category].append(spec.nbytes)
-        for category, blocks in own.items():
-            sizes[category] += blocks * times
-    sizes["gradients"].reverse()  # allocated in the order of backward
-    return sizes, sizes["parameters"], sizes["optimizer_states"] + sizes["gradients"]
-
-
 def _piece_rows(tier: str, sizes: dict[str, list[int]], times: int) -> list[Row]:
     return [
         Row(category, tier, sum(blocks) * times, f"{len(blocks)} pieces per rank x {times}")
@@ -314,7 +300,8 @@ def _piece_rows(tier: str, sizes: dict[str, list[int]], times: int) -> list[Row]
 
 def _host_rows(setup: Setup, flats: Flats, peaks: Peaks, process: int) -> list[Row]:
     times, taken = setup.local_ranks, _taken(setup)
-    sizes, parameters, others = _pieces(setup, flats, "dram")
+    sizes = flats.pieces(setup.sizing, "dram")
+    parameters, others = flats.tier_objects(setup.sizing, "dram")
     rows = _piece_rows("dram", sizes, times)
     rest = taken(parameters) + taken(others) - sum(sum(blocks) for blocks in sizes.values())
     if rest:
@@ -375,23 +362,37 @@ def _disk_tiers(setup: Setup, flats: Flats, peaks: Peaks) -> list[Uses]:
     """Return what uses each of a rank's disk tiers: that of parameters, of other states, of activation checkpoints."""
     if "nvme" not in setup.placement().tiers:
         return []
-    sizing, trainable = setup.sizing, [flat for flat in flats if flat.trainable]
-    chunks = [(flat, n) for flat in trainable if flat.offloaded for _, n in chunk_runs(flat, sizing.chunk)]
-    parameters = [n * flat.width * (flat.tiers["parameters"] == "nvme") for flat, n in chunks]
-    records = [sizing.record_nbytes(flat.width, n) * (flat.tiers["optimizer"] == "nvme") for flat, n in chunks]
-    fetched = [n * sizing.grad_width(flat.width) * (flat.tiers["gradients"] == "nvme") for flat, n in chunks]
-    whole = [flat.own.numel * flat.width * (flat.tiers["parameters"] == "nvme") for flat in flats]
-    written = [
-        min(flat.own.numel * sizing.grad_width(flat.width), sizing.bucket_nbytes) * (flat.tiers["gradients"] == "nvme")
-        for flat in trainable
-    ]
+    sizing = setup.sizing
+
+    def chunked(size: Callable[[FlatSpec, int], int]) -> list[int]:
+        """Return a size of each run of equal chunks that the update streams."""
+        return flats.sizes(
+            lambda flat: [
+                size(flat, numel)
+                for _, numel in (chunk_runs(flat, sizing.chunk) if flat.trainable and flat.offloaded else ())
+            ]
+        )
+
+    parameters = chunked(lambda flat, numel: numel * flat.width * (flat.tiers["parameters"] == "nvme"))
+    records = chunked(lambda flat, numel: sizing.record_nbytes(flat.width, numel) * (flat.tiers["optimizer"] == "nvme"))
+    fetched = chunked(lambda flat, numel: numel * sizing.grad_width(flat.width) * (flat.tiers["gradients"] == "nvme"))
+    whole = flats.sizes(lambda flat: [flat.own.numel * flat.width * (flat.tiers["parameters"] == "nvme")])
+    written = flats.sizes(
+        lambda flat: (
+            [
+                min(flat.own.numel * sizing.grad_width(flat.width), sizing.bucket_nbytes)
+                * (flat.tiers["gradients"] == "nvme")
+            ]
+            * flat.trainable
+        )
+    )
     slots = constants.NUM_SLOTS
     objects: list[Uses] = [
         # Written back in the update; whole when they are placed; fetched for the next unit while one is computed with.
         [(parameters, slots), (whole, 2)],
         [
             ([sum(each) for each in zip(records, fetched, strict=True)], slots),
-            (written, bucket_limit(trainable, sizing)),
+            (written, bucket_limit([flat for flat in flats if flat.trainable], sizing)),
         ],
         [([peaks.checkpoint_nbytes * bool(peaks.offloaded.get("nvme"))] * 3, 3)],  # two written and one read
     ]
@@ -452,7 +453,8 @@ def _on_nvme(kept: Row | None) -> list[Row]:
 
 def _disk_rows(setup: Setup, flats: Flats, peaks: Peaks, kept_saves: Row | None) -> list[Row]:
     times = setup.local_ranks
-    sizes, parameters, others = _pieces(setup, flats, "nvme")
+    sizes = flats.pieces(setup.sizing, "nvme")
+    parameters, others = flats.tier_objects(setup.sizing, "nvme")
     rows = _piece_rows("nvme", sizes, times)
     grown = swap(parameters) + swap(others)
     if grown:
@@ -470,7 +472,7 @@ def _other_rows(setup: Setup, flats: Flats, peaks: Peaks) -> list[Row]:
     times = setup.local_ranks
     rows = []
     for tier in (each for each in setup.placement().tiers if each not in ("dram", "nvme")):
-        rows += _piece_rows(tier, _pieces(setup, flats, tier)[0], times)
+        rows += _piece_rows(tier, flats.pieces(setup.sizing, tier), times)
         if kept := peaks.offloaded.get(tier, 0):
             rows.append(Row("activations", tier, kept * times, f"activation checkpoints per rank x {times}"))
     return rows

@@ -42,6 +42,8 @@ WORTH = 0.02
 """A placement with budgets is shown if it is faster than the others by more than this share."""
 NEAR = 6
 """Where no rough plan fits, so many that exceed the machine least are made exactly."""
+ROUGH = 0.1
+"""How much of a machine's memory a rough plan may be too high."""
 ORDERS = (("optimizer", "gradients", "parameters"), ("optimizer", "parameters", "gradients"))
 """Kinds of states in the orders in which they leave the device."""
 
@@ -183,6 +185,8 @@ class _Search:
     def stage(self, setup: Setup, offload: Placement | None) -> None:
         """Try the setup's stage and batch with all amounts of recomputation that are worth it."""
         order = self._amounts(setup)
+        if self._found and not self._may_fit(replace(setup, recompute=order[-1]), offload):
+            return  # the first one is searched in any case, for the nearest if nothing fits
         tried: dict[int, float] = {}
 
         def attempt(at: int) -> None:
@@ -197,6 +201,24 @@ class _Search:
             step //= 2
             attempt(best - step)
             attempt(best + step)
+
+    def _may_fit(self, setup: Setup, offload: Placement | None) -> bool:
+        """Whether a device may have room for a stage that recomputes all it may, with all off the device that may be.
+
+        A stage that cannot fit has no other candidate than this one.
+        """
+        away = (Share(self._off),)
+        kinds = [kind for kind in ORDERS[0] if getattr(setup.zero, kind)]
+        kinds += [ACTIVATIONS] if setup.recomputed.count else []
+        least = Placement(dict.fromkeys(kinds, away)) if offload is None else offload
+        try:
+            found = self._weigh_roughly(replace(setup, offload=least))
+        except UserError:  # the search says why
+            return True
+        if found.over.get(HBM, 0) <= ROUGH * self._limits.gpu_memory:
+            return True
+        self._weigh(setup, least)
+        return False
 
     def _amounts(self, setup: Setup) -> Sequence[Recompute]:
         """Return what may be recomputed with a stage and a batch, from nothing to all of every block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cached_property
 
@@ -31,6 +32,7 @@ class Flats(list[FlatSpec]):
         super().__init__()
         self.runs: list[tuple[tuple[FlatSpec, ...], int]] = []
         """(flats of one unit, number of consecutive units)."""
+        self._pieces: dict[Sizing, dict[tuple[str, str], list[int]]] = {}
 
     def add(self, unit: tuple[FlatSpec, ...], times: int) -> None:
         self.runs.append((unit, times))
@@ -50,6 +52,28 @@ class Flats(list[FlatSpec]):
         for unit, times in self.runs:
             found += [size for flat in unit for size in of(flat)] * times
         return found
+
+    def pieces(self, sizing: Sizing, tier: str) -> dict[str, list[int]]:
+        """Return the block sizes of model states on a tier by category, in order of allocation."""
+        if sizing not in self._pieces:
+            found: dict[tuple[str, str], list[int]] = defaultdict(list)
+            for unit, times in self.runs:
+                own: dict[tuple[str, str], list[int]] = defaultdict(list)
+                for spec in (spec for flat in unit for spec in buffers.states(flat, sizing)):
+                    own[spec.tier, spec.category].append(spec.nbytes)
+                for key, blocks in own.items():
+                    found[key] += blocks * times
+            self._pieces[sizing] = found
+        return {
+            category: blocks[::-1] if category == "gradients" else list(blocks)  # those in the order of backward
+            for (where, category), blocks in self._pieces[sizing].items()
+            if where == tier
+        }
+
+    def tier_objects(self, sizing: Sizing, tier: str) -> tuple[list[int], list[int]]:
+        """Return the block sizes of parameters and of other states on a tier: each have a tier object of their own."""
+        found = self.pieces(sizing, tier)
+        return found.get("parameters", []), found.get("optimizer_states", []) + found.get("gradients", [])
 
     @property
     def units(self) -> list[tuple[FlatSpec, ...]]:

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 
 from offload.placement import HBM
 from zerocli.layout import constants
-from zerocli.layout.buffers import states
 from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.plan.flats import Flats, arenas
 from zerocli.plan.setup import Setup
@@ -48,20 +47,9 @@ def _buffers(setup: Setup, flats: Flats) -> int:
 
 def _kept(setup: Setup, flats: Flats) -> int:
     """Return what a rank's tiers hold in host memory once its states are placed."""
-
-    def on(tier: str, category: str) -> list[int]:
-        def of(flat: FlatSpec) -> list[int]:
-            found = (spec for spec in states(flat, setup.sizing) if spec.tier == tier)
-            return [spec.nbytes for spec in found if spec.category == category]
-
-        return flats.sizes(of)
-
-    def pieces(tier: str) -> tuple[list[int], list[int]]:
-        """Return block sizes of parameters and of other states, in order of allocation; each has a tier object."""
-        return on(tier, "parameters"), [*on(tier, "optimizer_states"), *reversed(on(tier, "gradients"))]
-
+    here, there = (flats.tier_objects(setup.sizing, tier) for tier in ("dram", "nvme"))
     staging = constants.STAGING_NBYTES + constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES
-    return sum(map(arenas, pieces("dram"))) + staging * sum(map(bool, pieces("nvme")))
+    return sum(map(arenas, here)) + staging * sum(map(bool, there))
 
 
 def _read(setup: Setup, flat: FlatSpec, transposes: bool) -> Iterator[int]:
