@@ -20,7 +20,7 @@ from zerocli.plan.choose import choose
 from zerocli.plan.compute import BACKWARD_OPS, Work
 from zerocli.plan.hardware import PRESETS
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.operations import HOST_OPERATION, Operations
+from zerocli.plan.operations import BALANCE, HOST_OPERATION, Operations
 from zerocli.plan.search import weigh
 from zerocli.plan.setup import Setup
 from zerocli.plan.trace import trace
@@ -67,7 +67,7 @@ def test_operations_are_those_that_run():
     tokens = 8 * 1024
     blocks = 2 * tokens * 8 * 2048 * 2048
     matrices = blocks + 2 * tokens * 2048 * 1000
-    traced = trace("chain", chain, WAYS)
+    traced = trace("chain", lambda: chain(1), WAYS)
     for recompute, repeated in ((NOTHING, 0), (WHOLE, blocks), (SELECTIVELY, 0)):
         forward, backward, again = traced.work[True, recompute]
         assert forward.products == matrices and backward.products == 2 * matrices
@@ -87,6 +87,19 @@ def test_the_host_takes_longer_for_operations_that_are_recomputed():
     assert kept == pytest.approx(8 * 10 * 3 * HOST_OPERATION)  # backward has a cosine and a product
     assert whole == pytest.approx(kept + REPEATED * 8 * 10 * HOST_OPERATION)
     assert selective == pytest.approx(kept + LOOKED_AT * 8 * 10 * HOST_OPERATION)
+
+
+def test_a_thin_product_waits_for_memory_and_a_square_one_does_not():
+    with Operations() as operations:
+        thin = torch.empty(8, 2048, 64, dtype=torch.bfloat16, device="meta")
+        scores = thin @ thin.mT
+        work = operations.take()[0]
+        assert work.products == 8 * 2 * 2048 * 2048 * 64
+        nbytes = scores.nbytes + 2 * thin.nbytes
+        assert work.moved + work.products / BALANCE[2] == pytest.approx(nbytes)
+        square = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+        square @ square
+        assert operations.take()[0].moved == 0
 
 
 def test_views_and_queries_are_no_work_and_each_byte_of_a_kernel_counts_once():
@@ -136,7 +149,7 @@ def test_a_trace_of_a_model_with_a_formula_takes_as_long(layers):
 
 
 def test_a_choice_for_a_traced_model_recomputes_and_offloads_only_what_it_must():
-    traced = trace("chain", chain, WAYS)
+    traced = trace("chain", lambda: chain(1), WAYS)
     setup = dataclasses.replace(SETUP, recompute="auto")
     roomy = choose(traced, setup, H200, [3]).best
     assert roomy is not None and not roomy.setup.offload and not roomy.setup.recomputed

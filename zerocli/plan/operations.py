@@ -20,8 +20,11 @@ from zerocli.plan.measure import tensors_in
 
 HOST_OPERATION = 14e-6
 """Seconds in which the host launches one operation, with what a model's Python and autograd do around it."""
+BALANCE = {2: 160.0, 4: 12.0}
+"""Operations of a product for each byte that it reads or writes, by the width of its numbers, below which an H200 waits
+for memory: those of attention without a kernel of its own, whose products are thin and their results large."""
 ATTENTION = "scaled_dot_product"
-NO_KERNEL = ("empty", "new_empty", "detach", "alias", "lift", "is_", "sym_")
+NO_KERNEL = ("empty", "new_empty", "detach", "alias", "lift", "is_", "sym_", "_unsafe_view")
 """How the names of operations begin that launch nothing."""
 
 
@@ -85,7 +88,9 @@ def _work_of(function: Any, args: Any, kwargs: Any, out: Any) -> Work:
         return Work(attention=operations * (BACKWARD_OPS if "backward" in name else 1.0), host=HOST_OPERATION)
     counted = flop_registry.get(_not_in_place(function))
     if counted is not None:
-        return Work(products=float(counted(*args, **kwargs, out_val=out)), host=HOST_OPERATION)
+        operations = float(counted(*args, **kwargs, out_val=out))
+        waits = max(0.0, _nbytes(args, kwargs, out) - operations / BALANCE.get(out.element_size(), BALANCE[2]))
+        return Work(products=operations, moved=waits, host=HOST_OPERATION)
     return Work(moved=_nbytes(args, kwargs, out), host=HOST_OPERATION)
 
 
