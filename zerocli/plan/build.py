@@ -366,26 +366,25 @@ def _disk_tiers(setup: Setup, flats: Flats, peaks: Peaks) -> list[Uses]:
 
     def chunked(size: Callable[[FlatSpec, int], int]) -> list[int]:
         """Return a size of each run of equal chunks that the update streams."""
-        return flats.sizes(
-            lambda flat: [
-                size(flat, numel)
-                for _, numel in (chunk_runs(flat, sizing.chunk) if flat.trainable and flat.offloaded else ())
-            ]
-        )
+
+        def of(flat: FlatSpec) -> list[int]:
+            streamed = flat.trainable and flat.offloaded
+            return [size(flat, numel) for _, numel in chunk_runs(flat, sizing.chunk)] if streamed else []
+
+        return flats.sizes(of)
+
+    def reduced(flat: FlatSpec) -> list[int]:
+        """Return the size of what is written of a flat's gradients at once."""
+        if not flat.trainable:
+            return []
+        nbytes = min(flat.own.numel * sizing.grad_width(flat.width), sizing.bucket_nbytes)
+        return [nbytes * (flat.tiers["gradients"] == "nvme")]
 
     parameters = chunked(lambda flat, numel: numel * flat.width * (flat.tiers["parameters"] == "nvme"))
     records = chunked(lambda flat, numel: sizing.record_nbytes(flat.width, numel) * (flat.tiers["optimizer"] == "nvme"))
     fetched = chunked(lambda flat, numel: numel * sizing.grad_width(flat.width) * (flat.tiers["gradients"] == "nvme"))
     whole = flats.sizes(lambda flat: [flat.own.numel * flat.width * (flat.tiers["parameters"] == "nvme")])
-    written = flats.sizes(
-        lambda flat: (
-            [
-                min(flat.own.numel * sizing.grad_width(flat.width), sizing.bucket_nbytes)
-                * (flat.tiers["gradients"] == "nvme")
-            ]
-            * flat.trainable
-        )
-    )
+    written = flats.sizes(reduced)
     slots = constants.NUM_SLOTS
     objects: list[Uses] = [
         # Written back in the update; whole when they are placed; fetched for the next unit while one is computed with.

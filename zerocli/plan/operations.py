@@ -89,7 +89,8 @@ def _work_of(function: Any, args: Any, kwargs: Any, out: Any) -> Work:
     counted = flop_registry.get(_not_in_place(function))
     if counted is not None:
         operations = float(counted(*args, **kwargs, out_val=out))
-        waits = max(0.0, _nbytes(args, kwargs, out) - operations / BALANCE.get(out.element_size(), BALANCE[2]))
+        width = next((each.element_size() for each in tensors_in(out)), 2)  # a convolution's backward makes several
+        waits = max(0.0, _nbytes(args, kwargs, out) - operations / BALANCE.get(width, BALANCE[2]))
         return Work(products=operations, moved=waits, host=HOST_OPERATION)
     return Work(moved=_nbytes(args, kwargs, out), host=HOST_OPERATION)
 
