@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from agents import kill_all, wait_for_a_checkpoint, workers
+from ranks import hold_port
 from runs import TINY, losses, train
 
 SETS = ["train.steps=60", "checkpoint.every=5", "train.log_every=1000", "train.global_batch=4", "train.watchdog=60"]
@@ -59,10 +60,9 @@ def test_a_killed_rank_brings_the_job_back_from_its_checkpoint(tmp_path, whole):
 @pytest.mark.long  # waits for torchrun's timeouts
 def test_a_killed_node_leaves_the_job_to_those_that_remain(tmp_path, whole):
     """Two agents stand for two nodes; the global batch stays, so one rank goes on to the same losses, to rounding."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # The last call is long: if the first agent began alone, torch's would never tell the second where its store is.
+    held = hold_port()
+    port = held.getsockname()[1]
+    # The last call is long: if the first agent began alone, torch never tells the second where its store is.
     timeouts = "join_timeout=120,last_call_timeout=20"
     timeouts += ",heartbeat_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
     options = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--max-restarts", "2"]
@@ -79,6 +79,7 @@ def test_a_killed_node_leaves_the_job_to_those_that_remain(tmp_path, whole):
         assert first.wait(240) == 0, (tmp_path / "first").read_text()
     finally:
         kill_all(agents)
+        held.close()
     log = (tmp_path / "first").read_text()
     assert re.search(r"resuming after step \d+:", log), log
     assert "1 rank on cpu" in log

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from offload.placement import HBM
 from zerocli.errors import DOES_NOT_FIT, UserError
@@ -343,7 +343,7 @@ def _host_buffers(setup: Setup, flats: Flats, disks: list[Uses]) -> dict[str, in
     }
     if setup.device == "cuda":
         found["page-locked buffers of the update"] = _update_pinned(setup, flats)
-        found["arrays of an update on the CPU"] = _update_arrays(setup, flats)
+        found["arrays of an update on the CPU"] = _update_arrays(setup, flats) if setup.updates_on_cpu else 0
     return found
 
 
@@ -415,22 +415,34 @@ def _buffers(setup: Setup, uses: Uses) -> int:
 
 
 def _update_pinned(setup: Setup, flats: Flats) -> int:
-    """Return the bytes that torch's pinned allocator, which rounds to powers of two, takes per rank for the update."""
-    updated = setup.updates_on_cpu  # else its slots are on the device
-    trainable = [flat for unit in flats.enough(setup.sizing) for flat in unit if flat.trainable and updated]
-    total, held, free = 0, dict[SlotKey, int](), Counter[int]()
-    for key, spec in growing_slots(trainable, setup.sizing):
-        if spec.tier == HBM:
-            continue
-        nbytes = _power_of_two(spec.nbytes)
-        if key in held:
-            free[held[key]] += 1  # kept by the allocator for one of its size
-        held[key] = nbytes
-        total += 0 if free[nbytes] else nbytes
-        free[nbytes] -= min(1, free[nbytes])
-    total += sum(_power_of_two(s.nbytes) for s in update_scratch(trainable, setup.sizing) if s.tier != HBM)
+    """Return the bytes that torch's pinned allocator takes per rank for the update."""
+    total = 0
+    if setup.updates_on_cpu:  # else its buffers are on the device
+        trainable = [flat for unit in flats.enough(setup.sizing) for flat in unit if flat.trainable]
+        total += _pinned((key, spec.nbytes) for key, spec in growing_slots(trainable, setup.sizing) if spec.tier != HBM)
+        total += sum(_power_of_two(s.nbytes) for s in update_scratch(trainable, setup.sizing) if s.tier != HBM)
     if setup.update == "auto" and any(flat.offloaded for flat in flats.distinct):
         total += 2 * _power_of_two(96 << 20)  # of the measurement at start-up; torch keeps them
+    return total
+
+
+def _pinned(buffers: Iterable[tuple[SlotKey, int]]) -> int:
+    """Return what torch's pinned allocator takes for buffers, each of which replaces the one of its key.
+
+    It rounds sizes to powers of two, and keeps what is freed for a buffer of the same size.
+    """
+    held: dict[SlotKey, int] = {}
+    kept: Counter[int] = Counter()
+    total = 0
+    for key, nbytes in buffers:
+        size = _power_of_two(nbytes)
+        if key in held:
+            kept[held[key]] += 1
+        held[key] = size
+        if kept[size]:
+            kept[size] -= 1
+        else:
+            total += size
     return total
 
 

@@ -43,7 +43,7 @@ WORTH = 0.02
 NEAR = 6
 """Where no rough plan fits, so many that exceed the machine least are made exactly."""
 ROUGH = 0.1
-"""How much of a machine's memory a rough plan may be too high."""
+"""Share of the device's memory by which a rough plan may be too high."""
 ORDERS = (("optimizer", "gradients", "parameters"), ("optimizer", "parameters", "gradients"))
 """Kinds of states in the orders in which they leave the device."""
 

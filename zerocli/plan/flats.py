@@ -63,12 +63,11 @@ class Flats(list[FlatSpec]):
                     own[spec.tier, spec.category].append(spec.nbytes)
                 for key, blocks in own.items():
                     found[key] += blocks * times
+            for (_, category), blocks in found.items():
+                if category == "gradients":
+                    blocks.reverse()  # in the order of backward
             self._pieces[sizing] = found
-        return {
-            category: blocks[::-1] if category == "gradients" else list(blocks)  # those in the order of backward
-            for (where, category), blocks in self._pieces[sizing].items()
-            if where == tier
-        }
+        return {category: blocks for (where, category), blocks in self._pieces[sizing].items() if where == tier}
 
     def tier_objects(self, sizing: Sizing, tier: str) -> tuple[list[int], list[int]]:
         """Return the block sizes of parameters and of other states on a tier: each have a tier object of their own."""

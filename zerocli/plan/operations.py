@@ -21,8 +21,9 @@ from zerocli.plan.measure import tensors_in
 HOST_OPERATION = 14e-6
 """Seconds in which the host launches one operation, with what a model's Python and autograd do around it."""
 BALANCE = {2: 160.0, 4: 12.0}
-"""Operations of a product for each byte that it reads or writes, by the width of its numbers, below which an H200 waits
-for memory: those of attention without a kernel of its own, whose products are thin and their results large."""
+"""Operations for each byte that a matrix product reads or writes, by the bytes of a number, below which an H200 waits
+for memory. Such are products with a short inner dimension: queries and keys, where attention has no kernel of its own.
+"""
 ATTENTION = "scaled_dot_product"
 NO_KERNEL = ("empty", "new_empty", "detach", "alias", "lift", "is_", "sym_", "_unsafe_view")
 """How the names of operations begin that launch nothing."""

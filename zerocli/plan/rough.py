@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 
 from offload.placement import ACTIVATIONS, HBM, Placement
-from zerocli.layout.buffers import buckets, gather_buffers, gradient_arenas, states, update_slots
+from zerocli.layout.buffers import buckets, gather_buffers, gradient_arenas, update_slots
 from zerocli.plan.build import check, plan_peaks
 from zerocli.plan.flats import Flats, plan_flats
 from zerocli.plan.ledger import Peak
@@ -78,9 +78,10 @@ def _held(flats: Flats, setup: Setup) -> Counter[str]:
     """Return the bytes on the device that stay from step to step, and all gradients, by category."""
     held: Counter[str] = Counter()
     sizing = replace(setup.sizing, keep_gradients=True)
+    for category, blocks in flats.pieces(sizing, HBM).items():
+        held[category] += sum(blocks)
     for unit, times in flats.runs:
-        trainable = [flat for flat in unit if flat.trainable]
-        for spec in (*(spec for flat in unit for spec in states(flat, sizing)), *gradient_arenas(trainable, sizing)):
+        for spec in gradient_arenas([flat for flat in unit if flat.trainable], sizing):
             held[spec.category] += spec.nbytes * times * (spec.tier == HBM)
     some = flats.enough(sizing)
     trainable = [flat for unit in some for flat in unit if flat.trainable]

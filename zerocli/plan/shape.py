@@ -190,22 +190,18 @@ class Shape:
         return iter(self._units)
 
     @cached_property
-    def _units(self) -> tuple[tuple[Unit, int], ...]:
-        return tuple(self._make_units())
-
-    def _make_units(self) -> Iterator[tuple[Unit, int]]:
+    def _units(self) -> list[tuple[Unit, int]]:
         if self.tie:
-            yield Unit("rest", (*self.embed_parameters(), *self.head_parameters())), 1
+            found = [(Unit("rest", (*self.embed_parameters(), *self.head_parameters())), 1)]
         else:
-            yield Unit("embed", self.embed_parameters()), 1
+            found = [(Unit("embed", self.embed_parameters()), 1)]
         known: dict[bool, Unit] = {}
         for block, times in self.runs:
             sparse = self.is_sparse(block)
             if sparse not in known:
                 known[sparse] = Unit("block", self.block_parameters(block), sparse)
-            yield known[sparse], times
-        if not self.tie:
-            yield Unit("head", self.head_parameters()), 1
+            found.append((known[sparse], times))
+        return found if self.tie else [*found, (Unit("head", self.head_parameters()), 1)]
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:

@@ -13,8 +13,8 @@ from zerocli.plan.hardware import HostTimes
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Unit
 
-# The host's times are from steps of eleven families of transformers with 4 and 12 narrow blocks, on an H200; since
-# three more such machines ran 28 models, they are lower by a tenth, and what looking at operations costs by a third.
+# The host's times are from steps of eleven families of transformers with 4 and 12 narrow blocks, on an H200, and from
+# 28 random models of the same families on three more such machines.
 UNIT, UNIT_FORWARD = 0.7, 0.41
 """The share of the host's time for a block (`hardware.HostTimes`) that is not for launching its operations (a block of
 GPT-2 has 13 in forward and 21 in backward), and forward's share of that."""
