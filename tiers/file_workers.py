@@ -84,8 +84,8 @@ class FileWorker:
     async def close(self) -> None:
         """Close the handle and end the thread."""
         if self._file is not None:
-            await self._file.close()
-        self._executor.shutdown(wait=False)
+            await self._file.close()  # on the worker's thread, so after what it was doing
+        self._executor.shutdown(wait=True)
 
     async def _write(self, memory: memoryview) -> int | None:
         done: int | None = await self._file.write(memory)

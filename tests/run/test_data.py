@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 import types
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaks import nothing_left_open
 
 from zerocli.data import files
 from zerocli.errors import UserError
@@ -291,13 +291,12 @@ class CountedBatches(Batches):
 
 def test_the_prefetcher_ends_on_close_and_prepares_no_more_than_its_depth():
     batches = CountedBatches(counting(50), 1, 3)
-    before = threading.active_count()
-    prefetcher = Prefetcher(batches)
-    for _ in range(3):
-        next(prefetcher)
-    prefetcher.close()
-    prefetcher.close()
-    assert threading.active_count() == before
+    with nothing_left_open():
+        prefetcher = Prefetcher(batches)
+        for _ in range(3):
+            next(prefetcher)
+        prefetcher.close()
+        prefetcher.close()
     assert batches.prepared <= 3 + 2 + 1
     with pytest.raises(RuntimeError, match="closed"):
         next(prefetcher)
