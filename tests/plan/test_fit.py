@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 import re
 import sys
 
@@ -119,6 +120,23 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
     assert cli.run(["fit", *words]) == 3
     out = capsys.readouterr().out
     assert "does not fit" in out and "over by" in out and change["arguments"] in out and "\x1b" not in out
+
+
+@pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 2, 3, 4))])
+def test_a_change_that_fits_is_not_left_out_by_its_rough_plan(seed, monkeypatch):
+    draw = random.Random(seed)
+    sizes = {"layers": draw.choice([1, 3, 24]), "hidden": draw.choice([256, 2048]), "heads": 8}
+    model = ModelConfig(family=draw.choice(["gpt2", "llama"]), vocab=draw.choice([1000, 50304]), **sizes)
+    setup = Setup(stage=1, ranks=draw.choice([1, 4]), batch=8, seq=1024, recompute=draw.choice(["auto", False]))
+    shape = shape_of(model, 1024)
+    needed = search.weigh(shape, setup, PRESETS["h100"]).plan.needed("hbm")
+    for share in (0.9, 0.3):
+        host = draw.choice([8, 512]) << 30
+        small = dataclasses.replace(PRESETS["h100"], gpu_memory=int(share * needed), host_memory=host)
+        found = search.smallest_change(shape, setup, small)
+        with monkeypatch.context() as patch:
+            patch.setattr(search, "may_fit", lambda *_: True)
+            assert search.smallest_change(shape, setup, small) == found
 
 
 def test_the_table_marks_the_fastest_and_explains_every_row(capsys):

@@ -353,7 +353,7 @@ Uses = list[tuple[list[int], int]]
 
 def _staging(setup: Setup, flats: Flats, disks: list[Uses]) -> int:
     """Return the staging memory of a rank's disk tiers: for each tier object, what its transfers in flight use."""
-    whole = any(flat.tiers["parameters"] == "nvme" for flat in flats)
+    whole = any(flat.tiers["parameters"] == "nvme" for flat in flats.distinct)
     tails = constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES if whole else 0  # of copies read ahead, in place
     return tails + sum(_buffers(setup, uses) for uses in disks)
 
@@ -391,7 +391,7 @@ def _disk_tiers(setup: Setup, flats: Flats, peaks: Peaks) -> list[Uses]:
         [(parameters, slots), (whole, 2)],
         [
             ([sum(each) for each in zip(records, fetched, strict=True)], slots),
-            (written, bucket_limit([flat for flat in flats if flat.trainable], sizing)),
+            (written, bucket_limit([flat for flat in flats.distinct if flat.trainable], sizing)),
         ],
         [([peaks.checkpoint_nbytes * bool(peaks.offloaded.get("nvme"))] * 3, 3)],  # two written and one read
     ]

@@ -23,7 +23,7 @@ from zerocli.layout.recompute import NOTHING, Recompute
 from zerocli.plan.checks import GRAIN, Checks, key_of, kind_of, rounded
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.recompute import MARGIN, choices, needed_by, whole_choices
-from zerocli.plan.rough import RoughPlans
+from zerocli.plan.rough import TOO_HIGH, RoughPlans
 from zerocli.plan.search import Candidate, Model, judge, weigh
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
@@ -42,8 +42,6 @@ WORTH = 0.02
 """A placement with budgets is shown if it is faster than the others by more than this share."""
 NEAR = 6
 """Where no rough plan fits, so many that exceed the machine least are made exactly."""
-ROUGH = 0.1
-"""Share of the device's memory by which a rough plan may be too high."""
 ORDERS = (("optimizer", "gradients", "parameters"), ("optimizer", "parameters", "gradients"))
 """Kinds of states in the orders in which they leave the device."""
 
@@ -215,7 +213,7 @@ class _Search:
             found = self._weigh_roughly(replace(setup, offload=least))
         except UserError:  # the search says why
             return True
-        if found.over.get(HBM, 0) <= ROUGH * self._limits.gpu_memory:
+        if found.over.get(HBM, 0) <= TOO_HIGH * self._limits.gpu_memory:
             return True
         self._weigh(setup, least)
         return False

@@ -169,7 +169,7 @@ def arenas(sizes: list[int]) -> int:
     rests: list[int] = []
     least = min(sizes, default=0)
     for size, alike in itertools.groupby(sizes):
-        left = sum(1 for _ in alike)
+        left = len(list(alike))
         size = -(-size // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
         if not size:
             continue

@@ -20,6 +20,9 @@ from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.step import Peaks, Replay, StepPeak
 
+TOO_HIGH = 0.1
+"""Share of a tier's memory by which a rough plan may be too high."""
+
 
 class RoughPlans:
     """Plans of one model."""
@@ -57,7 +60,8 @@ class RoughPlans:
     def _step(self, setup: Setup) -> StepPeak:
         checkpoints = setup.offload.shares.get(ACTIVATIONS, ())
         kinds = (setup.zero.optimizer, setup.zero.gradients)  # partitioned parameters change what is kept, not the step
-        key = (kinds, setup.batch, setup.accumulate, setup.recomputed, checkpoints)
+        sizes = (setup.ranks, setup.tp, setup.batch, setup.seq, setup.accumulate)
+        key = (kinds, sizes, setup.recomputed, checkpoints)
         if key not in self._steps:
             here = Placement({ACTIVATIONS: checkpoints} if checkpoints else {})
             setup = replace(setup, offload=here)
@@ -67,7 +71,8 @@ class RoughPlans:
     def _initialised(self, setup: Setup, flats: Flats, kept: int) -> int:
         """Return the peak of initialisation, for which what is on which tier counts and no activations do."""
         tiers = tuple((kind, tuple(share.tier for share in each)) for kind, each in setup.offload.shares.items())
-        key = (setup.stage, setup.offload.policy, tuple(each for each in tiers if each[0] != ACTIVATIONS))
+        states = tuple(each for each in tiers if each[0] != ACTIVATIONS)
+        key = (setup.stage, setup.ranks, setup.tp, setup.seq, setup.offload.policy, states)
         if key not in self._initial:
             self._initial[key] = Replay(self._shape, setup, flats, arenas=False).initial_peak(), kept
         peak, then = self._initial[key]

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.placement import ACTIVATIONS, HBM, Placement
-from zerocli.config import read_placement
+from zerocli.config import AUTO, read_placement
 from zerocli.errors import UserError
 from zerocli.layout.flats import FP32
 from zerocli.plan.build import plan_count, plan_model, plan_traced
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.recompute import decide, needed_by
+from zerocli.plan.rough import TOO_HIGH, RoughPlans
 from zerocli.plan.rows import TIERS as OWN_TIERS
 from zerocli.plan.rows import Plan
 from zerocli.plan.seconds import Estimate, estimate
@@ -152,9 +153,10 @@ def nearest(candidates: Sequence[Candidate]) -> Candidate:
 
 def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str, Candidate] | None:
     """Return the smallest change of the setup that fits, as command-line arguments, and its candidate."""
+    rough = RoughPlans(model) if isinstance(model, Shape) else None
     for words, changed in changes(model, setup):
         try:
-            if not states_fit(model, changed, hardware):
+            if not states_fit(model, changed, hardware) or (rough and not may_fit(rough, changed, hardware)):
                 continue
             candidate = weigh(model, changed, hardware)
         except UserError:
@@ -178,6 +180,13 @@ def states_fit(model: Model, setup: Setup, hardware: Hardware) -> bool:
     papers = FP32 * (setup.num_states + (setup.width < FP32))
     count = model.numel * setup.state_width // papers if papers else model.numel
     return weigh(count, replace(setup, recompute=False), hardware).fits
+
+
+def may_fit(rough: RoughPlans, setup: Setup, hardware: Hardware) -> bool:
+    """Whether a plan may fit, by a rough one that takes a fraction of its time; `auto` can recompute all blocks."""
+    plan = rough.plan(replace(setup, recompute=True) if setup.recompute == AUTO else setup)
+    over = Candidate(plan, {tier: hardware.room.get(tier) for tier in plan.tiers}, None).over
+    return all(nbytes <= TOO_HIGH * (hardware.room[tier] or 0) for tier, nbytes in over.items())
 
 
 def changes(model: Model, setup: Setup) -> Iterator[tuple[str, Setup]]:

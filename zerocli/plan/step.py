@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offload.placement import ACTIVATIONS, HBM
@@ -153,14 +153,14 @@ class Replay(Initialisation):
             self._lead = 1
         self._ledger.begin("a step")
         self._step()
-        gradients = sum(self._grads_of(unit) for unit in self._units)
+        gradients = self._flats.total(self._grads_of)
         both, rest = self._ledger.peak.nbytes, self._ledger.without_gradients
         away, nbytes = dict(self._checkpoints.away), self._checkpoints.nbytes
         return StepPeak(rest, both if self._frees_grads else rest + gradients, gradients, away, nbytes)
 
-    def _grads_of(self, unit: Sequence[FlatSpec]) -> int:
-        """Return the bytes of a unit's gradients, wherever they rest."""
-        return sum(buffers.gradients(flat, self._sizing).nbytes for flat in unit if flat.trainable)
+    def _grads_of(self, flat: FlatSpec) -> int:
+        """Return the bytes of a flat's gradients, wherever they rest."""
+        return buffers.gradients(flat, self._sizing).nbytes if flat.trainable else 0
 
     def _keep_slots(self) -> None:
         """Allocate the update's slots, which grow with the chunks of the first update."""
