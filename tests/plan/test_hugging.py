@@ -233,6 +233,18 @@ def test_a_model_that_cannot_be_traced_is_counted(tmp_path, capsys, monkeypatch)
     assert any("activations are not counted" in note for note in answer["notes"])
 
 
+@pytest.mark.parametrize("most", range(288, 294))
+def test_a_trace_that_is_too_long_ends_with_an_error_wherever_it_is(most, monkeypatch):
+    """From inside some operations an exception would end the process: here every other number of operations did."""
+    from zerocli.plan.resolve import loss
+    from zerocli.plan.trace import trace
+
+    monkeypatch.setattr("zerocli.plan.trace.MAX_OPERATIONS", most)
+    config = hugging.read_config(hugging.ConfigFile(CONFIGS["mamba"], {}, "config.json"))
+    with pytest.raises(UserError, match=f"more than {most} operations"):
+        trace("mamba", lambda: hugging.build(config), [Setup(ranks=2, stage=3, batch=2, seq=16)], loss, whole=False)
+
+
 def test_sizes_that_no_model_has_are_refused():
     values = CONFIGS["mamba"] | {"num_hidden_layers": 10**9}
     with pytest.raises(ConfigError, match="num_hidden_layers 1000000000 is more than"):

@@ -37,7 +37,7 @@ from zerocli.layout.recompute import WHOLE, Recompute
 from zerocli.models.loss import chunks_of
 from zerocli.plan.compute import Work
 from zerocli.plan.depth import ROUNDED, Measured, extrapolate
-from zerocli.plan.measure import LiveBytes
+from zerocli.plan.measure import LiveBytes, OperationLimit
 from zerocli.plan.operations import Operations
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Unit
@@ -131,7 +131,7 @@ def step_bytes(
     """
     if setup.ranks > MAX_RANKS:
         raise UserError(f"--trace is rank 0 of at most {MAX_RANKS} ranks, not {setup.ranks}")
-    live, operations = LiveBytes(granularity=ROUNDED, most=most), Operations()
+    live, operations = LiveBytes(granularity=ROUNDED), Operations()
     sums = _Sums(operations)
     # Only temporary memory of a step is measured. States are computed by arithmetic: here they stay on the device.
     own: dict[str, Any] = {"accumulate": 1, "clip": 1.0, "units": _choice(model), "device": "cpu", "tp": 1}
@@ -141,11 +141,13 @@ def step_bytes(
     own |= {"watch": _prepare, "events": sums, "chunk_device": "cuda"}
     settings = Settings(**(setup.shared() | own))
     with _axes(setup.ranks, setup.tp) as axes, chunks_of("cuda"), _without_memory(), live, operations:
+        limit = OperationLimit(live, most)
         try:
             engine = Engine(model, dataclasses.replace(settings, **axes))
             for _ in range(2):
                 operations.take()
-                value = (loss or _loss)(engine, setup)
+                with limit:
+                    value = (loss or _loss)(engine, setup)
                 forward, (there, _) = live.nbytes, operations.take()
                 engine.backward(value)
                 work = there, *operations.take()
