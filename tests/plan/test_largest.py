@@ -70,6 +70,30 @@ def test_no_placement_by_hand_holds_more(kind, words, placements, capsys):
         assert (by_hand["max"]["value"] or 0) <= answer["max"]["value"], placement
 
 
+FLAT = ("model.family=gpt2", "model.layers=4", "model.hidden=4096", "model.heads=32", "model.vocab=128256")
+"""A shape whose width is most of its size: a model of these proportions grows by its depth."""
+
+
+def test_the_deepest_model_is_not_cut_short(capsys):
+    sets = [word for each in (*FLAT, "model.tie=false", "activations.policy=selective") for word in ("--set", each)]
+    room = ["--ranks", "4", "--hardware", "h200", "--gpu-memory", "6GiB", "--host-memory", "128GiB"]
+    code, answer = ask(capsys, "tiny", *sets, "--precision", "bf16", "--batch", "2", "--seq", "512", *room, "--max")
+    found = answer["max"]
+    assert code == 0 and answer["model"]["layers"] > 2 * 2 + 2
+    assert found["next"]["over"] and not found["next"]["fits"]
+
+
+def test_what_is_called_the_fastest_is_faster_than_all_states_in_host_memory(capsys):
+    words = ("tiny", "--set", "model.family=llama", "--set", "model.layers=4", "--set", "model.hidden=1536")
+    words += ("--set", "model.heads=24", "--set", "model.vocab=128256", "--set", "model.tie=false")
+    words += ("--precision", "bf16", "--ranks", "4", "--hardware", "l40s", "--set", "activations.policy=auto")
+    _, answer = ask(capsys, *words, "--batch", "1", "--gpu-memory", "6GiB", "--max", "seq")
+    best = answer["candidates"][answer["best"]["index"]]
+    room = ("--gpu-memory", f"{answer['hardware']['gpu_memory']}B", "--seq", str(answer["max"]["value"]))
+    code, by_hand = ask(capsys, *words, "--batch", "1", *room, "--stage", "3", "--offload", ALL)
+    assert code == 0 and best["step"]["seconds"] <= 1.01 * by_hand["candidates"][0]["step"]["seconds"]
+
+
 @pytest.mark.long
 def test_max_parses_as_before(capsys):
     """Bare `--max` means the model; MODEL may be before it, after it, or left out."""

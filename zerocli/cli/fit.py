@@ -19,7 +19,7 @@ from zerocli.errors import DOES_NOT_FIT, OK, UserError, quote
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
 from zerocli.plan import automatic, largest, search
 from zerocli.plan.checks import kind_of
-from zerocli.plan.choose import with_budgets
+from zerocli.plan.choose import with_budgets, with_margins
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
 from zerocli.plan.inputs import Source, model_of, read_source
 from zerocli.plan.lora import Lora, parse_lora
@@ -215,8 +215,13 @@ def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware
     kinds: dict[object, search.Candidate] = {}
     for each in choice.fitting:  # the fastest of each kind: the others differ in numbers only
         kinds.setdefault(kind_of(each.setup), each)
-    shown = list(kinds.values())[:SHOWN] or ([choice.nearest] if choice.nearest is not None else [])
-    change = None if choice.best else search.smallest_change(model, shown[0].setup, hardware)
+    shown = list(kinds.values())[:SHOWN]
+    change = None
+    if choice.best is None and choice.nearest is not None:
+        hardware = with_margins(hardware)
+        shown = [choice.nearest.on(hardware)]
+        change = search.smallest_change(model, choice.nearest.setup, hardware)
+        notes.append(f"sizes of memory are without what --auto leaves free: {automatic.LEFT_FREE}")
     return Verdict(model, printable(ask.source.name), hardware, shown, choice.best, change)
 
 

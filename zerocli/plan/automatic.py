@@ -21,6 +21,7 @@ from zerocli.plan.setup import Setup
 from zerocli.plan.verdict import format_seconds
 
 STAGES = (0, 1, 2, 3)
+LEFT_FREE = f"{MARGIN:.0%} of the device and {HOST_MARGIN:.0%} of the rest"
 ROOMS = ("gpu_memory", "host_memory", "nvme_space")
 _CPU = {"products": 0.05, "memory": 10.0, "adam": 0.2}
 """Rates of a CPU rank that `zerocli env --bench` has not measured: TFLOPS, GB/s, billions of parameters per second."""
@@ -136,7 +137,7 @@ def describe(choice: Choice, hardware: Hardware, written: Callable[[Candidate], 
     return [
         *lines,
         f"  chosen for {format_bytes(hardware.gpu_memory)} per device, host memory {format_bytes(hardware.host_memory)}"
-        f"{disk}; {MARGIN:.0%} of the device and {HOST_MARGIN:.0%} of the rest stay free; {rates}",
+        f"{disk}; {LEFT_FREE} stay free; {rates}",
     ]
 
 
@@ -172,11 +173,7 @@ def unfit(choice: Choice, written: Callable[[Candidate], str]) -> str:
     if choice.best is not None or nearest is None:
         return ""
     over = ", ".join(f"{format_bytes(nbytes)} more {tier}" for tier, nbytes in nearest.over.items())
-    lacks = (
-        f"needs {over}"
-        if over
-        else f"leaves less free than {MARGIN:.0%} of the device and {HOST_MARGIN:.0%} of the rest"
-    )
+    lacks = f"needs {over}" if over else f"leaves less free than {LEFT_FREE}"
     return f"no stage, placement or recomputation fits this machine; nearest: {written(nearest)}, which {lacks}"
 
 

@@ -50,6 +50,11 @@ class Checks:
         """How many exact plans were made."""
         return len(self._exactly)
 
+    @property
+    def beyond(self) -> int:
+        """The most bytes by which an exact plan was above its rough one."""
+        return max(self._beyond.values(), default=0)
+
     def corrected(self, candidate: Candidate) -> Candidate | None:
         """Return a candidate of the search with less on the device if its rough plan is known to be too low.
 

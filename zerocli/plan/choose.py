@@ -10,10 +10,11 @@ fastest are then checked by exact ones (checks.py).
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.placement import ACTIVATIONS, HBM, Placement, Share
@@ -24,7 +25,7 @@ from zerocli.plan.checks import GRAIN, Checks, key_of, kind_of, rounded
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.recompute import MARGIN, choices, needed_by, whole_choices
 from zerocli.plan.rough import TOO_HIGH, RoughPlans
-from zerocli.plan.search import Candidate, Model, judge, weigh
+from zerocli.plan.search import Candidate, Model, judge, lightest_setups, may_fit, weigh
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.traced import TRACED, Traced
@@ -42,6 +43,8 @@ WORTH = 0.02
 """A placement with budgets is shown if it is faster than the others by more than this share."""
 NEAR = 6
 """Where no rough plan fits, so many that exceed the machine least are made exactly."""
+SEARCHES = 3
+"""At most so many are made until an exact plan fits. Each keeps free what rough plans of the last had too little."""
 ORDERS = (("optimizer", "gradients", "parameters"), ("optimizer", "parameters", "gradients"))
 """Kinds of states in the orders in which they leave the device."""
 
@@ -88,12 +91,22 @@ def choose(
     rough = RoughPlans(model) if isinstance(model, Shape) else None  # they do not depend on compiling
 
     def searched(setup: Setup, steps: int) -> Choice:
-        search = _Search(model, setup, hardware, rough, places=offload is None, steps=steps)
         whole = setup.batch * setup.accumulate
-        for size in batches or (setup.batch,):
-            for stage in sorted(stages, reverse=True):  # the last one is the likeliest to fit
-                search.stage(replace(setup, stage=stage, batch=size, accumulate=whole // size), offload)
-        return search.choice(shown)
+        setups = [
+            replace(setup, stage=stage, batch=size, accumulate=whole // size)
+            for size in batches or (setup.batch,)
+            for stage in sorted(stages, reverse=True)  # the last one is the likeliest to fit
+        ]
+        kept_free = 0
+        for _ in range(SEARCHES):
+            search = _Search(model, setup, hardware, rough, offload is None, steps, kept_free)
+            for each in setups:
+                search.stage(each, offload)
+            choice = search.choice(shown)
+            if choice.best is not None or search.beyond <= kept_free:
+                break
+            kept_free = search.beyond
+        return choice if choice.best is not None else search.last_resort(choice, setups, offload)
 
     found = searched(setup, steps)
     if not steps or found.best is None or not found.best.setup.compiled:
@@ -115,7 +128,8 @@ def with_budgets(
     return [found]
 
 
-def _with_margins(hardware: Hardware) -> Hardware:
+def with_margins(hardware: Hardware) -> Hardware:
+    """Return the machine without what a choice leaves free."""
     return replace(
         hardware,
         gpu_memory=int(hardware.gpu_memory * (1 - MARGIN)),
@@ -128,14 +142,22 @@ class _Search:
     """Collects the candidates of one model on one machine."""
 
     def __init__(
-        self, model: Model, setup: Setup, hardware: Hardware, rough: RoughPlans | None, places: bool, steps: int
+        self,
+        model: Model,
+        setup: Setup,
+        hardware: Hardware,
+        rough: RoughPlans | None,
+        places: bool,
+        steps: int,
+        kept_free: int,
     ) -> None:
         """Take `places` to choose placements too, and the `steps` of a run that may be compiled.
 
-        `rough` makes the plans of the search; without it they are exact.
+        `rough` makes the plans of the search, which leave `kept_free` bytes of the device; without it they are exact.
         """
         self._model, self._setup, self._hardware = model, setup, hardware
-        self._limits = _with_margins(hardware)
+        limits = with_margins(hardware)
+        self._limits = replace(limits, gpu_memory=limits.gpu_memory - kept_free)
         self._off = "dram" if setup.device == "cuda" else "nvme"
         """The tier that states leave the device for; without a GPU, host memory is the device's."""
         self._rough = rough
@@ -145,7 +167,7 @@ class _Search:
         """What may be recomputed, by stage and batch."""
         self._refused: list[UserError] = []
         roughly = self._weigh_roughly if self._rough is not None else None
-        self._checks = Checks(model, self._limits, self._amounts, roughly, places, self._with_spilled, steps)
+        self._checks = Checks(model, limits, self._amounts, roughly, places, self._with_spilled, steps)
         self._best = float("inf")
         """The fewest seconds of a candidate that fits."""
 
@@ -157,9 +179,33 @@ class _Search:
         nearest = fitting[0] if fitting else None
         if not fitting:  # rough plans may be too high
             near = sorted(self._found.values(), key=lambda each: sum(each.over.values()))[:NEAR]
-            exact = sorted((self._checks.exact(each.setup) for each in near), key=lambda each: sum(each.over.values()))
-            fitting = sorted((self._checks.finished(each) for each in exact if each.fits), key=_rank)
-            nearest = exact[0]
+            fitting, nearest = self._exactly(each.setup for each in near)
+        return self._choice(fitting, nearest)
+
+    @property
+    def beyond(self) -> int:
+        """The most bytes by which an exact plan was above its rough one."""
+        return self._checks.beyond
+
+    def last_resort(self, choice: Choice, setups: Sequence[Setup], offload: Placement | None) -> Choice:
+        """Return a choice of those that need least memory; if none of them fits either, the one given."""
+        tried = []
+        for setup in setups:
+            for each in lightest_setups(setup, (setup.stage,), offload):
+                with contextlib.suppress(UserError):  # the search has said why
+                    if self._rough is not None and may_fit(self._rough, each, self._checks.limits):
+                        tried.append(each)
+        fitting, nearest = self._exactly(tried)
+        return self._choice(fitting, nearest) if fitting else choice
+
+    def _exactly(self, setups: Iterable[Setup]) -> tuple[list[Candidate], Candidate | None]:
+        """Return the setups that fit by exact plans, best first, and that which exceeds the machine least."""
+        exact = sorted((self._checks.exact(each) for each in setups), key=lambda each: sum(each.over.values()))
+        fitting = sorted((self._checks.finished(each) for each in exact if each.fits), key=_rank)
+        return fitting, exact[0] if exact else None
+
+    def _choice(self, fitting: list[Candidate], nearest: Candidate | None) -> Choice:
+        """Return the choice on the machine without margins."""
         without_margins = tuple(each.on(self._hardware) for each in fitting)
         return Choice(without_margins, nearest.on(self._hardware) if nearest else None, len(self._found))
 

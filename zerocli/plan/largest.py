@@ -12,19 +12,31 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload.placement import ACTIVATIONS, HBM, Placement, Share
+from offload.placement import HBM, Placement
 from zerocli.config import AUTO
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan.choose import choose, with_budgets
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.recompute import MARGIN
-from zerocli.plan.search import Candidate, Model, best_of, nearest, setups, states_fit, weigh, weigh_all, weigh_each
+from zerocli.plan.search import (
+    Candidate,
+    Model,
+    best_of,
+    lightest,
+    lightest_setups,
+    nearest,
+    states_fit,
+    weigh,
+    weigh_all,
+    weigh_each,
+)
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 
 KINDS = ("model", "batch", "seq")
 LEAST_LAYERS = 2
 """A model of the family's proportions has at least so many blocks; if that does not fit, nothing does."""
+MOST_LAYERS = 4096
 MOST_BATCH = 1 << 20
 SEQ_STEP = 64
 MOST_SEQ = 1 << 24
@@ -49,13 +61,11 @@ class Search:
             best = best_of([each.on(self.room) for each in found])
             found += with_budgets(model, setup, self.hardware, self.stages, best)
         found = [each.on(self.room) for each in found]
-        if best_of(found) is None and (lightest := _fitting(model, setup, self)) is not None:
-            found.append(lightest)
-        return found
+        return found if best_of(found) is not None else [*found, *_fitting(model, setup, self)]
 
     def nearest(self, model: Model, setup: Setup) -> Candidate:
         """Return the candidate that exceeds the machine least."""
-        return nearest(weigh_each(model, _lightest_setups(setup, self.stages, self.offload), self.room))
+        return nearest(weigh_each(model, lightest_setups(setup, self.stages, self.offload), self.room))
 
     @property
     def has_more(self) -> bool:
@@ -160,7 +170,7 @@ def _largest_number(
     end: str,
 ) -> Largest:
     """Return the largest of the values with which any setup fits."""
-    tried = list(_lightest_setups(search.setup, sorted(search.stages), search.offload))
+    tried = list(lightest_setups(search.setup, sorted(search.stages), search.offload))
 
     def fits(setup: Setup, index: int) -> bool:
         try:
@@ -180,39 +190,25 @@ def _largest_number(
 
     if search.has_more and found < most and (other := placed(found + 1)) is not None:
         found += 1
-        lighter = _lightest(_without_budgets(replace(other.setup, recompute=search.setup.recompute)))
+        lighter = lightest(_without_budgets(replace(other.setup, recompute=search.setup.recompute)))
         if found < most and fits(lighter, found + 1):  # quicker to try than all that `--auto` tries
             found = _last(functools.partial(fits, lighter), found + 1, most)
         if found < most and placed(found + 1) is not None:
             found = _last(lambda index: placed(index) is not None, found + 1, most)
+    while found < most and (over := search.nearest(*at(values[found + 1], search.setup))).fits:
+        found += 1  # fragmentation has no order: the next may fit where one before did not
     model, setup = at(values[max(found, 0)], search.setup)
     candidates = search.weigh(model, setup)
     value = values[found] if found >= 0 else 0
     if found == most:
         return Largest(kind, value, model, count, candidates, end=end)
-    larger = values[found + 1]
-    over = search.nearest(*at(larger, search.setup))
-    return Largest(kind, value, model, count, candidates, larger, over)
-
-
-def _lightest(setup: Setup) -> Setup:
-    """Return the setup with every block recomputed where `auto` may choose: hardly any choice needs less."""
-    return replace(setup, recompute=True) if setup.recompute == AUTO else setup
+    return Largest(kind, value, model, count, candidates, values[found + 1], over)
 
 
 def _without_budgets(setup: Setup) -> Setup:
     """Return the setup with nothing on the device of the kinds that are partly off it."""
     shares = {kind: tuple(each for each in tiers if each.tier != HBM) for kind, tiers in setup.offload.shares.items()}
     return replace(setup, offload=Placement(shares))
-
-
-def _lightest_setups(setup: Setup, stages: Sequence[int], offload: Placement | None) -> Iterator[Setup]:
-    """Yield the setups of a table, then the same with activation checkpoints off the device, if there are any."""
-    setup = _lightest(setup)
-    yield from setups(setup, stages, offload)
-    if offload is None and setup.recomputes:
-        away = Placement({**setup.offload.shares, ACTIVATIONS: (Share("dram"),)})
-        yield from setups(replace(setup, offload=away), stages, None)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -224,13 +220,18 @@ def _largest_model(model: Model, search: Search, count: int) -> Largest:
     if not isinstance(model, Shape):
         least = max(1, count)
         return Largest("model", count, least, count, search.weigh(least, setup))
-    grown = largest_shape(model, search)
-    # If nothing fits, the smallest model shows why.
-    shown = grown or sized(model, setup, LEAST_LAYERS)
-    larger = sized(model, setup, shown.layers + 1, shown.hidden) if grown else shown
-    over = search.nearest(larger, setup)
-    value = grown.numel if grown else 0
-    return Largest("model", value, shown, count, search.weigh(shown, setup), larger.numel, over)
+    shown = largest_shape(model, search)
+    if shown is None:  # the smallest model shows why
+        small = sized(model, setup, LEAST_LAYERS)
+        return Largest("model", 0, small, count, search.weigh(small, setup), small.numel, search.nearest(small, setup))
+    larger = sized(model, setup, shown.layers + 1, shown.hidden)
+    while shown.layers < MOST_LAYERS and (over := search.nearest(larger, setup)).fits:
+        # Fragmentation has no order: the next may fit where one before did not.
+        shown, larger = larger, sized(model, setup, larger.layers + 1, larger.hidden)
+    candidates = search.weigh(shown, setup)
+    if shown.layers == MOST_LAYERS:
+        return Largest("model", shown.numel, shown, count, candidates, end="deeper ones are not searched")
+    return Largest("model", shown.numel, shown, count, candidates, larger.numel, over)
 
 
 def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> int:
@@ -238,7 +239,7 @@ def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offlo
     search = Search(replace(setup, checkpoints=0), hardware, hardware, stages, offload)
 
     def fits(count: int) -> bool:
-        return _fitting(count, search.setup, search) is not None
+        return any(_fitting(count, search.setup, search))
 
     return _largest(fits, 1, 1 << 50)
 
@@ -256,7 +257,7 @@ def largest_shape(shape: Shape, search: Search) -> Shape | None:
     setup = search.setup
 
     def fits(each: Shape) -> bool:
-        return _fitting(each, setup, search) is not None
+        return any(_fitting(each, setup, search))
 
     def placed(each: Shape) -> bool:
         return search.placed(each, setup) is not None
@@ -267,25 +268,24 @@ def largest_shape(shape: Shape, search: Search) -> Shape | None:
             found = _last(lambda n: placed(make(n)), max(least, found + 1), most)
         return found
 
-    layers = largest(lambda n: sized(shape, setup, n), LEAST_LAYERS, 4096)
+    layers = largest(lambda n: sized(shape, setup, n), LEAST_LAYERS, MOST_LAYERS)
     if not layers:
         return None
     wide = sized(shape, setup, layers)
-    deeper = largest(lambda n: sized(shape, setup, n, wide.hidden), layers, 2 * layers + 2)
+    deeper = largest(lambda n: sized(shape, setup, n, wide.hidden), layers, MOST_LAYERS)
     return sized(shape, setup, max(layers, deeper), wide.hidden)
 
 
-def _fitting(model: Model, setup: Setup, search: Search) -> Candidate | None:
-    """Return the candidate of the first of the lightest setups that fits, from those that need least memory."""
+def _fitting(model: Model, setup: Setup, search: Search) -> Iterator[Candidate]:
+    """Yield the candidates of the lightest setups that fit, from those that need least memory."""
     stages, offload = search.stages, search.offload
-    for each in reversed([*_lightest_setups(setup, sorted(stages), offload)]):
+    for each in reversed([*lightest_setups(setup, sorted(stages), offload)]):
         try:
             if states_fit(model, each, search.room) and (found := weigh(model, each, search.room)).fits:
-                return found
+                yield found
         except UserError as error:
             if error.exit_code != DOES_NOT_FIT and offload is not None and len(stages) == 1:
                 raise
-    return None
 
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:

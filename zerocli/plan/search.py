@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload.placement import ACTIVATIONS, HBM, Placement
+from offload.placement import ACTIVATIONS, HBM, Placement, Share
 from zerocli.config import AUTO, read_placement
 from zerocli.errors import UserError
 from zerocli.layout.flats import FP32
@@ -109,6 +109,20 @@ def setups(setup: Setup, stages: Sequence[int], offload: Placement | None) -> It
             continue
         for text in PLACEMENTS[stage]:
             yield replace(setup, stage=stage, offload=_joined(text, stage, extra))
+
+
+def lightest(setup: Setup) -> Setup:
+    """Return the setup with every block recomputed where `auto` may choose: hardly any choice needs less."""
+    return replace(setup, recompute=True) if setup.recompute == AUTO else setup
+
+
+def lightest_setups(setup: Setup, stages: Sequence[int], offload: Placement | None) -> Iterator[Setup]:
+    """Yield the setups of a table, then the same with activation checkpoints off the device, if there are any."""
+    setup = lightest(setup)
+    yield from setups(setup, stages, offload)
+    if offload is None and setup.recomputes:
+        away = Placement({**setup.offload.shares, ACTIVATIONS: (Share("dram"),)})
+        yield from setups(replace(setup, offload=away), stages, None)
 
 
 @functools.cache
