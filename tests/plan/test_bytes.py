@@ -72,6 +72,32 @@ def test_a_plan_holds_where_the_update_is_the_peak(name):
     assert peak <= planned.allocated <= peak * 1.01
 
 
+NARROW = dataclasses.replace(MODEL, layers=2, hidden=32, vocab=96)
+MUON: list[tuple[ModelConfig, dict[str, Any]]] = [
+    (NARROW, {}),  # tall, wide and square matrices, embeddings and vectors
+    (dataclasses.replace(NARROW, family="llama", mlp_hidden=200, tie=True), {"options": {"nesterov": False}}),
+    (NARROW, {"precision": "bf16"}),
+    (NARROW, {"offload": "optimizer=cpu"}),
+]
+
+
+def _muon_measured() -> list[int]:
+    torch.backends.mkldnn.set_flags(_enabled=False)  # its refusal of bf16 on old cores costs more than the matmul
+    common = {"precision": "fp32", "optimizer": "muon"}
+    return [measured_peak(common | {"stage": stage} | setup, model) for model, setup in MUON for stage in (1, 3)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_plan_has_the_whole_matrices_of_muon(world):
+    """Every rank gathers all states of a unit, and orthogonalises one matrix at a time."""
+    measured = [max(peaks) for peaks in zip(*run_ranks(world, _muon_measured), strict=True)]
+    cases = [(model, setup, stage) for model, setup in MUON for stage in (1, 3)]
+    for (model, setup, stage), peak in zip(cases, measured, strict=True):
+        planned = plan({"precision": "fp32", "optimizer": "muon", "stage": stage} | setup, world, model)
+        assert planned.moment == "update"
+        assert peak <= planned.allocated <= peak * 1.01, (setup, stage)
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_plan_holds_where_scores_with_dropout_are_most_of_the_memory(recompute):
     model, setup = dataclasses.replace(MODEL, dropout=0.1), {"stage": 0, "precision": "fp32", "recompute": recompute}

@@ -416,6 +416,16 @@ def test_bad_input_is_2_with_one_clear_message(words, said, capsys):
     assert not captured.out
 
 
+def test_a_budget_without_room_is_not_blamed_on_a_stage_that_was_not_asked_for(capsys):
+    """Stage 0 refuses any placement of optimizer states; the other stages take it and have no room."""
+    for words in (["--offload", "optimizer=cpu:1KiB"], ["--stage", "2", "--offload", "optimizer=cpu:1KiB"]):
+        assert cli.run(["fit", "tiny", "--ranks", "2", *words]) == 3
+        err = capsys.readouterr().err
+        assert "no tier follows it" in err and "this stage" not in err
+    assert cli.run(["fit", "tiny", "--stage", "0", "--offload", "optimizer=cpu:1KiB"]) == 2
+    assert "this stage does not partition optimizer" in capsys.readouterr().err
+
+
 GOOD = PUBLISHED["llama3-8b"][0]
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +218,27 @@ def test_without_transformers_formulas_count_and_others_are_refused(monkeypatch,
     assert any("the text model alone" in note for note in answer["notes"])
     code, _, err = fit(CONFIGS["vit"], tmp_path, capsys)
     assert code == 2 and 'model_type "vit" is not supported' in err and "zerocli[hf]" in err
+
+
+def test_a_broken_transformers_is_named_and_formulas_go_on_without_it(tmp_path):
+    package = tmp_path / "broken" / "transformers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('raise ImportError("no module named other")')
+    paths = os.pathsep.join(map(str, (package.parent, Path(__file__).parents[2])))
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+
+    def planned(values: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(values))
+        command = [sys.executable, "-m", "zerocli", "fit", str(path), "--ranks", "2", "--stage", "3", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    assert planned(CONFIGS["gemma2"]).returncode == 0
+    for given in ((CONFIGS["vit"],), (CONFIGS["gemma2"], "--trace")):
+        refused = planned(*given)
+        assert refused.returncode == 2 and "a bug in zerocli" not in refused.stderr
+        assert "but cannot be imported: ImportError: no module named other" in refused.stderr
+        assert str(package) in refused.stderr and "pip install 'zerocli[hf]'" in refused.stderr
 
 
 def test_code_that_comes_with_a_model_is_not_run(tmp_path, capsys):

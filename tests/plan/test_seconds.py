@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,13 +13,13 @@ import torch
 
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
-from zerocli.plan import host_times
+from zerocli.plan import host_times, seconds
 from zerocli.plan.build import plan_model
 from zerocli.plan.compute import passes
 from zerocli.plan.hardware import HOST, PRESETS, Hardware, HostTimes, this_machine
 from zerocli.plan.host_times import measure_host
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.seconds import DISK, LINK, Estimate, estimate, num_chunks
+from zerocli.plan.seconds import DISK, LINK, Estimate, Phase, estimate, num_chunks
 from zerocli.plan.setup import Setup
 
 MODEL = ModelConfig(layers=24, hidden=2048, heads=16, vocab=50304, tie=False)
@@ -214,6 +216,60 @@ def test_only_the_first_forward_hides_the_update():
     once, four = (timed(LARGE, offload="optimizer=cpu", accumulate=n) for n in (1, 4))
     assert four.parts["compute"] == pytest.approx(4 * once.parts["compute"], rel=0.01)
     assert four.seconds - once.seconds >= 3 * once.parts["compute"] * 0.99
+
+
+def every_micro_step(phases: Sequence[Phase], accumulate: int, waits: float, ahead: float) -> tuple[float, float]:
+    """Return what `seconds._ends` does, by following every micro-step."""
+    first, backward, forward = phases
+    device, host, ends = 0.0, 0.0, []
+    for each in (first, backward, *[forward, backward] * (accumulate - 1)):
+        host = max(host, device - ahead) + each.parts["host"]
+        device += seconds._together(each.seconds - each.tail + waits, max(0.0, host - device)) + each.tail
+        waits = 0.0
+        ends.append(device)
+    return ends[0], ends[-1]
+
+
+def drawn(drawing: random.Random) -> tuple[ModelConfig, Hardware, dict[str, Any]]:
+    """Draw a model, a machine and a setup; the host and the device are each the slower one at times."""
+    heads = drawing.choice([2, 8, 16])
+    model = ModelConfig(layers=drawing.choice([2, 6, 24]), hidden=64 * heads, heads=heads, vocab=4096)
+    block = 10 ** drawing.uniform(-5, -2)
+    hardware = dataclasses.replace(MACHINE, host_block=block, host_whole=block)
+    offload = drawing.choice(["", "optimizer=cpu", "cpu", "nvme", "optimizer=hbm:1MB+cpu:1MB+nvme", "activations=cpu"])
+    recompute = True if "activations" in offload else drawing.choice([False, True, 1])
+    ranks, batch, seq = drawing.choice([1, 4, 16]), drawing.choice([1, 8]), drawing.choice([128, 2048])
+    return (
+        model,
+        hardware,
+        {
+            **{"ranks": ranks, "ranks_per_node": min(8, ranks), "batch": batch, "seq": seq},
+            **{"offload": offload, "recompute": recompute, "accumulate": drawing.randint(1, 64)},
+        },
+    )
+
+
+def test_micro_steps_alike_are_not_followed_one_by_one(monkeypatch):
+    """A step takes as long as if all were; of very many, those that are not followed are right to a thousandth."""
+    drawing, ends = random.Random(5), seconds._ends
+    for number in range(36):
+        model, hardware, setup = drawn(drawing)
+        many = number % 6 == 0
+        setup |= {"accumulate": 20_000} if many else {}
+        monkeypatch.setattr(seconds, "_ends", ends)
+        found = timed(model, hardware, **setup)
+        monkeypatch.setattr(seconds, "_ends", every_micro_step)
+        expected, near = timed(model, hardware, **setup), 1e-3 if many else 1e-9
+        assert found.seconds == pytest.approx(expected.seconds, rel=near), (model, setup)
+        assert found.phases == pytest.approx(expected.phases, rel=near), (model, setup)
+
+
+def test_an_estimate_does_not_follow_a_million_micro_steps(monkeypatch):
+    calls: list[float] = []
+    together = seconds._together
+    monkeypatch.setattr(seconds, "_together", lambda device, host: calls.append(host) or together(device, host))
+    timed(accumulate=1_000_000)
+    assert len(calls) <= 2 * seconds.FOLLOWED + 3
 
 
 def test_what_stays_on_the_device_is_never_slower_than_what_leaves_it():

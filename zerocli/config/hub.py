@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerocli.console import quoted
-from zerocli.errors import ConfigError, Problem, closest, quote
+from zerocli.errors import ConfigError, Problem, UserError, closest, quote
 from zerocli.regular_files import MAX_CONFIG_NBYTES
 
 HELD_BACK = (
@@ -49,11 +49,12 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
     "qwen3_moe": {"num_local_experts": "num_experts"},
 }
 """By family: other names that transformers takes for a field, and the field."""
+REINSTALL = "pip uninstall -y transformers && pip install 'zerocli[hf]'"
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len")
 
 
 def installed() -> bool:
-    """Return whether `transformers` can be imported; does not import it."""
+    """Return whether `transformers` is installed; does not import it, so it may still be broken (see `offline`)."""
     return importlib.util.find_spec("transformers") is not None
 
 
@@ -145,7 +146,8 @@ def read_config(file: ConfigFile) -> Any:
     family = values.get("model_type")
     place = places.get("model_type", path)
     with offline():
-        from transformers import CONFIG_MAPPING, AutoConfig
+        with importing():
+            from transformers import CONFIG_MAPPING, AutoConfig
 
         known = list(CONFIG_MAPPING.keys())
         if family not in known:
@@ -191,9 +193,13 @@ def _too_large(values: Mapping[str, Any], places: Mapping[str, str], path: str) 
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """While the body runs, the Hugging Face hub is not asked, and transformers prints no warnings."""
-    constants: Any = importlib.import_module("huggingface_hub.constants")
-    logging: Any = importlib.import_module("transformers.utils.logging")
+    """While the body runs, the Hugging Face hub is not asked, and transformers prints no warnings.
+
+    UserError if transformers is installed but cannot be imported.
+    """
+    with importing():
+        constants: Any = importlib.import_module("huggingface_hub.constants")
+        logging: Any = importlib.import_module("transformers.utils.logging")
     before, level = constants.HF_HUB_OFFLINE, logging.get_verbosity()
     constants.HF_HUB_OFFLINE = True
     logging.set_verbosity(logging.CRITICAL)
@@ -204,6 +210,18 @@ def offline() -> Iterator[None]:
     finally:
         constants.HF_HUB_OFFLINE = before
         logging.set_verbosity(level)
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """While the body imports transformers, whatever the import raises becomes a UserError."""
+    try:
+        yield
+    except Exception as error:  # of any kind: a package of another version, a broken file
+        spec = importlib.util.find_spec("transformers")
+        place = f" ({os.path.dirname(spec.origin)})" if spec and spec.origin else ""
+        fact = f"transformers is installed{place} but cannot be imported: {type(error).__name__}: {first_line(error)}"
+        raise UserError(fact, hint=REINSTALL) from error
 
 
 def first_line(error: BaseException) -> str:

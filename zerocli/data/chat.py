@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from zerocli.config import hub
 from zerocli.data.encoder import Encoder, read_json_file, special_tokens
 from zerocli.errors import UserError
 from zerocli.regular_files import MAX_CONFIG_NBYTES
@@ -49,13 +50,13 @@ class Chat:
                 f"{encoder.folder}: has no chat template ({FILE}, or chat_template in {CONFIG})",
                 hint="the folder of an instruction-tuned model: --set data.tokenizer=FOLDER; or rows of text",
             )
-        try:
-            from transformers import PreTrainedTokenizerFast
-        except ImportError:
+        if not hub.installed():
             raise UserError(
                 "rows of messages are rendered by the package transformers, which is not installed",
                 hint="pip install 'zerocli[hf]'",
-            ) from None
+            )
+        with hub.importing():
+            from transformers import PreTrainedTokenizerFast
         specials: dict[str, Any] = special_tokens(encoder.folder)
         self._encoder, self._masked = encoder, masked
         make: Any = PreTrainedTokenizerFast

@@ -7,18 +7,20 @@ activations only the checkpoint arena is here; a plan replays the others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.placement import HBM
 from zerocli.layout.constants import MAX_BUCKETS, NUM_SLOTS
 from zerocli.layout.flats import FP32, FlatSpec, Sizing
-from zerocli.layout.shards import SHARD_ALIGN
+from zerocli.layout.shards import SHARD_ALIGN, Entry
 
 BUCKETS, BUCKET_SUMS = "reduction buckets", "sums of buckets"
 """Names of the buckets, and of the buffers in which offloaded gradients are added up."""
 WRITTEN_SLOTS = "update slots of parameters"
 """Buffers that the update only writes; it makes them itself, where others are made to fetch into."""
+SPLIT_NBYTES = 12
+"""Bytes per element that splitting a master of a whole update allocates: a copy, both parts, and its rounded values."""
 SlotKey = tuple[str, int, str]
 """The device of a buffer of the update's slots, the slot's number, and what is in it."""
 
@@ -311,6 +313,38 @@ def update_temporaries(flats: Sequence[FlatSpec], sizing: Sizing, arrays: int, r
         most[device] = max(most.get(device, 0), numel * arrays * FP32, numel * rounding * rounds)
     for device, nbytes in most.items():
         yield Spec("buffers", "arrays of an update", nbytes, 1, _tier(device, sizing))
+
+
+def whole_update(
+    flats: Sequence[FlatSpec], sizing: Sizing, is_matrix: Callable[[Entry], bool], made: int, rounding: int
+) -> list[Spec]:
+    """Return the memory in which Muon updates the flat that takes most: any flat with a matrix is updated whole.
+
+    That is all of its master, gradient and states in fp32 on every rank. Beside them there are, one after another, a
+    state that is fetched, what a matrix takes with `made` fp32 arrays of its size, and the master's rounding, which
+    takes `rounding` bytes per element. None of it is kept from step to step.
+    """
+    found: list[Spec] = []
+    for flat in flats:
+        matrices = [entry for entry in flat.layout.entries if is_matrix(entry)]
+        if not matrices:
+            continue
+        narrow, held = flat.width < FP32, flat.held.numel
+        beside = max(
+            max(newton_schulz_nbytes(entry) + made * FP32 * entry.numel for entry in matrices),
+            held * FP32 * (flat.tiers["optimizer"] != HBM),
+            held * SPLIT_NBYTES * (narrow and sizing.split_master),
+            (flat.total if flat.resident(sizing) else flat.own.numel) * rounding * narrow,
+        )
+        specs = [Spec("buffers", "whole states of an update", flat.total, FP32)] * (2 + sizing.num_states)
+        specs.append(Spec("buffers", "arrays of an update", beside, 1))
+        found = max(found, specs, key=lambda each: sum(spec.nbytes for spec in each))
+    return found
+
+
+def newton_schulz_nbytes(matrix: Entry) -> int:
+    """Return the bytes of Muon's iteration in bf16: a matrix, the next one, and two square ones of its short side."""
+    return 2 * (2 * matrix.numel + 2 * min(matrix.shape) ** 2)
 
 
 def _tier(device: str, sizing: Sizing) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from offload.placement import ACTIVATIONS, HBM, Placement, Share
 from zerocli.config import AUTO, read_placement
-from zerocli.errors import UserError
+from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout.flats import FP32
 from zerocli.plan.build import plan_count, plan_model, plan_traced
 from zerocli.plan.hardware import Hardware
@@ -142,7 +142,10 @@ def weigh_all(
 
 
 def weigh_each(model: Model, tried: Iterable[Setup], hardware: Hardware) -> list[Candidate]:
-    """Return the candidates of setups; those that are not allowed are left out if others remain."""
+    """Return the candidates of setups; those that are not allowed are left out if others remain.
+
+    If none remains, raises the error of one that is allowed but has no room, else that of the last one.
+    """
     found: list[Candidate] = []
     refused: list[UserError] = []
     for each in tried:
@@ -151,7 +154,8 @@ def weigh_each(model: Model, tried: Iterable[Setup], hardware: Hardware) -> list
         except UserError as error:
             refused.append(error)
     if not found:
-        raise refused[0]
+        # Of a placement for several stages, the first may refuse what the later ones allow but have no room for.
+        raise next((error for error in refused if error.exit_code == DOES_NOT_FIT), refused[-1])
     return found
 
 

@@ -9,7 +9,7 @@ into the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offload.placement import HBM
@@ -34,6 +34,11 @@ SHARPNESS = 3
 4 % more if one takes half as long (measured on an H200)."""
 AHEAD = 12
 """Blocks that the host can be ahead of the device: CUDA holds 1024 calls, and a block with offloading has about 80."""
+STEADY = 1e-12
+"""Change of the host's lead over a micro-step, in parts of its seconds, below which all others take as long."""
+FOLLOWED = 1024
+"""Micro-steps that are followed at most. The lead is bounded by `AHEAD` blocks and changes ever less, so that those
+after them take as long as the last one to about a thousandth."""
 
 
 @dataclass(frozen=True)
@@ -147,28 +152,38 @@ def estimate(plan: Plan, model: Shape | Traced, hardware: Hardware) -> Estimate:
     parts = {name: sum(each.parts.get(name, 0.0) * each.times for each in every) for name in first.parts}
     waits = here + _exposed(plan, work.ends, hardware)
     ahead = AHEAD * hardware.host.block
-    ends = list(_ends([first, backward, *[forward, backward] * (setup.accumulate - 1)], waits, ahead))
-    seconds = ends[-1]
+    forwarded, seconds = _ends(every, setup.accumulate, waits, ahead)
     parts["update"] = parts.get("update", 0.0) + here
     bound = max(parts, key=lambda name: parts[name])
-    alone = min(ends[0], _together(first.computing - first.tail, first.parts["host"]) + first.tail)
-    phases = {"forward": alone, "backward": seconds - ends[0], "update": ends[0] - alone}
+    alone = min(forwarded, _together(first.computing - first.tail, first.parts["host"]) + first.tail)
+    phases = {"forward": alone, "backward": seconds - forwarded, "update": forwarded - alone}
     tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
     mfu = work.operations / (seconds * setup.ranks * hardware.tflops * 1e12)
     return Estimate(seconds, parts, bound, tokens / seconds, phases, mfu)
 
 
-def _ends(phases: list[Phase], waits: float, ahead: float) -> Iterator[float]:
-    """Yield when the device is done with each phase; in the first one it has to wait for so many seconds besides.
+def _ends(phases: Sequence[Phase], accumulate: int, waits: float, ahead: float) -> tuple[float, float]:
+    """Return when the device is done with the first forward and with the step; at first it waits for so many seconds.
 
-    The host begins a phase once it has launched all before it, if it is not too far `ahead` of the device.
+    The host begins a phase once it has launched all before it, if it is not too far `ahead` of the device. Once it is
+    ahead by the same time after each micro-step, all others take as long as the last one.
     """
-    device = host = 0.0
-    for each in phases:
+    first, backward, forward = phases
+
+    def run(each: Phase, device: float, host: float, waits: float = 0.0) -> tuple[float, float]:
+        """Return when the device and the host are done with a phase that they begin then."""
         host = max(host, device - ahead) + each.parts["host"]
-        device += _together(each.seconds - each.tail + waits, max(0.0, host - device)) + each.tail
-        waits = 0.0
-        yield device
+        return device + _together(each.seconds - each.tail + waits, max(0.0, host - device)) + each.tail, host
+
+    forwarded = run(first, 0.0, 0.0, waits)
+    device, host = run(backward, *forwarded)
+    for number in range(1, accumulate):
+        before, lead = device, device - host
+        device, host = run(backward, *run(forward, device, host))
+        if number == FOLLOWED or abs(device - host - lead) <= STEADY * (device - before):
+            device += (accumulate - 1 - number) * (device - before)
+            break
+    return forwarded[0], device
 
 
 def _together(device: float, host: float) -> float:

@@ -10,6 +10,7 @@ from offload.placement import ACTIVATIONS, HBM
 from zerocli.layout import buffers, constants
 from zerocli.layout.buffers import Spec
 from zerocli.layout.flats import FP32, FlatSpec
+from zerocli.layout.shards import Entry
 from zerocli.plan.arena import COMPUTE
 from zerocli.plan.checkpoints import Checkpoints
 from zerocli.plan.decoder import Batch, Decoder
@@ -77,6 +78,11 @@ class StepPeak:
         """Return the peak, or more, with so many bytes of gradients on the device: it is convex in those."""
         share = nbytes / self.gradients if self.gradients else 0.0
         return int(self.rest + share * (self.both - self.rest))
+
+
+def _is_matrix(entry: Entry) -> bool:
+    """Whether Muon updates a parameter: it leaves embeddings and vectors to AdamW."""
+    return len(entry.shape) == 2 and entry.name not in ("tokens", "positions")
 
 
 class Replay(Initialisation):
@@ -181,6 +187,8 @@ class Replay(Initialisation):
         if not self._owes:  # the first one makes scratch memory
             streamed = any(flat.offloaded for flat in self._trainable)
             self._keep(*buffers.update_scratch(self._trainable, self._sizing), stream=UPDATES if streamed else COMPUTE)
+        if setup.optimizer.lower() == "muon":
+            self._update_whole()
         self._update(self._trainable, offloaded=False, count=setup.num_temporaries[self._owes])
         self._owes = True
         self._spent = {index: grads for index, grads in self._flat_grads.items() if self._spends(index)}
@@ -234,6 +242,14 @@ class Replay(Initialisation):
         for number in range(max(1, count), 0, -1):
             held.append(Storage(self._ledger, left // number, "buffers", UPDATES if offloaded else COMPUTE))
             left -= left // number
+
+    def _update_whole(self) -> None:
+        """Replay Muon's updates of whole matrices, wherever their states are; the first one makes a state of each."""
+        made = bool(self._setup.options.get("nesterov", True)) + (not self._owes)
+        rounding = ROUNDING.get(self._setup.precision, 0)
+        held = []
+        for spec in buffers.whole_update(self._trainable, self._sizing, _is_matrix, made, rounding):
+            held.append(Storage(self._ledger, spec.nbytes, spec.category))
 
     def _enter(self, unit: int) -> None:
         """Replay what a unit's forward begins with: updates of offloaded states that wait for it, and its gather."""
