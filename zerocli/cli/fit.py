@@ -27,7 +27,7 @@ from zerocli.plan.render import render, render_machines
 from zerocli.plan.resolve import plan_source
 from zerocli.plan.rows import Row
 from zerocli.plan.runtime import RUNTIME
-from zerocli.plan.saves import SHARED
+from zerocli.plan.saves import SHARED, folder_of
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.shape import Shape
 from zerocli.plan.verdict import Budget, Verdict, document, machines_document, unplanned
@@ -55,7 +55,7 @@ LOWEST_RATE, HIGHEST_RATE = 1e-9, 1e9
 @click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.")
 @click.option("--gpu-memory", metavar="SIZE", help="Memory per GPU, such as 80GiB.")
 @click.option("--host-memory", metavar="SIZE", help="Host memory per node.")
-@click.option("--nvme-space", metavar="SIZE", help="Disk space per node.")
+@click.option("--nvme-space", metavar="SIZE", help="Disk space per node; 0: no disks.")
 @click.option("--batch", type=int, metavar="N", help="Sequences per data-parallel rank and micro-step.")
 @click.option("--seq", type=int, metavar="N", help="Tokens per sequence.")
 @click.option("--precision", metavar="NAME", help="bf16 (the default), fp16 or fp32.")
@@ -134,6 +134,7 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
         train = dataclasses.replace(source.config.train, batch=1)
         source = dataclasses.replace(source, config=dataclasses.replace(source.config, train=train))
     setup, more = choose_setup(source, given, hardware, ask.runtime)
+    setup = dataclasses.replace(setup, saves_elsewhere=not hardware.nvme_space)
     notes = [*source.notes, *notes, *more]
     stages = STAGES if given["stage"] is None else (given["stage"],)
     offload = setup.offload if given["offload"] is not None else None
@@ -164,7 +165,7 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
         change = None if best else search.smallest_change(planned, asked, hardware)
         verdict = Verdict(planned, printable(source.name), hardware, candidates, best, change)
     if (saved := verdict.candidates[0].plan.saved) is not None:
-        notes.append(_on_saves(saved))
+        notes.append(_on_saves(saved, setup))
     if ask.budget is not None and verdict.candidates[0].estimate is None:
         notes.append("--tokens needs the time of a step, which is estimated for models with a shape")
     return dataclasses.replace(verdict, notes=tuple(notes), budget=ask.budget)
@@ -276,11 +277,11 @@ def _budget(given: Mapping[str, Any]) -> Budget | None:
         raise UserError(f"--tokens {str(error).replace('parameter count', 'number of tokens')}") from error
 
 
-def _on_saves(saved: Row) -> str:
+def _on_saves(saved: Row, setup: Setup) -> str:
     """Return notes on how the verdict counts the run folder."""
     size = format_bytes(saved.nbytes)
     if saved.tier == SHARED:
-        return f"saved checkpoints: up to {size} in the run folder, which all nodes share; no tier counts them"
+        return f"saved checkpoints: up to {size} in {folder_of(setup)}; no tier counts them"
     return (
         f"saved checkpoints: up to {size} in the run folder, counted as nvme: it may be on the same disks "
         "(--set checkpoint.every=0 leaves them out)"
@@ -310,17 +311,17 @@ def _split_sets(sets: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, int],
         if section == "runtime":
             runtime[name] = _size(f"--set {key.strip()}", value, zero=True)
         else:
-            rates[name] = _rate(f"--set {key.strip()}", value)
+            rates[name] = _rate(f"--set {key.strip()}", value, zero=name == "products")
     return tuple(kept), runtime, rates
 
 
-def _rate(flag: str, text: str) -> float:
-    """Return a rate in GB/s (tflops: TFLOPS; adam: billions of parameters per second)."""
+def _rate(flag: str, text: str, zero: bool = False) -> float:
+    """Return a rate in GB/s (tflops: TFLOPS; adam: billions of parameters per second); `zero`: 0 is not measured."""
     try:
         rate = float(text)
     except ValueError as error:
         raise UserError(f"{flag}={text}: not a number", hint=f"{flag}=4.5") from error
-    if not LOWEST_RATE <= rate < HIGHEST_RATE:
+    if not LOWEST_RATE <= rate < HIGHEST_RATE and not (zero and rate == 0):
         raise UserError(
             f"{flag}={text}: a rate is above 0, in GB/s, from {LOWEST_RATE:g} to {HIGHEST_RATE:g}", hint=f"{flag}=4.5"
         )
@@ -360,7 +361,7 @@ def choose_hardware(given: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
             rest = "the rest of the node" if asked else "the node"
             notes.append(f"{rest} as of {hardware.name} (no GPU here; --hardware names another)")
     changes: dict[str, Any] = {
-        name: _size(f"--{name.replace('_', '-')}", given[name])
+        name: _size(f"--{name.replace('_', '-')}", given[name], zero=name == "nvme_space")
         for name in ("gpu_memory", "host_memory", "nvme_space")
         if given[name] is not None
     }

@@ -191,7 +191,8 @@ def _terms(verdict: Verdict) -> str:
     )
     tp = f", tp {setup.tp}" if setup.tp > 1 else ""
     room = f"{format_bytes(hardware.gpu_memory)} per GPU"
-    room += f", {format_bytes(hardware.host_memory)} and {format_bytes(hardware.nvme_space)} nvme per node"
+    nvme = format_bytes(hardware.nvme_space) if hardware.nvme_space else "no"
+    room += f", {format_bytes(hardware.host_memory)} and {nvme} nvme per node"
     return f"{count_of(setup.ranks, 'rank')}, {setup.local_ranks} per node{tp}, {setup.precision}{tokens}; {room}"
 
 

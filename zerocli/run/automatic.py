@@ -23,7 +23,7 @@ from zerocli.plan.setup import Setup, setup_of
 from zerocli.regular_files import write_text
 
 FILE = "auto.json"
-"""In the run folder: the choice, what it was made from, and the command that repeats it."""
+"""In the run folder: the choice, what it was made from, and (of a run on GPUs) the command that repeats it."""
 
 
 @dataclasses.dataclass(frozen=True)
