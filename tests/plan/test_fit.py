@@ -160,6 +160,22 @@ def test_hugging_face_configs_are_read_as_data(name, capsys, tmp_path):
     assert all(each["tiers"]["hbm"]["needed"] > 16 * count // 8 / 2 for each in answer["candidates"][:1])
 
 
+@pytest.mark.parametrize("kind", ["count", "file", "folder", "bundled"])
+def test_the_flags_of_auto_give_its_numbers_for_every_kind_of_model(kind, capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PUBLISHED["qwen3-8b"][0]))
+    model = {"count": "7.5B", "file": str(path), "folder": str(tmp_path), "bundled": "llama3-8b"}[kind]
+    words = (model, "--ranks", "1", "--hardware", "rtx4090", "--set", "train.steps=100000")
+    code, chosen = ask(capsys, *words, "--auto")
+    assert code == 0
+    [flags] = [note.removeprefix("auto: ") for note in chosen["notes"] if note.startswith("auto: ")]
+    assert ("model.compile=true" in flags) is (kind != "count") and ("model.compile" in flags) is (kind != "count")
+    code, by_hand = ask(capsys, *words, *flags.split())
+    assert code == 0
+    found = [each["candidates"][each["best"]["index"]] for each in (chosen, by_hand)]
+    assert found[0]["tiers"] == found[1]["tiers"] and found[0]["step"] == found[1]["step"]
+
+
 def test_a_config_json_alone_says_what_the_model_is(capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(PUBLISHED["gpt2"][0]))

@@ -208,7 +208,7 @@ def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware
     config = ask.source.config
     whole = setup.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
     setup = dataclasses.replace(setup, stage=given["stage"] if given["stage"] is not None else setup.stage)
-    steps = automatic.may_compile(config, setup, free)
+    steps = 0 if isinstance(model, int) else automatic.may_compile(config, setup, free)  # a count has no times
     choice = automatic.choose_setup(model, setup, hardware, free, whole, steps)
     if choice.best is not None:
         named = automatic.named_keys(free, whole, steps)
