@@ -210,15 +210,15 @@ def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware
     setup = dataclasses.replace(setup, stage=given["stage"] if given["stage"] is not None else setup.stage)
     steps = 0 if isinstance(model, int) else automatic.may_compile(config, setup, free)  # a count has no times
     choice = automatic.choose_setup(model, setup, hardware, free, whole, steps)
+    named = automatic.named_keys(free, whole, steps)
     if choice.best is not None:
-        named = automatic.named_keys(free, whole, steps)
         notes += automatic.describe(choice, hardware, lambda chosen: automatic.flags(chosen, named))
     kinds: dict[object, search.Candidate] = {}
     for each in choice.fitting:  # the fastest of each kind: the others differ in numbers only
         kinds.setdefault(kind_of(each.setup), each)
     shown = list(kinds.values())[:SHOWN] or ([choice.nearest] if choice.nearest is not None else [])
     change = None if choice.best else search.smallest_change(model, shown[0].setup, hardware)
-    return Verdict(model, printable(ask.source.name), hardware, shown, choice.best, change)
+    return Verdict(model, printable(ask.source.name), hardware, shown, choice.best, change, chosen=named)
 
 
 def _free(given: Mapping[str, Any]) -> frozenset[str]:
