@@ -190,6 +190,21 @@ def test_a_setup_of_python_is_read_too():
     assert Setup(recompute="recompute:3+selective:2").recomputed.policy == "recompute:3+selective:2"
 
 
+def test_a_global_batch_that_the_own_batch_does_not_divide_is_trained(tmp_path, capsys):
+    """12 sequences on 2 ranks with a config's batch of 8: 6, 3 or 1 at a time are chosen, and 8 never."""
+    common = ("train.global_batch=12", "train.steps=2", "checkpoint.every=0")
+    chosen = train(tmp_path / "auto", *common, "train.batch=8", auto=FREE)
+    assert chosen.codes == [0, 0], chosen.said
+    batch = json.loads((tmp_path / "auto/config.json").read_text())["train"]["batch"]
+    assert batch in (1, 3, 6)
+    assert train(tmp_path / "given", *common, f"train.batch={batch}").codes == [0, 0]
+    assert losses(tmp_path / "auto") == losses(tmp_path / "given")
+    words = ["tiny", "--set", "train.global_batch=12", "--auto", "--ranks", "2", "--dry-run", "--json"]
+    for command in ("train", "profile"):
+        assert cli.run([command, *words]) == 0
+    capsys.readouterr()
+
+
 def test_a_chosen_batch_is_the_one_that_is_trained(tmp_path):
     """Of a global batch of 16, `--auto` takes more than one sequence at a time; the samples stay the same."""
     common = ("train.global_batch=16", "train.steps=2", "checkpoint.every=0")

@@ -12,7 +12,7 @@ import click
 from offload.placement import Placement
 from zerocli import machine
 from zerocli.cli.types import FiniteRange
-from zerocli.config import AUTO
+from zerocli.config import AUTO, with_dividing_batch
 from zerocli.config.options import automatic_keys
 from zerocli.console import colours, printable, show_if_unfit, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError, quote
@@ -133,7 +133,8 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     if ask.largest == "batch":  # the config's own batch need not divide a global batch
         train = dataclasses.replace(source.config.train, batch=1)
         source = dataclasses.replace(source, config=dataclasses.replace(source.config, train=train))
-    setup, more = choose_setup(source, given, hardware, ask.runtime)
+    free = _free(given) if given["auto"] else frozenset()
+    setup, more = choose_setup(source, given, hardware, ask.runtime, free)
     setup = dataclasses.replace(setup, saves_elsewhere=not hardware.nvme_space)
     notes = [*source.notes, *notes, *more]
     stages = STAGES if given["stage"] is None else (given["stage"],)
@@ -141,7 +142,6 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     lora = parse_lora(given["lora"]) if given["lora"] is not None else None
     if lora is not None:
         _refuse_lora(source, ask.trace, setup)
-    free = _free(given) if given["auto"] else frozenset()
     planned = _model(source, ask.trace, _undecided(setup, free), stages, notes, lora, chooses=bool(given["auto"]))
     if lora is not None and isinstance(planned, Shape):
         notes.append(
@@ -369,9 +369,13 @@ def choose_hardware(given: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
 
 
 def choose_setup(
-    source: Source, given: Mapping[str, Any], hardware: Hardware, runtime: dict[str, int]
+    source: Source,
+    given: Mapping[str, Any],
+    hardware: Hardware,
+    runtime: dict[str, int],
+    free: frozenset[str] = frozenset(),
 ) -> tuple[Setup, list[str]]:
-    """Return the setup from config and flags, and notes about assumptions."""
+    """Return the setup from config and flags, and notes about assumptions; `free` are the keys of `--auto`."""
     notes = []
     for name in ("ranks", "ranks_per_node", "tp"):
         if (given[name] or 0) >= 2**63:
@@ -385,7 +389,8 @@ def choose_setup(
         per_node = min(ranks, hardware.gpus) if ranks > 0 else 1
         if ranks > per_node and ranks % per_node:
             per_node = math.gcd(ranks, per_node)
-    setup = setup_of(source.config, ranks=ranks, tp=tp, ranks_per_node=per_node, runtime=runtime)
+    config = with_dividing_batch(source.config, ranks, tp) if "train.batch" in free else source.config
+    setup = setup_of(config, ranks=ranks, tp=tp, ranks_per_node=per_node, runtime=runtime)
     if setup.precision == "bf16" and not hardware.bf16:
         sets = [text.partition("=")[0].strip() for text in given["sets"]]
         asked = given["precision"] is not None or "train.precision" in sets

@@ -19,6 +19,7 @@ from zerocli.plan.hardware import PRESETS, RATES, Hardware, this_machine
 from zerocli.plan.recompute import MARGIN
 from zerocli.plan.search import Candidate, Model
 from zerocli.plan.setup import Setup
+from zerocli.plan.traced import Traced
 from zerocli.plan.verdict import format_seconds
 
 STAGES = (0, 1, 2, 3)
@@ -71,8 +72,8 @@ def choose_setup(
 ) -> Choice:
     """Return the choice of what is free; the rest of the setup stays as it is.
 
-    `global_batch` is the number of sequences per step of all ranks: with it, the micro-batch may be chosen too. `steps`
-    are those of `may_compile`.
+    `global_batch` is the number of sequences per step of all ranks: with it, the micro-batch may be chosen too, from
+    each rank's part, its halves and 1. `steps` are those of `may_compile`.
     """
     if steps:
         setup = dataclasses.replace(setup, compiled=False)
@@ -82,9 +83,10 @@ def choose_setup(
     if "activations.policy" in free:
         setup = dataclasses.replace(setup, recompute=AUTO)
     batches = [setup.batch]
-    if "train.batch" in free and global_batch:
+    if "train.batch" in free and global_batch and not isinstance(model, Traced):  # a trace is of one batch
         each = global_batch // setup.dp
-        batches = [size for size in range(1, each + 1) if each % size == 0 and _is_power_of_two(each // size)]
+        halves = [size for size in range(1, each + 1) if each % size == 0 and _is_power_of_two(each // size)]
+        batches = sorted({1, *halves})
     offload = None if "offload.placement" in free else setup.offload
     if offload is None:
         setup = dataclasses.replace(setup, offload=Placement())  # the config's own must not decide what is tried
