@@ -31,6 +31,7 @@ from zerocli.plan.rough import RoughPlans
 from zerocli.plan.search import weigh
 from zerocli.plan.setup import Setup
 from zerocli.plan.step import Replay
+from zerocli.plan.traced import Traced
 
 LARGE = ModelConfig(layers=32, hidden=2560, heads=20, vocab=50304, tie=False)
 THIRTEEN = ModelConfig(family="llama", layers=40, hidden=5120, heads=40, vocab=32000, mlp_hidden=13824, tie=False)
@@ -295,6 +296,44 @@ def test_only_what_is_left_open_is_compiled_by_choice():
     best = choose_setup(shape_of(NARROW, 1024), setup(batch=8), capped(3.5), FREE, steps=100_000).best
     assert best is not None
     assert with_choice(config, best, 1000).model.compile is True and with_choice(config, best).model.compile == "auto"
+
+
+@pytest.mark.parametrize("total, ranks, sizes", [(96, 8, {1, 3, 6, 12}), (20, 2, {1, 5, 10}), (9, 1, {1, 9})])
+def test_a_global_batch_that_another_micro_batch_divides_is_planned(total, ranks, sizes, capsys):
+    """The config's own batch of 8 does not divide it; the batch is for `--auto` to choose."""
+    words = ["fit", "tiny", "--set", f"train.global_batch={total}", "--ranks", str(ranks), "--hardware", "h100"]
+    assert cli.run([*words, "--auto", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {each["batch"] for each in found["candidates"]} <= sizes
+    [flags] = [note for note in found["notes"] if note.startswith("auto: ")]
+    assert f"--batch {found['candidates'][0]['batch']} " in flags
+    for fixed in ([], ["--auto", "--batch", "8"]):
+        assert cli.run([*words, *fixed]) == 2
+        assert f"is not a multiple of batch 8 x {ranks} rank" in capsys.readouterr().err
+
+
+def test_a_global_batch_that_the_ranks_do_not_divide_is_refused(capsys):
+    words = ["tiny", "--set", "train.global_batch=97", "--auto", "--ranks", "8"]
+    for command in (["fit", *words], ["train", *words, "--dry-run"], ["profile", *words, "--dry-run"]):
+        assert cli.run(command) == 2
+        err = capsys.readouterr().err
+        assert "global batch 97 is not a multiple of batch 1 x 8 ranks = 8" in err
+        assert "--set train.global_batch=96" in err
+
+
+def test_the_batch_of_a_trace_is_kept(monkeypatch):
+    """Its bytes and times are those of the batch that was traced."""
+    monkeypatch.setattr("zerocli.plan.automatic.choose", lambda *given: given[5])
+    traced = Traced("some", (), 0, {}, {}, {}, 0)
+    assert choose_setup(traced, setup(batch=4, accumulate=4), ONE, FREE, global_batch=16) == [4]
+
+
+def test_a_smaller_micro_batch_is_tried_where_no_half_fits():
+    """A part of 9 has no halves: without 1 among the choices nothing would fit."""
+    shape = shape_of(load_config("llama3-8b").model, 8192)
+    asked = setup(ranks=8, ranks_per_node=8, batch=9, seq=8192)
+    best = choose_setup(shape, asked, PRESETS["rtx4090"], FREE, global_batch=72).best
+    assert best is not None and best.setup.batch == 1 and best.setup.accumulate == 9
 
 
 @pytest.mark.long

@@ -160,6 +160,66 @@ def test_hugging_face_configs_are_read_as_data(name, capsys, tmp_path):
     assert all(each["tiers"]["hbm"]["needed"] > 16 * count // 8 / 2 for each in answer["candidates"][:1])
 
 
+@pytest.mark.parametrize("kind", ["count", "file", "folder", "bundled"])
+def test_the_flags_of_auto_give_its_numbers_for_every_kind_of_model(kind, capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PUBLISHED["qwen3-8b"][0]))
+    model = {"count": "7.5B", "file": str(path), "folder": str(tmp_path), "bundled": "llama3-8b"}[kind]
+    words = (model, "--ranks", "1", "--hardware", "rtx4090", "--set", "train.steps=100000")
+    code, chosen = ask(capsys, *words, "--auto")
+    assert code == 0
+    [flags] = [note.removeprefix("auto: ") for note in chosen["notes"] if note.startswith("auto: ")]
+    assert ("model.compile=true" in flags) is (kind != "count") and ("model.compile" in flags) is (kind != "count")
+    code, by_hand = ask(capsys, *words, *flags.split())
+    assert code == 0
+    found = [each["candidates"][each["best"]["index"]] for each in (chosen, by_hand)]
+    assert found[0]["tiers"] == found[1]["tiers"] and found[0]["step"] == found[1]["step"]
+
+
+def pasted(lines: list[str], start: int) -> list[str]:
+    """Return the words of the command whose first line this is: all but its last line end with a backslash."""
+    end = next(at for at in range(start, len(lines)) if not lines[at].endswith("\\"))
+    return " ".join(line.removesuffix("\\") for line in lines[start : end + 1]).split()
+
+
+@pytest.mark.parametrize(
+    "words, auto",
+    [(["rtx4090"], ["--auto"]), (["h100", "--ranks", "1", "--set", "activations.policy=auto"], [])],
+    ids=["auto", "policy=auto"],
+)
+def test_the_flags_beside_fits_give_the_numbers_shown(words, auto, capsys):
+    """In the second case plain `fit` shows a placement with a budget, which is searched with its recomputation."""
+    words = ["llama3-8b", "--hardware", *words]
+    asked = [*words, *auto]
+    _, shown = ask(capsys, *asked)
+    best = shown["candidates"][shown["best"]["index"]]
+    assert cli.run(["fit", *asked]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    flags = pasted(lines, lines.index("fits:") + 1)
+    _, by_hand = ask(capsys, *words, *flags)
+    [found] = by_hand["candidates"]
+    assert found["tiers"] == best["tiers"] and found["step"] == best["step"]
+    for key in ("exact_policy", "compile", "update"):
+        assert found[key] == best[key]
+    assert f"activations.policy={best['exact_policy']}" in flags
+
+
+def test_the_flags_of_several_machines_give_the_numbers_shown(capsys):
+    words = ["llama3-8b", "--auto", "--hardware"]
+    _, shown = ask(capsys, *words, "rtx4090,l40s")
+    assert cli.run(["fit", *words, "rtx4090,l40s"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for machine_shown in shown["machines"]:
+        name, best = machine_shown["hardware"], machine_shown["candidate"]
+        flags = pasted(lines, lines.index(f"  {name} (bf16):") + 1)
+        _, by_hand = ask(capsys, "llama3-8b", "--hardware", name, *flags)
+        [found] = by_hand["candidates"]
+        assert found["tiers"] == best["tiers"] and found["step"] == best["step"]
+        assert best["compile"] is True and f"activations.policy={best['exact_policy']}" in flags
+
+
 def test_a_config_json_alone_says_what_the_model_is(capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(PUBLISHED["gpt2"][0]))

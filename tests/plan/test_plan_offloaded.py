@@ -211,6 +211,22 @@ def test_a_run_folder_counts_as_nvme_on_one_node_and_on_no_tier_on_several(capsy
     )
 
 
+def test_a_node_without_disks_is_planned(capsys, monkeypatch, tmp_path):
+    """Nothing fits on its nvme tier; its run folder is elsewhere, so checkpoints count on no tier."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for space in ("0", "0B"):
+        words = ("gpt2-124m", "--ranks", "2", "--nvme-space", space, "--set", "checkpoint.every=10")
+        answer = ask(capsys, *words)
+        for each in answer["candidates"]:
+            assert each["fits"] is ("nvme" not in each["offload"]), each["offload"]
+            assert each["checkpoints"]["tier"] == "shared"
+        assert answer["fits"] and ask(capsys, *words, "--auto")["fits"]
+    for flag in ("--gpu-memory", "--host-memory"):
+        assert cli.run(["fit", "gpt2-124m", flag, "0B"]) == 2
+        assert f"{flag} 0B is not above 0" in capsys.readouterr().err
+
+
 def test_the_largest_count_is_of_model_states_alone(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import shlex
 from typing import Any
 
 import pytest
@@ -121,6 +122,45 @@ def test_a_choice_is_replayed_by_its_command(tmp_path, capsys):
     assert f"auto: {automatic.flags(choice.best, frozenset({'model.compile'}))}" in notes
 
 
+@pytest.mark.parametrize(
+    "sets, fixed, room",
+    [
+        (["train.global_batch=64"], set(), {"gpu_memory": 4 << 30, "nvme_space": 0, "products": 0.0}),
+        (["train.global_batch=12", "checkpoint.every=10"], {"train.batch"}, {"nvme_space": 0}),
+        (["activations.policy=recompute"], {"activations.policy"}, {"gpu_memory": 4 << 30, "host_block": 1e-5}),
+        (["model.compile=true", "zero.stage=2"], {"model.compile", "zero.stage"}, {"gpu_memory": 5 << 30}),
+        (["offload.update=auto"], set(), {"gpu_memory": 2 << 30, "pcie": 2.0, "adam": 100.0}),
+    ],
+    ids=["batch", "no disks", "policy", "compile", "update"],
+)
+def test_the_command_in_a_run_folder_gives_its_flags(tmp_path, capsys, monkeypatch, sets, fixed, room):
+    """The run folder's config has the choice in it, and still the command leaves open what was open."""
+    config = configs.load("gpt2-124m", ["train.batch=4", "train.seq=512", "parallel.ranks=1", *sets])
+    setup = setup_of(config, ranks=1, ranks_per_node=1, precision="bf16", device="cuda")
+    hardware = dataclasses.replace(automatic_machine(), **room)
+    monkeypatch.setattr(automatic, "hardware_here", lambda *_: hardware)
+    monkeypatch.setattr("zerocli.machine.missing_compiler", lambda on_gpu: "")
+    options = RunOptions(str(tmp_path), auto=FREE - fixed)
+    chosen = choose_together(config, options, setup, hardware.gpu_memory, lambda value: [value])
+    (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(chosen.config)))
+    chosen.save(tmp_path)
+    document = json.loads((tmp_path / "auto.json").read_text())
+    assert cli.run([*shlex.split(document["replay"])[1:], "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert f"auto: {document['flags']}" in answer["notes"]
+    best = answer["candidates"][answer["best"]["index"]]
+    assert best["step"]["seconds"] == pytest.approx(document["seconds"], rel=1e-4)
+    assert {tier: each["needed"] for tier, each in best["tiers"].items()} == document["needed"]
+
+
+def test_a_choice_for_ranks_without_a_gpu_has_no_command(tmp_path):
+    """`fit` plans GPUs: what it says of a CPU's ranks would not be their choice."""
+    config = configs.load("tiny", [*TINY, "parallel.ranks=2"])
+    setup = setup_of(config, ranks=2, ranks_per_node=2, device="cpu")
+    chosen = choose_together(config, RunOptions(str(tmp_path), auto=FREE), setup, 1 << 30, lambda value: [value])
+    assert chosen.document["flags"] and chosen.document["replay"] is None
+
+
 def test_one_machine_without_a_compiler_decides_for_all(tmp_path, monkeypatch):
     config = configs.load("gpt2-124m", ["parallel.ranks=2", "train.steps=1000000", "activations.policy=recompute"])
     setup = setup_of(config, ranks=2, ranks_per_node=2, precision="bf16", device="cuda")
@@ -148,6 +188,21 @@ def automatic_machine():
 
 def test_a_setup_of_python_is_read_too():
     assert Setup(recompute="recompute:3+selective:2").recomputed.policy == "recompute:3+selective:2"
+
+
+def test_a_global_batch_that_the_own_batch_does_not_divide_is_trained(tmp_path, capsys):
+    """12 sequences on 2 ranks with a config's batch of 8: 6, 3 or 1 at a time are chosen, and 8 never."""
+    common = ("train.global_batch=12", "train.steps=2", "checkpoint.every=0")
+    chosen = train(tmp_path / "auto", *common, "train.batch=8", auto=FREE)
+    assert chosen.codes == [0, 0], chosen.said
+    batch = json.loads((tmp_path / "auto/config.json").read_text())["train"]["batch"]
+    assert batch in (1, 3, 6)
+    assert train(tmp_path / "given", *common, f"train.batch={batch}").codes == [0, 0]
+    assert losses(tmp_path / "auto") == losses(tmp_path / "given")
+    words = ["tiny", "--set", "train.global_batch=12", "--auto", "--ranks", "2", "--dry-run", "--json"]
+    for command in ("train", "profile"):
+        assert cli.run([command, *words]) == 0
+    capsys.readouterr()
 
 
 def test_a_chosen_batch_is_the_one_that_is_trained(tmp_path):

@@ -12,7 +12,7 @@ import click
 from offload.placement import Placement
 from zerocli import machine
 from zerocli.cli.types import FiniteRange
-from zerocli.config import AUTO
+from zerocli.config import AUTO, with_dividing_batch
 from zerocli.config.options import automatic_keys
 from zerocli.console import colours, printable, show_if_unfit, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError, quote
@@ -27,7 +27,7 @@ from zerocli.plan.render import render, render_machines
 from zerocli.plan.resolve import plan_source
 from zerocli.plan.rows import Row
 from zerocli.plan.runtime import RUNTIME
-from zerocli.plan.saves import SHARED
+from zerocli.plan.saves import SHARED, folder_of
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.shape import Shape
 from zerocli.plan.verdict import Budget, Verdict, document, machines_document, unplanned
@@ -55,7 +55,7 @@ LOWEST_RATE, HIGHEST_RATE = 1e-9, 1e9
 @click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.")
 @click.option("--gpu-memory", metavar="SIZE", help="Memory per GPU, such as 80GiB.")
 @click.option("--host-memory", metavar="SIZE", help="Host memory per node.")
-@click.option("--nvme-space", metavar="SIZE", help="Disk space per node.")
+@click.option("--nvme-space", metavar="SIZE", help="Disk space per node; 0: no disks.")
 @click.option("--batch", type=int, metavar="N", help="Sequences per data-parallel rank and micro-step.")
 @click.option("--seq", type=int, metavar="N", help="Tokens per sequence.")
 @click.option("--precision", metavar="NAME", help="bf16 (the default), fp16 or fp32.")
@@ -133,14 +133,15 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     if ask.largest == "batch":  # the config's own batch need not divide a global batch
         train = dataclasses.replace(source.config.train, batch=1)
         source = dataclasses.replace(source, config=dataclasses.replace(source.config, train=train))
-    setup, more = choose_setup(source, given, hardware, ask.runtime)
+    free = _free(given) if given["auto"] else frozenset()
+    setup, more = choose_setup(source, given, hardware, ask.runtime, free)
+    setup = dataclasses.replace(setup, saves_elsewhere=not hardware.nvme_space)
     notes = [*source.notes, *notes, *more]
     stages = STAGES if given["stage"] is None else (given["stage"],)
     offload = setup.offload if given["offload"] is not None else None
     lora = parse_lora(given["lora"]) if given["lora"] is not None else None
     if lora is not None:
         _refuse_lora(source, ask.trace, setup)
-    free = _free(given) if given["auto"] else frozenset()
     planned = _model(source, ask.trace, _undecided(setup, free), stages, notes, lora, chooses=bool(given["auto"]))
     if lora is not None and isinstance(planned, Shape):
         notes.append(
@@ -164,7 +165,7 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
         change = None if best else search.smallest_change(planned, asked, hardware)
         verdict = Verdict(planned, printable(source.name), hardware, candidates, best, change)
     if (saved := verdict.candidates[0].plan.saved) is not None:
-        notes.append(_on_saves(saved))
+        notes.append(_on_saves(saved, setup))
     if ask.budget is not None and verdict.candidates[0].estimate is None:
         notes.append("--tokens needs the time of a step, which is estimated for models with a shape")
     return dataclasses.replace(verdict, notes=tuple(notes), budget=ask.budget)
@@ -207,10 +208,10 @@ def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware
     config = ask.source.config
     whole = setup.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
     setup = dataclasses.replace(setup, stage=given["stage"] if given["stage"] is not None else setup.stage)
-    steps = automatic.may_compile(config, setup, free)
+    steps = 0 if isinstance(model, int) else automatic.may_compile(config, setup, free)  # a count has no times
     choice = automatic.choose_setup(model, setup, hardware, free, whole, steps)
+    named = automatic.named_keys(free, whole, steps)
     if choice.best is not None:
-        named = automatic.named_keys(free, whole, steps)
         notes += automatic.describe(choice, hardware, lambda chosen: automatic.flags(chosen, named))
     kinds: dict[object, search.Candidate] = {}
     for each in choice.fitting:  # the fastest of each kind: the others differ in numbers only
@@ -222,7 +223,7 @@ def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware
         shown = [choice.nearest.on(hardware)]
         change = search.smallest_change(model, choice.nearest.setup, hardware)
         notes.append(f"sizes of memory are without what --auto leaves free: {automatic.LEFT_FREE}")
-    return Verdict(model, printable(ask.source.name), hardware, shown, choice.best, change)
+    return Verdict(model, printable(ask.source.name), hardware, shown, choice.best, change, chosen=named)
 
 
 def _free(given: Mapping[str, Any]) -> frozenset[str]:
@@ -281,11 +282,11 @@ def _budget(given: Mapping[str, Any]) -> Budget | None:
         raise UserError(f"--tokens {str(error).replace('parameter count', 'number of tokens')}") from error
 
 
-def _on_saves(saved: Row) -> str:
+def _on_saves(saved: Row, setup: Setup) -> str:
     """Return notes on how the verdict counts the run folder."""
     size = format_bytes(saved.nbytes)
     if saved.tier == SHARED:
-        return f"saved checkpoints: up to {size} in the run folder, which all nodes share; no tier counts them"
+        return f"saved checkpoints: up to {size} in {folder_of(setup)}; no tier counts them"
     return (
         f"saved checkpoints: up to {size} in the run folder, counted as nvme: it may be on the same disks "
         "(--set checkpoint.every=0 leaves them out)"
@@ -315,17 +316,17 @@ def _split_sets(sets: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, int],
         if section == "runtime":
             runtime[name] = _size(f"--set {key.strip()}", value, zero=True)
         else:
-            rates[name] = _rate(f"--set {key.strip()}", value)
+            rates[name] = _rate(f"--set {key.strip()}", value, zero=name == "products")
     return tuple(kept), runtime, rates
 
 
-def _rate(flag: str, text: str) -> float:
-    """Return a rate in GB/s (tflops: TFLOPS; adam: billions of parameters per second)."""
+def _rate(flag: str, text: str, zero: bool = False) -> float:
+    """Return a rate in GB/s (tflops: TFLOPS; adam: billions of parameters per second); `zero`: 0 is not measured."""
     try:
         rate = float(text)
     except ValueError as error:
         raise UserError(f"{flag}={text}: not a number", hint=f"{flag}=4.5") from error
-    if not LOWEST_RATE <= rate < HIGHEST_RATE:
+    if not LOWEST_RATE <= rate < HIGHEST_RATE and not (zero and rate == 0):
         raise UserError(
             f"{flag}={text}: a rate is above 0, in GB/s, from {LOWEST_RATE:g} to {HIGHEST_RATE:g}", hint=f"{flag}=4.5"
         )
@@ -365,7 +366,7 @@ def choose_hardware(given: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
             rest = "the rest of the node" if asked else "the node"
             notes.append(f"{rest} as of {hardware.name} (no GPU here; --hardware names another)")
     changes: dict[str, Any] = {
-        name: _size(f"--{name.replace('_', '-')}", given[name])
+        name: _size(f"--{name.replace('_', '-')}", given[name], zero=name == "nvme_space")
         for name in ("gpu_memory", "host_memory", "nvme_space")
         if given[name] is not None
     }
@@ -373,9 +374,13 @@ def choose_hardware(given: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
 
 
 def choose_setup(
-    source: Source, given: Mapping[str, Any], hardware: Hardware, runtime: dict[str, int]
+    source: Source,
+    given: Mapping[str, Any],
+    hardware: Hardware,
+    runtime: dict[str, int],
+    free: frozenset[str] = frozenset(),
 ) -> tuple[Setup, list[str]]:
-    """Return the setup from config and flags, and notes about assumptions."""
+    """Return the setup from config and flags, and notes about assumptions; `free` are the keys of `--auto`."""
     notes = []
     for name in ("ranks", "ranks_per_node", "tp"):
         if (given[name] or 0) >= 2**63:
@@ -389,7 +394,8 @@ def choose_setup(
         per_node = min(ranks, hardware.gpus) if ranks > 0 else 1
         if ranks > per_node and ranks % per_node:
             per_node = math.gcd(ranks, per_node)
-    setup = setup_of(source.config, ranks=ranks, tp=tp, ranks_per_node=per_node, runtime=runtime)
+    config = with_dividing_batch(source.config, ranks, tp) if "train.batch" in free else source.config
+    setup = setup_of(config, ranks=ranks, tp=tp, ranks_per_node=per_node, runtime=runtime)
     if setup.precision == "bf16" and not hardware.bf16:
         sets = [text.partition("=")[0].strip() for text in given["sets"]]
         asked = given["precision"] is not None or "train.precision" in sets

@@ -18,7 +18,7 @@ from zerocli.config.schema import (
     TrainConfig,
     ZeroConfig,
 )
-from zerocli.config.sharding import Sharding, arguments_of, num_micro_steps, sharding_of
+from zerocli.config.sharding import Sharding, arguments_of, num_micro_steps, sharding_of, with_dividing_batch
 from zerocli.layout.recompute import AUTO
 
 __all__ = [
@@ -49,4 +49,5 @@ __all__ = [
     "sharding_of",
     "to_dict",
     "validate",
+    "with_dividing_batch",
 ]

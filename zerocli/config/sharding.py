@@ -7,6 +7,7 @@ is mapped from the config once and has one default.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -159,6 +160,20 @@ def arguments_of(config: OptimizerConfig) -> dict[str, Any]:
         "sgd": {"momentum": config.momentum},
     }
     return {**own.get(config.name.lower(), {}), **config.options}
+
+
+def with_dividing_batch(config: Config, ranks: int, tp: int) -> Config:
+    """Return the config with a micro-batch that divides its global batch, for a choice that starts from it.
+
+    That is the largest which also divides its own, so its own if that does. It is 1 where the ranks alone do not divide
+    the global batch, which `num_micro_steps` then refuses.
+    """
+    train = config.train
+    if not train.global_batch:
+        return config
+    each, left = divmod(train.global_batch, max(1, ranks // max(1, tp)))
+    batch = 1 if left else math.gcd(train.batch, each)
+    return dataclasses.replace(config, train=dataclasses.replace(train, batch=batch))
 
 
 def num_micro_steps(train: TrainConfig, ranks: int, tp: int) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from offload.placement import Placement
 from zerocli import machine
 from zerocli.config import AUTO, Config
 from zerocli.console import printable, quoted
@@ -18,11 +19,14 @@ from zerocli.plan.hardware import PRESETS, RATES, Hardware, this_machine
 from zerocli.plan.recompute import MARGIN
 from zerocli.plan.search import Candidate, Model
 from zerocli.plan.setup import Setup
+from zerocli.plan.traced import Traced
 from zerocli.plan.verdict import format_seconds
 
 STAGES = (0, 1, 2, 3)
 LEFT_FREE = f"{MARGIN:.0%} of the device and {HOST_MARGIN:.0%} of the rest"
 ROOMS = ("gpu_memory", "host_memory", "nvme_space")
+_UNSAVED = {"checkpoint.every": "0", "checkpoint.time_limit": "0", "checkpoint.best": "false"}
+"""Keys of a run that saves nothing."""
 _CPU = {"products": 0.05, "memory": 10.0, "adam": 0.2}
 """Rates of a CPU rank that `zerocli env --bench` has not measured: TFLOPS, GB/s, billions of parameters per second."""
 
@@ -69,8 +73,8 @@ def choose_setup(
 ) -> Choice:
     """Return the choice of what is free; the rest of the setup stays as it is.
 
-    `global_batch` is the number of sequences per step of all ranks: with it, the micro-batch may be chosen too. `steps`
-    are those of `may_compile`.
+    `global_batch` is the number of sequences per step of all ranks: with it, the micro-batch may be chosen too, from
+    each rank's part, its halves and 1. `steps` are those of `may_compile`.
     """
     if steps:
         setup = dataclasses.replace(setup, compiled=False)
@@ -80,10 +84,13 @@ def choose_setup(
     if "activations.policy" in free:
         setup = dataclasses.replace(setup, recompute=AUTO)
     batches = [setup.batch]
-    if "train.batch" in free and global_batch:
+    if "train.batch" in free and global_batch and not isinstance(model, Traced):  # a trace is of one batch
         each = global_batch // setup.dp
-        batches = [size for size in range(1, each + 1) if each % size == 0 and _is_power_of_two(each // size)]
+        halves = [size for size in range(1, each + 1) if each % size == 0 and _is_power_of_two(each // size)]
+        batches = sorted({1, *halves})
     offload = None if "offload.placement" in free else setup.offload
+    if offload is None:
+        setup = dataclasses.replace(setup, offload=Placement())  # the config's own must not decide what is tried
     return choose(model, setup, hardware, stages, offload, batches, steps)
 
 
@@ -152,14 +159,25 @@ def _reason(candidate: Candidate) -> str:
 
 
 def replay(source: str, setup: Setup, hardware: Hardware, free: frozenset[str]) -> list[str]:
-    """Return the `zerocli fit` command that repeats a choice from what it was made from."""
+    """Return the `zerocli fit` command that repeats a choice of the `free` keys from what it was made from.
+
+    `source` is the run's config, which holds the choice: the command resets what the choice changed. It is empty for
+    ranks without a GPU, which `fit` does not plan.
+    """
+    if setup.device != "cuda":
+        return []
     words = ["zerocli", "fit", source, "--auto", "--ranks", str(setup.ranks)]
     words += ["--ranks-per-node", str(setup.ranks_per_node), "--tp", str(setup.tp)]
-    words += ["--batch", str(setup.batch), "--seq", str(setup.seq), "--precision", setup.precision]
+    words += [] if "train.batch" in free else ["--batch", str(setup.batch)]
+    words += ["--seq", str(setup.seq), "--precision", setup.precision]
     words += [word for room in ROOMS for word in (f"--{room.replace('_', '-')}", f"{getattr(hardware, room)}B")]
-    words += [word for rate in RATES for word in ("--set", f"hardware.{rate}={getattr(hardware, rate):.6g}")]
-    if "model.compile" in free:
-        words += ["--set", "model.compile=auto"]
+    sets = {f"hardware.{rate}": f"{getattr(hardware, rate):.6g}" for rate in RATES}
+    sets |= _UNSAVED if not setup.checkpoints else {}
+    sets["model.compile"] = AUTO if "model.compile" in free else str(setup.compiled).lower()
+    sets["offload.update"] = setup.update
+    if "activations.policy" not in free:
+        sets["activations.policy"] = AUTO if setup.recompute == AUTO else setup.recomputed.policy
+    words += [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
     if "zero.stage" not in free:
         words += ["--stage", str(setup.stage)]
     if "offload.placement" not in free:
@@ -203,5 +221,5 @@ def as_dict(choice: Choice, hardware: Hardware, command: list[str], free: frozen
         "seconds": best.estimate.seconds if best.estimate else None,
         "needed": {tier: best.plan.needed(tier) for tier in best.available},
         "hardware": dataclasses.asdict(hardware),
-        "replay": " ".join(map(quoted, command)),
+        "replay": " ".join(map(quoted, command)) or None,
     }

@@ -141,9 +141,10 @@ def _as_trained(shape: Shape, file: hugging.ConfigFile, notes: list[str]) -> Sha
 
 
 def _refuse_shapes(sets: Sequence[str], why: str) -> None:
-    """Raise UserError for a `--set model.KEY`, which would otherwise be ignored silently."""
+    """Raise UserError for a `--set model.KEY` of a shape, which would otherwise be ignored silently."""
     for text in sets:
-        if text.strip().startswith("model."):
+        key = text.partition("=")[0].strip()
+        if key.startswith("model.") and key != "model.compile":
             raise UserError(f"--set {text}: {why}", hint="change a copy of the file, or name a bundled config")
 
 

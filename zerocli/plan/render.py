@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from zerocli.layout.sizes import count_of, format_bytes, format_count
+from zerocli.plan import automatic
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.largest import Largest
 from zerocli.plan.recompute import MARGIN
@@ -45,7 +46,7 @@ def render(verdict: Verdict, explain: bool, colour: bool) -> str:
     if verdict.largest is not None:
         lines += ["", *_max(verdict.largest)]
     if explain:
-        lines += ["", *_explain(verdict.nearest)]
+        lines += ["", *_explain(verdict.nearest, verdict)]
     return "\n".join(lines)
 
 
@@ -80,11 +81,17 @@ def render_machines(verdicts: Sequence[tuple[Hardware, Verdict | str]], notes: S
             cells += [_days(taken["days"]), *([_whole(taken["cost"])] if taken["cost"] else [])]
         cells += ["-"] * (len(head) - len(cells))
         rows.append([*cells, "fits" if verdict.fits else _over(each)])
-        words = f"{hardware.name}: {'' if verdict.fits else 'nearest is '}{_arguments(each)} ({each.setup.precision})"
+        after = ""
         if taken and budget and not beside:
-            words += f"; {format_count(budget.tokens)} tokens in {_days(taken['days'])} days"
-            words += f", cost {_whole(taken['cost'])}" if taken["cost"] else ""
-        chosen += wrap(words, "  ")
+            after = f"; {format_count(budget.tokens)} tokens in {_days(taken['days'])} days"
+            after += f", cost {_whole(taken['cost'])}" if taken["cost"] else ""
+        nearest = "" if verdict.fits else "nearest is "
+        arguments = _arguments(each, verdict)
+        if len(f"  {hardware.name}: {nearest}{arguments}") <= COLUMNS:
+            chosen += wrap(f"{hardware.name}: {nearest}{arguments} ({each.setup.precision}){after}", "  ")
+        else:  # to paste
+            chosen += wrap(f"{hardware.name} ({each.setup.precision}){after}:{nearest and ' nearest is'}", "  ")
+            chosen += command_lines(arguments, "    ")
         styles.append("green" if verdict.fits else "red")
     lines = [*wrap(_title(judged[0])), *[line for note in notes for line in wrap(note, "  ")], ""] if judged else []
     return "\n".join([*lines, *table(rows, styles, paint, words=(0, len(head))), "", *chosen])
@@ -191,7 +198,8 @@ def _terms(verdict: Verdict) -> str:
     )
     tp = f", tp {setup.tp}" if setup.tp > 1 else ""
     room = f"{format_bytes(hardware.gpu_memory)} per GPU"
-    room += f", {format_bytes(hardware.host_memory)} and {format_bytes(hardware.nvme_space)} nvme per node"
+    nvme = format_bytes(hardware.nvme_space) if hardware.nvme_space else "no"
+    room += f", {format_bytes(hardware.host_memory)} and {nvme} nvme per node"
     return f"{count_of(setup.ranks, 'rank')}, {setup.local_ranks} per node{tp}, {setup.precision}{tokens}; {room}"
 
 
@@ -219,7 +227,7 @@ def _candidates(verdict: Verdict, paint: Paint) -> list[str]:
 
 
 def _fits(verdict: Verdict, best: Candidate, paint: Paint) -> list[str]:
-    arguments = _arguments(best)
+    arguments = _arguments(best, verdict)
     short = len(f"fits: {arguments}") <= COLUMNS
     found = [f"fits: {arguments}"] if short else ["fits:", *command_lines(arguments)]
     lines = [paint(line, fg="green", bold=True) for line in found]
@@ -254,7 +262,7 @@ def _does_not_fit(verdict: Verdict, paint: Paint) -> list[str]:
     over = _amounts(nearest)
     moment = f" (peak at: {nearest.plan.moment})" if nearest.plan.moment else ""
     lines = [paint("does not fit", fg="red", bold=True) + "; the nearest:"]
-    lines += command_lines(_arguments(nearest))
+    lines += command_lines(_arguments(nearest, verdict))
     lines += wrap(f"{over}{moment}", "  ")
     if verdict.largest is not None:
         return [*lines, NOTHING[verdict.largest.kind]]
@@ -264,9 +272,19 @@ def _does_not_fit(verdict: Verdict, paint: Paint) -> list[str]:
     return [*lines, *wrap(f"no change of stage, placement, batch or ranks (from {ranks} on) was found that fits")]
 
 
-def _arguments(candidate: Candidate) -> str:
+def _arguments(candidate: Candidate, verdict: Verdict | None = None) -> str:
+    """Return the flags of a candidate; with its `verdict`, all that give its numbers beside what was asked."""
     setup = candidate.setup
-    return f"--stage {setup.stage}" + (f" --offload {setup.offload}" if setup.offload else "")
+    if verdict is not None and verdict.chosen is not None:
+        return automatic.flags(candidate, verdict.chosen)
+    words = f"--stage {setup.stage}" + (f" --offload {setup.offload}" if setup.offload else "")
+    if verdict is not None:  # a placement with budgets comes from the search of `--auto`
+        first = verdict.candidates[0]
+        if setup.update != first.setup.update:
+            words += f" --set offload.update={setup.update}"
+        if first.plan.activations and not candidate.plan.activations:
+            words += f" --set activations.policy={setup.recomputed.policy}"
+    return words
 
 
 def _over(candidate: Candidate) -> str:
@@ -306,8 +324,8 @@ def _recomputed(candidate: Candidate, model: Model) -> str:
     return f"{blocks.whole}/{model.layers}+sel" if blocks.whole else f"sel {blocks.selective}/{model.layers}"
 
 
-def _explain(candidate: Candidate) -> list[str]:
-    lines = wrap(f"{_arguments(candidate)}: every row (GPU: per GPU; host and nvme: per node)")
+def _explain(candidate: Candidate, verdict: Verdict) -> list[str]:
+    lines = wrap(f"{_arguments(candidate, verdict)}: every row (GPU: per GPU; host and nvme: per node)")
     for line in candidate.plan.lines():
         lines += _explained(line)
     if candidate.estimate is not None:

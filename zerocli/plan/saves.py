@@ -6,7 +6,8 @@ is in the run folder, which may or may not be on the disks of the nvme tier; a p
 
 - On one node the run folder is assumed to be on that node's disks, so checkpoints count as `nvme`, like swap files:
   what fits then fits wherever the folder is. `--set checkpoint.every=0` leaves them out.
-- Several nodes write into one folder on a shared file system: the plan states its size, and counts it on no tier.
+- Several nodes write into one folder on a shared file system, and so does a node without disks: the plan states its
+  size, and counts it on no tier.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _RANK_NBYTES = 16 << 10
 
 
 def saved(numel: int, setup: Setup, flats: Flats, frozen: int = 0) -> Row | None:
-    """Return what checkpoints take in the run folder; on tier `nvme`, or `shared` if there are several nodes.
+    """Return what checkpoints take in the run folder: on tier `nvme`, or `shared` with several nodes or no disks.
 
     `frozen` of the `numel` parameters are not trained, and are saved as they are.
     """
@@ -34,15 +35,21 @@ def saved(numel: int, setup: Setup, flats: Flats, frozen: int = 0) -> Row | None
         return None
     arrays = setup.num_states + 1
     each = 4 * arrays * (numel - frozen) + setup.width * frozen + _beside(arrays, numel, setup, flats)
-    one_node = setup.ranks <= setup.ranks_per_node
-    where = "the run folder" if one_node else "the run folder, which all nodes share"
     formula = (
-        f"checkpoints in {where}: {setup.checkpoints - 1} kept and one being written"
+        f"checkpoints in {folder_of(setup)}: {setup.checkpoints - 1} kept and one being written"
         f" x {4 * arrays} B x {format_count(numel - frozen)} parameters"
     )
     if frozen:
         formula += f", and {setup.width} B x {format_count(frozen)} frozen ones"
-    return Row("runtime", "nvme" if one_node else SHARED, setup.checkpoints * each, formula)
+    shared = setup.saves_elsewhere or setup.ranks > setup.ranks_per_node
+    return Row("runtime", SHARED if shared else "nvme", setup.checkpoints * each, formula)
+
+
+def folder_of(setup: Setup) -> str:
+    """Return the run folder in words, with where it is."""
+    if setup.ranks > setup.ranks_per_node:
+        return "the run folder, which all nodes share"
+    return "the run folder, elsewhere than on this node" if setup.saves_elsewhere else "the run folder"
 
 
 def _beside(arrays: int, numel: int, setup: Setup, flats: Flats) -> int:

@@ -41,6 +41,8 @@ class Setup(Sharding):
     seq: int = TrainConfig.seq
     checkpoints: int = 0
     """Maximum number of checkpoints in the run folder, including the one being written; 0: nothing is saved."""
+    saves_elsewhere: bool = False
+    """Whether the run folder cannot be on the node's disks, as it has none: then no tier counts the checkpoints."""
     checkpoint_buffer: int = CheckpointConfig.buffer
     """Bytes of host memory per rank for writing checkpoints."""
     compiled: bool = False

@@ -47,6 +47,8 @@ class Verdict:
     notes: tuple[str, ...] = ()
     budget: Budget | None = None
     """With `--tokens`: what a whole training run takes."""
+    chosen: frozenset[str] | None = None
+    """With `--auto`: the keys that it chose."""
 
     @property
     def fits(self) -> bool:
@@ -137,7 +139,7 @@ def _max(largest: Largest, shape: Shape | None, budget: Budget | None) -> dict[s
 
 
 def policy_of(candidate: Candidate) -> str:
-    """Return the policy that was asked for; mixtures, which only Python has, count as their most expensive part."""
+    """Return the policy that was asked for; mixtures count as their most expensive part."""
     if candidate.plan.activations:
         return "auto"
     recompute = candidate.setup.recomputed
@@ -159,6 +161,9 @@ def _candidate(candidate: Candidate, shape: Shape | None, budget: Budget | None)
         "recomputed": setup.blocks(shape.layers).whole if shape else None,
         "selective": setup.blocks(shape.layers).selective if shape else None,
         "activations": plan.activations or None,
+        "exact_policy": setup.recomputed.policy,
+        "update": setup.update,
+        "compile": setup.compiled,
         "fits": candidate.fits,
         "tiers": {name: {"needed": plan.needed(name), "available": has} for name, has in candidate.available.items()},
         "used": candidate.used,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zerocli import machine
-from zerocli.config import Config
+from zerocli.config import Config, with_dividing_batch
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
 from zerocli.plan import automatic
@@ -23,7 +23,7 @@ from zerocli.plan.setup import Setup, setup_of
 from zerocli.regular_files import write_text
 
 FILE = "auto.json"
-"""In the run folder: the choice, what it was made from, and the command that repeats it."""
+"""In the run folder: the choice, what it was made from, and (of a run on GPUs) the command that repeats it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,16 +43,22 @@ def choose_here(config: Config, options: RunOptions, model: Model | None = None)
     """Return the choice for a config with its ranks set, by what this process knows without torch; exit code 3 if
     nothing fits. Of a foreign model nothing is known before it is built.
     """
+    ranks = max(1, config.parallel.ranks)
+    config = with_open_batch(config, options, ranks)
     if not options.auto or (model is None and config.model.foreign):
         return Chosen(config)
     gpus = machine.gpus()
-    ranks = max(1, config.parallel.ranks)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (min(ranks, len(gpus)) if gpus else ranks)
     device = "cuda" if gpus else "cpu"
     setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=math.gcd(ranks, local))
     room = room_here(device, setup.local_ranks, config.train.gpu_memory)
     hardware = automatic.hardware_here(config.offload.nvme_path, setup, room)
     return _choose(config, options, setup, hardware, model, _compiled_steps(config, options, setup))
+
+
+def with_open_batch(config: Config, options: RunOptions, ranks: int) -> Config:
+    """Return the config; where `--auto` chooses its batch, with one that divides the global batch."""
+    return with_dividing_batch(config, ranks, config.parallel.tp) if "train.batch" in options.auto else config
 
 
 def choose_or_nearest(config: Config, options: RunOptions) -> tuple[Chosen, UserError | None]:

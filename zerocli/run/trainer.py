@@ -45,12 +45,20 @@ from zerocli.plan.traced import Traced
 from zerocli.profile.observer import Observer
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run import rank_loss, report
-from zerocli.run.automatic import Chosen, choose_or_nearest, choose_together
+from zerocli.run.automatic import Chosen, choose_or_nearest, choose_together, with_open_batch
 from zerocli.run.between import Between
 from zerocli.run.data import Batches
 from zerocli.run.held_out import describe, open_held_out, split_share
 from zerocli.run.launch import JOB_FILE, open_files
-from zerocli.run.recompute import NOT_TRACED, choose_blocks, device_room, gather_values, run_setup, trace_factory
+from zerocli.run.recompute import (
+    NOT_TRACED,
+    choose_blocks,
+    device_room,
+    gather_values,
+    ranks_here,
+    run_setup,
+    trace_factory,
+)
 from zerocli.run.run_lock import lock_run_folder
 from zerocli.run.schedule import make_schedule
 from zerocli.run.sources import check_data, epochs_line, open_batches, refuse_without_positions, with_epochs
@@ -69,6 +77,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
         # KeyboardInterrupt could be raised anywhere, even in torch's callbacks; end the process at once instead.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     machine.allow_open_files(open_files(int(os.environ.get("WORLD_SIZE", "1"))))
+    config = with_open_batch(config, options, ranks_here()[0])
     traced = trace_factory(config, options.auto)
     watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir))
     try:
@@ -394,7 +403,8 @@ def count_parameters(config: Config) -> tuple[int, int]:
 def dry_run(config: Config, options: RunOptions) -> int:
     """Print the resolved config, the memory of each rank and whether this machine has it; return 0, or 3 if not."""
     began = time.perf_counter()
-    config = resolve(config, max(1, config.parallel.ranks))
+    ranks = max(1, config.parallel.ranks)
+    config = resolve(with_open_batch(config, options, ranks), ranks)
     refuse_disks(config, options.auto)
     for line in check_data(config):
         say(line)
