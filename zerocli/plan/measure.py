@@ -40,7 +40,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _see(self, tensor: torch.Tensor, ours: bool) -> None:
-        if tensor.device.type != self._device:
+        if device_of(tensor).type != self._device:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -73,6 +73,12 @@ class OperationLimit(TorchFunctionMode):
         if self._most and self._live.recorded > self._most and in_forward():
             raise RuntimeError(f"it has more than {self._most} operations in forward")
         return function(*args, **(kwargs or {}))
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Return a tensor's device; a fake tensor is asked for its own record, as its `device` is an operation."""
+    found: torch.device = getattr(tensor, "fake_device", None) or tensor.device
+    return found
 
 
 def in_forward() -> bool:
