@@ -183,6 +183,34 @@ def test_adapters_are_counted_as_peft_counts_them():
         assert (adapted.trainable_numel, adapted.numel) == (trained, everything)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "modules"),
+    [
+        ("GPT2", "8", ["c_attn", "c_proj", "c_fc"]),
+        ("GPT2", "4:q,v", ["c_attn"]),
+        ("Phi3", "8", "all-linear"),
+        ("Phi3", "2:k,up", ["qkv_proj", "gate_up_proj"]),
+        ("GPTNeoX", "8", "all-linear"),
+        ("Falcon", "8", "all-linear"),
+        ("Bloom", "8", "all-linear"),
+        ("CodeGen", "8", "all-linear"),
+        ("Glm", "8", "all-linear"),
+        ("Glm4", "8", "all-linear"),
+    ],
+)
+def test_one_adapter_for_several_projections_is_counted_as_peft_counts_it(name, text, modules):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 120}
+    config = getattr(transformers, f"{name}Config")(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    lora = parse_lora(text)
+    made = peft.get_peft_model(model, peft.LoraConfig(r=lora.rank, target_modules=modules))
+    adapted = read_shape(config.to_dict(), {}, config.model_type).adapted(lora)
+    less = sum(own - theirs for own, theirs in adapted.adapters_in_common().values())
+    assert adapted.trainable_numel - less == made.get_nb_trainable_parameters()[0]
+
+
 def ask(capsys, *words):
     code = cli.run(["fit", *words, "--json"])
     return code, json.loads(capsys.readouterr().out)

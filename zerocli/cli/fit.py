@@ -148,6 +148,11 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
             f"LoRA of rank {lora.rank} on {', '.join(lora.of(*planned.projections()))}: "
             f"{planned.trainable_numel:,} parameters are trained, in {setup.precision}; the others are frozen"
         )
+        notes += [
+            f"{planned.family} of transformers has {', '.join(names)} in one matrix: peft makes one adapter for it, "
+            f"of {theirs:,} parameters instead of {own:,}"
+            for names, (own, theirs) in planned.adapters_in_common().items()
+        ]
     if ask.largest:
         if not isinstance(planned, Shape):
             notes.append("--max counts model states alone; with a MODEL that has a shape it counts everything")

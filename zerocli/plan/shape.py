@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from zerocli.errors import UserError
-from zerocli.plan.lora import Lora
+from zerocli.plan.lora import ONE_MATRIX, Lora
 
 
 @dataclass(frozen=True)
@@ -266,6 +266,17 @@ class Shape:
         for name, (inputs, outputs) in self.projections().items():
             if name in self.lora.targets:
                 found += [Parameter(f"{name}.a", (rank, inputs)), Parameter(f"{name}.b", (outputs, rank))]
+        return found
+
+    def adapters_in_common(self) -> dict[tuple[str, ...], tuple[int, int]]:
+        """Return projections that have one adapter in peft, with the parameters of theirs here and of that one."""
+        found: dict[tuple[str, ...], tuple[int, int]] = {}
+        for names in ONE_MATRIX.get(self.family, ()):
+            if self.lora is not None and (chosen := self.lora.of(*names)):
+                outputs = {name: self.projections()[name][1] for name in names}
+                times = self.lora.rank * self.layers
+                own = sum(self.hidden + outputs[name] for name in chosen)
+                found[names] = times * own, times * (self.hidden + sum(outputs.values()))
         return found
 
     def adapted(self, lora: Lora) -> Shape:
