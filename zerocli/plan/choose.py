@@ -44,7 +44,9 @@ WORTH = 0.02
 NEAR = 6
 """Where no rough plan fits, so many that exceed the machine least are made exactly."""
 SEARCHES = 3
-"""At most so many are made until an exact plan fits. Each keeps free what rough plans of the last had too little."""
+"""The search is repeated up to so many times in all if no exact plan fits.
+
+A repetition keeps as much of the device free as exact plans were above rough ones."""
 ORDERS = (("optimizer", "gradients", "parameters"), ("optimizer", "parameters", "gradients"))
 """Kinds of states in the orders in which they leave the device."""
 
@@ -188,7 +190,7 @@ class _Search:
         return self._checks.beyond
 
     def last_resort(self, choice: Choice, setups: Sequence[Setup], offload: Placement | None) -> Choice:
-        """Return a choice of those that need least memory; if none of them fits either, the one given."""
+        """Return a choice among the setups that need least memory; `choice`, which has none, if none of them fits."""
         tried = []
         for setup in setups:
             for each in lightest_setups(setup, (setup.stage,), offload):

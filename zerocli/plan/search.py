@@ -202,7 +202,7 @@ def states_fit(model: Model, setup: Setup, hardware: Hardware) -> bool:
 
 def may_fit(rough: RoughPlans, setup: Setup, hardware: Hardware) -> bool:
     """Whether a plan may fit, by a rough one that takes a fraction of its time; `auto` can recompute all blocks."""
-    plan = rough.plan(replace(setup, recompute=True) if setup.recompute == AUTO else setup)
+    plan = rough.plan(lightest(setup))
     over = Candidate(plan, {tier: hardware.room.get(tier) for tier in plan.tiers}, None).over
     return all(nbytes <= TOO_HIGH * (hardware.room[tier] or 0) for tier, nbytes in over.items())
 
