@@ -49,9 +49,6 @@ _WANT, _SLOT, _CALL, _NUMBER, _DETAIL, _READY = range(6)
 class Disagreed(Refused):
     """The ranks make different calls; raised on all of them at once."""
 
-    launched = 0
-    """How many reductions of the pass any rank has launched, if it failed on some rank: see `fail_pass`."""
-
 
 class Seat:
     """An engine's place in a channel; a message names it by its slot."""
@@ -142,12 +139,11 @@ class Channel:
         call: str,
         say: Callable[[], str],
         title: str,
-        compared: bool,
     ) -> list[list[int]]:
         """Return every rank's message once all ranks make a call; raise Disagreed on all if they make different ones.
 
-        Until then this rank takes part in the gathers that others need. The messages' numbers may differ unless
-        `compared`. A rank that failed itself returns in any case, and raises its own error.
+        Until then this rank takes part in the gathers that others need. A rank that failed itself returns in any case,
+        and raises its own error.
         """
         while True:
             rows = self.exchange(row, collectives, ("", call))
@@ -155,31 +151,28 @@ class Channel:
                 self.join(chosen)
             elif all(each[_WANT] == MEETING for each in rows):
                 break
-        if len({tuple(each[_SLOT : _NUMBER + compared]) for each in rows}) > 1:
+        if len({tuple(each[_SLOT:_DETAIL]) for each in rows}) > 1:
             several = len({each[_SLOT] for each in rows}) > 1
             said = self.words(f"{say()} ({title}, engine {row[_SLOT]})" if several else say(), collectives)
             if call != _FAILED:
-                raise self._differing(said, rows)
+                raise self._differing(said)
         return rows
 
-    def _differing(self, said: list[str], rows: list[list[int]]) -> Disagreed:
+    def _differing(self, said: list[str]) -> Disagreed:
         """Return the error that names what each rank calls."""
         by_words: dict[str, list[int]] = {}
         for rank, words in zip(self.ranks, said, strict=True):
             by_words.setdefault(words, []).append(rank)
         facts = ", ".join(f"{_ranks(ranks)} {words}" for words, ranks in by_words.items())
-        error = Disagreed(
+        return Disagreed(
             f"the ranks do not make the same calls: {facts}. Every rank must call backward, step and the engine's "
             "other collective methods equally often, in the same order"
         )
-        if any(row[_CALL] == _code(_FAILED) for row in rows):
-            error.launched = max(row[_NUMBER] for row in rows)
-        return error
 
     def meet_to_shard(self, seat: Seat, collectives: Collectives, number: int, say: Callable[[], str]) -> None:
         """Give an engine its slot once all ranks shard the same model in the same way. Collective."""
         row = (MEETING, -1, _code("zerocli.shard"), number, 0)
-        self.meet(row, collectives, "zerocli.shard", say, seat.title, compared=True)
+        self.meet(row, collectives, "zerocli.shard", say, seat.title)
         self._enter(seat, collectives)
 
     def gather(self, tensor: torch.Tensor, collectives: Collectives) -> torch.Tensor:
@@ -262,35 +255,29 @@ class Agreement:
         `say` describes this rank's call for the error. Collective.
         """
         if self.channel is not None:
-            self._meet(call, _code(repr(key())), 0, say or (lambda: f"called {call}"), compared=True)
+            self._meet(call, _code(repr(key())), 0, say or (lambda: f"called {call}"))
 
-    def end_pass(self, launched: int, engines: int) -> int:
+    def end_pass(self, engines: int) -> int:
         """Meet at the end of a backward pass; return the engines that take part in it on any rank, as a set of bits.
 
-        `launched` is how many reductions this rank has launched, `engines` those that take part on this rank.
+        `engines` are those that take part on this rank.
         """
-        rows = self._meet("engine.backward", launched, engines, lambda: "is at the end of its backward", False)
-        together = engines
+        rows = self._meet("engine.backward", 0, engines, lambda: "is at the end of its backward pass")
         for row in rows:
-            together |= row[_DETAIL]
-        return together
+            engines |= row[_DETAIL]
+        return engines
 
-    def fail_pass(self, error: Exception, launched: int) -> int:
-        """Tell the other ranks, which are in the same backward pass, that it failed on this one.
+    def fail_pass(self, error: BaseException) -> None:
+        """Tell the other ranks, at the end of their backward pass, that it failed on this one."""
+        fact = str(error).partition("\n")[0][:300]
+        self._meet(_FAILED, 0, 0, lambda: f"failed in backward with {type(error).__name__}: {fact}")
 
-        Return how many reductions any rank has launched: all must launch as many, because one that is launched cannot
-        be taken back.
-        """
-        fact = f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-        rows = self._meet(_FAILED, launched, 0, lambda: fact, False)
-        return max([launched, *(row[_NUMBER] for row in rows)])
-
-    def _meet(self, call: str, number: int, detail: int, say: Callable[[], str], compared: bool) -> list[list[int]]:
+    def _meet(self, call: str, number: int, detail: int, say: Callable[[], str]) -> list[list[int]]:
         if self.channel is None:
             return []
         row = (MEETING, self._seat.slot, _code(call), number, detail)
         with self._waits.waiting("collectives"):
-            return self.channel.meet(row, self._collectives, call, say, self._seat.title, compared)
+            return self.channel.meet(row, self._collectives, call, say, self._seat.title)
 
     # -- without a channel -----------------------------------------------------------------------------------------
 

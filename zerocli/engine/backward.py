@@ -54,10 +54,11 @@ class Backward:
             else:
                 with self._engine.hooks.unscaled_outside(loss, seed):
                     (loss * seed).backward(retain_graph=retain_graph)
+            self._engine.reducer.launch_rest()
             for each in self._participants():
                 each._end()
         except BaseException as error:
-            self._end_launched(error)
+            self._tell(error)
             for each in _UNDER_WAY:
                 each._abandon()
             raise
@@ -82,7 +83,7 @@ class Backward:
         if agreement.channel is None:
             return list(_UNDER_WAY)
         slots = sum(1 << each._engine.seat.slot for each in _UNDER_WAY)
-        anywhere = agreement.end_pass(self._engine.reducer.launched, slots)
+        anywhere = agreement.end_pass(slots)
         by_slot = {each._engine.seat.slot: each for each in _UNDER_WAY}
         for slot in range(agreement.channel.num_slots):
             if anywhere >> slot & 1 and slot not in by_slot:
@@ -94,20 +95,13 @@ class Backward:
                 by_slot[slot] = seat.passes
         return [by_slot[slot] for slot in sorted(by_slot)]
 
-    def _end_launched(self, error: BaseException) -> None:
-        """Launch as many reductions as any rank has, after an error: none that is launched can be taken back.
-
-        An error of this rank alone is told to the others, which raise Disagreed and name it.
-        """
-        engine, upto = self._engine, 0
-        if isinstance(error, Disagreed):
-            upto = error.launched
-        elif isinstance(error, Exception) and not isinstance(error, Severed) and engine.agreement.channel is not None:
-            with contextlib.suppress(Severed, Disagreed):
-                upto = engine.agreement.fail_pass(error, engine.reducer.launched)
-        if engine.reducer.active:
-            with contextlib.suppress(Severed):
-                engine.reducer.launch(upto)
+    def _tell(self, error: BaseException) -> None:
+        """Tell the other ranks of this rank's error: they raise Disagreed at the end of their pass and name it."""
+        known = isinstance(error, Severed | Disagreed) or not isinstance(error, Exception)
+        if not known and self._engine.agreement.channel is not None:
+            with contextlib.suppress(Exception):  # the original error is the one to raise
+                self._engine.reducer.launch_rest()
+                self._engine.agreement.fail_pass(error)
 
     def join(self, name: str) -> None:
         """Join another engine's pass whose loss depends on this engine's parameter `name`; refuse if there is none."""

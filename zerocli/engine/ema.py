@@ -68,6 +68,7 @@ class EMA:
         """
         self._refuse_applied("state_dict()")
         engine = self._engine
+        engine.meet("ema.state_dict", f"{self.updates} updates")
         averages = {id(flat): self._parts[_key(flat)].average for flat in self._flats()}
         engine.synchronize()
         return states.model_state(engine.model, engine.flats(), engine.collectives, engine.tensor_parallel, averages)
@@ -96,6 +97,7 @@ class EMA:
         """
         self._refuse_applied("applied()")
         engine = self._engine
+        engine.meet("ema.applied", f"{self.updates} updates")
         engine.synchronize()
         steps, flats = engine.steps, self._flats()
         trained = {_key(flat): self._copy(flat) for flat in flats}
@@ -105,6 +107,7 @@ class EMA:
                 self._put(flat, self._parts[_key(flat)].average)
             yield
         finally:
+            engine.meet("the end of ema.applied")
             engine.synchronize()
             for flat in flats:
                 self._put(flat, trained[_key(flat)])
@@ -128,6 +131,7 @@ class EMA:
     def _lay_out_anew(self, gone: list[tuple[str, ...]], new: list[Flat]) -> None:
         """Move averages to the current flats of their parameters; a newly trained parameter starts at its value."""
         engine = self._engine
+        engine.meet("ema after unfreezing", *gone)
         averages: dict[str, torch.Tensor] = {}
         for key in gone:
             part = self._parts.pop(key)

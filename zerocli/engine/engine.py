@@ -335,7 +335,7 @@ class Engine:
         Collective, and waits for the device; does nothing without `shard(..., verify=True)`.
         """
         if self.verified.active:
-            self._meet("engine.verify")
+            self.meet("engine.verify")
             self.updater.issue_updates()
             self.verified.look_everywhere()
 
@@ -414,7 +414,7 @@ class Engine:
         mine = torch.tensor([dist.get_rank()], device=self.device)
         return tuple(sorted(int(rank) for rank in self.gather_control(mine).flatten().tolist()))
 
-    def _meet(self, call: str, *key: object) -> None:
+    def meet(self, call: str, *key: object) -> None:
         """Return when all ranks make this call with this key; refused on all ranks if they make different ones."""
         if self._closed:
             raise Refused("the engine is closed, and its states are freed: read or save them before engine.close()")
@@ -434,7 +434,7 @@ class Engine:
         `what` is names, parameters or modules. With `write`, in-place changes made on rank 0 are kept on every rank;
         without it, a change is refused. Collective.
         """
-        self._meet("engine.gathered", [each if isinstance(each, str) else type(each).__name__ for each in what], write)
+        self.meet("engine.gathered", [each if isinstance(each, str) else type(each).__name__ for each in what], write)
         self.synchronize()
         self._held_whole += 1
         try:
@@ -451,7 +451,7 @@ class Engine:
 
         None if no rank has one. Call it between backward and step. Collective.
         """
-        self._meet("engine.grad", name, self.passes.count)
+        self.meet("engine.grad", name, self.passes.count)
         divisor = self.passes.divisor if self.has_gradients else None
         trainable = list(self.trainable())
         return whole.gradient(
@@ -466,7 +466,7 @@ class Engine:
 
         Collective: every rank calls it, and every rank gets all of it.
         """
-        self._meet("engine.state_dict")
+        self.meet("engine.state_dict")
         self.synchronize()
         return states.model_state(self.model, self.flats(), self.collectives, self.tensor_parallel)
 
@@ -477,7 +477,7 @@ class Engine:
         `strict` raises ValueError if a name is missing or unknown; otherwise known names are loaded and both lists are
         returned. A wrong shape is always refused. A tied weight needs one of its names; several must be equal.
         """
-        self._meet("engine.load_state_dict")
+        self.meet("engine.load_state_dict")
         self.hooks.generation += 1
         self.synchronize()
         return states.load_model_state(
@@ -494,7 +494,7 @@ class Engine:
     @torch.no_grad()
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's full states on the CPU, by parameter name, with its counters. Collective."""
-        self._meet("engine.optimizer_state_dict")
+        self.meet("engine.optimizer_state_dict")
         self.synchronize()
         trainable = list(self.trainable())
         kept = states.optimizer_state(trainable, self.counts, self.rule, self.collectives, self.tensor_parallel)
@@ -508,7 +508,7 @@ class Engine:
     @torch.no_grad()
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load the result of `optimizer_state_dict`, saved at any stage, placement and world size."""
-        self._meet("engine.load_optimizer_state_dict")
+        self.meet("engine.load_optimizer_state_dict")
         self.synchronize()
         trainable = list(self.trainable())
         states.load_optimizer_state(trainable, self.counts, self.rule, self.device, self.tensor_parallel, saved)

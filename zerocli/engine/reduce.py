@@ -211,11 +211,6 @@ class Reducer:
         """The flat whose reduction was launched last in the current pass."""
         return self._order[self._next - 1] if self.active and self._next else None
 
-    @property
-    def launched(self) -> int:
-        """Number of flats whose reduction was launched in the current pass."""
-        return self._next if self.active else 0
-
     def launch(self, upto: int) -> None:
         """Launch the reductions of the first `upto` flats of the launch order that are not launched yet."""
         while self._next < upto:
@@ -225,11 +220,20 @@ class Reducer:
                 self._reductions.launch(flat)
             self._next += 1
 
-    def finish(self) -> None:
-        """End the backward pass: reduce all remaining gradients, counting those that never arrived as zero."""
+    def launch_rest(self) -> None:
+        """Launch all remaining reductions unless ranks agree on each: others may wait for them to end their pass."""
+        if self.active and not self._together:
+            self._launch_all()
+
+    def _launch_all(self) -> None:
+        """Launch all remaining reductions; gradients that have not arrived count as zero."""
         for flat in [flat for flat in self._order if id(flat) not in self._done]:
             self.complete(flat)
         self.launch(len(self._order))
+
+    def finish(self) -> None:
+        """End the backward pass: reduce all remaining gradients, counting those that never arrived as zero."""
+        self._launch_all()
         self._reductions.finish()
         for flat in self._flats:
             self._received[id(flat)] |= self._arrived[id(flat)]

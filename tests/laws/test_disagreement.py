@@ -1,0 +1,135 @@
+"""Law: ranks that make different calls all raise one error that names the ranks and the calls; none hangs."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import nn
+
+import zerocli
+
+LONG = "ZEROCLI_TEST_LONG" in os.environ
+SECONDS = 10.0
+"""How long a rank may take to notice."""
+LOCAL = ("forward", "zero_grad")
+"""Calls that a rank may make more often than others: they are exact, or make a difference that a later call shows."""
+SETTINGS = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload": "cpu"}, {"stage": 2}]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return F.mse_loss(x, torch.ones_like(x))
+
+
+def draw(seed: int) -> tuple[dict, list[str], list[str], int]:
+    """Return settings, the calls of a loop, the calls of the rank that makes one more or one less, and that rank."""
+    chance = random.Random(seed)
+    accumulate = chance.choice((1, 1, 2, 3))
+    calls: list[str] = []
+    for _ in range(3):
+        calls += ["forward", "backward"] * accumulate
+        calls += chance.choice(([], [], ["grad"]))
+        calls += ["step"]
+        calls += chance.choice(
+            ([], [], ["state_dict"], ["gathered"], ["write"], ["optimizer_state"], ["load"], ["ema"])
+        )
+    at = chance.randrange(len(calls))
+    odd = calls[:at] + ([calls[at]] * 2 if chance.random() < 0.5 else []) + calls[at + 1 :]
+    return dict(chance.choice(SETTINGS), accumulate=accumulate), calls, odd, chance.randrange(2)
+
+
+class Loop:
+    """Makes the calls of a loop by their names."""
+
+    def __init__(self, settings: dict) -> None:
+        torch.manual_seed(3)
+        self.engine = zerocli.shard(Net(), optimizer="adamw", lr=1e-2, **settings)
+        self.ema = zerocli.EMA(self.engine)
+        self.loss = torch.zeros((), requires_grad=True) * 1.0
+
+    def call(self, name: str) -> None:
+        engine = self.engine
+        match name:
+            case "forward":
+                self.loss = engine(torch.randn(4, 6))
+            case "backward":
+                engine.backward(self.loss)
+            case "step":
+                engine.step()
+            case "grad":
+                engine.grad("blocks.1.weight")
+            case "state_dict":
+                engine.state_dict()
+            case "gathered" | "write":
+                with engine.gathered("blocks.0.weight", write=name == "write"):
+                    engine.model.blocks[0].weight.sum().item()
+            case "optimizer_state":
+                engine.optimizer_state_dict()
+            case "load":
+                engine.load_optimizer_state_dict(engine.optimizer_state_dict())
+            case "ema":
+                self.ema.update()
+                self.ema.state_dict()
+
+
+def _run(seeds: list[int]) -> list[tuple[str, str, float, list[torch.Tensor]]]:
+    import torch.distributed as dist
+
+    found = []
+    for seed in seeds:
+        settings, calls, odd, rank = draw(seed)
+        torch.manual_seed(seed)
+        loop = Loop(settings)
+        began, kind, text, state = time.monotonic(), "done", "", []
+        try:
+            for call in odd if dist.get_rank() == rank else calls:
+                loop.call(call)
+            loop.engine.meet("the end of the loop")  # as the ranks' last call is: a rank that ends is another law's
+            state = list(loop.engine.state_dict().values())
+        except zerocli.Refused as error:
+            kind, text = "refused", str(error)
+        except RuntimeError as error:
+            kind, text = "local", str(error)
+        found.append((kind, text, time.monotonic() - began, state))
+        loop.engine.close()
+    return found
+
+
+def _names_ranks_and_calls(text: str) -> bool:
+    return "rank 0 " in text and "rank 1 " in text and ("called " in text or "failed" in text)
+
+
+def test_a_call_left_out_or_doubled_on_one_rank_is_named_on_all_ranks():
+    """200 drawn loops in the long set: both ranks end alike and within seconds, by an error that names rank and call.
+
+    A loop may also end well, if the ranks' numbers are then the same: an additional forward changes nothing.
+    """
+    seeds = list(range(200 if LONG else 40))
+    results = run_ranks(2, _run, seeds)
+    refused = 0
+    for seed, ends in zip(seeds, zip(*results, strict=True), strict=True):
+        about = f"seed {seed}: {draw(seed)}: {[end[:3] for end in ends]}"
+        assert all(seconds < SECONDS for _, _, seconds, _ in ends), about
+        kinds = {kind for kind, _, _, _ in ends}
+        if kinds == {"done"}:
+            assert all(torch.equal(*pair) for pair in zip(ends[0][3], ends[1][3], strict=True)), about
+            continue
+        refused += 1
+        assert "done" not in kinds, about
+        assert any(_names_ranks_and_calls(text) for _, text, _, _ in ends), about
+        # A rank whose call failed by itself raises its own error, which the other rank's error quotes.
+        texts = [text for _, text, _, _ in ends]
+        assert all(_names_ranks_and_calls(one) or one[:200] in other for one, other in (texts, texts[::-1])), about
+    assert refused > len(seeds) // 2
