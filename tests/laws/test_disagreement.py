@@ -6,7 +6,6 @@ import os
 import random
 import time
 
-import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
@@ -19,6 +18,7 @@ SECONDS = 10.0
 """How long a rank may take to notice."""
 LOCAL = ("forward", "zero_grad")
 """Calls that a rank may make more often than others: they are exact, or make a difference that a later call shows."""
+BETWEEN = ("state_dict", "gathered", "write", "optimizer_state", "load", "ema")
 SETTINGS = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload": "cpu"}, {"stage": 2}]
 
 

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zerocli.engine.comm import Collectives
+from zerocli.engine.comm import Collectives, Disagreed
+from zerocli.engine.deadlock import Monitor
 from zerocli.engine.exchange import gather_json, gather_padded
 from zerocli.engine.startup import STARTUP
 from zerocli.engine.streams import Waits
@@ -44,10 +45,6 @@ MEETING = -3
 _FAILED = "failed"
 _WANT, _SLOT, _CALL, _NUMBER, _DETAIL, _READY = range(6)
 """Columns of a message. From _READY on: for each engine of the channel, how many of its flats are ready to reduce."""
-
-
-class Disagreed(Refused):
-    """The ranks make different calls; raised on all of them at once."""
 
 
 class Seat:
@@ -75,6 +72,7 @@ class Channel:
             self._group = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
         self._seats: list[weakref.ref[Seat] | None] = []
         self._resize()
+        Monitor.start_once()
 
     @classmethod
     def of(cls, collectives: Collectives) -> Channel:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerocli.engine.agreement import Disagreed
-from zerocli.engine.comm import Severed
+from zerocli.engine.comm import Disagreed, Severed
 from zerocli.engine.parameters import Gradients
 from zerocli.errors import Refused
 

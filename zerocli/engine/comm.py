@@ -7,6 +7,7 @@ needs none, and the difference between gloo (futures) and NCCL (streams).
 from __future__ import annotations
 
 import contextlib
+import datetime
 import math
 import re
 import time
@@ -17,13 +18,18 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from zerocli.engine import ending
+from zerocli.engine import deadlock, ending
 from zerocli.engine.events import SILENT, Events
 from zerocli.engine.streams import StreamEvent
+from zerocli.errors import Refused
 
 # torch 2.13 renamed both; the old names warn there and the new ones are absent in 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Disagreed(Refused):
+    """The ranks make different calls; raised on all of them at once."""
 
 
 class Severed(RuntimeError):
@@ -36,6 +42,7 @@ class Severed(RuntimeError):
         """The ranks that are gone, if known."""
 
     def __str__(self) -> str:
+        self.missing = self.missing or deadlock.ended_ranks()
         return f"{self.what} failed, another rank was lost: {self.missing or self.reason}"
 
 
@@ -55,6 +62,17 @@ def severed(error: BaseException, what: str = "a collective") -> Severed | None:
         return None
     words = re.sub(r"\[[^][]*/[^][]*:\d+\]\s*", "", text).strip().partition(". This is")[0]
     return Severed(what, (words.splitlines() or [type(error).__name__])[0][:200])
+
+
+def _done_within(work: dist.Work, seconds: float) -> bool:
+    """Wait for a collective on the CPU; return whether it is complete."""
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError as error:
+        if work.is_completed() or "timed out" not in str(error):
+            raise
+        return False
+    return True
 
 
 class Pending:
@@ -252,8 +270,18 @@ class Collectives:
         """Fill `everyone` with every rank's `mine`, on the CPU, over a gloo group of the same ranks; the host waits."""
         self.nbytes["control"] += everyone.nbytes
         with self._noted(kind or "all_gather" * (not what), what) as entry:
-            _all_gather(everyone, mine, group=group)
+            work = _all_gather(everyone, mine, group=group, async_op=True)
+            if not _done_within(work, deadlock.PATIENCE_SECONDS):
+                self._wait_watched(work, f"called {what}" if not kind else f"is in the {entry}")
             entry.end()
+
+    def _wait_watched(self, work: dist.Work, words: str) -> None:
+        """Wait for an exchange; raise Disagreed if no rank can go on, because some wait elsewhere."""
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        with deadlock.waiting(ranks, words) as waited:
+            while not _done_within(work, deadlock.INTERVAL_SECONDS):
+                if verdict := waited.look():
+                    raise Disagreed(verdict)
 
     def broadcast_indices(self, indices: list[int]) -> list[int]:
         """Return rank 0's list; all ranks pass lists of equal length. For use outside training steps."""
