@@ -67,13 +67,13 @@ def train(model: torch.nn.Module, settings: dict[str, Any]) -> tuple[Engine, int
 
 
 def kept(engine: Engine) -> Sizes:
-    """Return what an engine has, but for the model's own buffers and the exchange between ranks, which are lists."""
+    """Return what an engine has, but for the model's own buffers, which are lists."""
     found: Sizes = Counter()
     others = {buffer.data_ptr() for buffer in engine.model.buffers()}
     seen: set[int] = set()
-    for category, name, tensor in engine.holdings():
+    for category, _, tensor in engine.holdings():
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen | others and name != "agreement":
+        if storage.data_ptr() not in seen | others:
             seen.add(storage.data_ptr())
             found[category, "hbm", storage.nbytes()] += 1
     for piece in places.pieces(engine):
@@ -91,9 +91,7 @@ def _compare(cases: list, folder: str) -> list[tuple[Sizes, Sizes, int, int]]:
     for changes, settings in cases:
         decoder = build(dataclasses.replace(MODEL, **changes), SEQ, "meta")
         engine, live = train(decoder, settings | {"nvme_path": (folder,)})
-        buffers = sum(buffer.nbytes for buffer in decoder.buffers()) + sum(
-            tensor.nbytes for _, _, tensor in engine.agreement.holdings()
-        )
+        buffers = sum(buffer.nbytes for buffer in decoder.buffers())
         here = sum(spec.nbytes for spec in engine.specs() if spec.tier == "hbm")
         found.append((kept(engine), specified(engine.specs()), live, here + buffers))
         engine.close()
@@ -145,8 +143,7 @@ class Gated(torch.nn.Module):
 def _partly_frozen(stage: int) -> tuple[Sizes, Sizes, int, int]:
     engine, live = train(Gated(), {"stage": stage, "precision": "bf16", "keep_fp32": "gain"})
     here = sum(spec.nbytes for spec in engine.specs())
-    exchange = sum(tensor.nbytes for _, _, tensor in engine.agreement.holdings())
-    return kept(engine), specified(engine.specs()), live, here + exchange
+    return kept(engine), specified(engine.specs()), live, here
 
 
 @pytest.mark.parametrize("stage", range(4))

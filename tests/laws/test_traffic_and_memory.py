@@ -64,13 +64,14 @@ def _check_wire(stage: int, layers: int, counted: dict[str, int], padded: int, s
         3: {"all_reduce": 0, "all_gather": 2 * whole, "reduce_scatter": whole},
     }[stage]
     assert counted == expected
-    if stage == 3:
-        # Over gloo ranks meet before each gather, after each unit's backward and at the end of each pass: each tells
-        # the others two integers.
-        met = seen["all_gather"] - expected["all_gather"]
-        gathers = 2 * (layers + 1)
-        assert met % (2 * 16) == 0 and gathers < met // (2 * 16) <= gathers + (layers + 1) + 2
-        seen["all_gather"] -= met
+    # Over gloo ranks meet where a pass begins and ends, and at the step; at stage 3 also before each gather, after each
+    # unit's backward and where forward ends. Each tells the others six integers.
+    met, message = seen["all_gather"] - expected["all_gather"], 2 * 8 * 6
+    gathers = 2 * (layers + 1) if stage == 3 else 0
+    more = layers + 2 if stage == 3 else 0
+    assert met % message == 0 and gathers + 3 <= met // message <= gathers + more + 3
+    seen["all_gather"] -= met
+    seen = Counter({kind: nbytes for kind, nbytes in seen.items() if nbytes})
     assert dict(seen) == {k: v for k, v in (expected | {"all_reduce": expected["all_reduce"] + control}).items() if v}
     assert sum(counted.values()) == (3 if stage == 3 else 2) * whole
 

@@ -30,6 +30,14 @@ def test_zoo(server, name, variant):
     check_case(server, CASES[name], variant, "cpu")
 
 
+@pytest.mark.longer
+@pytest.mark.parametrize("name", ["engines-gan-of-equal-nets", "engines-chained-blocks-skipped-per-rank"])
+def test_several_engines_are_exact_every_time(server, name):
+    """What depends on the timing of a thread shows in one run of many."""
+    for _ in range(200 if LONG else 10):
+        check_case(server, CASES[name], "stage3", "cpu")
+
+
 def test_no_difference_is_overlooked():
     """The comparison finds wrong, missing, extra and non-finite values, and refusals without the expected words."""
     right = {"loss #0": torch.tensor([1.0, 2.0]), "tokens #1": torch.tensor([3, 4])}

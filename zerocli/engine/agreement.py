@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from zerocli.engine.comm import Collectives, Disagreed
 from zerocli.engine.deadlock import Monitor
 from zerocli.engine.exchange import gather_json, gather_padded
 from zerocli.engine.startup import STARTUP
-from zerocli.engine.streams import Waits
+from zerocli.engine.streams import Readback, Waits
 from zerocli.errors import Refused
 
 FORWARD = -1
@@ -113,8 +113,8 @@ class Channel:
         width = _READY + self.num_slots
         # Written through numpy: torch.func forbids writes to a tensor made outside of its transform.
         self._said = np.zeros(width, dtype=np.int64)
-        self.mine = torch.from_numpy(self._said)
-        self.everyone = torch.from_numpy(np.zeros((len(self.ranks), width), dtype=np.int64))
+        self._mine = torch.from_numpy(self._said)
+        self._everyone = torch.from_numpy(np.zeros((len(self.ranks), width), dtype=np.int64))
         """Each rank's last message. Reused: a new tensor each time would live until a gloo thread releases it, and
         would show up in memory measurements."""
 
@@ -123,8 +123,8 @@ class Channel:
         seats = [self.seat(slot) for slot in range(self.num_slots)]
         ready = [seat.agreement.ready() if seat is not None and seat.agreement is not None else 0 for seat in seats]
         self._said[:] = (*row, *ready)
-        collectives.exchange(self.everyone.view(-1), self.mine, self._group, *about)
-        rows: list[list[int]] = self.everyone.tolist()
+        collectives.exchange(self._everyone.view(-1), self._mine, self._group, *about)
+        rows: list[list[int]] = self._everyone.tolist()
         for slot, seat in enumerate(seats):
             if seat is not None and seat.agreement is not None:
                 seat.agreement.launch(min(each[_READY + slot] for each in rows))
@@ -216,15 +216,9 @@ class Agreement:
         self._about, self._name_of = about, name_of
         self._trace: list[int] = []
         """The flats gathered in this step, in order."""
-        self._suspect: tuple[torch.Tensor, list[int]] | None = None
-        """Whether ranks gathered different flats in the last step (on the device), and this rank's trace."""
+        self._suspect: tuple[Readback, list[int]] | None = None
+        """Whether ranks differed in the last step (on its way to the host), and this rank's trace."""
         seat.agreement = self
-
-    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (category, name, tensor) of the exchange's buffers."""
-        if self.channel is not None:
-            yield "buffers", "agreement", self.channel.mine
-            yield "buffers", "agreement", self.channel.everyone
 
     # -- gathers ---------------------------------------------------------------------------------------------------
 
@@ -279,28 +273,35 @@ class Agreement:
 
     # -- without a channel -----------------------------------------------------------------------------------------
 
-    def compare(self) -> torch.Tensor | None:
-        """Return whether ranks gathered different flats in this step (1.0), on the device; end the trace. Collective.
+    def compare(self, passes: int) -> torch.Tensor | None:
+        """Return whether ranks gathered different flats in this step, or made different numbers of backward passes.
 
-        None if ranks agree before each gather, or there is nothing to compare.
+        1.0 if so, on the device. Ends the trace. None if the ranks have compared that already. Collective.
         """
-        trace, self._trace = self._trace, []
-        if self.active or self._collectives.world == 1 or self._collectives.backend == "fake" or not trace:
+        trace, self._trace = [passes, *self._trace], []
+        alone = self._collectives.world == 1 or self._collectives.backend == "fake"
+        if alone or self.active or (self.channel is not None and len(trace) == 1):
             return None
-        mine = torch.full((1,), zlib.crc32(repr(trace).encode()), dtype=torch.int64, device=self._collectives.device)
+        mine = torch.full((1,), _code(repr(trace)), dtype=torch.int64, device=self._collectives.device)
         everyone = self._collectives.gather_control(mine)
         differs = (everyone != everyone[0]).any().float()
-        self._suspect = differs, trace
+        self._suspect = Readback(differs.view(1)), trace
         return differs
 
     def refuse(self) -> None:
         """Raise Refused if ranks differed in the step compared last; the host waits for that result."""
         suspect, self._suspect = self._suspect, None
-        if suspect is None or not suspect[0].item():
+        if suspect is None or not suspect[0].values()[0]:
             return
         mine = torch.tensor(suspect[1], device=self._collectives.device)
         everyone, _ = gather_padded(mine, self._collectives.gather_control, padding=-1)
         at = int((everyone != everyone[0]).any(0).nonzero()[0])
+        if at == 0:
+            made = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(everyone[:, 0].tolist()))
+            raise Refused(
+                f"the ranks made different numbers of backward passes before step(): {made}. Nothing was updated. "
+                "Every rank must make as many"
+            )
         units = [self._name_of(place) if place >= 0 else "none" for place in everyone[:, at].tolist()]
         ran = ", ".join(f"rank {rank} {unit}" for rank, unit in enumerate(units))
         raise Refused(

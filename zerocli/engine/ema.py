@@ -131,7 +131,7 @@ class EMA:
     def _lay_out_anew(self, gone: list[tuple[str, ...]], new: list[Flat]) -> None:
         """Move averages to the current flats of their parameters; a newly trained parameter starts at its value."""
         engine = self._engine
-        engine.meet("ema after unfreezing", *gone)
+        engine.meet("ema after unfreezing", len(gone), len(new))
         averages: dict[str, torch.Tensor] = {}
         for key in gone:
             part = self._parts.pop(key)

@@ -271,7 +271,7 @@ class Engine:
             self.gatherer.agree_on_order()
             trainable = list(self.trainable())
             squares, inactive = exchange_norms(trainable, self.reducer, self.collectives, self.tensor_parallel)
-            scaled = scaling(squares, self.passes.divisor, self.settings.clip, self.agreement.compare())
+            scaled = scaling(squares, self.passes.divisor, self.settings.clip, self.agreement.compare(passes))
             # New tensors each step: the previous step's update may still be reading the old ones.
             self.updates = self.updates + (1 - scaled.skip)
             self.counts.advance(inactive, 1 - scaled.skip)
@@ -374,7 +374,7 @@ class Engine:
             yield from flat.holdings()
         for name, buffer in self.model.named_buffers():
             yield "buffers", name, buffer
-        for part in (self.gatherer, self.reducer, self.updater, self.activations, self.agreement):
+        for part in (self.gatherer, self.reducer, self.updater, self.activations):
             yield from part.holdings()
 
     def scalars(self) -> Iterator[tuple[str, str, torch.Tensor]]:
