@@ -24,6 +24,7 @@ from offload import per_rank
 from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
+from zerocli.console import say
 from zerocli.engine import relayout, states, whole
 from zerocli.engine.activations import open_activations
 from zerocli.engine.backward import Backward
@@ -43,7 +44,7 @@ from zerocli.engine.named import IncompatibleKeys
 from zerocli.engine.optim import FlatOptimizer, StepValues
 from zerocli.engine.parameters import Owners, guard, unguard
 from zerocli.engine.precision import LossScale, precision
-from zerocli.engine.rules import make_optimizer, unsuitable
+from zerocli.engine.rules import make_optimizer, prove, unsuitable
 from zerocli.engine.settings import Settings
 from zerocli.engine.step import StepResult, exchange_norms, scaling
 from zerocli.engine.streams import Waits
@@ -53,6 +54,7 @@ from zerocli.engine.unshard import unsharded_model
 from zerocli.engine.update import Updater
 from zerocli.engine.update_place import choose_update
 from zerocli.engine.verified import VerifiedReads
+from zerocli.engine.whole_rule import PersistentOptimizer
 from zerocli.errors import Refused
 from zerocli.layout.buffers import Spec, persistent
 from zerocli.layout.categories import HELD
@@ -82,11 +84,10 @@ class Engine:
         settings.watch(self)
         self.tensor_parallel.split(self.model)
         self.rule: FlatOptimizer = make_optimizer(settings.optimizer, settings.options)
-        if self.rule.whole and self.tensor_parallel.world > 1:
-            raise ValueError(f"optimizer {settings.optimizer} needs whole matrices, which tp splits: use tp=1")
         self.arranged = arrange(
             *(self.model, self.rule, settings.optimizer, settings.groups, settings.lr, settings.weight_decay)
         )
+        self._prove_rule()
         if reason := unsuitable(self.rule, list(self.model.named_parameters())):
             raise ValueError(reason)
         self.loss_scale = LossScale(self.precision.scales, self.device)
@@ -104,6 +105,9 @@ class Engine:
             *(self, self.rule, settings.optimizer, settings.lr, self.arranged),
             dict(self.model.named_parameters()),
         )
+        if isinstance(self.rule, PersistentOptimizer):
+            named = dict(self.model.named_parameters())
+            self.optimizer.show_groups_of(self.rule.adopt(named, self.arranged.group_of, self.device))
         for flat in self.flats():
             for parameter, entry in zip(flat.parameters, flat.layout.entries, strict=True):
                 guard(parameter, entry.name, self.passes.gradients)
@@ -127,6 +131,16 @@ class Engine:
         self.hooks = Hooks(self, recomputed, blocks)
         self.collectives.take_nbytes()
         self.tensor_parallel.take_nbytes()
+
+    def _prove_rule(self) -> None:
+        """Choose how a user's own optimizer is run, and say why; Refused if no way is exact."""
+        named, settings = list(self.model.named_parameters()), self.settings
+        chosen = (settings.optimizer, settings.options, named, self.arranged.groups, self.arranged.group_of)
+        self.rule, words = prove(self.rule, *chosen)
+        if self.rule.whole and self.tensor_parallel.world > 1:
+            raise ValueError(f"optimizer {settings.optimizer} needs whole matrices, which tp splits: use tp=1")
+        if words and self.collectives.rank == 0 and self.tensor_parallel.rank == 0:
+            say(words)
 
     def _connect(self) -> None:
         """Make what issues the collectives of the current flats."""
@@ -230,7 +244,9 @@ class Engine:
     def step(self) -> StepResult:
         """Clip by the exact global norm, update this rank's slices and all-gather them; skip a non-finite step."""
         with self.events.phase(OPTIMIZER):
+            self.optimizer.run_hooks("pre")
             result = self._step()
+            self.optimizer.run_hooks("post")
         self.events.step()
         return result
 

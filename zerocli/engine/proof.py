@@ -1,0 +1,451 @@
+"""Proof of how a user's optimizer may be run: on flat slices, on whole parameters one by one, or on all at once.
+
+The optimizer first makes a few steps as plain torch would run it: one object over parameters like the model's. What its
+operations do is observed (dataflow.py), and what it keeps on itself. It is run on slices, or parameter by parameter, only
+if nothing speaks against it and if the engine's own way gives the same bits. Otherwise all parameters are given to it at
+once, as plain torch does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocli.engine.copies import HOOKS, METHODS, SHARED_HOOKS, Source
+from zerocli.engine.dataflow import Dataflow, Traced, TracedCount
+from zerocli.errors import Refused
+
+State = dict[str, Any]
+ELEMENTWISE, ONE_BY_ONE, TOGETHER = "elementwise", "one by one", "together"
+
+STEPS = 4
+SKIPS = 2
+"""The step (from 0) in which every other parameter has no gradient."""
+SCALES = (1.0, 1e-3, 40.0, 1e3)
+"""Factors on the gradients, by step: a rule may have a threshold."""
+MOST = 48
+"""Parameters in a trial."""
+NUMEL = 1 << 12
+"""Elements of a parameter in a trial with values; a larger one's sizes are reduced there, and kept without values."""
+TARGETS = 20
+_PRIVATE = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "state", "param_groups")
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A parameter that stands for others in a trial."""
+
+    shape: tuple[int, ...]
+    group: int
+    real: nn.Parameter | None = None
+    trains: bool = True
+
+    @property
+    def small(self) -> tuple[int, ...]:
+        """Its shape with sizes reduced until it is affordable."""
+        shape = list(self.shape)
+        while math.prod(shape) > NUMEL:
+            largest = shape.index(max(shape))
+            shape[largest] = max(2, shape[largest] // 2)
+        return tuple(shape)
+
+    def make(self, shape: Sequence[int], device: str, values: torch.Tensor | None = None) -> Traced:
+        made = Traced(torch.empty(shape, device=device) if values is None else values.clone(), self.trains)
+        if self.real is not None:
+            own = {key: value for key, value in vars(self.real).items() if not key.startswith("_zerocli")}
+            object.__getattribute__(made, "__dict__").update(own)
+        return made
+
+
+SYNTHETIC = tuple(Specimen(shape, 0) for shape in ((6,), (2, 3), (7,), (5, 3), (2, 3, 2, 2)))
+"""Parameters to try a rule on when there is no model."""
+
+
+@dataclass
+class Verdict:
+    """How a rule may be run, and why."""
+
+    way: str
+    reason: str
+    arrays: tuple[str, ...] = ()
+    """States in the shape of their parameter, in fp32, of all parameters that have them."""
+    scalars: State = field(default_factory=dict)
+    """An example of each other state."""
+    changed: tuple[str, ...] = ()
+    """What it changes outside of its states, in words such as `self.count`."""
+
+    def __str__(self) -> str:
+        ways = {
+            ELEMENTWISE: "runs on each rank's slice of the parameters",
+            ONE_BY_ONE: "runs on whole parameters, one after another",
+            TOGETHER: "runs on all parameters at once, whole on every rank during a step",
+        }
+        return f"{ways[self.way]}: {self.reason}"
+
+
+def specimens(named: Iterable[tuple[str, nn.Parameter]], group_of: Mapping[str, int]) -> list[Specimen]:
+    """Return parameters that stand for the model's: up to two of each shape, group and set of attributes."""
+    found: dict[Any, list[Specimen]] = {}
+    for name, p in named:
+        if name in group_of:
+            attributes = tuple(sorted((k, repr(v)) for k, v in vars(p).items() if not isinstance(v, torch.Tensor)))
+            kind = (group_of[name], p.requires_grad, tuple(p.shape), attributes)
+            members = found.setdefault(kind, [])
+            if len(members) < 2 and p.numel():
+                members.append(Specimen(tuple(p.shape), group_of[name], p, p.requires_grad))
+    firsts = [members[0] for members in found.values() if members]
+    seconds = [members[1] for members in found.values() if len(members) > 1]
+    if len(firsts) > MOST:  # of each group some
+        keep = {specimen.group: specimen for specimen in firsts}
+        firsts = [*keep.values(), *firsts[:: len(firsts) // MOST + 1]]
+    return [*firsts, *seconds[: max(0, MOST - len(firsts))]]
+
+
+class Trial:
+    """One object over specimens, run as plain torch would, step by step."""
+
+    def __init__(self, source: Source, members: Sequence[Specimen], values: Sequence[torch.Tensor] | None) -> None:
+        self.members = members
+        device = "cpu" if values is not None else "meta"
+        shapes = [m.small if values is not None else m.shape for m in members]
+        starts: Sequence[torch.Tensor | None] = values or [None] * len(members)
+        self.parameters = [m.make(s, device, v) for m, s, v in zip(members, shapes, starts, strict=True)]
+        rows = zip(members, self.parameters, strict=True)
+        self.optimizer = source.make([(m.group, m.real, p) for m, p in rows])
+        self.groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        self._fit_states(device)
+        for group in self.optimizer.param_groups:
+            if isinstance(group.get("lr"), int | float) and not group["lr"]:
+                group["lr"] = 0.1  # a scheduler's warm-up begins at 0
+
+    def _fit_states(self, device: str) -> None:
+        """Bring states that exist from the start to the sizes of the trial."""
+        for member, p in zip(self.members, self.parameters, strict=True):
+            state = self.optimizer.state.get(p, {})
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == member.shape:
+                    state[name] = value[tuple(slice(0, n) for n in p.shape)].to(device, copy=True)
+                elif isinstance(value, torch.Tensor):
+                    state[name] = value.to("cpu")
+
+    def step(self, grads: Sequence[torch.Tensor | None], only: int | None = None) -> None:
+        """Make a step; with `only`, of one parameter."""
+        for at, (p, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+            p.grad = grad if only is None or at == only else None
+        if only is not None:
+            for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
+                group["params"] = [p for p in members if p is self.parameters[only]]
+        with torch.enable_grad(), without_hooks(self.optimizer):
+            self.optimizer.step()
+        for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group["params"] = list(members)
+
+    def states(self) -> list[State]:
+        return [dict(self.optimizer.state[p]) if p in self.optimizer.state else {} for p in self.parameters]
+
+    def set_counts(self, counters: Sequence[set[str]], value: int) -> None:
+        """Set every count that the rule keeps of a parameter."""
+        for p, names in zip(self.parameters, counters, strict=True):
+            for name in names:
+                set_count(self.optimizer.state[p], name, value)
+
+
+def set_count(state: State, name: str, value: int) -> None:
+    old = state[name]
+    if isinstance(old, torch.Tensor):
+        state[name] = torch.full_like(old, value)
+    else:
+        state[name] = TracedCount(value) if isinstance(old, int) else type(old)(value)
+
+
+def gradients(members: Sequence[Specimen], step: int) -> list[torch.Tensor | None]:
+    """Return the gradients of a step; some are missing in one of them, and those of frozen parameters always."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    found: list[torch.Tensor | None] = []
+    for at, member in enumerate(members):
+        grad = torch.randn(member.small, generator=generator) * SCALES[step % len(SCALES)]
+        found.append(grad if member.trains and not skipped(at, step) else None)
+    return found
+
+
+def skipped(at: int, step: int) -> bool:
+    return step == SKIPS and at % 2 == 1
+
+
+@contextlib.contextmanager
+def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep torch from running step hooks: the engine runs them itself, once per step."""
+    shared = (*SHARED_HOOKS.values(), *(vars(optimizer).get(name, {}) for name in HOOKS[:2]))
+    kept = [(hooks, dict(hooks)) for hooks in shared if hooks]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, entries in kept:
+            hooks.update(entries)
+
+
+# -- what an optimizer keeps outside of its states ---------------------------------------------------------------------
+
+
+def frozen(value: Any, depth: int = 4) -> Any:
+    """Return something that differs if the value was changed."""
+    if isinstance(value, torch.Tensor):
+        return (id(value), value._version)
+    if isinstance(value, str | bytes | int | float | complex | None):
+        return repr(value)
+    if depth and isinstance(value, dict):
+        return tuple((frozen(k, 0), frozen(v, depth - 1)) for k, v in value.items())
+    if depth and isinstance(value, list | tuple | set | frozenset) or type(value).__name__ == "deque":
+        return tuple(frozen(each, depth - 1) for each in value)
+    if depth and hasattr(value, "__dict__") and not isinstance(value, type | types.FunctionType | types.ModuleType):
+        return (id(value), *(frozen(each, depth - 1) for each in vars(value).values()))
+    return id(value)
+
+
+def kept_outside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer keeps on itself, in its groups and on its class, by the words of a message."""
+    found = {f"self.{k}": frozen(v) for k, v in vars(optimizer).items() if k not in (*_PRIVATE, *HOOKS, *METHODS)}
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if key != "params":
+                word = f'param_groups[...]["{key}"]'
+                found[word] = (found.get(word), frozen(value))
+    for kind in _classes(type(optimizer)):
+        for key, value in vars(kind).items():
+            if isinstance(value, int | float | list | dict | set | torch.Tensor) and not key.startswith("__"):
+                found[f"{kind.__name__}.{key}"] = frozen(value)
+    loose = {key: v for key, v in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return found | {"self.state": frozen(loose)}
+
+
+def _classes(kind: type) -> list[type]:
+    return [k for k in kind.__mro__ if k not in (torch.optim.Optimizer, object) and not k.__module__.startswith("torch.")]
+
+
+@contextlib.contextmanager
+def class_restored(kind: Any) -> Iterator[None]:
+    """Undo what a trial changes on the user's class: counts and the like."""
+    kinds = _classes(kind) if isinstance(kind, type) else []
+    plain = (int, float, list, dict, set, torch.Tensor)
+    kept = [(k, n, v, _copied(v)) for k in kinds for n, v in vars(k).items() if isinstance(v, plain) and n[:2] != "__"]
+    try:
+        yield
+    finally:
+        for owner, name, value, copy in kept:
+            if isinstance(value, list):
+                value[:] = copy
+            elif isinstance(value, dict | set):
+                value.clear()
+                value.update(copy)
+            elif isinstance(value, torch.Tensor):
+                value.data.copy_(copy)
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return type(value)(value) if isinstance(value, list | dict | set) else value
+
+
+def constants(source: Source) -> set[int]:
+    """Return the whole numbers in the code and the options of an optimizer: a rule may change after so many steps."""
+    found: set[int] = set()
+    for kind in _classes(source.kind) if isinstance(source.kind, type) else []:
+        for value in vars(kind).values():
+            function = getattr(value, "__wrapped__", value)
+            if isinstance(function, types.FunctionType):
+                _constants(function.__code__, function.__globals__, found, 2)
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                found |= _whole(value)
+    if source.instance is not None:
+        for value in vars(source.instance).values():
+            found |= _whole(value)
+    for group in source.groups:
+        for value in group.values():
+            found |= _whole(value)
+    return found
+
+
+def _whole(value: Any) -> set[int]:
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 1 < value < 1e7 and value == int(value)
+    return {int(value)} if fits else set()
+
+
+def _constants(code: types.CodeType, names: Mapping[str, Any], found: set[int], depth: int) -> None:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            _constants(constant, names, found, depth)
+        else:
+            found |= _whole(constant)
+    for name in code.co_names:
+        value = names.get(name)
+        found |= _whole(value)
+        if depth and isinstance(value, types.FunctionType) and not value.__module__.startswith("torch"):
+            _constants(value.__code__, value.__globals__, found, depth - 1)
+
+
+# -- the reference -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Reference:
+    """What plain torch does with the specimens."""
+
+    source: Source
+    members: list[Specimen]
+    starts: list[torch.Tensor]
+    values: list[torch.Tensor]
+    states: list[State]
+    counters: list[set[str]]
+    """States of each specimen that count its updates."""
+    targets: list[int]
+    """Numbers of updates to which the trial jumps after its first steps."""
+    changed: list[str]
+    """What the optimizer changes outside of its states."""
+    flow: Dataflow
+    asked: list[str]
+    """Attributes of parameters that the rule reads, other than those of every parameter."""
+    touches_all: bool
+
+    def grads(self) -> Iterator[tuple[int, int, list[torch.Tensor | None]]]:
+        """Yield (step, the count to set before it or -1, gradients) of all steps."""
+        for step in range(STEPS):
+            yield step, -1, gradients(self.members, step)
+        for at, target in enumerate(self.targets):
+            yield STEPS + 2 * at, target - 1, gradients(self.members, STEPS + 4 * at)
+            yield STEPS + 2 * at + 1, -1, gradients(self.members, STEPS + 4 * at + 1)
+
+
+def observe(source: Source, members: Sequence[Specimen]) -> Reference:
+    """Run the optimizer as plain torch would, and return what was seen; Refused if it cannot be run so."""
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.randn(m.small, generator=generator) for m in members]
+    TracedCount.seen = set()
+    flow = Dataflow()
+    try:
+        trial = Trial(source, members, starts)
+        before = kept_outside(trial.optimizer)
+        counters: list[set[str]] = []
+        touches_all = False
+        for step in range(STEPS):
+            touches_all |= _watched(trial, flow, gradients(members, step))
+            if step == 0:
+                _trace_counts(trial)
+        counters = _counters(trial)
+        near = constants(source) | TracedCount.seen | flow.compared | {10, 100, 1000, 10**4, 10**5}
+        targets = sorted(n for n in near if n > STEPS)[:TARGETS] if any(counters) else []
+        found = Reference(
+            *(source, list(members), starts, [], [], counters, targets, [], flow, [], touches_all),
+        )
+        for step, count, grads in found.grads():
+            if step >= STEPS:
+                if count >= 0:
+                    trial.set_counts(counters, count)
+                _watched(trial, flow, grads)
+        found.values, found.states = [p.detach() for p in trial.parameters], trial.states()
+        after = kept_outside(trial.optimizer)
+        found.changed = [key for key in after if after[key] != before.get(key)]
+        if any(math.prod(m.shape) > NUMEL for m in members):
+            _observe_large(source, members, flow)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(
+            f"the optimizer {source.name} cannot be run on parameters like the model's: {type(error).__name__}: {error}. "
+            "It must make a step by step() alone, from the parameters' gradients"
+        ) from error
+    found.asked = sorted({name for p in trial.parameters for name in vars(p).get("_asked", ())})
+    return found
+
+
+def _watched(trial: Trial, flow: Dataflow, grads: Sequence[torch.Tensor | None]) -> bool:
+    """Make an observed step; return whether a parameter without a gradient was changed."""
+    for at, (p, grad) in enumerate(zip(trial.parameters, grads, strict=True)):
+        flow.own(p.detach(), at)
+        if grad is not None:
+            flow.own(grad, at)
+    before = [p._version for p in trial.parameters]
+    sizes = [len(state) for state in trial.states()]
+    flow.begin()
+    with flow:
+        trial.step(grads)
+    rows = zip(trial.parameters, before, grads, sizes, trial.states(), strict=True)
+    return any(g is None and (p._version != v or len(s) != n) for p, v, g, n, s in rows)
+
+
+def _observe_large(source: Source, members: Sequence[Specimen], flow: Dataflow) -> None:
+    """Observe two steps on parameters of the real sizes, without memory; what fails there cannot be proved."""
+    try:
+        trial = Trial(source, members, None)
+        for _ in range(2):
+            _watched(trial, flow, [torch.empty(m.shape, device="meta") if m.trains else None for m in members])
+    except Exception as error:
+        flow.mixes = flow.mixes or f"code that fails without memory ({type(error).__name__})"
+        flow.joins = flow.joins or flow.mixes
+
+
+def _trace_counts(trial: Trial) -> None:
+    for p in trial.parameters:
+        state = trial.optimizer.state.get(p, {})
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if type(value) is int:
+                state[name] = TracedCount(value)
+
+
+def _counters(trial: Trial) -> list[set[str]]:
+    found = []
+    for at, state in enumerate(trial.states()):
+        count = STEPS - skipped(at, SKIPS)
+        found.append({name for name, value in state.items() if is_number(value) and float(value) in (count, STEPS)})
+    return found
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape and torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def one_by_one(reference: Reference) -> str:
+    """Return what differs if one object steps parameter by parameter; empty if nothing does."""
+    trial = Trial(reference.source, reference.members, reference.starts)
+    try:
+        for _, count, grads in reference.grads():
+            if count >= 0:
+                trial.set_counts(reference.counters, count)
+            for at, grad in enumerate(grads):
+                if grad is not None:
+                    trial.step(grads, only=at)
+    except Exception as error:
+        return f"it fails on a single parameter ({type(error).__name__}: {error})"
+    for p, state, value, wanted in zip(
+        trial.parameters, trial.states(), reference.values, reference.states, strict=True
+    ):
+        if not same_bits(p.detach(), value) or state.keys() != wanted.keys():
+            return "parameters updated one by one end in other values"
+    return ""
+
+
+def arrays_of(reference: Reference) -> tuple[str, ...]:
+    """Return the states that are fp32 tensors in the shape of their parameter, wherever they exist."""
+    names = dict.fromkeys(name for state in reference.states for name in state)
+    return tuple(name for name in names if isinstance(name, str) and _is_array(name, reference))
+
+
+def _is_array(name: str, reference: Reference) -> bool:
+    rows = [(s[name], v) for s, v in zip(reference.states, reference.values, strict=True) if s.get(name) is not None]
+    shaped = [isinstance(x, torch.Tensor) and x.dtype == torch.float32 and x.shape == v.shape for x, v in rows]
+    return bool(shaped) and all(shaped) and any(v.dim() for _, v in rows)
