@@ -278,6 +278,8 @@ class Noisy(Own):
 
 
 class NeedsClosure(Own):
+    """Wants the loss again, as LBFGS and SAM do."""
+
     def step(self, closure):
         closure()
 
@@ -450,7 +452,13 @@ entered("knows-parameters-by-identity", over(ByIdentity))
 entered("momentum-on-itself", over(NotInState), steps=5)
 entered("list-of-gradients", over(History), steps=5)
 entered("draws-random-numbers", over(Noisy), expected=refused("Noisy", "random"))
-entered("needs-a-closure", over(NeedsClosure), expected=refused("NeedsClosure", "step() alone"))
+
+
+@case("optim-needs-a-closure")
+def needs_a_closure(run: Any) -> None:
+    model = run.build(Stack)
+    run.refused(lambda: run.shard(model, optimizer=NeedsClosure(model.parameters()), lr=None, weight_decay=None), "step() alone")
+    run.refused(lambda: run.shard(model, optimizer=NeedsClosure, weight_decay=0.0), "NeedsClosure", "step() alone")
 
 
 @case("optim-class-that-counts")
@@ -607,13 +615,19 @@ for _how in ("engine", "facade", "instance"):
     case(f"optim-hooks-by-{_how}")(lambda run, how=_how: hooked(run, over(SGD, lr=0.2), how))
     case(f"optim-hooks-of-own-rule-by-{_how}")(lambda run, how=_how: hooked(run, over(SignMomentum, lr=0.2), how))
 case("optim-hooks-of-counting-rule")(lambda run: hooked(run, over(CountsInItself, lr=0.2), "instance"))
-case("optim-hooks-of-subclass")(lambda run: hooked(run, over(Centralized, lr=0.02), "engine"))
 
 
 @case("optim-hook-on-gradients", below3=refused("kept by the engine"), at3=refused("kept by the engine"))
 def gradient_hook(run: Any) -> None:
     trainer, rule = given(run, over(SGD, lr=0.2), Stack)
-    rule.register_step_pre_hook(lambda o, a, k: [p.grad.mul_(2) for g in o.param_groups for p in g["params"]])
+
+
+    def double(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(2)
+
+    rule.register_step_pre_hook(double)
     run.train(trainer, 2)
 
 
@@ -653,19 +667,30 @@ def resumed(name: str, make: Make, model: Callable[[], nn.Module] = Stack, batch
         run.train(trainer, 3, batch)
 
 
-for _kind in (CountsInItself, CountsInGroup, SignMomentum, TwoKinds, History, ScheduleFree, Late):
+for _kind in (CountsInItself, CountsInGroup, SignMomentum, TwoKinds, History, ScheduleFree, Late, NotInState, ByIdentity):
     _options = {"after": 4} if _kind is Late else {}
     resumed(_kind.__name__.lower(), over(_kind, **_options))
 resumed("rmsprop-groups", split(torch.optim.RMSprop, {"momentum": 0.9}, {"centered": True}, lr=1e-2))
 resumed("with-missing-gradients", over(CountsInItself), Skipping, branches)
 
 
+class KeepsObjects(Own):
+    def setup(self):
+        self.seen = []
+
+    def before(self):
+        self.seen.append(object())
+
+    def update(self, p, grad, state, group):
+        p.sub_(grad, alpha=group["lr"] / len(self.seen))
+
+
 @case("optim-what-cannot-be-saved")
 def not_saved(run: Any) -> None:
-    """Momentum by parameter on the object itself has no name to be saved under."""
-    trainer, _ = given(run, over(NotInState), Stack)
+    """Objects of any class are kept, but not saved."""
+    trainer, _ = given(run, over(KeepsObjects), Stack)
     run.train(trainer, 2)
-    run.refused(lambda: trainer.engine.optimizer_state_dict(), "NotInState", "saved")
+    run.refused(lambda: trainer.engine.optimizer_state_dict(), "KeepsObjects", "self.seen", "saved")
 
 
 def from_torch(name: str, make: Make, model: Callable[[], nn.Module] = Stack) -> None:

@@ -39,6 +39,20 @@ def is_torchs(kind: Any) -> bool:
     return inspect.unwrap(kind.step).__module__.startswith("torch.")  # type: ignore[attr-defined]
 
 
+def holds_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer keeps tensors, or another optimizer, outside of its own states and groups."""
+
+    def holds(value: Any, depth: int) -> bool:
+        if isinstance(value, torch.Tensor):
+            return value.dim() > 0
+        if depth and isinstance(value, _CONTAINERS):
+            return any(holds(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value))
+        return isinstance(value, torch.optim.Optimizer)
+
+    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", *HOOKS)}
+    return any(holds(value, 4) for value in own.values())
+
+
 def replaced(value: Any, swaps: Swaps, seen: dict[int, Any], where: str, fresh: bool) -> Any:
     """Return `value` with the user's parameters, and their ids, replaced; other objects are shared.
 

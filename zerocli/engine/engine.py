@@ -25,7 +25,7 @@ from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say
-from zerocli.engine import relayout, states, whole
+from zerocli.engine import relayout, states, torch_states, whole
 from zerocli.engine.activations import open_activations
 from zerocli.engine.backward import Backward
 from zerocli.engine.build import Builder
@@ -492,8 +492,15 @@ class Engine:
 
     @torch.no_grad()
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load the result of `optimizer_state_dict`, saved at any stage, placement and world size."""
+        """Load the result of `optimizer_state_dict`, saved at any stage, placement and world size.
+
+        The state dict of a torch optimizer over the same parameters and groups is taken too.
+        """
         self.synchronize()
+        if torch_states.is_torchs(saved):
+            named = {n: p for n, p in self.model.named_parameters() if n in self.arranged.group_of}
+            scale = self.loss_scale.state()
+            saved = torch_states.translate(saved, self.optimizer.param_groups, named, self.rule, scale)
         trainable = list(self.trainable())
         states.load_optimizer_state(trainable, self.counts, self.rule, self.device, self.tensor_parallel, saved)
         self.steps = saved["steps"]

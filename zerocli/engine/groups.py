@@ -15,7 +15,7 @@ from zerocli.engine.optim import FlatOptimizer
 from zerocli.engine.rules import MuonWithAdamW
 from zerocli.engine.torchrule import TorchOptimizer, WholeOptimizer
 from zerocli.engine.whole_rule import PersistentOptimizer
-from zerocli.errors import Refused
+from zerocli.errors import Refused, RefusedValue
 
 DEFAULT_LR = 3e-4
 
@@ -129,7 +129,7 @@ def _taken_over(model: nn.Module, instance: torch.optim.Optimizer) -> Arranged:
     for at, group in enumerate(instance.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
-                raise ValueError("the optimizer instance has a parameter that is not the model's")
+                raise RefusedValue("the optimizer instance has a parameter that is not the model's")
             if names[id(parameter)] in group_of:
                 raise Refused(
                     f"{names[id(parameter)]} is in the optimizer twice, and torch would update it twice in each step: "
@@ -138,7 +138,7 @@ def _taken_over(model: nn.Module, instance: torch.optim.Optimizer) -> Arranged:
             group_of[names[id(parameter)]] = at
     left = [n for n, p in model.named_parameters() if p.requires_grad and n not in group_of]
     if left:
-        raise ValueError(
+        raise RefusedValue(
             f"the optimizer instance lacks {left[0]} ({len(left)} trainable parameters in all): give it to the "
             "optimizer, or freeze it with requires_grad_(False)"
         )

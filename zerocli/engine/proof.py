@@ -35,7 +35,7 @@ MOST = 48
 NUMEL = 1 << 12
 """Elements of a parameter in a trial with values; a larger one's sizes are reduced there, and kept without values."""
 TARGETS = 20
-_PRIVATE = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "state", "param_groups")
+PRIVATE = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "state", "param_groups")
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,14 @@ class Specimen:
     group: int
     real: nn.Parameter | None = None
     trains: bool = True
+    whole: bool = False
+    """Whether its size must not be reduced."""
 
     @property
     def small(self) -> tuple[int, ...]:
         """Its shape with sizes reduced until it is affordable."""
         shape = list(self.shape)
-        while math.prod(shape) > NUMEL:
+        while not self.whole and math.prod(shape) > NUMEL:
             largest = shape.index(max(shape))
             shape[largest] = max(2, shape[largest] // 2)
         return tuple(shape)
@@ -213,7 +215,7 @@ def frozen(value: Any, depth: int = 4) -> Any:
 
 def kept_outside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what an optimizer keeps on itself, in its groups and on its class, by the words of a message."""
-    found = {f"self.{k}": frozen(v) for k, v in vars(optimizer).items() if k not in (*_PRIVATE, *HOOKS, *METHODS)}
+    found = {f"self.{k}": frozen(v) for k, v in vars(optimizer).items() if k not in (*PRIVATE, *HOOKS, *METHODS)}
     for group in optimizer.param_groups:
         for key, value in group.items():
             if key != "params":
@@ -356,7 +358,7 @@ def observe(source: Source, members: Sequence[Specimen]) -> Reference:
         found.values, found.states = [p.detach() for p in trial.parameters], trial.states()
         after = kept_outside(trial.optimizer)
         found.changed = [key for key in after if after[key] != before.get(key)]
-        if any(math.prod(m.shape) > NUMEL for m in members):
+        if any(m.small != m.shape for m in members):
             _observe_large(source, members, flow)
     except Refused:
         raise

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerocli.engine.copies import Source, is_torchs
+from zerocli.engine.copies import Source, holds_tensors, is_torchs
 from zerocli.engine.optim import At, FlatOptimizer, FusedAdam, FusedSGD, Group
 from zerocli.engine.proof import SYNTHETIC, TOGETHER, Specimen, Verdict, specimens
 from zerocli.engine.torchrule import Template, WholeOptimizer, make_torch_rule
 from zerocli.engine.verdict import check_flat_rule, decide, refuse_replaced_step
 from zerocli.engine.whole_rule import PersistentOptimizer
-from zerocli.errors import Refused, closest
+from zerocli.errors import Refused, RefusedValue, closest
 
 OptimizerChoice = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | FlatOptimizer
 """Accepted values of `optimizer`."""
@@ -26,6 +26,8 @@ _TAKEN = {
     "adam": ("betas", "eps", "amsgrad", "maximize", "decoupled_weight_decay"),
     "sgd": ("momentum", "nesterov", "dampening", "maximize"),
 }
+_AFFORDABLE = 1 << 21
+"""Elements of all parameters together that a trial may have."""
 _FUSED = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
 _MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "eps")
 
@@ -198,7 +200,7 @@ def _of_instance(instance: torch.optim.Optimizer) -> FlatOptimizer:
     known = is_torchs(type(instance))
     for state in instance.state.values():
         if ("step" not in state and known) or float(state.get("step", 0)):
-            raise ValueError(
+            raise RefusedValue(
                 f"this {type(instance).__name__} has made steps already: shard the model first, then load its states "
                 "with engine.load_optimizer_state_dict"
             )
@@ -207,7 +209,12 @@ def _of_instance(instance: torch.optim.Optimizer) -> FlatOptimizer:
         every = [(at, p) for at, group in enumerate(groups) for p in group["params"]]
         names = {id(p): str(number) for number, (_, p) in enumerate(every)}
         members = specimens([(names[id(p)], p) for _, p in every], {names[id(p)]: at for at, p in every})
-        return _proved(Source(instance, {}), members, Template(instance))
+        source, template = Source(instance, {}), Template(instance)
+        if holds_tensors(instance):  # which may belong to parameters by their places in a list: none is left out
+            if sum(p.numel() for _, p in every) > _AFFORDABLE:
+                return PersistentOptimizer(source, Verdict(TOGETHER, "it keeps tensors on itself"), template)
+            members = [Specimen(tuple(p.shape), at, p, p.requires_grad, whole=True) for at, p in every]
+        return _proved(source, members, template)
     if kind in (torch.optim.AdamW, torch.optim.Adam):
         decoupled = {bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)) for group in groups}
         if len(decoupled) == 1:

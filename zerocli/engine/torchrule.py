@@ -16,6 +16,7 @@ import torch
 from zerocli.engine.copies import HOOKS
 from zerocli.engine.optim import At, FlatOptimizer, Group
 from zerocli.engine.proof import Verdict, is_number, without_hooks
+from zerocli.errors import RefusedValue
 
 State = dict[str, Any]
 _OWN = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group", "state", "param_groups", *HOOKS)
@@ -63,7 +64,7 @@ class Template:
                 return cls(kind([torch.zeros(shape, requires_grad=True)], lr=0.1, **options))
             except (TypeError, ValueError, RuntimeError) as error:
                 refused = str(error)
-        raise ValueError(f"optimizer {name} cannot be made: {refused}")
+        raise RefusedValue(f"optimizer {name} cannot be made: {refused}")
 
     def _start(self, name: str, value: Any, sample: torch.Tensor) -> Callable[[torch.Tensor], Any]:
         """Return a function that creates a state that exists before the first step, for a parameter of any shape."""
@@ -125,7 +126,7 @@ def probe(template: Template, at: int = 0) -> tuple[bool, dict[tuple[int, ...], 
         found.pop(_FLAT, None)
         return False, found
     if not found:
-        raise ValueError(f"optimizer {template.name} cannot run on parameters one at a time: {refused}")
+        raise RefusedValue(f"optimizer {template.name} cannot run on parameters one at a time: {refused}")
     if len(results) < 2:
         return False, found
     cut = [template.try_on(start[part], grads[:, part], at)[0] for part in (slice(0, 2), slice(2, 6))]

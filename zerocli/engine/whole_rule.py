@@ -12,6 +12,7 @@ import io
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from torch import nn
 
 from zerocli.engine.copies import HOOKS, METHODS, Source, substitute
 from zerocli.engine.optim import At, FlatOptimizer, Group
-from zerocli.engine.proof import TOGETHER, Verdict, without_hooks
+from zerocli.engine.proof import PRIVATE, TOGETHER, Verdict, frozen, without_hooks
 from zerocli.engine.torchrule import Template
 from zerocli.errors import Refused
 
 KEPT = "optimizer object"
 """Under this name a saved state has what the object keeps other than arrays; see `PersistentOptimizer.tensors`."""
-_SKIPPED = ("param_groups", "state", "defaults", *HOOKS, *METHODS)
+_SKIPPED = ("param_groups", "state", "defaults", *PRIVATE, *HOOKS, *METHODS)
+_MARK = "\0"
+"""Begins the name of a parameter in what is saved; twice before the name, its id."""
 
 
 class Elsewhere:
@@ -76,7 +79,6 @@ class PersistentOptimizer(FlatOptimizer):
         self._stand_ins: dict[str, nn.Parameter] = {}
         self._real: dict[str, nn.Parameter] = {}
         self._states: dict[Any, Any] = {}
-        self._beginning: bytes = b""
 
     # -- taking over -----------------------------------------------------------------------------------------------
 
@@ -101,7 +103,7 @@ class PersistentOptimizer(FlatOptimizer):
         self._hollow = {name: p.data for name, p in self._stand_ins.items()}
         self._states = dict(self.object.state)
         self._names = {id(p): name for name, p in self._stand_ins.items()}
-        self._beginning = self._pack(strict=False)
+        self._attributes = {key: frozen(value) for key, value in vars(self.object).items()}
         self._show_real()
         return self.object
 
@@ -206,50 +208,58 @@ class PersistentOptimizer(FlatOptimizer):
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
+    @property
+    def first(self) -> str:
+        """The parameter that the object's own things are saved with."""
+        return next(iter(self._real))
+
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Return what the object keeps, as bytes, with the first parameter."""
-        if name != next(iter(self._real)):
+        if name != self.first:
             return {}
-        return {KEPT: torch.frombuffer(bytearray(self._pack(strict=True)), dtype=torch.uint8)}
-
-    def _pack(self, strict: bool) -> bytes:
-        """Return everything that the object keeps other than arrays of states; if not `strict`, what can be saved."""
-        states: dict[str, Any] = {}
+        states: dict[str, tuple[list[str], dict[str, Any]]] = {}
         for key, state in self._states.items():
-            if id(key) in self._names:
-                rows = state.items() if isinstance(state, dict) else ()
-                there = [k for k, v in rows if v is ELSEWHERE]
-                states[self._names[id(key)]] = (there, {k: v for k, v in rows if v is not ELSEWHERE})
-            else:
-                states[f"other {key}"] = ([], state)
-        groups = [
-            {k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.object.param_groups
-        ]
-        own = {key: value for key, value in vars(self.object).items() if key not in _SKIPPED and not callable(value)}
-        parts = {"states": states, "groups": groups}
-        for title, part in parts.items():
-            if strict and not _loadable(part):
-                raise ValueError(f"optimizer {self.name} keeps {title} that are no tensors or numbers: cannot be saved")
-        changes = [key.removeprefix("self.") for key in self.verdict.changed]
-        lost = [key for key, value in own.items() if not _loadable(value)]
-        if strict and (bad := [key for key in lost if key in changes]):
-            raise ValueError(f"optimizer {self.name} keeps self.{bad[0]}, which cannot be saved: use numbers and tensors")
-        kept = {key: value for key, value in own.items() if key not in lost}
-        return _bytes({**{k: v for k, v in parts.items() if strict or _loadable(v)}, "own": kept})
+            rows = dict(state) if isinstance(state, dict) else {}
+            held = [k for k, v in rows.items() if v is ELSEWHERE]
+            title = self._names.get(id(key), "") or f"other {key}"
+            states[title] = (held, {k: v for k, v in rows.items() if v is not ELSEWHERE})
+        return {KEPT: self.packed(states, [self._options(group) for group in self.object.param_groups], self._own())}
+
+    def _options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in group.items() if k not in ("params", "param_names") and _loadable(v)}
+
+    def _own(self) -> dict[str, Any]:
+        """Return the object's attributes that steps, or the user, have changed since it was taken over."""
+        now = {key: value for key, value in vars(self.object).items() if key not in _SKIPPED}
+        known = [key.removeprefix("self.") for key in self.verdict.changed]
+        return {k: v for k, v in now.items() if k in known or frozen(v) != self._attributes.get(k)}
+
+    def packed(
+        self,
+        states: Mapping[str, tuple[list[str], dict[str, Any]]],
+        groups: Sequence[Mapping[str, Any]] = (),
+        own: Mapping[str, Any] = MappingProxyType({}),
+    ) -> torch.Tensor:
+        """Return states (names of those in arrays, and the others), groups and attributes as bytes."""
+        named = {id(p): f"{_MARK}{name}" for name, p in self._stand_ins.items()}
+        whole = {"states": dict(states), "groups": list(groups), "own": dict(own)}
+        for title, part in [*whole.items(), *((f"self.{key}", value) for key, value in own.items())][::-1]:
+            if not _loadable(_marked(part, named)):
+                raise Refused(
+                    f"the optimizer {self.name} keeps {title}, which cannot be saved: it may keep numbers, strings and "
+                    "tensors, and lists and dicts of them"
+                )
+        return torch.frombuffer(bytearray(_bytes(_marked(whole, named))), dtype=torch.uint8)
 
     def load(self, name, history, group, count, numbers, tensors):  # type: ignore[no-untyped-def]
-        if KEPT in tensors:
-            self._unpack(bytes(tensors[KEPT].cpu().tolist()))
-
-    def _unpack(self, packed: bytes) -> None:
-        found = torch.load(io.BytesIO(packed), weights_only=True, map_location=self._place)
-        by_name = {name: p for name, p in self._stand_ins.items()}
-        if "states" in found:
-            self._states = {}
-            for name, (there, rest) in found["states"].items():
-                state = {**dict.fromkeys(there, ELSEWHERE), **rest}
-                self._states[by_name.get(name, name.removeprefix("other "))] = state
-        for own, values in zip(self.object.param_groups, found.get("groups", ()), strict=False):
+        if KEPT not in tensors:
+            return
+        packed = io.BytesIO(tensors[KEPT].cpu().numpy().tobytes())
+        found = _unmarked(torch.load(packed, weights_only=True, map_location=self._place), self._stand_ins)
+        for title, (held, rest) in found["states"].items():
+            key = self._stand_ins.get(title, title.removeprefix("other "))
+            self._states[key] = {**dict.fromkeys(held, ELSEWHERE), **rest}
+        for own, values in zip(self.object.param_groups, found["groups"], strict=False):
             own.update(values)
         vars(self.object).update(found["own"])
 
@@ -259,7 +269,33 @@ class PersistentOptimizer(FlatOptimizer):
 
     def forget(self) -> None:
         self._states = {}
-        self._unpack(self._beginning)
+
+
+def _marked(value: Any, names: Mapping[int, str]) -> Any:
+    """Return containers with parameters, and their ids, replaced by names."""
+    if isinstance(value, nn.Parameter) and id(value) in names:
+        return names[id(value)]
+    if type(value) is int and value in names:
+        return f"{_MARK}{names[value]}"
+    if isinstance(value, dict):
+        made = {_marked(k, names): _marked(v, names) for k, v in value.items()}
+        return made if type(value) in (dict, defaultdict) else type(value)(made)
+    if type(value) in (list, tuple, set):
+        return type(value)(_marked(each, names) for each in value)
+    return value
+
+
+def _unmarked(value: Any, parameters: Mapping[str, nn.Parameter]) -> Any:
+    """Undo `_marked`, with the parameters of these names."""
+    if isinstance(value, str) and value.startswith(_MARK):
+        found = parameters[value.lstrip(_MARK)]
+        return id(found) if value.startswith(2 * _MARK) else found
+    if isinstance(value, dict):
+        made = {_unmarked(k, parameters): _unmarked(v, parameters) for k, v in value.items()}
+        return made if type(value) is dict else type(value)(made)
+    if type(value) in (list, tuple, set):
+        return type(value)(_unmarked(each, parameters) for each in value)
+    return value
 
 
 def _bytes(value: Any) -> bytes:
