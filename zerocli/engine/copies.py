@@ -69,7 +69,7 @@ def replaced(value: Any, swaps: Swaps, seen: dict[int, Any], where: str, fresh: 
     if id(value) in seen:
         return seen[id(value)][0]
     if isinstance(value, torch.Tensor):
-        copy = value.detach().clone().requires_grad_(value.requires_grad) if fresh else value
+        copy = value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad) if fresh else value
         seen[id(value)] = (copy, value)
         return copy
     if isinstance(value, torch.optim.Optimizer):
@@ -177,20 +177,20 @@ class Source:
         choice: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer],
         options: Mapping[str, Any],
         groups: Sequence[Mapping[str, Any]] = ({},),
-        parameters: Sequence[Sequence[nn.Parameter]] = (),
+        kind: type | None = None,
     ) -> None:
         self.instance = choice if isinstance(choice, torch.optim.Optimizer) else None
         self._choice, self._options = choice, dict(options)
-        self.kind = type(choice) if self.instance is not None else getattr(choice, "func", choice)
+        self.kind = kind or (type(choice) if self.instance is not None else choice)
+        """Its class; `choice` may be a function that makes one."""
         self.name = getattr(self.kind, "__name__", str(choice))
         self.groups = self.instance.param_groups if self.instance is not None else groups
         """As `param_groups`; those of a class have lr and weight_decay only."""
-        self._parameters = [group["params"] for group in self.groups] if self.instance is not None else parameters
 
     def make(self, chosen: Sequence[tuple[int, nn.Parameter | None, nn.Parameter]]) -> torch.optim.Optimizer:
         """Return an optimizer over new parameters: (group, the user's parameter or None, the new one) of each."""
         if self.instance is not None:
-            swaps: dict[int, nn.Parameter | None] = {id(p): None for group in self._parameters for p in group}
+            swaps: dict[int, nn.Parameter | None] = {id(p): None for group in self.groups for p in group["params"]}
             swaps.update({id(old): new for _, old, new in chosen if old is not None})
             made: torch.optim.Optimizer = clone(self.instance, swaps, {})
             for at, group in enumerate(made.param_groups):
@@ -203,4 +203,12 @@ class Source:
             if members:
                 by_group.append({**kept, "params": members})
         assert callable(self._choice)
-        return self._choice(by_group, lr=by_group[0].get("lr", 0.1), **self._options)
+        return construct(self._choice, by_group, by_group[0].get("lr", 0.1), self._options)
+
+
+def construct(choice: Any, params: Any, lr: float, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Return an optimizer of a class, or of a function that makes one; some take no learning rate."""
+    accepted = inspect.signature(choice).parameters
+    takes = "lr" in accepted or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
+    made: torch.optim.Optimizer = choice(params, **({"lr": lr} if takes else {}), **options)
+    return made

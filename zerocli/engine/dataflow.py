@@ -109,12 +109,18 @@ class Dataflow(TorchDispatchMode):
         """The first operation that draws random numbers."""
         self.decides = False
         """Whether Python has read a value that comes from a parameter or a gradient."""
+        self.used: set[int] = set()
+        """Parameters whose values, gradients or states were used in this step."""
         self.compared: set[int] = set()
         """Numbers that counts in tensors were compared with."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch loads its compiler with the first operation, which takes seconds
+
     def begin(self) -> None:
-        """Forget what Python has read: a new step begins, or another parameter's update."""
-        self._read = frozenset()
+        """Forget what was read and used in the step before."""
+        self._read, self.used = frozenset(), set()
 
     def own(self, tensor: torch.Tensor, index: int) -> None:
         """Say that a tensor holds values of one parameter."""
@@ -145,6 +151,7 @@ class Dataflow(TorchDispatchMode):
         name = func.overloadpacket.__name__
         given = list(_tensors((args, kwargs)))
         owners = self._of(given)
+        self.used |= owners
         if name in _LEAKS:
             return self._leak(func, args, kwargs, given, owners)
         out = func(*args, **kwargs)

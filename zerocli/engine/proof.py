@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +31,11 @@ SKIPS = 2
 """The step (from 0) in which every other parameter has no gradient."""
 SCALES = (1.0, 1e-3, 40.0, 1e3)
 """Factors on the gradients, by step: a rule may have a threshold."""
-MOST = 48
+MOST = 32
 """Parameters in a trial."""
-NUMEL = 1 << 12
+FEW = 6
+"""Parameters in its late steps."""
+NUMEL = 1 << 10
 """Elements of a parameter in a trial with values; a larger one's sizes are reduced there, and kept without values."""
 TARGETS = 20
 PRIVATE = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "state", "param_groups")
@@ -115,7 +118,7 @@ class Trial:
 
     def __init__(self, source: Source, members: Sequence[Specimen], values: Sequence[torch.Tensor] | None) -> None:
         self.members = members
-        device = "cpu" if values is not None else "meta"
+        device = values[0].device.type if values else "meta"
         shapes = [m.small if values is not None else m.shape for m in members]
         starts: Sequence[torch.Tensor | None] = values or [None] * len(members)
         self.parameters = [m.make(s, device, v) for m, s, v in zip(members, shapes, starts, strict=True)]
@@ -123,9 +126,9 @@ class Trial:
         self.optimizer = source.make([(m.group, m.real, p) for m, p in rows])
         self.groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self._fit_states(device)
-        for group in self.optimizer.param_groups:
-            if isinstance(group.get("lr"), int | float) and not group["lr"]:
-                group["lr"] = 0.1  # a scheduler's warm-up begins at 0
+        for at, group in enumerate(self.optimizer.param_groups):
+            if isinstance(group.get("lr"), int | float):  # a warm-up begins at 0, and groups may differ later
+                group["lr"] = (group["lr"] or 0.1) * 0.875**at
 
     def _fit_states(self, device: str) -> None:
         """Bring states that exist from the start to the sizes of the trial."""
@@ -135,7 +138,7 @@ class Trial:
                 if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == member.shape:
                     state[name] = value[tuple(slice(0, n) for n in p.shape)].to(device, copy=True)
                 elif isinstance(value, torch.Tensor):
-                    state[name] = value.to("cpu")
+                    state[name] = value.to("cpu" if device == "meta" else device)
 
     def step(self, grads: Sequence[torch.Tensor | None], only: int | None = None) -> None:
         """Make a step; with `only`, of one parameter."""
@@ -167,13 +170,16 @@ def set_count(state: State, name: str, value: int) -> None:
         state[name] = TracedCount(value) if isinstance(old, int) else type(old)(value)
 
 
-def gradients(members: Sequence[Specimen], step: int) -> list[torch.Tensor | None]:
+def gradients(
+    members: Sequence[Specimen], step: int, device: str, chosen: Collection[int] | None = None
+) -> list[torch.Tensor | None]:
     """Return the gradients of a step; some are missing in one of them, and those of frozen parameters always."""
     generator = torch.Generator().manual_seed(1000 + step)
     found: list[torch.Tensor | None] = []
     for at, member in enumerate(members):
-        grad = torch.randn(member.small, generator=generator) * SCALES[step % len(SCALES)]
-        found.append(grad if member.trains and not skipped(at, step) else None)
+        there = member.trains and not skipped(at, step) and (chosen is None or at in chosen)
+        scale = SCALES[step % len(SCALES)]
+        found.append((torch.randn(member.small, generator=generator) * scale).to(device) if there else None)
     return found
 
 
@@ -231,6 +237,18 @@ def kept_outside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _classes(kind: type) -> list[type]:
     return [k for k in kind.__mro__ if k not in (torch.optim.Optimizer, object) and not k.__module__.startswith("torch.")]
+
+
+@contextlib.contextmanager
+def random_restored() -> Iterator[set[str]]:
+    """Leave Python's and torch's random numbers as they are; afterwards the set says whose were drawn."""
+    drawn: set[str] = set()
+    before = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        yield drawn
+    if random.getstate() != before:
+        drawn.add("Python's random")
+        random.setstate(before)
 
 
 @contextlib.contextmanager
@@ -307,12 +325,10 @@ class Reference:
     source: Source
     members: list[Specimen]
     starts: list[torch.Tensor]
+    steps: list[list[torch.Tensor | None]]
+    """The gradients of each step."""
     values: list[torch.Tensor]
     states: list[State]
-    counters: list[set[str]]
-    """States of each specimen that count its updates."""
-    targets: list[int]
-    """Numbers of updates to which the trial jumps after its first steps."""
     changed: list[str]
     """What the optimizer changes outside of its states."""
     flow: Dataflow
@@ -320,42 +336,32 @@ class Reference:
     """Attributes of parameters that the rule reads, other than those of every parameter."""
     touches_all: bool
 
-    def grads(self) -> Iterator[tuple[int, int, list[torch.Tensor | None]]]:
-        """Yield (step, the count to set before it or -1, gradients) of all steps."""
+    def grads(self) -> Iterator[list[torch.Tensor | None]]:
+        """Yield the gradients of each step; a rule may change them."""
         for step in range(STEPS):
-            yield step, -1, gradients(self.members, step)
-        for at, target in enumerate(self.targets):
-            yield STEPS + 2 * at, target - 1, gradients(self.members, STEPS + 4 * at)
-            yield STEPS + 2 * at + 1, -1, gradients(self.members, STEPS + 4 * at + 1)
+            yield [None if grad is None else grad.clone() for grad in self.steps[step]]
 
 
-def observe(source: Source, members: Sequence[Specimen]) -> Reference:
-    """Run the optimizer as plain torch would, and return what was seen; Refused if it cannot be run so."""
+def observe(source: Source, members: Sequence[Specimen], device: str = "cpu") -> Reference:
+    """Run the optimizer as plain torch would, and return what was seen; Refused if it cannot be run so.
+
+    That is on the CPU, whose operations are the same for any shape, or else on the device of the parameters.
+    """
     generator = torch.Generator().manual_seed(0)
-    starts = [torch.randn(m.small, generator=generator) for m in members]
+    starts = [torch.randn(m.small, generator=generator).to(device) for m in members]
     TracedCount.seen = set()
     flow = Dataflow()
     try:
         trial = Trial(source, members, starts)
         before = kept_outside(trial.optimizer)
-        counters: list[set[str]] = []
-        touches_all = False
-        for step in range(STEPS):
-            touches_all |= _watched(trial, flow, gradients(members, step))
+        steps = [gradients(members, step, device) for step in range(STEPS)]
+        found = Reference(source, list(members), starts, steps, [], [], [], flow, [], False)
+        for step, grads in enumerate(found.grads()):
+            found.touches_all |= _watched(trial, flow, grads)
             if step == 0:
                 _trace_counts(trial)
-        counters = _counters(trial)
-        near = constants(source) | TracedCount.seen | flow.compared | {10, 100, 1000, 10**4, 10**5}
-        targets = sorted(n for n in near if n > STEPS)[:TARGETS] if any(counters) else []
-        found = Reference(
-            *(source, list(members), starts, [], [], counters, targets, [], flow, [], touches_all),
-        )
-        for step, count, grads in found.grads():
-            if step >= STEPS:
-                if count >= 0:
-                    trial.set_counts(counters, count)
-                _watched(trial, flow, grads)
-        found.values, found.states = [p.detach() for p in trial.parameters], trial.states()
+        found.values, found.states = [p.detach().clone() for p in trial.parameters], _copies(trial.states())
+        _observe_late(trial, flow, constants(source))
         after = kept_outside(trial.optimizer)
         found.changed = [key for key in after if after[key] != before.get(key)]
         if any(m.small != m.shape for m in members):
@@ -363,6 +369,9 @@ def observe(source: Source, members: Sequence[Specimen]) -> Reference:
     except Refused:
         raise
     except Exception as error:
+        there = {m.real.device.type for m in members if m.real is not None} - {"meta", device}
+        if there:
+            return observe(source, members, there.pop())
         raise Refused(
             f"the optimizer {source.name} cannot be run on parameters like the model's: {type(error).__name__}: {error}. "
             "It must make a step by step() alone, from the parameters' gradients"
@@ -371,8 +380,29 @@ def observe(source: Source, members: Sequence[Specimen]) -> Reference:
     return found
 
 
+def _copies(states: list[State]) -> list[State]:
+    return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()} for state in states]
+
+
+def _observe_late(trial: Trial, flow: Dataflow, known: set[int]) -> None:
+    """Observe steps after many updates: the counts that the rule keeps are set to numbers that it may compare them with.
+
+    One parameter of each group and number of dimensions is enough.
+    """
+    counters = _counters(trial)
+    near = known | TracedCount.seen | flow.compared | {10, 100, 1000, 10**4, 10**5}
+    kinds = {(m.group, len(m.shape)): at for at, m in reversed(list(enumerate(trial.members))) if m.trains}
+    chosen = set(list(kinds.values())[:FEW])
+    if not any(counters):
+        return
+    for target in sorted(n for n in near if n > STEPS)[:TARGETS]:
+        trial.set_counts(counters, target - 1)
+        for step in (0, 1):
+            _watched(trial, flow, gradients(trial.members, step, trial.parameters[0].device.type, chosen))
+
+
 def _watched(trial: Trial, flow: Dataflow, grads: Sequence[torch.Tensor | None]) -> bool:
-    """Make an observed step; return whether a parameter without a gradient was changed."""
+    """Make an observed step; return whether a parameter without a gradient was read or changed."""
     for at, (p, grad) in enumerate(zip(trial.parameters, grads, strict=True)):
         flow.own(p.detach(), at)
         if grad is not None:
@@ -382,8 +412,8 @@ def _watched(trial: Trial, flow: Dataflow, grads: Sequence[torch.Tensor | None])
     flow.begin()
     with flow:
         trial.step(grads)
-    rows = zip(trial.parameters, before, grads, sizes, trial.states(), strict=True)
-    return any(g is None and (p._version != v or len(s) != n) for p, v, g, n, s in rows)
+    rows = enumerate(zip(trial.parameters, before, grads, sizes, trial.states(), strict=True))
+    return any(g is None and (p._version != v or len(s) != n or at in flow.used) for at, (p, v, g, n, s) in rows)
 
 
 def _observe_large(source: Source, members: Sequence[Specimen], flow: Dataflow) -> None:
@@ -425,9 +455,7 @@ def one_by_one(reference: Reference) -> str:
     """Return what differs if one object steps parameter by parameter; empty if nothing does."""
     trial = Trial(reference.source, reference.members, reference.starts)
     try:
-        for _, count, grads in reference.grads():
-            if count >= 0:
-                trial.set_counts(reference.counters, count)
+        for grads in reference.grads():
             for at, grad in enumerate(grads):
                 if grad is not None:
                     trial.step(grads, only=at)

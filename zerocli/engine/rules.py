@@ -147,12 +147,13 @@ def _of_class(kind: Callable[..., torch.optim.Optimizer], name: str, options: Ma
         decoupled = given.pop("decoupled_weight_decay", fused == "adamw")
         return FusedAdam(decoupled, **given)
     template = Template.of(kind, given)
-    if is_torchs(getattr(kind, "func", kind)):
+    if is_torchs(template.kind):
         return make_torch_rule(template)
+    source = Source(kind, given, kind=template.kind)
     try:
-        return _proved(Source(kind, given), SYNTHETIC, template)
+        return _proved(source, SYNTHETIC, template)
     except Refused as error:  # it may accept the model's parameters yet: see `prove`
-        return PersistentOptimizer(Source(kind, given), Verdict(TOGETHER, str(error)), template)
+        return PersistentOptimizer(source, Verdict(TOGETHER, str(error)), template)
 
 
 def _proved(source: Source, members: Sequence[Specimen], template: Template) -> FlatOptimizer:
@@ -190,7 +191,8 @@ def prove(
         options = {key: value for key, value in options.items() if key not in _IGNORED}
         members = specimens(named, group_of)
         if members:
-            rule = _proved(Source(choice, options, groups), members, rule.template)  # type: ignore[attr-defined]
+            template: Template = rule.template  # type: ignore[attr-defined]
+            rule = _proved(Source(choice, options, groups, template.kind), members, template)
     return rule, f"optimizer {rule.template.name} {rule.verdict}"  # type: ignore[attr-defined]
 
 

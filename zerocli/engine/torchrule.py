@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zerocli.engine.copies import HOOKS
+from zerocli.engine.copies import HOOKS, construct
 from zerocli.engine.optim import At, FlatOptimizer, Group
 from zerocli.engine.proof import Verdict, is_number, without_hooks
 from zerocli.errors import RefusedValue
@@ -61,7 +61,7 @@ class Template:
         name, refused = getattr(kind, "__name__", str(kind)), ""
         for shape in (_MATRIX, _FLAT):
             try:
-                return cls(kind([torch.zeros(shape, requires_grad=True)], lr=0.1, **options))
+                return cls(construct(kind, [torch.zeros(shape, requires_grad=True)], 0.1, options))
             except (TypeError, ValueError, RuntimeError) as error:
                 refused = str(error)
         raise RefusedValue(f"optimizer {name} cannot be made: {refused}")
@@ -212,13 +212,6 @@ class TorchOptimizer(FlatOptimizer):
         for old in [key for key in known if key < count - 1]:
             del known[old]
         known[count] = {name: value for name, value in after.items() if name not in states}
-
-    def set_counts(self, names: set[str], count: int) -> None:
-        """Set these scalars as if `count` updates had been made."""
-        for known in self._scalars.values():
-            newest = known[max(known)]
-            known.clear()
-            known[count] = {n: _typed(v, count) if n in names else v for n, v in newest.items()}
 
     def advance(self, group: Group, at: At) -> None:
         """Compute the step's scalars, even on a rank that holds no element of these parameters: it may save them."""

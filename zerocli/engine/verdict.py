@@ -22,6 +22,7 @@ from zerocli.engine.proof import (
     is_number,
     observe,
     one_by_one,
+    random_restored,
     same_bits,
 )
 from zerocli.engine.dataflow import Dataflow, TracedCount
@@ -34,9 +35,11 @@ def decide(source: Source, members: Sequence[Specimen]) -> tuple[Verdict, TorchO
 
     Raises Refused if no way is exact.
     """
-    with class_restored(source.kind):
+    with class_restored(source.kind), random_restored() as drawn:
         reference = observe(source, members)
-        flow = reference.flow
+    flow = reference.flow
+    flow.draws = flow.draws or "".join(drawn)
+    with class_restored(source.kind):
         if flow.draws:
             raise Refused(
                 f"the optimizer {source.name} draws random numbers ({flow.draws}): they differ between ranks, so that no "
@@ -45,8 +48,8 @@ def decide(source: Source, members: Sequence[Specimen]) -> tuple[Verdict, TorchO
         frozen = any(not member.trains for member in members)
         if reference.touches_all and frozen:
             raise Refused(
-                f"the optimizer {source.name} changes parameters that have no gradient, and some of its parameters are "
-                "frozen, which the engine does not update: leave the frozen ones out of the optimizer"
+                f"the optimizer {source.name} reads or changes parameters that have no gradient, and some of its "
+                "parameters are frozen, which the engine does not give it: leave the frozen ones out of the optimizer"
             )
         arrays = arrays_of(reference)
         scalars = {name: _plain(v) for state in reference.states for name, v in state.items() if name not in arrays}
@@ -68,7 +71,7 @@ def _for_all(reference: Reference) -> str:
     if reference.changed:
         return f"it changes {reference.changed[0]}, once per step for all parameters"
     if reference.touches_all:
-        return "it changes parameters that have no gradient"
+        return "it reads or changes parameters that have no gradient"
     return ""
 
 
@@ -117,13 +120,9 @@ def _run_slices(
         Group(float(g["lr"]), float(g.get("weight_decay", 0.0)), rule.options_in(g), at)
         for at, g in enumerate(param_groups)
     ]
-    counted = set().union(*reference.counters)
     counts = [0, 0]
     """Updates of the parameters that always have a gradient, and of those that miss one."""
-    for _, count, grads in reference.grads():
-        if count >= 0:
-            rule.set_counts(counted, count)
-            counts = [count, count]
+    for grads in reference.grads():
         for history in (0, 1):
             counts[history] += any(grad is not None for grad in grads[history::2])
         for at, grad in enumerate(grads):
