@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import zerocli
-from zerocli.engine.proof import ELEMENTWISE, ONE_BY_ONE, SYNTHETIC, TOGETHER, Specimen
 from zerocli.engine.copies import Source
+from zerocli.engine.proof import ELEMENTWISE, ONE_BY_ONE, SYNTHETIC, TOGETHER, Specimen
 from zerocli.engine.verdict import decide
 
 RULES, STEPS = 40, 6

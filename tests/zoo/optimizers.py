@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,313 +12,47 @@ from torch.optim import optimizer as torchs
 
 from zoo.blocks import Stack
 from zoo.case import EXACT, Expected, case, refused
+from zoo.rules import (
+    Anchored,
+    ByIdentity,
+    Cautious,
+    Centralized,
+    Convolutions,
+    CountsInGroup,
+    CountsInItself,
+    CountsOnClass,
+    DecaysAll,
+    Doubles,
+    FirstGroupsRate,
+    Foreach,
+    GlobalNorm,
+    History,
+    InNumpy,
+    KeepsObjects,
+    Large,
+    Lars,
+    Late,
+    LateInTensor,
+    Lookahead,
+    Marked,
+    NeedsClosure,
+    Neighbours,
+    Noisy,
+    NoRate,
+    NotInState,
+    Own,
+    PeriodicMean,
+    PythonRandom,
+    RareClipping,
+    RemovesItsGradient,
+    ScheduleFree,
+    Shared,
+    SignMomentum,
+    TwoKinds,
+    WeightNorm,
+)
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
-
-
-class Own(torch.optim.Optimizer):
-    """Base of the rules below: `update` changes one parameter."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.05, **more: Any) -> None:
-        super().__init__(params, {"lr": lr, **more})
-        self.setup()
-
-    def setup(self) -> None:
-        pass
-
-    def before(self) -> None:
-        pass
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.before()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, p.grad, self.state[p], group)
-
-    def update(self, p, grad, state, group):
-        raise NotImplementedError
-
-
-class CountsInItself(Own):
-    def setup(self):
-        self.count = 0
-
-    def before(self):
-        self.count += 1
-
-    def update(self, p, grad, state, group):
-        p.sub_(grad, alpha=group["lr"] / self.count)
-
-
-class CountsInGroup(Own):
-    def before(self):
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-
-    def update(self, p, grad, state, group):
-        p.sub_(grad, alpha=group["lr"] / group["k"])
-
-
-class CountsOnClass(Own):
-    calls = 0
-
-    def before(self):
-        CountsOnClass.calls = min(CountsOnClass.calls + 1, 1000)
-        self.now = CountsOnClass.calls
-
-    def update(self, p, grad, state, group):
-        p.sub_(grad, alpha=group["lr"])
-
-
-class Convolutions(Own):
-    """Another rule for tensors of four dimensions."""
-
-    def update(self, p, grad, state, group):
-        if p.dim() == 4:
-            grad = grad - grad.mean((1, 2, 3), keepdim=True)
-        p.sub_(grad, alpha=group["lr"])
-
-
-class Large(Own):
-    """Another rule for large tensors: mean gradients are taken away."""
-
-    def update(self, p, grad, state, group):
-        if p.numel() >= 20_000:
-            grad = grad - grad.mean()
-        p.sub_(grad, alpha=group["lr"])
-
-
-class Marked(Own):
-    """A learning rate of its own for parameters with an attribute."""
-
-    def update(self, p, grad, state, group):
-        p.sub_(grad, alpha=group["lr"] * getattr(p, "scale", 1.0))
-
-
-class GlobalNorm(Own):
-    def before(self):
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self.norm = torch.stack([grad.norm() for grad in grads]).norm()
-
-    def update(self, p, grad, state, group):
-        p.sub_(grad / (self.norm + 1e-3), alpha=group["lr"])
-
-
-class RareClipping(Own):
-    """Clips by a global norm that small gradients never reach; reads it into Python."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        total = sum(p.grad.square().sum().item() for p in params)
-        factor = min(1.0, group_limit(self) / (math.sqrt(total) + 1e-12))
-        for p in params:
-            p.sub_(p.grad * factor, alpha=0.05)
-
-
-def group_limit(optimizer: Own) -> float:
-    return optimizer.param_groups[0]["limit"]
-
-
-class Late(Own):
-    """Elementwise for two steps, then not."""
-
-    def update(self, p, grad, state, group):
-        state["step"] = state.get("step", 0) + 1
-        if state["step"] > group["after"]:
-            grad = grad - grad.mean()
-        p.sub_(grad, alpha=group["lr"])
-
-
-class LateInTensor(Own):
-    """As `Late`, with the count in a tensor and at one step alone."""
-
-    def update(self, p, grad, state, group):
-        if not state:
-            state["n"] = torch.zeros(())
-        state["n"] += 1
-        if state["n"].item() == 5:
-            p.sub_(grad.mean())
-        p.sub_(grad, alpha=group["lr"])
-
-
-class ScheduleFree(Own):
-    """Averages of the iterates, as in "The Road Less Scheduled"; `eval` swaps the weights."""
-
-    def update(self, p, grad, state, group):
-        if "z" not in state:
-            state["z"], state["k"] = p.clone(), 0
-        state["k"] += 1
-        c = 1 / state["k"]
-        z = state["z"]
-        p.lerp_(z, c)
-        p.sub_(grad, alpha=group["lr"] * 0.9 * (1 - c))
-        z.sub_(grad, alpha=group["lr"])
-
-    @torch.no_grad()
-    def eval(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if "z" in self.state[p]:
-                    p.lerp_(self.state[p]["z"], 1 - 1 / 0.9)
-
-
-class Neighbours(Own):
-    def update(self, p, grad, state, group):
-        p.sub_(grad + 0.1 * grad.flatten().roll(1).view_as(grad), alpha=group["lr"])
-
-
-class Lars(Own):
-    """Scales each tensor's gradient by norms, read into Python."""
-
-    def update(self, p, grad, state, group):
-        ratio = p.norm().item() / (grad.norm().item() + 1e-3)
-        p.sub_(grad, alpha=group["lr"] * min(ratio, 10.0))
-
-
-class SignMomentum(Own):
-    """Truly elementwise, with a number in its states."""
-
-    def update(self, p, grad, state, group):
-        if not state:
-            state["m"], state["n"] = torch.zeros_like(p), 0
-        state["n"] += 1
-        state["m"].lerp_(grad, 0.1)
-        p.sub_(torch.tanh(state["m"] * 30), alpha=group["lr"] / math.sqrt(state["n"]))
-
-
-class TwoKinds(Own):
-    """Other states for matrices than for vectors."""
-
-    def update(self, p, grad, state, group):
-        if p.dim() >= 2:
-            m = state.setdefault("rows", torch.zeros_like(p[:, :1]))
-            m.lerp_(grad.square().mean(1, keepdim=True), 0.2)
-            p.sub_(grad / (m.sqrt() + 1e-3), alpha=0.1 * group["lr"])
-        else:
-            m = state.setdefault("velocity", torch.zeros_like(p))
-            m.mul_(0.9).add_(grad)
-            p.sub_(m, alpha=group["lr"])
-
-
-class DecaysAll(Own):
-    """Changes parameters that have no gradient as well."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.mul_(0.99)
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"])
-
-
-class Anchored(Own):
-    """Keeps the values that parameters had when it was made."""
-
-    def setup(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["anchor"] = p.detach().clone()
-
-    def update(self, p, grad, state, group):
-        p.sub_(grad + 0.1 * (p - state["anchor"]), alpha=group["lr"])
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Wraps another optimizer; every second step pulls the weights to slow ones, kept in lists."""
-
-    def __init__(self, base):
-        self.base, self.k = base, 0
-        self.param_groups, self.defaults = base.param_groups, base.defaults
-        self.slow = [[p.detach().clone() for p in group["params"]] for group in base.param_groups]
-        super().__init__(base.param_groups, base.defaults)
-        self.param_groups = base.param_groups
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.base.step()
-        self.k += 1
-        if self.k % 2 == 0:
-            for group, slow in zip(self.param_groups, self.slow, strict=True):
-                for p, old in zip(group["params"], slow, strict=True):
-                    old.lerp_(p, 0.5)
-                    p.copy_(old)
-
-
-class Centralized(AdamW):
-    """A subclass of torch's class with another step."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.dim() > 1:
-                    p.grad.sub_(p.grad.mean(1, keepdim=True))
-        return super().step()
-
-
-class ByIdentity(Own):
-    """Knows its parameters by their identity."""
-
-    def setup(self):
-        ids = [id(p) for group in self.param_groups for p in group["params"]]
-        self.scales = {number: 1.0 + at % 3 for at, number in enumerate(ids)}
-
-    def update(self, p, grad, state, group):
-        p.sub_(grad, alpha=group["lr"] * self.scales.get(id(p), 0.0))
-
-
-class Noisy(Own):
-    def update(self, p, grad, state, group):
-        p.sub_(grad + 0.01 * torch.randn_like(grad), alpha=group["lr"])
-
-
-class NeedsClosure(Own):
-    """Wants the loss again, as LBFGS and SAM do."""
-
-    def step(self, closure):
-        closure()
-
-
-class NotInState(Own):
-    """Keeps its momentum on itself, by parameter."""
-
-    def setup(self):
-        self.momenta: dict[Any, torch.Tensor] = {}
-
-    def update(self, p, grad, state, group):
-        m = self.momenta[p] = self.momenta.get(p, torch.zeros_like(p)) * 0.9 + grad
-        p.sub_(m, alpha=group["lr"])
-
-
-class Foreach(Own):
-    """Written with operations on lists; elementwise."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            for p in params:
-                if not self.state[p]:
-                    self.state[p]["m"] = torch.zeros_like(p)
-            if params:
-                momenta = [self.state[p]["m"] for p in params]
-                torch._foreach_mul_(momenta, 0.9)
-                torch._foreach_add_(momenta, [p.grad for p in params])
-                torch._foreach_add_(params, momenta, alpha=-group["lr"])
-
-
-class History(Own):
-    """Keeps a list of earlier gradients."""
-
-    def update(self, p, grad, state, group):
-        past = state.setdefault("past", [])
-        past.append(grad.clone())
-        del past[:-2]
-        p.sub_(sum(past) / len(past), alpha=group["lr"])
 
 
 class Conv(nn.Module):
@@ -457,7 +190,9 @@ entered("draws-random-numbers", over(Noisy), expected=refused("Noisy", "random")
 @case("optim-needs-a-closure")
 def needs_a_closure(run: Any) -> None:
     model = run.build(Stack)
-    run.refused(lambda: run.shard(model, optimizer=NeedsClosure(model.parameters()), lr=None, weight_decay=None), "step() alone")
+    run.refused(
+        lambda: run.shard(model, optimizer=NeedsClosure(model.parameters()), lr=None, weight_decay=None), "step() alone"
+    )
     run.refused(lambda: run.shard(model, optimizer=NeedsClosure, weight_decay=0.0), "NeedsClosure", "step() alone")
 
 
@@ -506,17 +241,148 @@ def bf16(run: Any) -> None:
     run.train(trainer, 4)
 
 
+# -- drawn by a hostile tester -----------------------------------------------------------------------------------------
+
+
+entered("reads-all-weights", over(WeightNorm), Skipping, branches, steps=5)
+entered(
+    "reads-frozen-weights",
+    lambda model: (model.embed.requires_grad_(False), WeightNorm(model.parameters()))[1],
+    expected=refused("WeightNorm", "frozen"),
+)
+entered("first-groups-rate", split(FirstGroupsRate, {}, {}, lr=0.05))
+entered("no-learning-rate", over(NoRate))
+entered("states-in-fp64", over(Doubles))
+entered("computes-in-numpy", over(InNumpy))
+entered("python-random", over(PythonRandom), expected=refused("PythonRandom", "random"))
+entered("one-count-for-all", over(Shared))
+entered("cautious", over(Cautious))
+entered("replaces-data", over(RemovesItsGradient))
+entered("periodic-mean", over(PeriodicMean), steps=7)
+entered("named-parameters", lambda model: SignMomentum(model.named_parameters()))
+entered("named-parameters-together", lambda model: CountsInItself(model.named_parameters()))
+
+
+@case("optim-rate-of-one-group-changes")
+def one_group_changes(run: Any) -> None:
+    """Only the first group's rate is changed, and the rule uses it for all."""
+    trainer, rule = given(run, split(FirstGroupsRate, {}, {}, lr=0.05), Stack)
+    run.train(trainer, 2)
+    rule.param_groups[0]["lr"] = 0.2
+    run.train(trainer, 2)
+
+
+@case("optim-made-by-a-function")
+def made_by_a_function(run: Any) -> None:
+    def make(params: Any, lr: float = 0.1) -> torch.optim.Optimizer:
+        return CountsInGroup(params, lr=lr)
+
+    plain = {"plain_optimizer": lambda masters, settings: make(masters.values(), 0.1)}
+    run.train(run.shard(Stack, optimizer=make, lr=0.1, weight_decay=0.0, **({} if run.sharded else plain)), 4)
+
+
+@case("optim-class-without-a-rate")
+def class_without_rate(run: Any) -> None:
+    plain = {"plain_optimizer": lambda masters, settings: NoRate(masters.values())}
+    run.train(run.shard(Stack, optimizer=NoRate, weight_decay=0.0, **({} if run.sharded else plain)), 4)
+
+
+@case("optim-class-with-values-from-the-start", below3=refused("instance"), at3=refused("instance"))
+def class_with_values(run: Any) -> None:
+    plain = {"plain_optimizer": lambda masters, settings: Anchored(masters.values())}
+    run.train(run.shard(Stack, optimizer=Anchored, lr=0.05, weight_decay=0.0, **({} if run.sharded else plain)), 2)
+
+
+@case("optim-step-of-torchs-class-replaced")
+def replaced_on_class(run: Any) -> None:
+    """torch's SGD with another step, as some libraries patch it."""
+    kept = SGD.step
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad - p.grad.mean(), alpha=0.1)
+
+    try:
+        SGD.step = step  # type: ignore[method-assign]
+        trainer, _ = given(run, over(SGD, lr=0.1), Stack)
+        run.train(trainer, 3)
+    finally:
+        SGD.step = kept  # type: ignore[method-assign]
+
+
+@case("optim-two-optimizers", below3=refused("lacks"), at3=refused("lacks"))
+def two_optimizers(run: Any) -> None:
+    """Two optimizers over the halves of one model: the engine has one."""
+    run.train(given(run, lambda model: SGD(halves(model)[0], lr=0.1), Stack)[0], 1)
+
+
+@case("optim-lbfgs", below3=refused("LBFGS"), at3=refused("LBFGS"))
+def lbfgs(run: Any) -> None:
+    model = run.build(Stack)
+    if run.sharded:
+        run.shard(model, optimizer=torch.optim.LBFGS(model.parameters()), lr=None, weight_decay=None)
+
+
+@case("optim-together-in-bf16", tolerance=5e-3)
+def together_in_bf16(run: Any) -> None:
+    """All parameters at once, in one-by-one and in slices: computing in bf16, with fp32 masters."""
+    for kind in (GlobalNorm, Lars, SignMomentum):
+        run.train(
+            run.shard(
+                Stack,
+                **{"optimizer": kind, "lr": 0.02, "weight_decay": 0.0, "precision": "bf16"},
+                **({} if run.sharded else {"plain_optimizer": lambda masters, s, k=kind: k(masters.values(), lr=0.02)}),
+            ),
+            3,
+        )
+
+
+@case("optim-scheduled")
+def scheduled(run: Any) -> None:
+    """A scheduler of torch on the user's instance."""
+    trainer, rule = given(run, over(CountsInItself, lr=0.1), Stack)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(rule, 0.7)
+    for _ in range(3):
+        run.train(trainer, 1)
+        schedule.step()
+
+
+@case("optim-clipped-and-accumulated")
+def clipped(run: Any) -> None:
+    trainer, _ = given(run, over(GlobalNorm), Stack, clip=0.05, accumulate=2)
+    for step in range(3):
+        for part in range(2):
+            trainer.backward(trainer(*tokens(run, 2 * step + part)))
+        trainer.step()
+
+
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 entered("sgd-momentum-per-group", split(SGD, {"momentum": 0.9}, {}, lr=0.05), steps=5)
 entered("sgd-second-group-has-momentum", split(SGD, {}, {"momentum": 0.9, "nesterov": True}, lr=0.05), steps=5)
 entered("sgd-dampening-per-group", split(SGD, {"momentum": 0.5}, {"momentum": 0.9, "dampening": 0.3}, lr=0.05), steps=5)
 entered("sgd-maximize-per-group", split(SGD, {"weight_decay": 0.1}, {"maximize": True}, lr=0.02), steps=4)
-entered("adam-decay-per-group", split(torch.optim.Adam, {"decoupled_weight_decay": True}, {}, lr=1e-2, weight_decay=0.2, eps=1e-5))
-entered("adam-betas-per-group", split(AdamW, {"betas": (0.5, 0.9)}, {"eps": 1e-3, "amsgrad": True}, lr=1e-2, eps=1e-5), steps=5)
+entered(
+    "adam-decay-per-group",
+    split(torch.optim.Adam, {"decoupled_weight_decay": True}, {}, lr=1e-2, weight_decay=0.2, eps=1e-5),
+)
+entered(
+    "adam-betas-per-group",
+    split(AdamW, {"betas": (0.5, 0.9)}, {"eps": 1e-3, "amsgrad": True}, lr=1e-2, eps=1e-5),
+    steps=5,
+)
 entered("rmsprop-groups", split(torch.optim.RMSprop, {"momentum": 0.9}, {"centered": True}, lr=1e-2), steps=5)
-entered("rmsprop-plain-beside-momentum", split(torch.optim.RMSprop, {}, {"momentum": 0.9, "centered": True}, lr=1e-2), steps=5)
-entered("adagrad-starts-per-group", split(torch.optim.Adagrad, {"lr": 0.1}, {"lr_decay": 0.3}, lr=0.05, initial_accumulator_value=0.2))
+entered(
+    "rmsprop-plain-beside-momentum",
+    split(torch.optim.RMSprop, {}, {"momentum": 0.9, "centered": True}, lr=1e-2),
+    steps=5,
+)
+entered(
+    "adagrad-starts-per-group",
+    split(torch.optim.Adagrad, {"lr": 0.1}, {"lr_decay": 0.3}, lr=0.05, initial_accumulator_value=0.2),
+)
 entered("adam-kernels-per-group", split(AdamW, {"foreach": True}, {"foreach": False}, lr=1e-2, eps=1e-5))
 entered("lr-in-a-tensor", over(AdamW, lr=torch.tensor(1e-2), foreach=False, eps=1e-5))
 
@@ -621,7 +487,6 @@ case("optim-hooks-of-counting-rule")(lambda run: hooked(run, over(CountsInItself
 def gradient_hook(run: Any) -> None:
     trainer, rule = given(run, over(SGD, lr=0.2), Stack)
 
-
     def double(optimizer: Any, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -667,22 +532,21 @@ def resumed(name: str, make: Make, model: Callable[[], nn.Module] = Stack, batch
         run.train(trainer, 3, batch)
 
 
-for _kind in (CountsInItself, CountsInGroup, SignMomentum, TwoKinds, History, ScheduleFree, Late, NotInState, ByIdentity):
+for _kind in (
+    CountsInItself,
+    CountsInGroup,
+    SignMomentum,
+    TwoKinds,
+    History,
+    ScheduleFree,
+    Late,
+    NotInState,
+    ByIdentity,
+):
     _options = {"after": 4} if _kind is Late else {}
     resumed(_kind.__name__.lower(), over(_kind, **_options))
 resumed("rmsprop-groups", split(torch.optim.RMSprop, {"momentum": 0.9}, {"centered": True}, lr=1e-2))
 resumed("with-missing-gradients", over(CountsInItself), Skipping, branches)
-
-
-class KeepsObjects(Own):
-    def setup(self):
-        self.seen = []
-
-    def before(self):
-        self.seen.append(object())
-
-    def update(self, p, grad, state, group):
-        p.sub_(grad, alpha=group["lr"] / len(self.seen))
 
 
 @case("optim-what-cannot-be-saved")

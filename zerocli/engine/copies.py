@@ -1,4 +1,4 @@
-"""Optimizers over other parameters: a user's instance with each parameter replaced, or a new object of a user's class."""
+"""Optimizers over other parameters: a user's instance with each parameter replaced, or a new object of a class."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def is_torchs(kind: Any) -> bool:
     """Whether a class is one of torch.optim with the step that torch gave it."""
     if not isinstance(kind, type) or getattr(torch.optim, kind.__name__, None) is not kind:
         return False
-    return inspect.unwrap(kind.step).__module__.startswith("torch.")  # type: ignore[attr-defined]
+    step: Any = kind.step  # type: ignore[attr-defined]
+    return str(inspect.unwrap(step).__module__).startswith("torch.")
 
 
 def holds_tensors(optimizer: torch.optim.Optimizer) -> bool:
@@ -92,13 +93,13 @@ def _container(value: Any, swaps: Swaps, seen: dict[int, Any], where: str, fresh
         target.clear()
         target.update(items)
         return target
-    items = [replaced(each, swaps, seen, where, fresh) for each in value if not _left_out(each, swaps)]
+    members = [replaced(each, swaps, seen, where, fresh) for each in value if not _left_out(each, swaps)]
     if isinstance(value, list) and not fresh:
-        value[:] = items
+        value[:] = members
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*items)
-    made = deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
+        return type(value)(*members)
+    made = deque(members, value.maxlen) if isinstance(value, deque) else type(value)(members)
     seen[id(value)] = (made, value)
     return made
 
@@ -123,7 +124,9 @@ def _refuse_holder(value: Any, swaps: Swaps, where: str) -> None:
     for each in inner:
         rows = each if isinstance(each, list | tuple) else each.values() if isinstance(each, dict) else [each]
         for one in rows:
-            if isinstance(one, nn.Module | torch.optim.Optimizer) or (isinstance(one, nn.Parameter) and id(one) in swaps):
+            if isinstance(one, nn.Module | torch.optim.Optimizer) or (
+                isinstance(one, nn.Parameter) and id(one) in swaps
+            ):
                 raise Refused(
                     f"the optimizer's {where} refers to the model's parameters through a {type(value).__name__}, which "
                     "would read values that the engine keeps elsewhere: give the optimizer lists or dicts of parameters"
@@ -197,8 +200,8 @@ class Source:
                 group["params"] = [new for index, _, new in chosen if index == at]
             return made
         by_group: list[dict[str, Any]] = []
-        for at, group in enumerate(self.groups):
-            kept = {key: value for key, value in group.items() if key in ("lr", "weight_decay")}
+        for at, own in enumerate(self.groups):
+            kept = {key: value for key, value in own.items() if key in ("lr", "weight_decay")}
             members = [new for index, _, new in chosen if index == at]
             if members:
                 by_group.append({**kept, "params": members})

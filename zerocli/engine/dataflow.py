@@ -30,7 +30,7 @@ _LEAKS = frozenset("_local_scalar_dense is_nonzero equal item".split())
 class Traced(nn.Parameter):
     """A parameter of a trial; records the names of attributes that a plain parameter does not have."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __getattribute__(self, name: str) -> Any:
         if name not in _PLAIN and not name.startswith("__"):
@@ -72,11 +72,11 @@ class TracedCount(int):
 
     def __lt__(self, other: Any) -> bool:
         self._note(other)
-        return int(self) < other
+        return bool(int(self) < other)
 
     def __le__(self, other: Any) -> bool:
         self._note(other)
-        return int(self) <= other
+        return bool(int(self) <= other)
 
     def __gt__(self, other: Any) -> bool:
         return not self <= other
@@ -95,7 +95,7 @@ class Dataflow(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._owners: dict[int, frozenset[int]] = {}
         self._alive: list[Any] = []
         """Storages seen so far: the address of a freed one could be given to another."""

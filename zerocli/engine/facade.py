@@ -68,7 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             groups = [{**group, "params": params} for group, params in zip(arranged.groups, members, strict=True)]
             defaults = {key: value for key, value in arranged.groups[0].items() if key != "name"}
             super().__init__(groups, defaults)
-        self._shown = [group.get("lr") for group in self.param_groups]
+        self._shown: list[Any] = [group.get("lr") for group in self.param_groups]
         self._members = [id(p) for group in self.param_groups for p in group["params"]]
         self.state = HeldStates(dict)
         if self._instance is not None and not isinstance(rule, PersistentOptimizer):
@@ -159,7 +159,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def base_lr(self) -> float:
         """The learning rate to report: without group factors if lr is a function, else the first group's."""
-        return self._shown[0] / (self._factors[0] or 1.0) if self._schedule else self._number(self.param_groups[0], "lr")
+        return (
+            self._shown[0] / (self._factors[0] or 1.0) if self._schedule else self._number(self.param_groups[0], "lr")
+        )
 
     # -- torch's interface -----------------------------------------------------------------------------------------
 

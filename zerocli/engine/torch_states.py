@@ -62,14 +62,18 @@ def translate(
     }
 
 
-def _arrays(name: str, own: Mapping[str, Any], p: nn.Parameter, rule: FlatOptimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+def _arrays(
+    name: str, own: Mapping[str, Any], p: nn.Parameter, rule: FlatOptimizer
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arrays of a parameter, zero where it has none, and its other states."""
     found = {}
     for key in rule.state_names:
         value = own.get(key)
         if value is not None and (not isinstance(value, torch.Tensor) or value.shape != p.shape):
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise Refused(f"the saved state {key!r} of {name} is {shape}, and the parameter {tuple(p.shape)}: {_ADVICE}")
+            raise Refused(
+                f"the saved state {key!r} of {name} is {shape}, and the parameter {tuple(p.shape)}: {_ADVICE}"
+            )
         found[key] = torch.zeros(p.shape) if value is None else value
     return found, {key: value for key, value in own.items() if key not in found}
 
@@ -87,7 +91,9 @@ def _places(
         if set(found) != {name for group in ours for name in group}:
             raise Refused(f"the saved optimizer state is of parameters with other names: {_ADVICE}")
     elif alike:
-        found = {n: at for group, own in zip(saved, ours, strict=True) for n, at in zip(own, group["params"], strict=True)}
+        found = {
+            n: at for group, own in zip(saved, ours, strict=True) for n, at in zip(own, group["params"], strict=True)
+        }
     elif len(saved) == 1 and len(saved[0]["params"]) == len(named):
         found = dict(zip(named, saved[0]["params"], strict=True))
     else:

@@ -1,8 +1,8 @@
 """Update rules of torch.optim, and of users' own optimizers that are elementwise, run on flat shards.
 
-A rule of torch.optim is first tried on a small tensor. If its result does not depend on the shape or on where the tensor
-is split, it is elementwise and runs on flat chunks like the fused kernels (`TorchOptimizer`). Otherwise, as for Muon and
-Adafactor, it runs on whole parameters (`WholeOptimizer`). Other classes are proved first: see proof.py and verdict.py.
+A rule of torch.optim is first tried on a small tensor. If its result does not depend on the shape or on where the
+tensor is split, it is elementwise and runs on flat chunks like the fused kernels (`TorchOptimizer`). Otherwise, as for
+Muon and Adafactor, it runs on whole parameters (`WholeOptimizer`). Other classes are proved first: see verdict.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 
 from zerocli.engine.copies import HOOKS, construct
 from zerocli.engine.optim import At, FlatOptimizer, Group
-from zerocli.engine.proof import Verdict, is_number, without_hooks
+from zerocli.engine.outside import without_hooks
+from zerocli.engine.proof import Verdict, is_number
 from zerocli.errors import RefusedValue
 
 State = dict[str, Any]
@@ -42,7 +43,7 @@ class Template:
             key: value for key, value in prototype.defaults.items() if key not in ("lr", "weight_decay", "foreach")
         }
         self.decays = "weight_decay" in prototype.defaults
-        samples = [group["params"][0] if group["params"] else None for group in prototype.param_groups]
+        samples: list[Any] = [group["params"][0] if group["params"] else None for group in prototype.param_groups]
         self._initial = [
             {name: self._start(name, value, sample) for name, value in prototype.state.get(sample, {}).items()}
             for sample in samples
@@ -88,7 +89,7 @@ class Template:
         vars(one).update({key: value for key, value in vars(self._prototype).items() if key not in _OWN})
         decay = {"weight_decay": group.weight_decay} if self.decays else {}
         own = self.groups[self._at(group)]
-        fixed = {name: False for name in ("foreach", "fused") if name in own}
+        fixed: State = {name: False for name in ("foreach", "fused") if name in own}
         one.param_groups = [{**own, **group.options, **fixed, **decay, "lr": group.lr, "params": [parameter]}]
         one.state = defaultdict(dict)
         initial = self._initial[self._at(group)]
@@ -179,7 +180,12 @@ class TorchOptimizer(FlatOptimizer):
         self._scalars: dict[tuple[int, int], dict[int, State]] = {}
         """By history and group, then by count. Scalars (such as `step`) are the same for every chunk of a step: those
         after this step and those after the one before."""
-        self._own = {key for group in template.groups for key in group} - {"lr", "weight_decay", "foreach", "initial_lr"}
+        self._own = {key for group in template.groups for key in group} - {
+            "lr",
+            "weight_decay",
+            "foreach",
+            "initial_lr",
+        }
 
     def options_in(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in group.items() if name in self._own or name in self.defaults}

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from zerocli.engine.copies import Source
+from zerocli.engine.dataflow import Dataflow, TracedCount
 from zerocli.engine.optim import At, FlatOptimizer, Group
+from zerocli.engine.outside import class_restored, random_restored
 from zerocli.engine.proof import (
     ELEMENTWISE,
     ONE_BY_ONE,
@@ -18,14 +20,11 @@ from zerocli.engine.proof import (
     Trial,
     Verdict,
     arrays_of,
-    class_restored,
     is_number,
     observe,
     one_by_one,
-    random_restored,
     same_bits,
 )
-from zerocli.engine.dataflow import Dataflow, TracedCount
 from zerocli.engine.torchrule import Template, TorchOptimizer
 from zerocli.errors import Refused
 
@@ -42,8 +41,8 @@ def decide(source: Source, members: Sequence[Specimen]) -> tuple[Verdict, TorchO
     with class_restored(source.kind):
         if flow.draws:
             raise Refused(
-                f"the optimizer {source.name} draws random numbers ({flow.draws}): they differ between ranks, so that no "
-                "way of running it gives the numbers of one process; draw them in the loss or leave them out"
+                f"the optimizer {source.name} draws random numbers ({flow.draws}): they differ between ranks, so that "
+                "no way of running it gives the numbers of one process; draw them in the loss or leave them out"
             )
         frozen = any(not member.trains for member in members)
         if reference.touches_all and frozen:
@@ -67,7 +66,7 @@ def decide(source: Source, members: Sequence[Specimen]) -> tuple[Verdict, TorchO
 
 
 def _for_all(reference: Reference) -> str:
-    """Return why all parameters have to be given to the optimizer at once; empty if nothing that was observed says so."""
+    """Return why all parameters have to be given to the optimizer at once; empty if nothing observed says so."""
     if reference.changed:
         return f"it changes {reference.changed[0]}, once per step for all parameters"
     if reference.touches_all:
@@ -169,8 +168,8 @@ def check_flat_rule(rule: FlatOptimizer) -> None:
         why = "gives other values if a parameter is cut into pieces"
     if why:
         raise Refused(
-            f"the rule {name} {why}: a FlatOptimizer is called on pieces of parameters; make it a torch.optim.Optimizer, "
-            "which may be run on whole parameters"
+            f"the rule {name} {why}: a FlatOptimizer is called on pieces of parameters; make it a "
+            "torch.optim.Optimizer, which may be run on whole parameters"
         )
 
 
@@ -179,6 +178,6 @@ def refuse_replaced_step(instance: torch.optim.Optimizer) -> None:
     step = vars(instance).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise Refused(
-            f"the step of this {type(instance).__name__} was replaced on the object, and the engine runs the one of its "
-            "class: put the new step into a subclass"
+            f"the step of this {type(instance).__name__} was replaced on the object, and the engine runs the one of "
+            "its class: put the new step into a subclass"
         )

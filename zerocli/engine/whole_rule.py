@@ -1,8 +1,8 @@
 """A user's own optimizer object, which makes its steps on whole parameters: one after another, or all at once.
 
-The object is made once and keeps everything that it keeps in plain torch: attributes, groups, counts. Its parameters are
-stand-ins with the user's attributes. They have values, gradients and states in their own shapes for the time of a step.
-Between steps, states in the shape of a parameter are partitioned as the stage says, and the others stay in the object.
+The object is made once and keeps everything that it keeps in plain torch: attributes, groups, counts. Its parameters
+are stand-ins with the user's attributes, which have values, gradients and states for the time of a step. Between steps,
+states in the shape of a parameter are partitioned as the stage says, and the others stay in the object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import nn
 
 from zerocli.engine.copies import HOOKS, METHODS, Source, substitute
 from zerocli.engine.optim import At, FlatOptimizer, Group
-from zerocli.engine.proof import PRIVATE, TOGETHER, Verdict, frozen, without_hooks
+from zerocli.engine.outside import PRIVATE, frozen, without_hooks
+from zerocli.engine.proof import TOGETHER, Verdict
 from zerocli.engine.torchrule import Template
 from zerocli.errors import Refused
 
@@ -311,5 +312,3 @@ def _loadable(value: Any) -> bool:
     except Exception:
         return False
     return True
-
-
