@@ -1,9 +1,9 @@
 """Proof of how a user's optimizer may be run: on flat slices, on whole parameters one by one, or on all at once.
 
 The optimizer first makes a few steps as plain torch would run it: one object over parameters like the model's. What
-its operations do is observed (dataflow.py), and what it keeps on itself (outside.py). It is run on slices, or parameter
-by parameter, only if nothing speaks against it and if the engine's own way gives the same bits. Otherwise all parameters
-are given to it at once, as plain torch does.
+its operations do is observed (dataflow.py), and what it keeps on itself (outside.py). It is run on slices, or
+parameter by parameter, only if nothing speaks against it and if the engine's own way gives the same bits. Otherwise all
+parameters are given to it at once, as plain torch does.
 """
 
 from __future__ import annotations
