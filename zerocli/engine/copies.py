@@ -97,7 +97,7 @@ def _container(value: Any, swaps: Swaps, seen: dict[int, Any], where: str, fresh
     if isinstance(value, list) and not fresh:
         value[:] = members
         return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if isinstance(value, tuple) and type(value) is not tuple:  # a named one
         return type(value)(*members)
     made = deque(members, value.maxlen) if isinstance(value, deque) else type(value)(members)
     seen[id(value)] = (made, value)
