@@ -36,6 +36,10 @@ class Refused(RuntimeError):
     """Something that sharding cannot do exactly, refused before it gives a wrong number; says what to do instead."""
 
 
+class RefusedValue(Refused, ValueError):
+    """An argument that sharding cannot do exactly: both a refusal and a wrong value."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with a config: where it stands, what is wrong, what was probably meant."""

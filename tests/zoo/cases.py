@@ -14,6 +14,7 @@ from zoo import (  # noqa: F401 (each module enters its cases)
     loops,
     memory,
     modules,
+    optimizers,
     published,
     reading,
     reuse,

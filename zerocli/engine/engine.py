@@ -25,7 +25,8 @@ from offload import per_rank
 from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
-from zerocli.engine import relayout, states, whole
+from zerocli.console import say
+from zerocli.engine import relayout, states, torch_states, whole
 from zerocli.engine.activations import open_activations
 from zerocli.engine.agreement import Seat
 from zerocli.engine.backward import Backward
@@ -45,7 +46,7 @@ from zerocli.engine.named import IncompatibleKeys
 from zerocli.engine.optim import FlatOptimizer, Group, StepValues
 from zerocli.engine.parameters import Owners, guard, unguard
 from zerocli.engine.precision import LossScale, precision
-from zerocli.engine.rules import make_optimizer, unsuitable
+from zerocli.engine.rules import make_optimizer, prove, unsuitable
 from zerocli.engine.settings import Settings
 from zerocli.engine.step import StepResult, exchange_norms, scaling
 from zerocli.engine.streams import Waits
@@ -55,6 +56,7 @@ from zerocli.engine.unshard import unsharded_model
 from zerocli.engine.update import Updater
 from zerocli.engine.update_place import choose_update
 from zerocli.engine.verified import VerifiedReads
+from zerocli.engine.whole_rule import PersistentOptimizer
 from zerocli.errors import Refused
 from zerocli.layout.buffers import Spec, persistent
 from zerocli.layout.categories import HELD
@@ -84,11 +86,10 @@ class Engine:
         settings.watch(self)
         self.tensor_parallel.split(self.model)
         self.rule: FlatOptimizer = make_optimizer(settings.optimizer, settings.options)
-        if self.rule.whole and self.tensor_parallel.world > 1:
-            raise ValueError(f"optimizer {settings.optimizer} needs whole matrices, which tp splits: use tp=1")
         self.arranged = arrange(
             *(self.model, self.rule, settings.optimizer, settings.groups, settings.lr, settings.weight_decay)
         )
+        self._prove_rule()
         if reason := unsuitable(self.rule, list(self.model.named_parameters())):
             raise ValueError(reason)
         self.loss_scale = LossScale(self.precision.scales, self.device)
@@ -110,6 +111,9 @@ class Engine:
             *(self, self.rule, settings.optimizer, settings.lr, self.arranged),
             dict(self.model.named_parameters()),
         )
+        if isinstance(self.rule, PersistentOptimizer):
+            named = dict(self.model.named_parameters())
+            self.optimizer.show_groups_of(self.rule.adopt(named, self.arranged.group_of, self.device))
         for flat in self.flats():
             for parameter, entry in zip(flat.parameters, flat.layout.entries, strict=True):
                 guard(parameter, entry.name, self.passes.gradients)
@@ -133,6 +137,16 @@ class Engine:
         self.hooks = Hooks(self, recomputed, blocks)
         self.collectives.take_nbytes()
         self.tensor_parallel.take_nbytes()
+
+    def _prove_rule(self) -> None:
+        """Choose how a user's own optimizer is run, and say why; Refused if no way is exact."""
+        named, settings = list(self.model.named_parameters()), self.settings
+        chosen = (settings.optimizer, settings.options, named, self.arranged.groups, self.arranged.group_of)
+        self.rule, words = prove(self.rule, *chosen)
+        if self.rule.whole and self.tensor_parallel.world > 1:
+            raise ValueError(f"optimizer {settings.optimizer} needs whole matrices, which tp splits: use tp=1")
+        if words and self.collectives.rank == 0 and self.tensor_parallel.rank == 0:
+            say(words)
 
     def _connect(self) -> None:
         """Make what issues the collectives of the current flats."""
@@ -244,7 +258,9 @@ class Engine:
     def step(self) -> StepResult:
         """Clip by the exact global norm, update this rank's slices and all-gather them; skip a non-finite step."""
         with self.events.phase(OPTIMIZER):
+            self.optimizer.run_hooks("pre")
             result = self._step()
+            self.optimizer.run_hooks("post")
         self.events.step()
         return result
 
@@ -507,9 +523,16 @@ class Engine:
 
     @torch.no_grad()
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load the result of `optimizer_state_dict`, saved at any stage, placement and world size."""
+        """Load the result of `optimizer_state_dict`, saved at any stage, placement and world size.
+
+        The state dict of a torch optimizer over the same parameters and groups is taken too.
+        """
         self.meet("engine.load_optimizer_state_dict")
         self.synchronize()
+        if torch_states.is_torchs(saved):
+            named = {n: p for n, p in self.model.named_parameters() if n in self.arranged.group_of}
+            scale = self.loss_scale.state()
+            saved = torch_states.translate(saved, self.optimizer.param_groups, named, self.rule, scale)
         trainable = list(self.trainable())
         states.load_optimizer_state(trainable, self.counts, self.rule, self.device, self.tensor_parallel, saved)
         self.steps = saved["steps"]

@@ -14,6 +14,8 @@ from torch import nn
 from zerocli.engine.optim import FlatOptimizer
 from zerocli.engine.rules import MuonWithAdamW
 from zerocli.engine.torchrule import TorchOptimizer, WholeOptimizer
+from zerocli.engine.whole_rule import PersistentOptimizer
+from zerocli.errors import Refused, RefusedValue
 
 DEFAULT_LR = 3e-4
 
@@ -71,18 +73,20 @@ def arrange(
     base = lr(1) if callable(lr) else float(lr)
     kind_of = rule.kinds(model) if isinstance(rule, MuonWithAdamW) else (lambda name, parameter: "")
     keys: dict[str, tuple[int, bool, str]] = {}
+    # Without decay a user's own rule gets one group, as in torch: it may look at its groups.
+    alike = getattr(rule, "verdict", None) is not None and not decays
     for name, parameter in model.named_parameters():
         index = next((i for i, group in enumerate(groups) if group.matches(name, parameter)), -1)
         if index >= 0 and groups[index].frozen:
             parameter.requires_grad_(False)
         own = groups[index].weight_decay if index >= 0 else None
-        spared = own is None and parameter.dim() < 2 and not isinstance(decays, tuple)
+        spared = own is None and parameter.dim() < 2 and not isinstance(decays, tuple) and not alike
         keys[name] = (index, spared, kind_of(name, parameter))
     unmatched = [group.title for i, group in enumerate(groups) if all(key[0] != i for key in keys.values())]
     if unmatched:
         raise ValueError(f"no parameter is in the group {unmatched[0]!r}: nothing matches, or an earlier group has all")
     number = decays[0] if isinstance(decays, tuple) else decays
-    if isinstance(rule, TorchOptimizer | WholeOptimizer) and not rule.template.decays and number:
+    if isinstance(rule, TorchOptimizer | WholeOptimizer | PersistentOptimizer) and not rule.template.decays and number:
         raise ValueError(f"{rule.template.name} has no weight decay, and {number} is asked for: set weight_decay to 0")
     made, factors, order = [], [], sorted(set(keys.values()))
     for index, spared, kind in order:
@@ -110,7 +114,7 @@ def _hyperparameters(
         for name, parameter in accepted.items()
         if isinstance(parameter.default, int | float) and name in ("lr", "weight_decay")
     }
-    if made and isinstance(rule, TorchOptimizer | WholeOptimizer) and rule.template.decays:
+    if made and isinstance(rule, TorchOptimizer | WholeOptimizer | PersistentOptimizer) and rule.template.decays:
         defaults["weight_decay"] = rule.template.group["weight_decay"]
     rate = lr if lr is not None else defaults.get("lr", DEFAULT_LR)
     if weight_decay is not None:
@@ -125,11 +129,16 @@ def _taken_over(model: nn.Module, instance: torch.optim.Optimizer) -> Arranged:
     for at, group in enumerate(instance.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
-                raise ValueError("the optimizer instance has a parameter that is not the model's")
+                raise RefusedValue("the optimizer instance has a parameter that is not the model's")
+            if names[id(parameter)] in group_of:
+                raise Refused(
+                    f"{names[id(parameter)]} is in the optimizer twice, and torch would update it twice in each step: "
+                    "put every parameter into one group"
+                )
             group_of[names[id(parameter)]] = at
     left = [n for n, p in model.named_parameters() if p.requires_grad and n not in group_of]
     if left:
-        raise ValueError(
+        raise RefusedValue(
             f"the optimizer instance lacks {left[0]} ({len(left)} trainable parameters in all): give it to the "
             "optimizer, or freeze it with requires_grad_(False)"
         )

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerocli.engine.copies import Source, holds_tensors, is_torchs
 from zerocli.engine.optim import At, FlatOptimizer, FusedAdam, FusedSGD, Group
+from zerocli.engine.proof import SYNTHETIC, TOGETHER, Specimen, Verdict, specimens
 from zerocli.engine.torchrule import Template, WholeOptimizer, make_torch_rule
-from zerocli.errors import closest
+from zerocli.engine.verdict import check_flat_rule, decide, refuse_replaced_step
+from zerocli.engine.whole_rule import PersistentOptimizer
+from zerocli.errors import Refused, RefusedValue, closest
 
 OptimizerChoice = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | FlatOptimizer
 """Accepted values of `optimizer`."""
@@ -22,6 +26,9 @@ _TAKEN = {
     "adam": ("betas", "eps", "amsgrad", "maximize", "decoupled_weight_decay"),
     "sgd": ("momentum", "nesterov", "dampening", "maximize"),
 }
+_AFFORDABLE = 1 << 21
+"""Elements of all parameters together that a trial may have."""
+_FUSED = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
 _MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "eps")
 
 
@@ -129,7 +136,7 @@ def _named(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _of_class(kind: Callable[..., torch.optim.Optimizer], name: str, options: Mapping[str, Any]) -> FlatOptimizer:
-    fused = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}.get(kind)  # type: ignore[call-overload]
+    fused = _FUSED.get(kind) if is_torchs(kind) else None  # type: ignore[call-overload]
     for option in options:
         if fused is not None and option not in _TAKEN[fused] and option not in ("capturable", "differentiable"):
             raise ValueError(f"optimizer {name} takes no {option!r}; it takes {', '.join(_TAKEN[fused])}")
@@ -139,18 +146,77 @@ def _of_class(kind: Callable[..., torch.optim.Optimizer], name: str, options: Ma
     if fused in ("adamw", "adam"):
         decoupled = given.pop("decoupled_weight_decay", fused == "adamw")
         return FusedAdam(decoupled, **given)
-    return make_torch_rule(Template.of(kind, given))
+    template = Template.of(kind, given)
+    if is_torchs(template.kind):
+        return make_torch_rule(template)
+    source = Source(kind, given, kind=template.kind)
+    try:
+        return _proved(source, SYNTHETIC, template)
+    except Refused as error:  # it may accept the model's parameters yet: see `prove`
+        return PersistentOptimizer(source, Verdict(TOGETHER, str(error)), template)
+
+
+def _proved(source: Source, members: Sequence[Specimen], template: Template) -> FlatOptimizer:
+    """Return the rule of a user's optimizer, in a way that a trial has proved to be exact, or raise Refused."""
+    verdict, rule = decide(source, members)
+    if rule is None:
+        return PersistentOptimizer(source, verdict, template)
+    rule.verdict = verdict
+    if source.instance is not None:
+        rule.template.follow(source.instance)
+    return rule
+
+
+def prove(
+    rule: FlatOptimizer,
+    choice: OptimizerChoice,
+    options: Mapping[str, Any],
+    named: Sequence[tuple[str, nn.Parameter]],
+    groups: Sequence[Mapping[str, Any]],
+    group_of: Mapping[str, int],
+) -> tuple[FlatOptimizer, str]:
+    """Return the rule that is exact for these parameters, and what to print of it; raise Refused if none is.
+
+    zerocli's own rules and those of torch.optim need no proof.
+    """
+    if isinstance(choice, FlatOptimizer) or (isinstance(choice, type) and issubclass(choice, FlatOptimizer)):
+        if not type(rule).__module__.startswith("zerocli."):
+            check_flat_rule(rule)
+        return rule, ""
+    verdict: Verdict | None = getattr(rule, "verdict", None)
+    if verdict is None:
+        return rule, ""
+    if not isinstance(choice, torch.optim.Optimizer):
+        assert callable(choice)
+        options = {key: value for key, value in options.items() if key not in _IGNORED}
+        members = specimens(named, group_of)
+        if members:
+            template: Template = rule.template  # type: ignore[attr-defined]
+            rule = _proved(Source(choice, options, groups, template.kind), members, template)
+    return rule, f"optimizer {rule.template.name} {rule.verdict}"  # type: ignore[attr-defined]
 
 
 def _of_instance(instance: torch.optim.Optimizer) -> FlatOptimizer:
     """Return the rule of an optimizer that was made for the model's parameters and has not stepped yet."""
+    refuse_replaced_step(instance)
+    known = is_torchs(type(instance))
     for state in instance.state.values():
-        if "step" not in state or float(state["step"]):
-            raise ValueError(
+        if ("step" not in state and known) or float(state.get("step", 0)):
+            raise RefusedValue(
                 f"this {type(instance).__name__} has made steps already: shard the model first, then load its states "
                 "with engine.load_optimizer_state_dict"
             )
     groups, kind = instance.param_groups, type(instance)
+    if not known:
+        every = [(at, p) for at, group in enumerate(groups) for p in group["params"]]
+        names = {id(p): str(number) for number, (_, p) in enumerate(every)}
+        members = specimens([(names[id(p)], p) for _, p in every], {names[id(p)]: at for at, p in every})
+        source, template = Source(instance, {}), Template(instance)
+        if holds_tensors(instance):  # which may belong to parameters by their places in a list: none is left out
+            if sum(p.numel() for _, p in every) > _AFFORDABLE:
+                return PersistentOptimizer(source, Verdict(TOGETHER, "it keeps tensors on itself"), template)
+            members = [Specimen(tuple(p.shape), at, p, p.requires_grad, whole=True) for at, p in every]
+        return _proved(source, members, template)
     if kind in (torch.optim.AdamW, torch.optim.Adam):
         decoupled = {bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)) for group in groups}
         if len(decoupled) == 1:

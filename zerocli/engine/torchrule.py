@@ -1,8 +1,8 @@
-"""Update rules of torch.optim, and of other torch.optim.Optimizer subclasses, run on flat shards.
+"""Update rules of torch.optim, and of users' own optimizers that are elementwise, run on flat shards.
 
-A rule is first tried on a small tensor. If its result does not depend on the shape or on where the tensor is split, it
-is elementwise and runs on flat chunks like the fused kernels (`TorchOptimizer`). Otherwise, as for Muon and Adafactor,
-it runs on whole parameters (`WholeOptimizer`).
+A rule of torch.optim is first tried on a small tensor. If its result does not depend on the shape or on where the
+tensor is split, it is elementwise and runs on flat chunks like the fused kernels (`TorchOptimizer`). Otherwise, as for
+Muon and Adafactor, it runs on whole parameters (`WholeOptimizer`). Other classes are proved first: see verdict.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 
+from zerocli.engine.copies import HOOKS, construct
 from zerocli.engine.optim import At, FlatOptimizer, Group
+from zerocli.engine.outside import without_hooks
+from zerocli.engine.proof import Verdict, is_number
+from zerocli.errors import RefusedValue
 
 State = dict[str, Any]
-_OWN = ("step", "zero_grad", "state_dict", "load_state_dict", "state", "param_groups")
+_OWN = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group", "state", "param_groups", *HOOKS)
 """Attributes of an optimizer instance that a copy of it does not share."""
 _FLAT, _MATRIX = (6,), (2, 3)
 
@@ -27,15 +31,30 @@ class Template:
     def __init__(self, prototype: torch.optim.Optimizer) -> None:
         self.kind = type(prototype)
         self.name = self.kind.__name__
-        self._attributes = {key: value for key, value in vars(prototype).items() if key not in _OWN}
-        first = prototype.param_groups[0]
-        self.group = {key: value for key, value in first.items() if key not in ("params", "param_names")}
+        self._prototype = prototype
+        """Its attributes are read in each run: a user may change them."""
+        self.groups = [
+            {key: value for key, value in group.items() if key not in ("params", "param_names", "name")}
+            for group in prototype.param_groups
+        ]
+        """Options by group; a class has one group for all."""
+        self.group = self.groups[0]
         self.defaults = {
             key: value for key, value in prototype.defaults.items() if key not in ("lr", "weight_decay", "foreach")
         }
         self.decays = "weight_decay" in prototype.defaults
-        sample = first["params"][0]
-        self._initial = {name: self._start(name, value, sample) for name, value in prototype.state[sample].items()}
+        samples: list[Any] = [group["params"][0] if group["params"] else None for group in prototype.param_groups]
+        self._initial = [
+            {name: self._start(name, value, sample) for name, value in prototype.state.get(sample, {}).items()}
+            for sample in samples
+        ]
+
+    def follow(self, instance: torch.optim.Optimizer) -> None:
+        """Take the attributes from a user's instance from now on."""
+        self._prototype = instance
+
+    def _at(self, group: Group) -> int:
+        return group.index if group.index < len(self.groups) else 0
 
     @classmethod
     def of(cls, kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> Template:
@@ -43,57 +62,64 @@ class Template:
         name, refused = getattr(kind, "__name__", str(kind)), ""
         for shape in (_MATRIX, _FLAT):
             try:
-                return cls(kind([torch.zeros(shape, requires_grad=True)], lr=0.1, **options))
+                return cls(construct(kind, [torch.zeros(shape, requires_grad=True)], 0.1, options))
             except (TypeError, ValueError, RuntimeError) as error:
                 refused = str(error)
-        raise ValueError(f"optimizer {name} cannot be made: {refused}")
+        raise RefusedValue(f"optimizer {name} cannot be made: {refused}")
 
     def _start(self, name: str, value: Any, sample: torch.Tensor) -> Callable[[torch.Tensor], Any]:
         """Return a function that creates a state that exists before the first step, for a parameter of any shape."""
-        if isinstance(value, torch.Tensor) and value.dim():
-            if value.shape != sample.shape or not (value == value.flatten()[0]).all():
-                raise ValueError(f"optimizer {self.name} starts with a state {name} that cannot be sharded")
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return lambda like: value.clone() if isinstance(value, torch.Tensor) else value
+        if value.shape == sample.shape and (value == value.flatten()[0]).all():
             number = value.flatten()[0].item()
             return lambda like: torch.full_like(like, number)
-        return lambda like: value.clone() if isinstance(value, torch.Tensor) else value
+
+        def cannot(like: torch.Tensor) -> Any:
+            raise ValueError(f"optimizer {self.name} starts with a state {name} that cannot be sharded")
+
+        return cannot
 
     def run(self, master: torch.Tensor, grad: torch.Tensor, state: State | None, group: Group) -> State:
         """Update `master` in place with the given states (None before the first step); return the new states."""
         parameter = master.detach().requires_grad_()
         parameter.grad = grad
         one = object.__new__(self.kind)
-        vars(one).update(self._attributes)
+        vars(one).update({name: {} for name in HOOKS})
+        vars(one).update({key: value for key, value in vars(self._prototype).items() if key not in _OWN})
         decay = {"weight_decay": group.weight_decay} if self.decays else {}
-        fixed = {"foreach": False} if "foreach" in self.group else {}
-        one.param_groups = [{**self.group, **group.options, **fixed, **decay, "lr": group.lr, "params": [parameter]}]
+        own = self.groups[self._at(group)]
+        fixed: State = {name: False for name in ("foreach", "fused") if name in own}
+        one.param_groups = [{**own, **group.options, **fixed, **decay, "lr": group.lr, "params": [parameter]}]
         one.state = defaultdict(dict)
-        start = {name: make(master) for name, make in self._initial.items()} if state is None else state
+        initial = self._initial[self._at(group)]
+        start = {name: make(master) for name, make in initial.items()} if state is None else state
         if start:
             one.state[parameter] = start
-        with torch.enable_grad():
+        with torch.enable_grad(), without_hooks(one):
             one.step()
         if parameter.data_ptr() != master.data_ptr():
             master.copy_(parameter.detach())
         return dict(one.state[parameter])
 
-    def try_on(self, start: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, State]:
-        """Return the result of a few steps from `start`, and the states after them."""
+    def try_on(self, start: torch.Tensor, grads: torch.Tensor, at: int = 0) -> tuple[torch.Tensor, State]:
+        """Return the result of a few steps from `start` with the options of a group, and the states after them."""
         master, state = start.clone(), None
-        group = Group(0.1, 0.1, {})
+        group = Group(0.1, 0.1, {}, at)
         for grad in grads:
             state = self.run(master, grad.clone(), state, group)
         return master, state or {}
 
 
-def probe(template: Template) -> tuple[bool, dict[tuple[int, ...], State]]:
-    """Return whether the rule is elementwise, and its states for a vector and a matrix, if it accepts them."""
+def probe(template: Template, at: int = 0) -> tuple[bool, dict[tuple[int, ...], State]]:
+    """Return whether a group's rule is elementwise, and its states for a vector and a matrix, if it accepts them."""
     generator = torch.Generator().manual_seed(0)
     start, grads = torch.randn(6, generator=generator), torch.randn(3, 6, generator=generator)
     found: dict[tuple[int, ...], State] = {}
     results, refused = [], ""
     for shape in (_FLAT, _MATRIX):
         try:
-            value, found[shape] = template.try_on(start.view(shape), grads.view(-1, *shape))
+            value, found[shape] = template.try_on(start.view(shape), grads.view(-1, *shape), at)
             results.append(value.flatten())
         except (TypeError, ValueError, RuntimeError, AssertionError, IndexError, NotImplementedError) as error:
             refused = str(error)
@@ -101,28 +127,33 @@ def probe(template: Template) -> tuple[bool, dict[tuple[int, ...], State]]:
         found.pop(_FLAT, None)
         return False, found
     if not found:
-        raise ValueError(f"optimizer {template.name} cannot run on parameters one at a time: {refused}")
+        raise RefusedValue(f"optimizer {template.name} cannot run on parameters one at a time: {refused}")
     if len(results) < 2:
         return False, found
-    cut = [template.try_on(start[part], grads[:, part])[0] for part in (slice(0, 2), slice(2, 6))]
+    cut = [template.try_on(start[part], grads[:, part], at)[0] for part in (slice(0, 2), slice(2, 6))]
     return all(torch.equal(value, torch.cat(cut)) for value in results), found
 
 
 def make_torch_rule(template: Template) -> FlatOptimizer:
-    """Return the rule that runs a torch optimizer on flat memory, or on whole parameters if it needs them."""
-    elementwise, found = probe(template)
-    same = [{k for k, v in s.items() if isinstance(v, torch.Tensor) and v.shape == shape} for shape, s in found.items()]
-    arrays = tuple(name for name in next(iter(found.values())) if all(name in names for names in same))
-    if elementwise:
-        others = {name: value for name, value in found[_FLAT].items() if name not in arrays}
-        odd = [n for n, v in others.items() if v is not None and not _is_number(v)]
-        if not odd:
-            return TorchOptimizer(template, arrays, others)
-    return WholeOptimizer(template, arrays, {name: value for state in found.values() for name, value in state.items()})
+    """Return the rule that runs an optimizer of torch.optim on flat memory, or on whole parameters if it needs them.
 
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+    Groups may differ in what they keep, as RMSprop's do with and without momentum: a state has memory if one keeps it.
+    """
+    probed = [probe(template, at) for at in range(len(template.groups))]
+    examples: State = {}
+    arrays: dict[str, bool] = {}
+    for _, found in probed:
+        for shape, state in found.items():
+            for name, value in state.items():
+                if value is not None:
+                    shaped = isinstance(value, torch.Tensor) and value.shape == shape
+                    arrays[name] = arrays.get(name, True) and shaped
+                    examples[name] = value
+    names = tuple(name for name, shaped in arrays.items() if shaped)
+    others = {name: value for name, value in examples.items() if name not in names}
+    if all(elementwise for elementwise, _ in probed) and all(is_number(value) for value in others.values()):
+        return TorchOptimizer(template, names, others)
+    return WholeOptimizer(template, names, examples)
 
 
 def _number(value: Any) -> float:
@@ -141,12 +172,23 @@ class TorchOptimizer(FlatOptimizer):
 
     def __init__(self, template: Template, arrays: Sequence[str], scalars: State) -> None:
         self.template, self.state_names, self.defaults = template, tuple(arrays), template.defaults
+        self.verdict: Verdict | None = None
+        """The proof that it may run on slices; None for rules of torch.optim."""
         self._like = scalars
         """An example of each scalar, for its type."""
         self.has_scalars = bool(scalars)
         self._scalars: dict[tuple[int, int], dict[int, State]] = {}
         """By history and group, then by count. Scalars (such as `step`) are the same for every chunk of a step: those
         after this step and those after the one before."""
+        self._own = {key for group in template.groups for key in group} - {
+            "lr",
+            "weight_decay",
+            "foreach",
+            "initial_lr",
+        }
+
+    def options_in(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in group.items() if name in self._own or name in self.defaults}
 
     def update(
         self,
@@ -250,12 +292,12 @@ class WholeOptimizer(FlatOptimizer):
         self._kept[name] = {key: value for key, value in after.items() if key not in states}
 
     def numbers(self, name: str, history: int, group: int) -> dict[str, float]:
-        return {key: _number(value) for key, value in self._kept.get(name, {}).items() if _is_number(value)}
+        return {key: _number(value) for key, value in self._kept.get(name, {}).items() if is_number(value)}
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         kept = self._kept.get(name, {})
         odd = [
-            key for key, value in kept.items() if not _is_number(value) and not isinstance(value, torch.Tensor | None)
+            key for key, value in kept.items() if not is_number(value) and not isinstance(value, torch.Tensor | None)
         ]
         if odd:
             raise ValueError(

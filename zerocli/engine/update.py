@@ -25,7 +25,8 @@ from zerocli.engine.rules import MuonWithAdamW
 from zerocli.engine.streams import SideStream, StreamEvent
 from zerocli.engine.torchrule import WholeOptimizer
 from zerocli.engine.unit import MASTER, REPLICATED, Flat
-from zerocli.engine.whole_update import update_whole
+from zerocli.engine.whole_rule import PersistentOptimizer
+from zerocli.engine.whole_update import update_together, update_whole
 from zerocli.layout.buffers import slot_widths
 from zerocli.layout.constants import NUM_SLOTS
 from zerocli.layout.flats import Sizing
@@ -145,9 +146,10 @@ class Updater:
         """
         self.issue_updates()
         self._inactive = inactive
-        flats, all_flats = [], flats
+        flats, all_flats = [], list(flats)
+        at_once = isinstance(self._rule, PersistentOptimizer) and self._rule.together
         for flat in all_flats:
-            if all(entry.name in inactive for entry in flat.layout.entries):
+            if not at_once and all(entry.name in inactive for entry in flat.layout.entries):
                 flat.close_grad()
             else:
                 flats.append(flat)
@@ -160,9 +162,11 @@ class Updater:
                 self._rule.advance(values.groups[group], values.at(history))
         # A rule that needs whole parameters gathers them now, at the same point on all ranks.
         together = [flat for flat in flats if self._rule.whole and self._needs_whole(flat, values)]
-        for flat in together:
+        if at_once:
+            self._update_at_once(together, values)
+        for flat in () if at_once else together:
             self.before_update(flat)
-            assert isinstance(self._rule, WholeOptimizer | MuonWithAdamW)
+            assert isinstance(self._rule, WholeOptimizer | MuonWithAdamW | PersistentOptimizer)
             with self._events.update(flat.unit):
                 update_whole(flat, self._rule, values, self._counts, inactive, self._collectives)
             flat.written = StreamEvent(self._device)
@@ -184,6 +188,18 @@ class Updater:
         resident = [flat for flat in flats if flat.offloaded and flat.resident is not None and not deferred]
         if self._jobs:
             self.issue_updates(resident[-1] if resident else self._jobs[0].flat)
+
+    def _update_at_once(self, flats: list[Flat], values: StepValues) -> None:
+        """Update all flats in one step of the user's optimizer; see `PersistentOptimizer.together`."""
+        assert isinstance(self._rule, PersistentOptimizer)
+        for flat in flats:
+            self.before_update(flat)
+        if flats:
+            with self._events.update(flats[0].unit):
+                update_together(flats, self._rule, values, self._inactive, self._collectives)
+        for flat in flats:
+            flat.written = StreamEvent(self._device)
+            flat.close_grad()
 
     def _pairs(self, flats: Iterable[Flat]) -> list[tuple[int, int]]:
         """Return the (group, class of counts) pairs of all parameters that are updated."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from zerocli.engine.comm import Collectives
@@ -11,11 +14,12 @@ from zerocli.engine.rules import MuonWithAdamW
 from zerocli.engine.states import load_whole, read_held, write_held
 from zerocli.engine.torchrule import WholeOptimizer
 from zerocli.engine.unit import MASTER, REPLICATED, Flat
+from zerocli.engine.whole_rule import PersistentOptimizer, Row
 
 
 def update_whole(
     flat: Flat,
-    rule: WholeOptimizer | MuonWithAdamW,
+    rule: WholeOptimizer | MuonWithAdamW | PersistentOptimizer,
     values: StepValues,
     counts: Counts,
     inactive: frozenset[str],
@@ -25,9 +29,62 @@ def update_whole(
 
     Meanwhile each rank holds the flat's whole master, gradient and states in fp32.
     """
-    device = collectives.device
     if values.skip.item():
         return
+    whole = _gather(flat, rule.state_names, values, inactive, collectives)
+    for entry, row in zip(flat.layout.entries, whole.rows, strict=True):
+        if row.grad is None or not entry.numel:
+            continue
+        group = values.groups[entry.group % REPLICATED]
+        at = values.at(counts.class_of(entry.name))
+        rule.update_whole(entry.name, row.master, row.grad, row.states, group, at)
+    whole.write()
+
+
+def update_together(
+    flats: Sequence[Flat],
+    rule: PersistentOptimizer,
+    values: StepValues,
+    inactive: frozenset[str],
+    collectives: Collectives,
+) -> None:
+    """Update the parameters of all flats in one step of the user's optimizer, identically on every rank. Collective.
+
+    Meanwhile each rank holds all masters, gradients and states in fp32.
+    """
+    if values.skip.item():
+        return
+    wholes = [_gather(flat, rule.state_names, values, inactive, collectives) for flat in flats]
+    rule.update_all([row for whole in wholes for row in whole.rows])
+    for whole in wholes:
+        whole.write()
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A flat's whole master, gradient and states in fp32, and the parameters as views of them."""
+
+    flat: Flat
+    master: torch.Tensor
+    states: dict[str, torch.Tensor]
+    rows: list[Row]
+
+    def write(self) -> None:
+        """Keep this rank's part of the master and of the states."""
+        load_whole(self.flat, self.master)
+        for name, array in self.states.items():
+            write_held(self.flat, name, array[self.flat.held.start : self.flat.held.stop])
+
+
+def _gather(
+    flat: Flat,
+    state_names: Sequence[str],
+    values: StepValues,
+    inactive: frozenset[str],
+    collectives: Collectives,
+) -> _Whole:
+    """Return a flat's whole values; a parameter in `inactive` has no gradient. Collective."""
+    device = collectives.device
 
     def together(held: torch.Tensor) -> torch.Tensor:
         if held.numel() == flat.layout.total:
@@ -37,19 +94,16 @@ def update_whole(
         return whole.float()
 
     master = together(read_held(flat, MASTER, device))
-    grad = together(_gradient(flat, device)).mul_(1 / values.grad_scale)
-    states = {name: together(read_held(flat, name, device)) for name in rule.state_names}
+    grads: Sequence[torch.Tensor | None] = [None] * len(flat.layout.entries)
+    if any(entry.name not in inactive for entry in flat.layout.entries):
+        grads = flat.views(together(_gradient(flat, device)).mul_(1 / values.grad_scale))
+    states = {name: together(read_held(flat, name, device)) for name in state_names}
     views = {name: flat.views(array) for name, array in states.items()}
-    rows = zip(flat.layout.entries, flat.views(master), flat.views(grad), strict=True)
-    for index, (entry, parameter, gradient) in enumerate(rows):
-        if entry.name in inactive or not entry.numel:
-            continue
-        own = {name: arrays[index] for name, arrays in views.items()}
-        group = values.groups[entry.group % REPLICATED]
-        rule.update_whole(entry.name, parameter, gradient, own, group, values.at(counts.class_of(entry.name)))
-    load_whole(flat, master)
-    for name, array in states.items():
-        write_held(flat, name, array[flat.held.start : flat.held.stop])
+    rows = [
+        Row(entry.name, value, None if entry.name in inactive else grad, {n: own[at] for n, own in views.items()})
+        for at, (entry, value, grad) in enumerate(zip(flat.layout.entries, flat.views(master), grads, strict=True))
+    ]
+    return _Whole(flat, master, states, rows)
 
 
 def _gradient(flat: Flat, device: torch.device) -> torch.Tensor:
