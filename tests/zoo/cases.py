@@ -9,13 +9,16 @@ from zoo import (  # noqa: F401 (each module enters its cases)
     entering,
     graphs,
     hooks,
+    identity,
     loops,
     memory,
     modules,
     published,
     reading,
+    recomputed,
     reuse,
     shapes,
+    stale,
     uneven,
 )
 from zoo.case import CASES, Case

@@ -54,9 +54,11 @@ class Backward:
                     (loss * seed).backward(retain_graph=retain_graph)
             for each in _UNDER_WAY:
                 each._end()
-        except BaseException:
+        except BaseException as error:
             for each in _UNDER_WAY:
                 each._abandon()
+            if (refusal := self._engine.hooks.explained(error)) is not None:
+                raise refusal from error
             raise
         finally:
             _UNDER_WAY.clear()

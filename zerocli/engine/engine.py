@@ -268,6 +268,8 @@ class Engine:
             self.gatherer.release_all(resident=not deferred)
             if not deferred:
                 self._wait_for_resident()
+            for flat in trainable if deferred else ():
+                flat.forbid_reads(True)
         self.loss_scale.update(scaled.skip)
         self.gatherer.end_step()
         self.hooks.end_step()
@@ -309,6 +311,7 @@ class Engine:
         for flat in self.trainable():
             if flat.written is not None:
                 flat.written.wait()
+            flat.forbid_reads(False)
         self.verified.look_now()
 
     def verify(self) -> None:
@@ -415,7 +418,7 @@ class Engine:
             with whole.gathered(flats, self.gatherer, self.collectives, self.hooks.cannot_follow, write):
                 yield
             if write:
-                self.hooks.generation += 1
+                self.hooks.parameters_changed(flats)
         finally:
             self._held_whole -= 1
 
@@ -448,8 +451,8 @@ class Engine:
         `strict` raises ValueError if a name is missing or unknown; otherwise known names are loaded and both lists are
         returned. A wrong shape is always refused. A tied weight needs one of its names; several must be equal.
         """
-        self.hooks.generation += 1
         self.synchronize()
+        self.hooks.parameters_changed(self.flats())
         return states.load_model_state(
             *(self.model, self.flats(), self.collectives, self.tensor_parallel, state, strict)
         )

@@ -9,27 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from tiers.events import NOTHING
 from zerocli.engine import agreement
 from zerocli.engine.compiled import NOT_RUN, CompiledBlocks
 from zerocli.engine.ends import Ends
 from zerocli.engine.events import BACKWARD, FORWARD, RUNNING
+from zerocli.engine.gather import STALE
 from zerocli.engine.modules import Entry, outside_of_units, unwrap, wrap
+from zerocli.engine.replay import Reach, Replay
 from zerocli.engine.selective import KeptOutputs, paused
-from zerocli.engine.unit import Unit
+from zerocli.engine.unit import Flat, Unit, outside
 from zerocli.errors import Refused
 
 if TYPE_CHECKING:
     from zerocli.engine.engine import Engine
+
+
+_VERSIONS = re.compile(r"is at version (\d+); expected version \d+")
 
 
 class Hooks:
@@ -51,6 +58,8 @@ class Hooks:
         """Incremented when parameters change: backward through a graph of an earlier generation is refused."""
         self._ends = Ends()
         self._modules = [unit.module for unit in engine.units]
+        self._outside = list(outside(engine.model, {id(unit.module) for unit in engine.units[1:]}))
+        """The modules outside of all units but the rest; recomputed units may change their state."""
         for unit in engine.units:
             entry = wrap(unit.module, unit, self)
             if unit in recomputed:
@@ -157,14 +166,16 @@ class Hooks:
         """
         engine, body = self._engine, eager if selective else self._compiled(unit, eager)
 
-        def inner(kept: KeptOutputs | None, spec: TreeSpec, *leaves: Any) -> Any:
-            args, kwargs = tree_unflatten(leaves, spec)
+        reach = Reach(unit.title, unit.module, self._outside)
+
+        def inner(kept: KeptOutputs | None, replay: Replay, spec: TreeSpec, *leaves: Any) -> Any:
+            args, kwargs = replay.arguments(spec, leaves)
             engine.gatherer.need(unit)
             self._recomputing += 1
             outputs = NOTHING if kept is None else kept.running()
             try:
                 # Inside the checkpoint's own hooks.
-                with outputs, engine.gatherer.pinned(unit), engine.gatherer.saving():
+                with replay.running(), outputs, engine.gatherer.pinned(unit), engine.gatherer.saving():
                     return body(*args, **kwargs)
             finally:
                 self._recomputing -= 1
@@ -180,7 +191,8 @@ class Hooks:
                     if output is not NOT_RUN:
                         return output
                 kept = KeptOutputs() if selective else None
-                return checkpoint(inner, kept, spec, *leaves, use_reentrant=False)
+                replay = Replay(reach, functools.partial(self._check, self.generation), args, kwargs, leaves)
+                return checkpoint(inner, kept, replay, spec, *leaves, use_reentrant=False)
 
         return outer
 
@@ -221,16 +233,34 @@ class Hooks:
                 value.register_hook(lambda grad: self._enter_backward(unit))
         return value
 
+    def explained(self, error: BaseException) -> Refused | None:
+        """Return the reason for torch's error in backward if it is a matter of the engine; None for any other."""
+        text = str(error)
+        if isinstance(error, CheckpointError):
+            return Refused(
+                "a recomputed block's forward did other operations in backward than before, so its gradients would be "
+                f"wrong: it must do the same each time, or be excluded with shard(..., recompute=...). {text[:300]}"
+            )
+        if "modified by an inplace operation" in text and (found := _VERSIONS.search(text)):
+            for flat in self._engine.trainable():
+                if flat.resident is not None and flat.num_changes:
+                    if any(p._version == int(found[1]) for p in flat.parameters):
+                        return Refused(f"{STALE}, or keep the graph's parameters unchanged. {text[:300]}")
+        return None
+
     def unscaled_outside(self, loss: torch.Tensor, scale: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Give tensors outside the model unscaled gradients while the body runs the backward of loss * scale."""
         return self._ends.unscaled(loss, scale)
 
     def _check(self, generation: int) -> None:
         if generation != self.generation:
-            raise Refused(
-                "this loss was computed with parameters that have changed since, by step() or by loading: run forward "
-                "again before backward"
-            )
+            raise Refused(STALE)
+
+    def parameters_changed(self, flats: Iterable[Flat]) -> None:
+        """Refuse backward through graphs that were made before these parameters were changed."""
+        self.generation += 1
+        for flat in flats:
+            flat.note_change()
 
     def _enter_backward(self, unit: Unit) -> None:
         gatherer = self._engine.gatherer
@@ -272,7 +302,7 @@ class Hooks:
         self._backward_units.clear()
         self._open.clear()
         self._unsure.clear()
-        self.generation += 1
+        self.parameters_changed(self._engine.trainable())
 
 
 def _leave_in_place() -> None:
