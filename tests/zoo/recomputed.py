@@ -273,6 +273,9 @@ def counter_of_the_model(run):
     run.train(run.shard(make, recompute=True), 3, pairs)
 
 
+SEQUENTIAL = {"recompute": nn.Sequential, "units": nn.Sequential}
+
+
 @case("recompute-two-calls-of-a-block")
 def two_calls(run):
     class Twice(Regressor):
@@ -286,13 +289,13 @@ def two_calls(run):
         model.blocks = nn.ModuleList(nn.Sequential(Counted(), Normed()) for _ in range(2))
         return model
 
-    run.train(run.shard(make, recompute=nn.Sequential, units=nn.Sequential), 3, pairs)
+    run.train(run.shard(make, **SEQUENTIAL), 3, pairs)
 
 
 @case("recompute-two-graphs-at-a-time", also=("stage1",))
 def two_graphs(run):
     """Two forwards, then their backwards: each recomputation sees its own forward's state."""
-    trainer = run.shard(_stack(lambda: nn.Sequential(Counted(), Normed())), accumulate=2, recompute=True)
+    trainer = run.shard(_stack(lambda: nn.Sequential(Counted(), Normed())), accumulate=2, **SEQUENTIAL)
     for step in range(4):
         first, second = trainer(*pairs(run, step)), trainer(*pairs(run, step + 20))
         trainer.backward(first)
@@ -303,7 +306,7 @@ def two_graphs(run):
 @case("recompute-evaluation-before-backward")
 def evaluation(run):
     """The model is in evaluation mode when the block is recomputed."""
-    trainer = run.shard(_stack(lambda: nn.Sequential(Normed(), nn.Dropout(0.3))), recompute=True)
+    trainer = run.shard(_stack(lambda: nn.Sequential(Normed(), nn.Dropout(0.3))), **SEQUENTIAL)
     for step in range(3):
         trainer.model.train()
         loss = trainer(*pairs(run, step))
@@ -318,7 +321,7 @@ def evaluation(run):
 def dropout(run):
     """Replayed dropout stays right beside the other generators."""
     random.seed(5)
-    run.train(run.shard(_stack(lambda: nn.Sequential(Drawing(), nn.Dropout(0.3), Normed())), recompute=True), 3, pairs)
+    run.train(run.shard(_stack(lambda: nn.Sequential(Drawing(), nn.Dropout(0.3), Normed())), **SEQUENTIAL), 3, pairs)
 
 
 @case("recompute-retained-graph")
@@ -368,8 +371,8 @@ class Remembering(Block):
     def forward(self, x, memory):
         x = super().forward(x)
         memory.count += 1
-        memory.found.append(x * memory.count)
-        return x / memory.count
+        memory.found.append(torch.tanh(x * memory.count))
+        return torch.tanh(x / memory.count)
 
 
 def _fills(name, kind, block) -> None:

@@ -204,7 +204,12 @@ class Engine:
         return self.passes.count > 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that this step has accumulated so far."""
+        """Drop the gradients that this step has accumulated so far.
+
+        If not `set_to_none`, parameters that had one have a zero gradient in the next step, as in torch: momentum and
+        weight decay act on them even if it brings them no other.
+        """
+        self.reducer.keep_zeros(not set_to_none)
         self.reducer.free_grads()
         self.passes.forget()
 
@@ -272,6 +277,7 @@ class Engine:
                 flat.forbid_reads(True)
         self.loss_scale.update(scaled.skip)
         self.gatherer.end_step()
+        self.reducer.end_step()
         self.hooks.end_step()
         self.passes.forget()
         return StepResult(self.steps, lr, scaled.norm, scaled.skip)

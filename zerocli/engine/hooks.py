@@ -8,7 +8,6 @@ complete.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import re
 from collections import Counter
@@ -17,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from tiers.events import NOTHING
 from zerocli.engine import agreement
+from zerocli.engine.casts import InputCasts, change_tensors
 from zerocli.engine.compiled import NOT_RUN, CompiledBlocks
 from zerocli.engine.ends import Ends
 from zerocli.engine.events import BACKWARD, FORWARD, RUNNING
@@ -57,6 +57,7 @@ class Hooks:
         self.generation = 0
         """Incremented when parameters change: backward through a graph of an earlier generation is refused."""
         self._ends = Ends()
+        self._casts = InputCasts(engine.model, engine.precision.compute, engine.settings.cast_inputs)
         self._modules = [unit.module for unit in engine.units]
         self._outside = list(outside(engine.model, {id(unit.module) for unit in engine.units[1:]}))
         """The modules outside of all units but the rest; recomputed units may change their state."""
@@ -80,9 +81,13 @@ class Hooks:
             unwrap(module)
         for module in self._recurrent:
             module.__dict__.pop("flatten_parameters", None)
+        self._casts.close()
 
     def load_state_dict(self, state: Any, strict: bool) -> Any:
         return self._engine.load_state_dict(state, strict=strict)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self._engine.zero_grad(set_to_none)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -91,9 +96,19 @@ class Hooks:
         engine, unit = self._engine, entry.unit
         if not entry.own and engine.gatherer.in_use(unit):  # inside a call of the model itself
             return function(*args, **kwargs)
-        if unit.index == 0 and self._depth == 0 and engine.precision.compute != torch.float32:
-            args, kwargs = tree_map(self._cast_input, (args, kwargs))
+        if self._depth == 0 and engine.precision.compute != torch.float32 and not engine.reducer.active:
+            return self._run_cast(unit, function, args, kwargs)
         return self.run_unit(unit, function, args, kwargs)
+
+    def _run_cast(self, unit: Unit, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an outermost call in fewer bits than fp32: see [Note: inputs under bf16 and fp16]."""
+        args, kwargs = self._casts.prepare(args, kwargs)
+        try:
+            return self.run_unit(unit, function, args, kwargs)
+        except RuntimeError as error:
+            if reason := self._casts.explain(error):
+                raise Refused(reason) from error
+            raise
 
     def run_body(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         """Run a module's forward within its call; the user's own checkpoint, with its hooks, may be in between."""
@@ -146,11 +161,6 @@ class Hooks:
         if not engine.reducer.active:  # else this is a recomputation, and backward comes next
             gatherer.release(unit)
         return output
-
-    def _cast_input(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value.to(self._engine.precision.compute)
-        return value
 
     def _compiled(self, unit: Unit, body: Callable[..., Any]) -> Callable[..., Any]:
         """Return `body` compiled if its unit is compiled, else `body` itself."""
@@ -213,15 +223,10 @@ class Hooks:
 
     def _watch_output(self, unit: Unit, output: Any, outermost: bool) -> Any:
         """Register hooks that report when backward reaches the unit; an output that is a view of a buffer is cloned."""
-        return tree_map(lambda value: self._watch(unit, value, outermost), output)
+        return change_tensors(output, lambda value: self._watch(unit, value, outermost))
 
-    def _watch(self, unit: Unit, value: Any, outermost: bool) -> Any:
+    def _watch(self, unit: Unit, value: torch.Tensor, outermost: bool) -> torch.Tensor:
         engine, generation = self._engine, self.generation
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            for field in dataclasses.fields(value):  # its tensors are watched; the object stays the user's
-                self._watch(unit, getattr(value, field.name, None), outermost)
-        if not isinstance(value, torch.Tensor):
-            return value
         if engine.gatherer.moves and engine.gatherer.locate(value) is not None:
             value = value.clone()
         if value.grad_fn is not None and torch.is_grad_enabled():  # a hook on a leaf would outlive the call
@@ -241,6 +246,8 @@ class Hooks:
                 "a recomputed block's forward did other operations in backward than before, so its gradients would be "
                 f"wrong: it must do the same each time, or be excluded with shard(..., recompute=...). {text[:300]}"
             )
+        if reason := self._casts.explain(error):
+            return Refused(reason)
         if "modified by an inplace operation" in text and (found := _VERSIONS.search(text)):
             for flat in self._engine.trainable():
                 if flat.resident is not None and flat.num_changes:

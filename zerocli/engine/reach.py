@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_OURS = ("_zerocli_entry", "forward", "_call_impl", "__deepcopy__", "__reduce_ex__", "load_state_dict")
+_OURS = ("_zerocli_entry", "forward", "_call_impl", "__deepcopy__", "__reduce_ex__", "load_state_dict", "zero_grad")
 IGNORED = frozenset((*nn.Module().__dict__, *_OURS))
 """Attributes of a module that are not a forward's own state; `training` is compared apart."""
 
@@ -28,7 +28,7 @@ def owned_dicts(modules: list[nn.Module]) -> tuple[list[dict[str, Any]], list[di
             attributes[id(module.__dict__)] = module.__dict__
             buffers.append(module._buffers)
             for key, value in module.__dict__.items():
-                if key not in IGNORED and _has_state(value):
+                if key not in IGNORED and has_state(value):
                     attributes.setdefault(id(value.__dict__), value.__dict__)
         elif module._buffers:
             buffers.append(module._buffers)
@@ -37,7 +37,7 @@ def owned_dicts(modules: list[nn.Module]) -> tuple[list[dict[str, Any]], list[di
 
 def object_dicts(value: Any, depth: int = 3) -> Iterator[dict[str, Any]]:
     """Yield the attributes of an object that a block gets as an argument, and of the objects in it."""
-    if _has_state(value):
+    if has_state(value):
         yield value.__dict__
         if depth:
             for each in list(value.__dict__.values()):
@@ -82,7 +82,7 @@ def _is_users(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.modules.")
 
 
-def _has_state(value: Any) -> bool:
+def has_state(value: Any) -> bool:
     """Whether an attribute's value is an object with attributes of its own."""
     if isinstance(value, (*_PLAIN, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)):
         return False
