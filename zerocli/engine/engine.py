@@ -42,7 +42,7 @@ from zerocli.engine.modules import register_method
 from zerocli.engine.named import IncompatibleKeys
 from zerocli.engine.optim import FlatOptimizer, StepValues
 from zerocli.engine.parameters import Owners, guard, unguard
-from zerocli.engine.precision import LossScale, precision
+from zerocli.engine.precision import LossScale, precision, refuse_half
 from zerocli.engine.rules import make_optimizer, unsuitable
 from zerocli.engine.settings import Settings
 from zerocli.engine.step import StepResult, exchange_norms, scaling
@@ -70,6 +70,7 @@ class Engine:
         self.device = choose_device(settings.device, model)
         self.stage = stage_of(settings.stage)
         self.precision, _ = precision(settings.precision, self.device)
+        refuse_half(model, self.precision, settings.state is not None)
         if settings.accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, not {settings.accumulate}")
         if settings.reduce not in ("compute", "fp32"):
