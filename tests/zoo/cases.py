@@ -11,14 +11,17 @@ from zoo import (  # noqa: F401 (each module enters its cases)
     entering,
     graphs,
     hooks,
+    identity,
     loops,
     memory,
     modules,
     optimizers,
     published,
     reading,
+    recomputed,
     reuse,
     shapes,
+    stale,
     uneven,
 )
 from zoo.case import CASES, Case

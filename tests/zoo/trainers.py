@@ -157,10 +157,11 @@ class PlainTrainer(Trainer):
         }
         make = settings.get("plain_optimizer") or _optimizer_by_name
         self.optimizer = make(self.masters, settings)
+        self.casts = settings.get("plain_cast", True)
         self.passes, self.steps = 0, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.half is not None:
+        if self.half is not None and self.casts:
             args, kwargs = tree_map(self._cast, (args, kwargs))
         return self.model(*args, **kwargs)
 

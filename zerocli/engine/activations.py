@@ -24,6 +24,7 @@ from offload.tierset import TierSet
 from tiers.transfer import Transfer
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.streams import SideStream, Waits
+from zerocli.errors import Refused
 from zerocli.layout.shards import Span
 
 
@@ -121,7 +122,10 @@ class Activations:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
         if inputs != _versions(leaves):
-            raise RuntimeError(f"{name} changes its input in place, so it cannot be recomputed from it")
+            raise Refused(
+                f"{name} changes its input in place, so it cannot be recomputed from it: change a copy, or exclude the "
+                "block with shard(..., recompute=...)"
+            )
 
     def abandon(self) -> None:
         """Wait for all fetches after an error: none may still write into memory that is freed."""

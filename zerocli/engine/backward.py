@@ -57,9 +57,12 @@ class Backward:
             for each in self._participants():
                 each._end()
         except BaseException as error:
-            self._tell(error)
+            refusal = self._engine.hooks.explained(error)
+            self._tell(refusal or error)
             for each in _UNDER_WAY:
                 each._abandon()
+            if refusal is not None:
+                raise refusal from error
             raise
         finally:
             _UNDER_WAY.clear()

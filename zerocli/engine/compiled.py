@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from zerocli import machine
@@ -313,6 +315,23 @@ def _recomputing_selectively(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _HOW = {NOT: _calling, WHOLE: _recomputing, SELECTIVE: _recomputing_selectively}
+
+
+def cast_arguments(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Cast a layer's floating-point arguments to the dtype of its parameters; a forward pre-hook.
+
+    It holds no state: a copy of the module in fp32 may keep it.
+    """
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    if dtype == torch.float32:
+        return None
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        return None if args[0].dtype == dtype else ((cast(args[0], dtype),), kwargs)
+    return tree_map(lambda value: cast(value, dtype), (args, kwargs))
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -105,12 +105,14 @@ class EMA:
         try:
             for flat in flats:
                 self._put(flat, self._parts[_key(flat)].average)
+            engine.hooks.parameters_changed(flats)
             yield
         finally:
             engine.meet("the end of ema.applied")
             engine.synchronize()
             for flat in flats:
                 self._put(flat, trained[_key(flat)])
+            engine.hooks.parameters_changed(flats)
             self._applied = False
         if engine.steps != steps:
             raise Refused(

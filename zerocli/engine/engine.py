@@ -45,7 +45,7 @@ from zerocli.engine.modules import register_method
 from zerocli.engine.named import IncompatibleKeys
 from zerocli.engine.optim import FlatOptimizer, Group, StepValues
 from zerocli.engine.parameters import Owners, guard, unguard
-from zerocli.engine.precision import LossScale, precision
+from zerocli.engine.precision import LossScale, precision, refuse_half
 from zerocli.engine.rules import make_optimizer, prove, unsuitable
 from zerocli.engine.settings import Settings
 from zerocli.engine.step import StepResult, exchange_norms, scaling
@@ -74,6 +74,7 @@ class Engine:
         self.device = choose_device(settings.device, model)
         self.stage = stage_of(settings.stage)
         self.precision, _ = precision(settings.precision, self.device)
+        refuse_half(model, self.precision, settings.state is not None)
         if settings.accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, not {settings.accumulate}")
         if settings.reduce not in ("compute", "fp32"):
@@ -232,7 +233,12 @@ class Engine:
         return self.passes.count > 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that this step has accumulated so far."""
+        """Drop the gradients that this step has accumulated so far.
+
+        If not `set_to_none`, parameters that had one have a zero gradient in the next step, as in torch: momentum and
+        weight decay act on them even if it brings them no other.
+        """
+        self.reducer.keep_zeros(not set_to_none)
         self.reducer.free_grads()
         self.passes.forget()
 
@@ -302,8 +308,11 @@ class Engine:
             self.gatherer.release_all(resident=not deferred)
             if not deferred:
                 self._wait_for_resident()
+            for flat in trainable if deferred else ():
+                flat.forbid_reads(True)
         self.loss_scale.update(scaled.skip)
         self.gatherer.end_step()
+        self.reducer.end_step()
         self.hooks.end_step()
         self.passes.forget()
         return StepResult(self.steps, lr, scaled.norm, scaled.skip)
@@ -343,6 +352,7 @@ class Engine:
         for flat in self.trainable():
             if flat.written is not None:
                 flat.written.wait()
+            flat.forbid_reads(False)
         self.verified.look_now()
 
     def verify(self) -> None:
@@ -458,7 +468,7 @@ class Engine:
             with whole.gathered(flats, self.gatherer, self.collectives, self.hooks.cannot_follow, write):
                 yield
             if write:
-                self.hooks.generation += 1
+                self.hooks.parameters_changed(flats)
         finally:
             self._held_whole -= 1
 
@@ -494,8 +504,8 @@ class Engine:
         returned. A wrong shape is always refused. A tied weight needs one of its names; several must be equal.
         """
         self.meet("engine.load_state_dict")
-        self.hooks.generation += 1
         self.synchronize()
+        self.hooks.parameters_changed(self.flats())
         return states.load_model_state(
             *(self.model, self.flats(), self.collectives, self.tensor_parallel, state, strict)
         )

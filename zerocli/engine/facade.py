@@ -25,7 +25,7 @@ class Steps(Protocol):
     """The engine's methods behind those of its optimizer."""
 
     def step(self) -> Any: ...
-    def zero_grad(self) -> None: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
     def optimizer_state_dict(self) -> dict[str, Any]: ...
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None: ...
 
@@ -174,8 +174,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it, and run hooks that the engine runs itself
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do `engine.zero_grad()`."""
-        self._engine.zero_grad()
+        """Do `engine.zero_grad(set_to_none)`."""
+        self._engine.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "_shown" in vars(self):

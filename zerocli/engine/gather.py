@@ -29,6 +29,11 @@ from zerocli.errors import Refused
 from zerocli.layout.buffers import gather_limits, gather_name
 from zerocli.layout.flats import Sizing
 
+STALE = (
+    "this loss was computed with parameters that have changed since, by step() or by loading: run forward again before "
+    "backward"
+)
+
 
 @dataclass(eq=False)
 class Buffer:
@@ -89,6 +94,8 @@ class SavedView:
     dtype: torch.dtype
     conjugate: bool
     negative: bool
+    num_changes: int
+    """The flat's counter when the view was saved."""
 
 
 class Gatherer:
@@ -212,6 +219,8 @@ class Gatherer:
             if buffer is not None:
                 flat.attach(buffer.tensor, buffer.views[id(flat)])
         flat.let_go()  # its update came before what was waited for
+        if flat.unread:
+            flat.forbid_reads(False)
         self._clock += 1
         if flat.state is not State.RESIDENT:
             self._buffer_of[id(flat)].used_at = self._clock
@@ -377,12 +386,14 @@ class Gatherer:
                 start = buffer.tensor.data_ptr()
                 if start <= address < start + buffer.tensor.nbytes and buffer.holder is not None:
                     offset = (address - start) // tensor.element_size()
-                    bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+                    bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg(), buffer.holder.num_changes)
                     return SavedView(buffer.holder, offset, tensor.size(), tensor.stride(), *bits)
         return None
 
     def resolve(self, saved: SavedView) -> torch.Tensor:
-        """Return the saved view, recreated from the buffer that holds its flat now."""
+        """Return the saved view, recreated from the buffer that holds its flat now; refuse changed values."""
+        if saved.num_changes != saved.flat.num_changes:
+            raise Refused(STALE)
         self._need_flat(saved.flat)
         buffer = saved.flat.buffer
         assert buffer is not None

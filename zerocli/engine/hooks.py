@@ -8,28 +8,35 @@ complete.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from tiers.events import NOTHING
 from zerocli.engine import agreement
+from zerocli.engine.casts import InputCasts, change_tensors
 from zerocli.engine.compiled import NOT_RUN, CompiledBlocks
 from zerocli.engine.ends import Ends
 from zerocli.engine.events import BACKWARD, FORWARD, RUNNING
+from zerocli.engine.gather import STALE
 from zerocli.engine.modules import Entry, outside_of_units, unwrap, wrap
+from zerocli.engine.replay import Reach, Replay
 from zerocli.engine.selective import KeptOutputs, paused
-from zerocli.engine.unit import Unit
+from zerocli.engine.unit import Flat, Unit, outside
 from zerocli.errors import Refused
 
 if TYPE_CHECKING:
     from zerocli.engine.engine import Engine
+
+
+_VERSIONS = re.compile(r"is at version (\d+); expected version \d+")
 
 
 class Hooks:
@@ -50,7 +57,10 @@ class Hooks:
         self.generation = 0
         """Incremented when parameters change: backward through a graph of an earlier generation is refused."""
         self._ends = Ends()
+        self._casts = InputCasts(engine.model, engine.precision.compute, engine.settings.cast_inputs)
         self._modules = [unit.module for unit in engine.units]
+        self._outside = list(outside(engine.model, {id(unit.module) for unit in engine.units[1:]}))
+        """The modules outside of all units but the rest; recomputed units may change their state."""
         for unit in engine.units:
             entry = wrap(unit.module, unit, self)
             if unit in recomputed:
@@ -71,9 +81,13 @@ class Hooks:
             unwrap(module)
         for module in self._recurrent:
             module.__dict__.pop("flatten_parameters", None)
+        self._casts.close()
 
     def load_state_dict(self, state: Any, strict: bool) -> Any:
         return self._engine.load_state_dict(state, strict=strict)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self._engine.zero_grad(set_to_none)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -82,9 +96,19 @@ class Hooks:
         engine, unit = self._engine, entry.unit
         if not entry.own and engine.gatherer.in_use(unit):  # inside a call of the model itself
             return function(*args, **kwargs)
-        if unit.index == 0 and self._depth == 0 and engine.precision.compute != torch.float32:
-            args, kwargs = tree_map(self._cast_input, (args, kwargs))
+        if self._depth == 0 and engine.precision.compute != torch.float32 and not engine.reducer.active:
+            return self._run_cast(unit, function, args, kwargs)
         return self.run_unit(unit, function, args, kwargs)
+
+    def _run_cast(self, unit: Unit, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an outermost call in fewer bits than fp32: see [Note: inputs under bf16 and fp16]."""
+        args, kwargs = self._casts.prepare(args, kwargs)
+        try:
+            return self.run_unit(unit, function, args, kwargs)
+        except RuntimeError as error:
+            if reason := self._casts.explain(error):
+                raise Refused(reason) from error
+            raise
 
     def run_body(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         """Run a module's forward within its call; the user's own checkpoint, with its hooks, may be in between."""
@@ -138,11 +162,6 @@ class Hooks:
             gatherer.release(unit)
         return output
 
-    def _cast_input(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value.to(self._engine.precision.compute)
-        return value
-
     def _compiled(self, unit: Unit, body: Callable[..., Any]) -> Callable[..., Any]:
         """Return `body` compiled if its unit is compiled, else `body` itself."""
         if not self.blocks.includes(unit):
@@ -157,14 +176,16 @@ class Hooks:
         """
         engine, body = self._engine, eager if selective else self._compiled(unit, eager)
 
-        def inner(kept: KeptOutputs | None, spec: TreeSpec, *leaves: Any) -> Any:
-            args, kwargs = tree_unflatten(leaves, spec)
+        reach = Reach(unit.title, unit.module, self._outside)
+
+        def inner(kept: KeptOutputs | None, replay: Replay, spec: TreeSpec, *leaves: Any) -> Any:
+            args, kwargs = replay.arguments(spec, leaves)
             engine.gatherer.need(unit)
             self._recomputing += 1
             outputs = NOTHING if kept is None else kept.running()
             try:
                 # Inside the checkpoint's own hooks.
-                with outputs, engine.gatherer.pinned(unit), engine.gatherer.saving():
+                with replay.running(), outputs, engine.gatherer.pinned(unit), engine.gatherer.saving():
                     return body(*args, **kwargs)
             finally:
                 self._recomputing -= 1
@@ -180,7 +201,8 @@ class Hooks:
                     if output is not NOT_RUN:
                         return output
                 kept = KeptOutputs() if selective else None
-                return checkpoint(inner, kept, spec, *leaves, use_reentrant=False)
+                replay = Replay(reach, functools.partial(self._check, self.generation), args, kwargs, leaves)
+                return checkpoint(inner, kept, replay, spec, *leaves, use_reentrant=False)
 
         return outer
 
@@ -201,15 +223,10 @@ class Hooks:
 
     def _watch_output(self, unit: Unit, output: Any, outermost: bool) -> Any:
         """Register hooks that report when backward reaches the unit; an output that is a view of a buffer is cloned."""
-        return tree_map(lambda value: self._watch(unit, value, outermost), output)
+        return change_tensors(output, lambda value: self._watch(unit, value, outermost))
 
-    def _watch(self, unit: Unit, value: Any, outermost: bool) -> Any:
+    def _watch(self, unit: Unit, value: torch.Tensor, outermost: bool) -> torch.Tensor:
         engine, generation = self._engine, self.generation
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            for field in dataclasses.fields(value):  # its tensors are watched; the object stays the user's
-                self._watch(unit, getattr(value, field.name, None), outermost)
-        if not isinstance(value, torch.Tensor):
-            return value
         if engine.gatherer.moves and engine.gatherer.locate(value) is not None:
             value = value.clone()
         if value.grad_fn is not None and torch.is_grad_enabled():  # a hook on a leaf would outlive the call
@@ -221,16 +238,36 @@ class Hooks:
                 value.register_hook(lambda grad: self._enter_backward(unit))
         return value
 
+    def explained(self, error: BaseException) -> Refused | None:
+        """Return the reason for torch's error in backward if it is a matter of the engine; None for any other."""
+        text = str(error)
+        if isinstance(error, CheckpointError):
+            return Refused(
+                "a recomputed block's forward did other operations in backward than before, so its gradients would be "
+                f"wrong: it must do the same each time, or be excluded with shard(..., recompute=...). {text[:300]}"
+            )
+        if reason := self._casts.explain(error):
+            return Refused(reason)
+        if "modified by an inplace operation" in text and (found := _VERSIONS.search(text)):
+            for flat in self._engine.trainable():
+                if flat.resident is not None and flat.num_changes:
+                    if any(p._version == int(found[1]) for p in flat.parameters):
+                        return Refused(f"{STALE}, or keep the graph's parameters unchanged. {text[:300]}")
+        return None
+
     def unscaled_outside(self, loss: torch.Tensor, scale: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Give tensors outside the model unscaled gradients while the body runs the backward of loss * scale."""
         return self._ends.unscaled(loss, scale)
 
     def _check(self, generation: int) -> None:
         if generation != self.generation:
-            raise Refused(
-                "this loss was computed with parameters that have changed since, by step() or by loading: run forward "
-                "again before backward"
-            )
+            raise Refused(STALE)
+
+    def parameters_changed(self, flats: Iterable[Flat]) -> None:
+        """Refuse backward through graphs that were made before these parameters were changed."""
+        self.generation += 1
+        for flat in flats:
+            flat.note_change()
 
     def _enter_backward(self, unit: Unit) -> None:
         gatherer = self._engine.gatherer
@@ -272,7 +309,7 @@ class Hooks:
         self._backward_units.clear()
         self._open.clear()
         self._unsure.clear()
-        self.generation += 1
+        self.parameters_changed(self._engine.trainable())
 
 
 def _leave_in_place() -> None:

@@ -1,7 +1,7 @@
-"""Sharded modules: calls of a user's module go through the engine, through a subclass created at run time.
+"""Sharded modules: calls of a user's module go through the engine, by attributes of the instance.
 
-The user's own hooks run inside, with gathered parameters. `module(x)` and `module.forward(x)` are equivalent.
-Attributes, `isinstance`, the class name and the signature of `forward` do not change.
+The user's own hooks run inside, with gathered parameters. `module(x)` and `module.forward(x)` are equivalent. The class
+and the signature of `forward` do not change.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Runner(Protocol):
 
     def load_state_dict(self, state: Any, strict: bool) -> Any: ...
 
+    def zero_grad(self, set_to_none: bool) -> None: ...
+
 
 class Entry:
     """A sharded module's link to its engine: the unit that holds its parameters, and its original forward."""
@@ -41,7 +43,7 @@ class Entry:
         """The forward that the user had set on the instance, if any."""
         self.body: Callable[..., Any] = module.forward
         self.methods: list[str] = []
-        """Registered methods of the instance."""
+        """Attributes of the instance that sharding added."""
         self.called = False
         """Whether the next forward belongs to a `__call__` in progress."""
 
@@ -70,9 +72,17 @@ def wrap(module: nn.Module, unit: Unit, runner: Runner) -> Entry:
     if _ENTRY in module.__dict__:
         raise Refused(f"{type(module).__name__} is sharded by another engine already: close that one first")
     entry = Entry(unit, module, runner)
-    module.__dict__.pop("forward", None)
-    module.__dict__[_ENTRY] = entry
-    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
+    entry.methods += ["_call_impl", "forward", "__deepcopy__", "__reduce_ex__"]
+    module.__dict__ |= {
+        _ENTRY: entry,
+        "forward": _forward(module, entry),
+        "_call_impl": _call(module._call_impl, entry),
+        "__deepcopy__": functools.partial(_deep_copy, module),
+        "__reduce_ex__": functools.partial(_refuse_pickling, module),
+    }
+    if entry.root:
+        entry.methods += ["load_state_dict", "zero_grad"]
+        module.__dict__ |= {"load_state_dict": _load(entry), "zero_grad": _zero(module.zero_grad, entry)}
     return entry
 
 
@@ -80,7 +90,6 @@ def unwrap(module: nn.Module) -> None:
     """Undo `wrap`."""
     entry: Entry | None = module.__dict__.pop(_ENTRY, None)
     if entry is not None:
-        module.__class__ = type(module)._zerocli_class  # type: ignore[attr-defined]
         for name in entry.methods:
             module.__dict__.pop(name, None)
         if entry.before is not None:
@@ -115,40 +124,53 @@ def outside_of_units(model: nn.Module, units: list[Unit]) -> Iterator[nn.Module]
             yield module
 
 
-@functools.cache
-def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
-    class Sharded(original):  # type: ignore[valid-type, misc]
-        _zerocli_class = original
+def _call(original: Callable[..., Any], entry: Entry) -> Callable[..., Any]:
+    """Return the function that `module(...)` runs; torch looks it up on the instance."""
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self.__dict__[_ENTRY].call(super().__call__, args, kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return entry.call(original, args, kwargs)
 
-        @functools.wraps(original.forward)
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.__dict__[_ENTRY].forward(args, kwargs)
+    return call
 
-        def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-            entry: Entry = self.__dict__[_ENTRY]
-            if entry.root:  # also loads masters and every rank's part, which a copy into parameters would miss
-                return entry.runner.load_state_dict(state_dict, strict)
-            return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
-        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-            made = original.__new__(original)
-            memo[id(self)] = made
-            entry: Entry = self.__dict__[_ENTRY]
-            state = {key: value for key, value in self.__dict__.items() if key not in (_ENTRY, *entry.methods)}
-            if entry.before is not None:
-                state["forward"] = entry.before
-            made.__dict__.update(copy.deepcopy(state, memo))
-            return made
+def _forward(module: nn.Module, entry: Entry) -> Callable[..., Any]:
+    @functools.wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return entry.forward(args, kwargs)
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            raise Refused(
-                f"a sharded {original.__name__} cannot be pickled: save engine.state_dict(), or the module that "
-                "engine.unsharded_model() returns"
-            )
+    return forward
 
-    Sharded.__name__, Sharded.__qualname__ = original.__name__, original.__qualname__
-    Sharded.__module__, Sharded.__doc__ = original.__module__, original.__doc__
-    return Sharded
+
+def _load(entry: Entry) -> Callable[..., Any]:
+    def load_state_dict(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        # The engine also loads masters and every rank's part, which a copy into parameters would miss.
+        return entry.runner.load_state_dict(state_dict, strict)
+
+    return load_state_dict
+
+
+def _zero(original: Callable[..., Any], entry: Entry) -> Callable[..., Any]:
+    def zero_grad(set_to_none: bool = True) -> None:
+        original(set_to_none)  # refused if the engine holds gradients
+        if not set_to_none:
+            entry.runner.zero_grad(set_to_none)
+
+    return zero_grad
+
+
+def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    made = type(module).__new__(type(module))
+    memo[id(module)] = made
+    entry: Entry = module.__dict__[_ENTRY]
+    state = {key: value for key, value in module.__dict__.items() if key not in (_ENTRY, *entry.methods)}
+    if entry.before is not None:
+        state["forward"] = entry.before
+    made.__dict__.update(copy.deepcopy(state, memo))
+    return made
+
+
+def _refuse_pickling(module: nn.Module, protocol: Any) -> Any:
+    raise Refused(
+        f"a sharded {type(module).__name__} cannot be pickled: save engine.state_dict(), or the module that "
+        "engine.unsharded_model() returns"
+    )

@@ -6,7 +6,7 @@ during compute: `__torch_function__` is disabled for one, and no operation uses 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ class ReleasedParameter(_Guarded):
         if allowed:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        released = _first_released((args, kwargs))
+        released = _first((args, kwargs), ReleasedParameter)
         raise Refused(
             f"{released} has no values here: each rank holds a part of it, and it is whole only while its own module "
             f"computes. Read it inside `with engine.gathered({released!r})`, change it with write=True; a method that "
@@ -134,16 +134,36 @@ class ReleasedParameter(_Guarded):
         )
 
 
-def _first_released(values: Any) -> str:
-    if isinstance(values, ReleasedParameter):
+def _first(values: Any, kind: type[nn.Parameter]) -> str:
+    """Return the name of the first parameter of a class in a call's arguments."""
+    if isinstance(values, kind):
         return name_of(values)
     if isinstance(values, dict):
         values = values.values()
     if isinstance(values, tuple | list) or type(values).__name__ == "dict_values":
         for value in values:
-            if found := _first_released(value):
+            if found := _first(value, kind):
                 return found
     return ""
+
+
+class PendingParameter(_Guarded):
+    """A parameter whose update is under way: its values are the last step's until its module is used."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if attribute in _READABLE if name in ("__get__", "__set__") else name in _CALLABLE or name == "data_ptr":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise Refused(
+            f"{_first((args, kwargs), PendingParameter)} is read before its update is done, because of "
+            "defer_update=True: call engine.synchronize() first, or read it through engine.gathered or state_dict"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PendingParameter({name_of(self)}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def name_of(parameter: torch.Tensor) -> str:
@@ -228,6 +248,24 @@ def note_values(parameter: nn.Parameter, kept: bool = False) -> None:
     if sharding is not None:
         sharding.version, sharding.address = parameter._version, parameter.data_ptr()
         sharding.handed_out = sharding.handed_out and kept
+
+
+def count_change(parameters: Sequence[nn.Parameter]) -> None:
+    """Increment the version counters of whole parameters whose values the engine has changed.
+
+    The values lie in a flat buffer, which has a counter of its own: autograd would accept graphs made before.
+    """
+    torch.autograd.graph.increment_version(parameters)
+    for parameter in parameters:
+        sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
+        if sharding is not None:
+            sharding.version += 1  # a change that the user made before stays visible
+
+
+def expect_update(parameter: nn.Parameter, pending: bool) -> None:
+    """Refuse reads of a whole parameter while its update is pending; not `pending`: allow them again."""
+    if isinstance(parameter, PendingParameter if not pending else WholeParameter):
+        parameter.__class__ = PendingParameter if pending else WholeParameter
 
 
 class Owners:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
+from zerocli.errors import Refused
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,18 @@ def precision(name: str, device: torch.device) -> tuple[Precision, str]:
     if device.type == "cuda" and torch.cuda.is_bf16_supported():
         return PRECISIONS["bf16"], "GPU supports it"
     return PRECISIONS["fp32"], "no GPU with bf16"
+
+
+def refuse_half(model: nn.Module, chosen: Precision, loaded: bool) -> None:
+    """Refuse to train a model of bf16 or fp16 parameters in fp32, unless its values are `loaded` later: its code is
+    made for the dtype that it has, and torch would compute in it."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point() and not p.is_meta}
+    if chosen.compute == torch.float32 and not loaded and len(kinds) == 1 and kinds < {torch.bfloat16, torch.float16}:
+        name = "bf16" if torch.bfloat16 in kinds else "fp16"
+        raise Refused(
+            f'all parameters of the model are {name}, and the precision is fp32: pass shard(..., precision="{name}"), '
+            "which also keeps an fp32 copy for the optimizer, or call model.float() before"
+        )
 
 
 class LossScale:

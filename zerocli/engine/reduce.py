@@ -64,6 +64,8 @@ class Reducer:
         self._graph_task: int | None = None
         self._received: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
         """Parameters of each flat that got a gradient on this rank in any of the step's micro-steps."""
+        self._zeros: dict[int, set[int]] = {}
+        """Parameters that have a zero gradient in this step even if backward brings none."""
         self._completed: list[Flat] = []
         self._done: set[int] = set()
         """The flats in `_completed`."""
@@ -255,7 +257,16 @@ class Reducer:
 
     def received(self, flat: Flat) -> set[int]:
         """Return the indices of the flat's parameters that got a gradient on this rank in this step."""
-        return self._received[id(flat)]
+        return self._received[id(flat)] | self._zeros.get(id(flat), set())
+
+    def keep_zeros(self, keep: bool) -> None:
+        """Give parameters that have a gradient now a zero one in the next step; if not `keep`, none."""
+        self._zeros = {id(flat): self.received(flat) for flat in self._flats} if keep else {}
+
+    def end_step(self) -> None:
+        for key, indices in self._zeros.items():
+            self._received[key] |= indices
+        self._zeros = {}
 
     def abandon(self) -> None:
         """Drop all gradients after an exception in backward; the step's gradients are lost."""

@@ -30,6 +30,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
+from zerocli.errors import Refused
+
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
 _ATTENTIONS = (
     "_scaled_dot_product_flash_attention",
@@ -180,9 +182,10 @@ class KeptOutputs:
         if self._paused or operation not in EXPENSIVE:
             return operation(*args, **kwargs)
         if self._next >= len(self._outputs) or self._outputs[self._next].operation is not operation:
-            raise RuntimeError(
+            raise Refused(
                 f"a block that is recomputed selectively ran {operation} in backward, and another operation in its "
-                "place in forward: its forward must do the same each time"
+                "place in forward: its forward must do the same each time, or be excluded with shard(..., "
+                "recompute=...)"
             )
         output = self._outputs[self._next]
         self._next += 1

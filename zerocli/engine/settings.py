@@ -41,6 +41,9 @@ class Settings(Sharding):
     keep_fp32: str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None = None
     """Parameters that stay in fp32 under bf16 and fp16: regular expressions found in their names, or a function of name
     and parameter. In a model that has parameters of the compute dtype already, those in fp32 stay so anyway."""
+    cast_inputs: bool = False
+    """Whether all floating-point inputs of the model are cast under bf16 and fp16. By default they are cast where they
+    reach a layer that needs it, so that timesteps, positions and labels keep their precision."""
     clip: float | None = None
     units: UnitChoice = None
     recompute: bool | int | str | Recompute | UnitChoice = Sharding.recompute  # type: ignore[assignment]

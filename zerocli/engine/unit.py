@@ -17,7 +17,16 @@ from offload import Record, Store
 from tiers.streams import current_stream
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.master import REMAINDER
-from zerocli.engine.parameters import attach, edited, edited_in_place, moved, note_values, release
+from zerocli.engine.parameters import (
+    attach,
+    count_change,
+    edited,
+    edited_in_place,
+    expect_update,
+    moved,
+    note_values,
+    release,
+)
 from zerocli.engine.streams import StreamEvent
 from zerocli.errors import Refused
 from zerocli.layout.flats import FlatSpec, flat_spec
@@ -95,6 +104,10 @@ class Flat:
     """The buffer that the parameters are currently views of; None while they are released."""
     pending: Pending | None = None
     """A gather that is in flight."""
+    num_changes: int = 0
+    """How often an update, a load or a write has changed the parameters' values: older graphs are refused."""
+    unread: bool = False
+    """Whether a deferred update makes reads of the whole parameters wrong until the unit is used."""
 
     @property
     def state(self) -> State:
@@ -258,6 +271,19 @@ class Flat:
         """Record the parameters' current values as known, so that later edits are detected."""
         for parameter in self.parameters:
             note_values(parameter, kept=self.resident is not None)
+
+    def note_change(self) -> None:
+        """Record that the parameters' values were changed: autograd refuses graphs that were made with the old ones."""
+        self.num_changes += 1
+        if self.resident is not None:
+            count_change(self.parameters)
+
+    def forbid_reads(self, unread: bool) -> None:
+        """Refuse reads of whole parameters until a deferred update is done; not `unread`: allow them again."""
+        if self.unread != unread and self.resident is not None:
+            self.unread = unread
+            for parameter in self.parameters:
+                expect_update(parameter, unread)
 
     def __post_init__(self) -> None:
         device = self.parameters[0].device
