@@ -8,6 +8,7 @@ from zoo import (  # noqa: F401 (each module enters its cases)
     edits,
     entering,
     graphs,
+    guards,
     hooks,
     loops,
     memory,
