@@ -220,11 +220,33 @@ def jacobian(run):
         run.log(name, value)
 
 
-@case("guard-func-per-sample-gradients-gathered", at3=either("gathered"), also=("stage1",))
-def per_sample_gathered(run):
+@case("guard-func-inside-gathered-with-gradients", at3=refused("no_grad", "gathered"))
+def func_gathered(run):
     trainer = run.shard(Regressor)
     run.train(trainer, 1, pairs)
     with trainer.gathered():
+        found = _per_sample(run, trainer, lambda loss, p, x, y: vmap(grad(loss), in_dims=(None, 0, 0))(p, x, y))
+        for name, value in found.items():
+            run.log(name, value)
+
+
+class FuncInside(Regressor):
+    """Forward itself differentiates one of its blocks, as models of energies and forces do."""
+
+    def body(self, x):
+        force = grad(lambda x: self.blocks[0](x).sum())(x)
+        return super().body(x) + force.detach()
+
+
+trained("guard-func-inside-forward", FuncInside, pairs, at3=refused("torch.autograd.grad"), also=("stage1",))
+
+
+@case("guard-func-per-sample-gradients-gathered", also=("stage1",))
+def per_sample_gathered(run):
+    """What the refusal says to do."""
+    trainer = run.shard(Regressor)
+    run.train(trainer, 1, pairs)
+    with torch.no_grad(), trainer.gathered():
         found = _per_sample(run, trainer, lambda loss, p, x, y: vmap(grad(loss), in_dims=(None, 0, 0))(p, x, y))
         for name, value in found.items():
             run.log(name, value)
@@ -303,10 +325,8 @@ READS = {
     "format": lambda p: torch.tensor(float(len(f"{p.flatten()[0]:.1f}") > 0)),
     "cat": lambda p: torch.cat([p, p]),
     "bool": lambda p: torch.tensor(bool((p > -100).all())),
-    "new-parameter": lambda p: nn.Parameter(p).detach(),
-    "as-tensor": lambda p: torch.as_tensor(p),
-    "tensor": lambda p: torch.tensor(p),
-    "as-subclass": lambda p: torch.Tensor.as_subclass(p, torch.Tensor),
+    "as-tensor": lambda p: torch.as_tensor(p) + 0,
+    "as-subclass": lambda p: p.as_subclass(torch.Tensor) + 0,
     "set": lambda p: torch.empty(0).set_(p.detach()),
 }
 
@@ -350,7 +370,6 @@ WRITES = {
     "data": lambda p: p.data.zero_(),
     "out": lambda p: torch.zeros(p.shape, out=p.detach()),
     "aten": lambda p: torch.ops.aten.zero_(p),
-    "swap": lambda p: torch.utils.swap_tensors(p, nn.Parameter(torch.zeros(p.shape))),
     "assign": lambda p: setattr(p, "data", torch.zeros(p.shape)),
 }
 
@@ -369,6 +388,37 @@ def every_write(run):
                 except BaseException as error:
                     raise AssertionError(name) from error
     run.train(trainer, 1, pairs)
+
+
+SWAPPED = refused("blocks.1.up.weight", "swap_tensors")
+
+
+@case("guard-swapped-tensors", below3=SWAPPED, at3=SWAPPED, also=("stage1",))
+def swapped(run):
+    """The engine's parameter becomes another object's, and the other way round."""
+    trainer = run.shard(Regressor)
+    run.train(trainer, 1, pairs)
+    weight = trainer.model.blocks[1].up.weight
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(weight.shape)))
+    run.train(trainer, 2, pairs)
+
+
+MADE = refused("blocks.1.up.weight", "nn.Parameter")
+
+
+@case("guard-parameter-made-from-a-parameter", below3=MADE, at3=READ, also=("stage1",))
+def parameter_of_parameter(run):
+    trainer = run.shard(Regressor)
+    run.train(trainer, 1, pairs)
+    run.log("sum", nn.Parameter(trainer.model.blocks[1].up.weight).sum())
+
+
+@case("guard-scripted-module-called-between-steps", at3=READ)
+def scripted_between_modules(run):
+    trainer = run.shard(ScriptedInside)
+    run.train(trainer, 1, pairs)
+    with torch.no_grad():
+        run.log("value", trainer.model.blocks[1].up(run.randn(3, 2, WIDTH)))
 
 
 class FunctionalHead(Stack):

@@ -41,7 +41,7 @@ from zerocli.engine.hooks import Hooks
 from zerocli.engine.modules import register_method
 from zerocli.engine.named import IncompatibleKeys
 from zerocli.engine.optim import FlatOptimizer, StepValues
-from zerocli.engine.parameters import Owners, guard, unguard
+from zerocli.engine.parameters import Owners, guard, is_sharded, unguard
 from zerocli.engine.precision import LossScale, precision
 from zerocli.engine.rules import make_optimizer, unsuitable
 from zerocli.engine.settings import Settings
@@ -107,6 +107,7 @@ class Engine:
         for flat in self.flats():
             for parameter, entry in zip(flat.parameters, flat.layout.entries, strict=True):
                 guard(parameter, entry.name, self.passes.gradients)
+            flat.guarded = all(is_sharded(parameter) for parameter in flat.parameters)
             flat.note_values() if flat.buffer is not None else flat.detach()
         names = {id(p): e.name for f in self.flats() for e, p in zip(f.layout.entries, f.parameters, strict=True)}
         self._owners = Owners(self.model, names)

@@ -139,6 +139,9 @@ class Released(Guarded):
         if value is not self:  # `model.to(...)` that changes nothing assigns a parameter to itself
             raise Refused(no_values(name_of(cast(torch.Tensor, self))))
 
+    def as_subclass(self, cls: type) -> Any:
+        raise Refused(no_values(name_of(cast(torch.Tensor, self))))
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -275,6 +278,30 @@ def _plain(parameter: Any, values: torch.Tensor) -> nn.Parameter:
     return made
 
 
+@functools.cache
+def watch_scripts() -> None:
+    """Refuse released parameters as arguments of TorchScript functions, which do not ask a tensor's class.
+
+    A scripted module reads its own parameters in C++ too, so they are looked at before it is called.
+    """
+    call, method = torch.jit.ScriptFunction.__call__, torch.jit.RecursiveScriptModule.__call__
+
+    @functools.wraps(call)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name := first_released((args, kwargs)):
+            raise Refused(no_values(name))
+        return call(self, *args, **kwargs)
+
+    @functools.wraps(method)
+    def checked_module(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name := first_released((args, kwargs, list(self.parameters()))):
+            raise Refused(no_values(name))
+        return method(self, *args, **kwargs)
+
+    torch.jit.ScriptFunction.__call__ = checked
+    torch.jit.RecursiveScriptModule.__call__ = checked_module
+
+
 def refuse_unsuitable(parameter: nn.Parameter, name: str) -> None:
     """Raise Refused for a parameter whose values are not one dense tensor of its own."""
     kind = type(parameter)
@@ -335,6 +362,7 @@ def release(parameter: nn.Parameter, hollow: torch.Tensor) -> None:
     """Take a parameter's values away; `hollow` has its shape and no memory of its own."""
     attach(parameter, hollow)
     if isinstance(parameter, Guarded):
+        watch_scripts()
         parameter.__class__ = derived(Released, type(parameter)._zerocli_class)  # type: ignore[attr-defined]
 
 

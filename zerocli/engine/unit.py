@@ -17,7 +17,7 @@ from offload import Record, Store
 from tiers.streams import current_stream
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.master import REMAINDER
-from zerocli.engine.parameters import attach, edited, edited_in_place, moved, note_values, release
+from zerocli.engine.parameters import attach, edited, edited_in_place, is_sharded, moved, note_values, release
 from zerocli.engine.streams import StreamEvent
 from zerocli.errors import Refused
 from zerocli.layout.flats import FlatSpec, flat_spec
@@ -93,6 +93,8 @@ class Flat:
 
     buffer: torch.Tensor | None = None
     """The buffer that the parameters are currently views of; None while they are released."""
+    guarded: bool = False
+    """Whether its parameters have the classes of parameters.py; fake ones have not."""
     pending: Pending | None = None
     """A gather that is in flight."""
 
@@ -208,10 +210,21 @@ class Flat:
 
     def attach(self, buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
         """Make the parameters views of `buffer`."""
+        if self.guarded:
+            self.refuse_swapped()
         for parameter, view in zip(self.parameters, views, strict=True):
             attach(parameter, view)
             note_values(parameter)
         self.buffer = buffer
+
+    def refuse_swapped(self) -> None:
+        """Raise Refused if a parameter's object has become another tensor."""
+        for entry, parameter in zip(self.layout.entries, self.parameters, strict=True):
+            if not is_sharded(parameter):
+                raise Refused(
+                    f"{entry.name} was exchanged with another tensor after shard, as torch.utils.swap_tensors does: "
+                    f"copy values into it inside `with engine.gathered({entry.name!r}, write=True)`"
+                )
 
     def detach(self) -> None:
         """Leave the parameters with their shape but no values: reading one raises an error with its name."""
@@ -226,6 +239,8 @@ class Flat:
     def restore_moved(self) -> None:
         """Copy parameters that were moved to other memory back into the flat, keeping their new values."""
         assert self.resident is not None
+        if self.guarded:
+            self.refuse_swapped()
         for entry, parameter in zip(self.layout.entries, self.parameters, strict=True):
             if moved(parameter):
                 view = self.resident[entry.offset : entry.offset + entry.numel].view(entry.shape)
