@@ -26,6 +26,7 @@ from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.engine import relayout, states, whole
 from zerocli.engine.activations import open_activations
+from zerocli.engine.aliases import cut_left
 from zerocli.engine.backward import Backward
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
@@ -36,6 +37,7 @@ from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
 from zerocli.engine.facade import ShardedOptimizer
 from zerocli.engine.fused import can_fuse
+from zerocli.engine.gather import Left
 from zerocli.engine.groups import arrange
 from zerocli.engine.hooks import Hooks
 from zerocli.engine.modules import register_method
@@ -96,6 +98,7 @@ class Engine:
         self.sizing: Sizing
         self._closed = False
         self._held_whole = 0
+        self._searches = 3
 
         self.units = self._build_units()
         self.counts = Counts(self.device, self.rule.split)
@@ -109,6 +112,7 @@ class Engine:
                 guard(parameter, entry.name, self.passes.gradients)
             flat.guarded = all(is_sharded(parameter) for parameter in flat.parameters)
             flat.note_values() if flat.buffer is not None else flat.detach()
+        self._builder.aliases.settle(self.flats())
         names = {id(p): e.name for f in self.flats() for e, p in zip(f.layout.entries, f.parameters, strict=True)}
         self._owners = Owners(self.model, names)
         self._connect()
@@ -272,8 +276,22 @@ class Engine:
         self.loss_scale.update(scaled.skip)
         self.gatherer.end_step()
         self.hooks.end_step()
+        self._cut_views(trained=True)
         self.passes.forget()
         return StepResult(self.steps, lr, scaled.norm, scaled.skip)
+
+    def _cut_views(self, trained: bool = False) -> None:
+        """Refuse further use of views of gathered parameters that have changed, `trained` ones or all."""
+        if self.gatherer.moves:
+
+            def left() -> list[Left]:
+                return [each for each in self.gatherer.left() if each.flat.trainable or not trained]
+
+            # What is found nowhere is held by a graph; it is not looked for among all objects again and again.
+            if cut_left(self.model, left, thorough=self._searches > 0):
+                self._searches = 3
+            else:
+                self._searches -= 1
 
     def _wait_for_resident(self) -> None:
         """Order the compute stream after the updates of parameters that it reads without a gather."""
@@ -417,6 +435,7 @@ class Engine:
                 yield
             if write:
                 self.hooks.generation += 1
+                self._cut_views()
         finally:
             self._held_whole -= 1
 
@@ -451,9 +470,11 @@ class Engine:
         """
         self.hooks.generation += 1
         self.synchronize()
-        return states.load_model_state(
+        loaded = states.load_model_state(
             *(self.model, self.flats(), self.collectives, self.tensor_parallel, state, strict)
         )
+        self._cut_views()
+        return loaded
 
     def unsharded_model(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
         """Return an independent, unsharded copy of the model, which later steps do not change. Collective.

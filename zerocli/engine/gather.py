@@ -14,6 +14,7 @@ count of the buffer's storage. Such a buffer is never refilled: it is dropped fr
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,12 +76,25 @@ class Buffer:
 
 
 class Left:
-    """A buffer that left the pool because other code keeps views of it; does not keep its memory alive."""
+    """A released buffer that other code keeps views of; does not keep its memory alive."""
 
     def __init__(self, buffer: Buffer) -> None:
-        self.flat, self.storage = buffer.last, StorageWeakRef(buffer.storage)
+        assert buffer.last is not None
+        self.flat, self._buffer = buffer.last, weakref.ref(buffer)
+        self._storage = StorageWeakRef(buffer.storage)
         self.start = buffer.tensor.data_ptr()
         self.stop = self.start + buffer.tensor.nbytes
+
+    @property
+    def storage(self) -> int:
+        """Identity of its storage, valid while it is held."""
+        return int(self._storage.cdata)
+
+    @property
+    def held(self) -> bool:
+        """Whether other code still keeps a view of it."""
+        buffer = self._buffer()
+        return not self._storage.expired() if buffer is None else buffer.aliased
 
 
 class Pin:
@@ -375,13 +389,11 @@ class Gatherer:
         buffers.append(Buffer(torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)))
         return buffers[-1]
 
-    def take_left(self) -> list[Left]:
-        """Return the buffers of trainable parameters that other code keeps views of; called while all are released."""
-        for buffers in self._pool.values():
-            self._left += [Left(buffer) for buffer in buffers if buffer.holder is None and buffer.aliased]
-            buffers[:] = [buffer for buffer in buffers if buffer.holder is not None or not buffer.aliased]
-        left, self._left = [each for each in self._left if not each.storage.expired()], []
-        return [each for each in left if each.flat is not None and each.flat.trainable]
+    def left(self) -> list[Left]:
+        """Return the released buffers that other code keeps views of; called while no unit is gathered."""
+        free = [b for buffers in self._pool.values() for b in buffers if b.holder is None and b.last is not None]
+        self._left = [each for each in self._left if each.held]
+        return [*self._left, *(Left(buffer) for buffer in free if buffer.aliased)]
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the gather buffers."""
@@ -403,7 +415,7 @@ class Gatherer:
                 if start <= address < start + buffer.tensor.nbytes and buffer.last is not None:
                     return _saved_view(tensor, address - start, buffer.last)
         for left in self._left:
-            if left.start <= address < left.stop and left.flat is not None and not left.storage.expired():
+            if left.start <= address < left.stop and left.held:
                 return _saved_view(tensor, address - left.start, left.flat)
         return None
 

@@ -23,13 +23,13 @@ _DATA: Any = torch._C.TensorBase.data
 _GRAD: Any = torch._C.TensorBase.grad
 _SHARDING = "_zerocli_sharding"
 
-_READABLE = frozenset(
+READABLE = frozenset(
     "shape dtype device layout requires_grad is_leaf grad_fn grad ndim names itemsize nbytes _version _backward_hooks "
     "_post_accumulate_grad_hooks is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_xpu is_mps is_nested "
     "output_nr _grad_fn retains_grad grad_dtype".split()
 )
 """Attributes that work on a released parameter: everything but values."""
-_CALLABLE = frozenset(
+CALLABLE = frozenset(
     "numel nelement size dim ndimension stride element_size is_floating_point is_complex is_contiguous requires_grad_ "
     "register_hook register_post_accumulate_grad_hook storage_offset __len__ is_signed is_inference zeros_like "
     "ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor".split()
@@ -146,7 +146,7 @@ class Released(Guarded):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        allowed = attribute in _READABLE if name in ("__get__", "__set__") else name in _CALLABLE
+        allowed = attribute in READABLE if name in ("__get__", "__set__") else name in CALLABLE
         if allowed:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -400,6 +400,13 @@ def edited(parameter: nn.Parameter) -> bool:
     """Whether a parameter's values may have changed since `note_values`: in place, or through `p.data`."""
     sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
     return sharding is not None and (sharding.handed_out or parameter._version != sharding.version)
+
+
+def may_be_edited(parameter: nn.Parameter) -> None:
+    """Record that the user has a tensor on a parameter's memory; edits through it do not change the version counter."""
+    sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
+    if sharding is not None:
+        sharding.handed_out = True
 
 
 def note_values(parameter: nn.Parameter, kept: bool = False) -> None:
