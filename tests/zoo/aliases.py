@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zoo.blocks import WIDTH, Block, Regressor, Stack, pairs
-from zoo.case import case, either, refused, trained
+from zoo.case import case, refused, trained
 
 SHARED = refused("shared memory with", "weight")
 

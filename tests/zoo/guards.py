@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, jacrev, vmap
+from torch.nn.utils import prune
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from zoo.blocks import WIDTH, Block, Regressor, Stack, pairs
@@ -429,3 +430,225 @@ class FunctionalHead(Stack):
 
 
 trained("guard-weights-of-units-in-the-root", FunctionalHead, at3=either("weight", "gathered"))
+
+
+# -- refusals whose way out works --------------------------------------------------------------------------------------
+
+
+def _train_tokens(run, trainer, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        trainer.backward(trainer(run.tokens(step, 4, 8)))
+        trainer.step()
+
+
+def _scaled(run, edit) -> None:
+    trainer = run.shard(Stack)
+    for step in range(3):
+        _train_tokens(run, trainer, step, 1)
+        with torch.no_grad(), trainer.gathered(write=True):
+            for p in trainer.model.parameters():
+                edit(p)
+
+
+@case("guard-data-multiplied-in-gathered", also=("stage1", "stage3-cpu"))
+def data_multiplied(run):
+    def edit(p):
+        p.data *= 0.9
+
+    _scaled(run, edit)
+
+
+@case("guard-data-replaced-in-gathered", also=("stage1", "stage3-cpu"))
+def data_replaced(run):
+    def edit(p):
+        p.data = p.data * 0.9 + 0.01
+
+    _scaled(run, edit)
+
+
+@case("guard-data-multiplied", at3=refused("gathered"), also=("stage1",))
+def data_multiplied_outside(run):
+    trainer = run.shard(Stack)
+    for step in range(3):
+        _train_tokens(run, trainer, step, 1)
+        trainer.model.head.weight.data *= 0.9
+
+
+@case("guard-data-replaced", at3=refused("gathered"), also=("stage1",))
+def data_replaced_outside(run):
+    trainer = run.shard(Stack)
+    for step in range(3):
+        _train_tokens(run, trainer, step, 1)
+        trainer.model.head.weight.data = trainer.model.head.weight.data * 0.9
+
+
+@case("guard-data-exchanged-for-evaluation", at3=refused("gathered"), also=("stage1",))
+def data_exchanged(run):
+    """Averaged weights are put in for an evaluation, and the old ones back."""
+    trainer = run.shard(Stack)
+    _train_tokens(run, trainer, 0, 2)
+    weight = trainer.model.head.weight
+    kept, weight.data = weight.data, torch.full(weight.shape, 0.02)
+    with torch.no_grad():
+        run.log("averaged", trainer(run.tokens(9, 4, 8)))
+    weight.data = kept
+    _train_tokens(run, trainer, 2, 2)
+
+
+OLD = refused("head.weight", "clone")
+
+
+@case("guard-data-replaced-with-the-old-kept", below3=OLD, at3=refused("gathered"), also=("stage1",))
+def data_kept(run):
+    """The old values are put back after a step, when the engine's memory has the new ones."""
+    trainer = run.shard(Stack)
+    weight = trainer.model.head.weight
+    kept, weight.data = weight.data, torch.full(weight.shape, 0.02)
+    _train_tokens(run, trainer, 0, 1)
+    weight.data = kept
+    _train_tokens(run, trainer, 1, 1)
+
+
+@case("guard-conversion-that-changes-nothing", also=("stage1", "stage3-cpu"))
+def converted(run):
+    trainer = run.shard(Stack)
+    _train_tokens(run, trainer, 0, 1)
+    trainer.model.to("cpu").float()
+    trainer.model.to(torch.float32)
+    _train_tokens(run, trainer, 1, 2)
+
+
+HALF = refused("weight", "precision=", "unsharded_model")
+
+
+@case("guard-conversion-to-another-dtype", below3=HALF, at3=HALF, also=("stage1",))
+def halved(run):
+    trainer = run.shard(Stack)
+    _train_tokens(run, trainer, 0, 1)
+    trainer.model.half()
+
+
+ADDED = refused("extra.weight", "added after shard")
+
+
+@case("guard-module-added-after-shard", below3=ADDED, at3=ADDED, also=("stage1",))
+def added(run):
+    trainer = run.shard(Stack)
+    _train_tokens(run, trainer, 0, 1)
+    if run.sharded:
+        trainer.model.extra = nn.Linear(2, 2)
+    _train_tokens(run, trainer, 1, 1)
+
+
+@case("guard-frozen-module-added-after-shard", also=("stage1",))
+def added_frozen(run):
+    trainer = run.shard(Stack)
+    _train_tokens(run, trainer, 0, 1)
+    if run.sharded:
+        trainer.model.extra = nn.Linear(2, 2).requires_grad_(False)
+    _train_tokens(run, trainer, 1, 1)
+    if run.sharded:
+        del trainer.model.extra
+
+
+HEAD = refused("head.weight", "before shard")
+
+
+@case("guard-child-replaced-after-shard", below3=HEAD, at3=HEAD, also=("stage1",))
+def child_replaced(run):
+    trainer = run.shard(Stack)
+    _train_tokens(run, trainer, 0, 1)
+    trainer.model.head = nn.Linear(WIDTH, 11, bias=False)
+    _train_tokens(run, trainer, 1, 1)
+
+
+BEFORE = refused("weight", "before shard")
+
+
+def _rewritten(name: str, rewrite) -> None:
+    @case(f"guard-{name}-after-shard", below3=BEFORE, at3=BEFORE, also=("stage1",))
+    def program(run):
+        trainer = run.shard(Stack)
+        _train_tokens(run, trainer, 0, 1)
+        rewrite(trainer.model.blocks[0].up)
+        _train_tokens(run, trainer, 1, 1)
+
+    @case(f"guard-{name}-before-shard")
+    def follows_the_advice(run):
+        def make():
+            model = Stack()
+            rewrite(model.blocks[0].up)
+            return model
+
+        run.train(run.shard(make), 2)
+
+
+class Doubled(nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+_rewritten("prune", lambda layer: prune.l1_unstructured(layer, "weight", 0.3))
+_rewritten("parametrize", lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", Doubled()))
+_rewritten("weight-norm", lambda layer: nn.utils.parametrizations.weight_norm(layer))
+
+
+class Wide(nn.Module):
+    """A head of its own on an encoder that another model has too."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder, self.out = encoder, nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.out(self.encoder(x)).pow(2).mean()
+
+
+TWICE = refused("encoder", "another engine", "one nn.Module")
+
+
+@case("guard-encoder-in-two-engines", below3=TWICE, at3=TWICE, also=("stage1",))
+def two_engines(run):
+    encoder = run.build(lambda: nn.Sequential(Block(), Block()))
+    one, two = run.build(lambda: Wide(encoder)), run.build(lambda: Wide(encoder))
+    run.shard(one)
+    run.shard(two)
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        encoder = nn.Sequential(Block(), Block())
+        self.one, self.two = Wide(encoder), Wide(encoder)
+
+    def forward(self, x):
+        return self.one(x) + self.two(x)
+
+
+trained("guard-encoder-of-two-heads-in-one-engine", Both, lambda run, step: (run.randn(step, 4, WIDTH),))
+
+LAZY = refused("weight", "lazy")
+
+
+@case("guard-lazy-parameters", below3=LAZY, at3=LAZY)
+def lazy(run):
+    if run.sharded:
+        run.shard(lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)))
+
+
+@case("guard-peft-merged-and-unmerged", needs=("peft",), also=("stage1", "stage3-cpu"))
+def merged(run):
+    from peft import LoraConfig, get_peft_model
+
+    def make():
+        return get_peft_model(Stack(), LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False))
+
+    trainer = run.shard(make, lr=1e-3)
+    _train_tokens(run, trainer, 0, 2)
+    with torch.no_grad(), trainer.gathered(write=True):
+        trainer.model.merge_adapter()
+    with torch.no_grad():
+        run.log("merged", trainer(run.tokens(9, 4, 8)))
+    with torch.no_grad(), trainer.gathered(write=True):
+        trainer.model.unmerge_adapter()
+    _train_tokens(run, trainer, 2, 2)

@@ -24,6 +24,7 @@ from zerocli.engine.holders import (
     exported,
     has_memory,
     held_in_cpp,
+    is_own,
     keeper,
     live_tensors,
     on_storages,
@@ -88,7 +89,7 @@ def cut_left(model: nn.Module, buffers: Callable[[], list[Left]], thorough: bool
         if generation < 2 or thorough:
             for storage, tensors in on_storages(live_tensors(generation), left).items():
                 for tensor in tensors:
-                    if not isinstance(tensor, Guarded | Cut):
+                    if not isinstance(tensor, Guarded | Cut) and not is_own(tensor):
                         name = _name_at(left[storage], tensor)
                         cut(tensor, Reason(name, model, ", which has changed since"))
             tensors, tensor = [], torch.empty(0)  # hold none
@@ -152,7 +153,7 @@ class Aliases:
         self._found: list[Alias] = []
 
     def find(self, flats: Iterable[Flat], fresh: set[int]) -> None:
-        """Find the aliases of parameters that `shard` is about to move, but those in `fresh`; refuse unknown holders."""
+        """Find the aliases of parameters that `shard` is about to move, except `fresh` ones; refuse unknown holders."""
         groups = self._groups(flats, fresh)
         for members in groups.values():
             _refuse_shared(members)
@@ -163,8 +164,8 @@ class Aliases:
         for alias in self._found:
             if not alias.buffer and exported(alias.tensor):
                 raise Refused(
-                    f"{alias.name} shares memory with a numpy array, which would not follow its updates: make the array "
-                    "a copy, p.detach().numpy().copy(), before shard"
+                    f"{alias.name} shares memory with a numpy array, which would not follow its updates: make the "
+                    "array a copy, p.detach().numpy().copy(), before shard"
                 )
 
     def find_in(self, flats: Iterable[Flat]) -> None:
@@ -296,12 +297,12 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the byte after its last."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset() * tensor.element_size()
-    return start, start + (reach + 1) * tensor.element_size()
+    return int(start), int(start + (reach + 1) * tensor.element_size())
 
 
 def _place(tensor: torch.Tensor, parameter: torch.Tensor) -> tuple[Sequence[int], Sequence[int], int] | None:
     """Return size, stride and offset of a tensor in its parameter once that is contiguous, or None."""
-    within = tensor.storage_offset() - parameter.storage_offset()
+    within = int(tensor.storage_offset() - parameter.storage_offset())
     if parameter.is_contiguous():
         return tensor.size(), tensor.stride(), within
     contiguous = torch.empty(parameter.shape, device="meta").stride()

@@ -26,16 +26,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tiers.events import NOTHING
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.events import Events
+from zerocli.engine.holders import mark_own
 from zerocli.engine.streams import SideStream, StreamEvent, Waits
 from zerocli.engine.unit import Flat, State, Unit
 from zerocli.errors import Refused
 from zerocli.layout.buffers import gather_limits, gather_name
 from zerocli.layout.flats import Sizing
 
-
 _NO_HOOKS = (
-    "torch.func.grad, vjp, jacrev and hessian forbid saved-tensor hooks, by which partitioned parameters are gathered again "
-    "in backward: run them inside `with torch.no_grad(), engine.gathered():`, use torch.autograd.grad, or stage=2"
+    "torch.func.grad, vjp, jacrev and hessian forbid saved-tensor hooks, by which partitioned parameters are gathered "
+    "again in backward: run them inside `with torch.no_grad(), engine.gathered():`, use torch.autograd.grad, or stage=2"
 )
 
 
@@ -57,6 +57,7 @@ class Buffer:
 
     def __post_init__(self) -> None:
         self.storage = self.tensor.untyped_storage()
+        mark_own(self.tensor)
 
     @property
     def uses(self) -> int:
@@ -71,6 +72,7 @@ class Buffer:
         """Return the flat's parameters as views of the buffer; called while no other code refers to it."""
         if id(flat) not in self.views:
             self.views[id(flat)] = flat.views(self.tensor)
+            mark_own(*self.views[id(flat)])
         self.own_uses, self.last = self.uses, flat
         return self.views[id(flat)]
 
@@ -436,7 +438,7 @@ class Gatherer:
         """Keep autograd from saving views of gather buffers while the body runs."""
         if not self.moves or not torch.is_grad_enabled():
             return NOTHING
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             self._refuse_without_hooks()
             return NOTHING
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)

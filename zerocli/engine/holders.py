@@ -41,10 +41,26 @@ def _counted_alone() -> int:
 _COUNTED_ALONE = _counted_alone()
 
 
+_OWN = "_zerocli_own"
+
+
+def mark_own(*tensors: torch.Tensor) -> None:
+    """Mark tensors that the engine itself keeps of its memory."""
+    for tensor in tensors:
+        tensor.__dict__[_OWN] = True
+
+
+def is_own(tensor: torch.Tensor) -> bool:
+    """Whether the engine itself keeps the tensor."""
+    return _OWN in tensor.__dict__
+
+
 def live_tensors(generation: int | None = None) -> list[torch.Tensor]:
     """Return all tensors among Python's objects, or those of one generation of the collector."""
-    kinds = set(_subclasses(torch.Tensor))
-    return [each for each in gc.get_objects(generation) if type(each) in kinds]
+    kinds: set[Any] = set(_subclasses(torch.Tensor))
+    objects: list[Any] = gc.get_objects(generation)
+    found: list[torch.Tensor] = [each for each in objects if type(each) in kinds]
+    return found
 
 
 def _subclasses(kind: type) -> Iterator[type]:
@@ -66,7 +82,7 @@ def saved_by_graphs(tensors: Iterable[torch.Tensor], storages: Collection[int]) 
     """Return how often the graphs of these tensors have saved a tensor on one of the storages."""
     counts = dict.fromkeys(storages, 0)
     with torch._C.DisableTorchFunctionSubclass():
-        left = [tensor.grad_fn for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None]
+        left: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None]
     seen: set[Any] = set()
     while left:
         node = left.pop()

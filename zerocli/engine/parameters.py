@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from zerocli.errors import Refused
 
@@ -32,7 +32,8 @@ READABLE = frozenset(
 CALLABLE = frozenset(
     "numel nelement size dim ndimension stride element_size is_floating_point is_complex is_contiguous requires_grad_ "
     "register_hook register_post_accumulate_grad_hook storage_offset __len__ is_signed is_inference zeros_like "
-    "ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor".split()
+    "ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor "
+    "_has_compatible_shallow_copy_type".split()
 )
 
 
@@ -61,6 +62,9 @@ class Sharding:
 
 class Guarded:
     """Mixin of both classes: refuses access to gradients between backward and step."""
+
+    _zerocli_class: type
+    """The parameter's original class."""
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -136,7 +140,7 @@ class Released(Guarded):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if value is not self:  # `model.to(...)` that changes nothing assigns a parameter to itself
+        if cast(Any, value) is not self:  # `model.to(...)` that changes nothing assigns a parameter to itself
             raise Refused(no_values(name_of(cast(torch.Tensor, self))))
 
     def as_subclass(self, cls: type) -> Any:
@@ -169,7 +173,8 @@ class Released(Guarded):
 _CONVERSIONS = frozenset("to float half bfloat16 double cpu cuda type contiguous".split())
 _INSTEAD = (
     "the dtype is chosen by shard(..., precision=...), the device by shard(..., device=...); "
-    "engine.unsharded_model(device, dtype) gives a converted copy; new values are copied into it by p.data.copy_(values)"
+    "engine.unsharded_model(device, dtype) gives a converted copy; new values are copied into it by "
+    "p.data.copy_(values)"
 )
 
 
@@ -270,7 +275,7 @@ def derived(mixin: type, original: type) -> type:
 
 def _plain(parameter: Any, values: torch.Tensor) -> nn.Parameter:
     """Return a parameter of the user's own class with other values, and the attributes that the user gave it."""
-    original = type(parameter)._zerocli_class
+    original = parameter._zerocli_class
     made = nn.Parameter(values, parameter.requires_grad)
     if original is not nn.Parameter:
         made.__class__ = original
@@ -284,7 +289,8 @@ def watch_scripts() -> None:
 
     A scripted module reads its own parameters in C++ too, so they are looked at before it is called.
     """
-    call, method = torch.jit.ScriptFunction.__call__, torch.jit.RecursiveScriptModule.__call__
+    jit: Any = torch.jit
+    call, method = jit.ScriptFunction.__call__, jit.RecursiveScriptModule.__call__
 
     @functools.wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -298,8 +304,8 @@ def watch_scripts() -> None:
             raise Refused(no_values(name))
         return method(self, *args, **kwargs)
 
-    torch.jit.ScriptFunction.__call__ = checked
-    torch.jit.RecursiveScriptModule.__call__ = checked_module
+    jit.ScriptFunction.__call__ = checked
+    jit.RecursiveScriptModule.__call__ = checked_module
 
 
 def refuse_unsuitable(parameter: nn.Parameter, name: str) -> None:
@@ -310,9 +316,9 @@ def refuse_unsuitable(parameter: nn.Parameter, name: str) -> None:
             f"{name} is sharded by another engine already: close that engine before this shard, or put both models "
             "into one nn.Module and shard that"
         )
-    if isinstance(parameter, UninitializedTensorMixin):
+    if is_lazy(parameter):
         raise Refused(f"{name} is lazy and has no shape yet: run the model once on an example before shard")
-    own = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[comparison-overlap]
+    own = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if not is_fake(parameter) and (not own or parameter.layout != torch.strided):
         raise Refused(
             f"{name} is a {kind.__name__} of layout {parameter.layout}, which keeps its values in another way than in "
@@ -343,14 +349,14 @@ def guard(parameter: nn.Parameter, name: str, gradients: Gradients) -> None:
 def unguard(parameter: nn.Parameter) -> None:
     """Restore a parameter's original class."""
     if isinstance(parameter, Guarded):
-        parameter.__class__ = type(parameter)._zerocli_class  # type: ignore[attr-defined]
+        parameter.__class__ = parameter._zerocli_class
         del parameter.__dict__[_SHARDING]
 
 
 def attach(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Give a parameter its values."""
     if isinstance(parameter, Guarded):
-        original = type(parameter)._zerocli_class  # type: ignore[attr-defined]
+        original = parameter._zerocli_class
         parameter.__class__ = derived(Whole, original)
         if original is not nn.Parameter:  # it may have a __torch_function__ of its own
             with torch._C.DisableTorchFunctionSubclass():
@@ -363,7 +369,7 @@ def release(parameter: nn.Parameter, hollow: torch.Tensor) -> None:
     attach(parameter, hollow)
     if isinstance(parameter, Guarded):
         watch_scripts()
-        parameter.__class__ = derived(Released, type(parameter)._zerocli_class)  # type: ignore[attr-defined]
+        parameter.__class__ = derived(Released, parameter._zerocli_class)
 
 
 def take_grad(parameter: nn.Parameter) -> torch.Tensor | None:

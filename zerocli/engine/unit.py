@@ -16,6 +16,7 @@ from torch import nn
 from offload import Record, Store
 from tiers.streams import current_stream
 from zerocli.engine.comm import Collectives, Pending
+from zerocli.engine.holders import is_own, live_tensors, on_storages, storage_of
 from zerocli.engine.master import REMAINDER
 from zerocli.engine.parameters import attach, edited, edited_in_place, is_sharded, moved, note_values, release
 from zerocli.engine.streams import StreamEvent
@@ -238,15 +239,30 @@ class Flat:
 
     def restore_moved(self) -> None:
         """Copy parameters that were moved to other memory back into the flat, keeping their new values."""
-        assert self.resident is not None
+        memory = self.resident if self.resident is not None else self.buffer
+        assert memory is not None
         if self.guarded:
             self.refuse_swapped()
         for entry, parameter in zip(self.layout.entries, self.parameters, strict=True):
             if moved(parameter):
-                view = self.resident[entry.offset : entry.offset + entry.numel].view(entry.shape)
+                view = memory[entry.offset : entry.offset + entry.numel].view(entry.shape)
+                self._refuse_kept(entry.name, view)
                 view.copy_(parameter.detach())
                 attach(parameter, view)
                 note_values(parameter, kept=True)
+
+    def _refuse_kept(self, name: str, view: torch.Tensor) -> None:
+        """Raise Refused if the user keeps the old values of a parameter whose `data` was replaced."""
+        spans = {(tensor.data_ptr(), tensor.nbytes) for _, _, tensor in self.holdings()}
+        start, stop = view.data_ptr(), view.data_ptr() + view.nbytes
+        for tensor in on_storages(live_tensors(), {storage_of(view)}).get(storage_of(view), ()):
+            at = tensor.data_ptr()
+            known = tensor is view or is_own(tensor) or is_sharded(tensor) or (at, tensor.nbytes) in spans
+            if not known and start <= at and at + tensor.nbytes <= stop:
+                raise Refused(
+                    f"{name}.data was replaced while another tensor keeps its old values, which lie in the engine's "
+                    "memory: keep a copy of them (p.data.clone()), and copy new values in by p.data.copy_(values)"
+                )
 
     def changed_while_whole(self) -> list[str]:
         """Return the names of gathered parameters that were changed; `p.data` and moved ones are compared by value."""
