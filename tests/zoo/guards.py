@@ -570,7 +570,8 @@ def _rewritten(name: str, rewrite) -> None:
     def program(run):
         trainer = run.shard(Stack)
         _train_tokens(run, trainer, 0, 1)
-        rewrite(trainer.model.blocks[0].up)
+        if run.sharded:
+            rewrite(trainer.model.blocks[0].up)
         _train_tokens(run, trainer, 1, 1)
 
     @case(f"guard-{name}-before-shard")

@@ -19,7 +19,6 @@ from zerocli.engine.aliases import Aliases
 from zerocli.engine.comm import Collectives
 from zerocli.engine.master import REMAINDER, narrow, split
 from zerocli.engine.named import given, load_buffers
-from zerocli.engine.parameters import refuse_unsuitable
 from zerocli.engine.settings import Settings
 from zerocli.engine.startup import STARTUP
 from zerocli.engine.tensor_parallel import TensorParallel
@@ -65,8 +64,6 @@ class Builder:
 
     def build(self) -> list[Unit]:
         """Return the units, filled with initial values; raise DoesNotFit before anything is allocated."""
-        for name, parameter in self._model.named_parameters():
-            refuse_unsuitable(parameter, name)
         self._given = given(self._model, self._settings.state, self._tensor_parallel)
         fresh = materialise.replace_meta(self._model, self._device)
         claimed = claim_parameters(self._model, find_units(self._model, self._settings.units))

@@ -43,7 +43,7 @@ from zerocli.engine.hooks import Hooks
 from zerocli.engine.modules import register_method
 from zerocli.engine.named import IncompatibleKeys
 from zerocli.engine.optim import FlatOptimizer, StepValues
-from zerocli.engine.parameters import Owners, guard, is_sharded, unguard
+from zerocli.engine.parameters import Owners, guard, is_sharded, refuse_unsuitable, unguard
 from zerocli.engine.precision import LossScale, precision
 from zerocli.engine.rules import make_optimizer, unsuitable
 from zerocli.engine.settings import Settings
@@ -69,6 +69,8 @@ class Engine:
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = getattr(model, "_orig_mod", model), settings  # torch.compile wraps the model
         self._call = model
+        for name, parameter in self.model.named_parameters():
+            refuse_unsuitable(parameter, name)
         self.device = choose_device(settings.device, model)
         self.stage = stage_of(settings.stage)
         self.precision, _ = precision(settings.precision, self.device)

@@ -59,13 +59,13 @@ def live_tensors(generation: int | None = None) -> list[torch.Tensor]:
     """Return all tensors among Python's objects, or those of one generation of the collector."""
     kinds: set[Any] = set(_subclasses(torch.Tensor))
     objects: list[Any] = gc.get_objects(generation)
-    found: list[torch.Tensor] = [each for each in objects if type(each) in kinds]
-    return found
+    return [each for each in objects if type(each) in kinds]
 
 
 def _subclasses(kind: type) -> Iterator[type]:
     yield kind
-    for each in type.__subclasses__(kind):
+    below: list[type] = type.__subclasses__(kind)
+    for each in below:
         yield from _subclasses(each)
 
 

@@ -124,6 +124,8 @@ class Whole(Guarded):
     def detach(self) -> torch.Tensor:
         if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             name = self.__dict__[_SHARDING].name
+            if how := _rewritten_by():
+                raise Refused(_replaces(name, how))
             raise Refused(
                 f"nn.Parameter({name}) would be a second parameter in the engine's memory: use the parameter itself, "
                 "or nn.Parameter(p.detach().clone()) for one with values of its own"
@@ -207,10 +209,7 @@ def _converted(func: Any, parameter: torch.Tensor, *args: Any, **kwargs: Any) ->
 def no_values(name: str) -> str:
     """Return why a released parameter cannot be used, and the ways to its values."""
     if how := _rewritten_by():
-        return (
-            f"{name} is sharded, and {how} after shard would replace it by a parameter that is not trained: "
-            f"call {how} before shard"
-        )
+        return _replaces(name, how)
     return (
         f"{name} has no values here: each rank holds a part of it, and it is whole only while its own module computes. "
         f"Read it inside `with engine.gathered({name!r})`, change it with write=True; a method that uses it is made "
@@ -218,16 +217,23 @@ def no_values(name: str) -> str:
     )
 
 
+def _replaces(name: str, how: str) -> str:
+    return f"{name} is sharded, and {how} would replace it by a parameter that is not trained: apply it before shard"
+
+
+_REWRITING = frozenset(
+    "register_parametrization remove_parametrizations apply weight_norm remove_weight_norm spectral_norm "
+    "remove_spectral_norm orthogonal remove".split()
+)
+
+
 def _rewritten_by() -> str:
-    """Return the function of torch.nn.utils that is about to replace a parameter, if the caller is one."""
+    """Return the function of torch.nn.utils that is about to replace a parameter, if one calls."""
     frame, found = sys._getframe(1), ""
     while frame is not None:
-        path = frame.f_code.co_filename.replace("\\", "/")
-        for file in ("prune", "parametrize", "parametrizations", "weight_norm", "spectral_norm"):
-            if path.endswith(f"torch/nn/utils/{file}.py") and frame.f_code.co_name not in ("__call__", "forward"):
-                found = f"torch.nn.utils.{file}"
-        if frame.f_code.co_name == "_call_impl":  # inside a module's call these compute a weight, as they should
-            return ""
+        folder, _, file = frame.f_code.co_filename.replace("\\", "/").rpartition("/")
+        if folder.endswith("torch/nn/utils") and frame.f_code.co_name in _REWRITING:
+            found = f"torch.nn.utils.{file.removesuffix('.py')}"
         frame = frame.f_back  # type: ignore[assignment]
     return found
 
@@ -463,4 +469,4 @@ class Owners:
 
 
 def _contents(part: Any) -> list[int]:
-    return [id(value) for value in part.values()]
+    return [*map(id, part.values())]

@@ -393,7 +393,8 @@ def _walk_blocks(module: nn.Module, prefix: str, chosen: list[tuple[str, nn.Modu
         path = f"{prefix}.{name}" if prefix else name
         listed = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         if container and classes.count(type(child)) >= 2 and not listed:
-            chosen.append((path, child))
+            if not any(child is other for _, other in chosen):  # a block may be in several places
+                chosen.append((path, child))
         else:
             _walk_blocks(child, path, chosen)
 
