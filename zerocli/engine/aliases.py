@@ -161,12 +161,12 @@ class Aliases:
         groups = {storage: members for storage, members in groups.items() if self._stays(members[0][1])}
         for storage, tensors in self._search(groups).items():
             self._add(tensors, groups[storage])
-        for alias in self._found:
-            if not alias.buffer and exported(alias.tensor):
-                raise Refused(
-                    f"{alias.name} shares memory with a numpy array, which would not follow its updates: make the "
-                    "array a copy, p.detach().numpy().copy(), before shard"
-                )
+        arrays = {id(tensor) for tensor in exported(alias.tensor for alias in self._found)}
+        if names := [alias.name for alias in self._found if id(alias.tensor) in arrays]:
+            raise Refused(
+                f"{names[0]} shares memory with a numpy array, which would not follow its updates: make the array a "
+                "copy, p.detach().numpy().copy(), before shard"
+            )
 
     def find_in(self, flats: Iterable[Flat]) -> None:
         """Find the views that users keep of whole flats whose parameters are about to move."""

@@ -126,29 +126,29 @@ def held_in_cpp(tensors: Iterable[torch.Tensor], views: Iterable[torch.Tensor] =
     return int(held) - sum(id(base_of(view)) in ids for view in (*tensors, *views))
 
 
-def exported(tensor: torch.Tensor) -> bool:
-    """Whether a numpy array was made from the tensor and still uses its memory."""
-    if tensor.device.type != "cpu" or tensor.untyped_storage().resizable():  # numpy() makes a storage not resizable
-        return False
-    kept = [tensor, torch.empty(1)]
-    return _hidden(kept[0]) - 1 > _hidden(kept[1])  # the caller's argument is one reference more
+def exported(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of the tensors from which a numpy array was made that still uses their memory.
 
-
-def _hidden(tensor: torch.Tensor) -> int:
-    """Return the number of references to a tensor that neither the collector nor this thread's frames show."""
-    count = sys.getrefcount(tensor)
-    shown = sum(_times(holder, tensor) for holder in gc.get_referrers(tensor))
-    frame = sys._getframe(2)
+    An array holds its tensor by a reference that neither the collector nor this thread's frames show.
+    """
+    # numpy() makes a storage not resizable; so does a file or an array that the memory came from.
+    mine = [each for each in tensors if each.device.type == "cpu" and not each.untyped_storage().resizable()]
+    if not mine:
+        return []
+    mine.append(torch.empty(1))  # how a tensor counts that only this list holds
+    hidden = {id(each): count for each, count in zip(mine, list(map(sys.getrefcount, mine)), strict=True)}
+    for holder in gc.get_referrers(*mine):
+        for value in gc.get_referents(holder):
+            if id(value) in hidden:
+                hidden[id(value)] -= 1
+    frame = sys._getframe(1)
     while frame is not None:
-        shown += sum(value is tensor for value in frame.f_locals.values())
+        for value in frame.f_locals.values():
+            if id(value) in hidden:
+                hidden[id(value)] -= 1
         frame = frame.f_back  # type: ignore[assignment]
-    return count - shown
-
-
-def _times(holder: Any, tensor: torch.Tensor) -> int:
-    if isinstance(holder, dict):
-        return sum(value is tensor for value in holder.values())
-    return sum(value is tensor for value in holder) if isinstance(holder, list | tuple) else 1
+    usual = hidden[id(mine.pop())]
+    return [each for each in mine if hidden[id(each)] - (held_in_cpp([each]) > 0) > usual]
 
 
 def keeper(model: nn.Module, tensor: object) -> str:
