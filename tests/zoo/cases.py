@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zoo import (  # noqa: F401 (each module enters its cases)
+    aliases,
     calls,
     copies,
     dtypes,
@@ -10,6 +11,7 @@ from zoo import (  # noqa: F401 (each module enters its cases)
     engines,
     entering,
     graphs,
+    guards,
     hooks,
     identity,
     loops,

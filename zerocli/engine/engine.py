@@ -29,6 +29,7 @@ from zerocli.console import say
 from zerocli.engine import relayout, states, torch_states, whole
 from zerocli.engine.activations import open_activations
 from zerocli.engine.agreement import Seat
+from zerocli.engine.aliases import cut_left
 from zerocli.engine.backward import Backward
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
@@ -39,12 +40,13 @@ from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
 from zerocli.engine.facade import ShardedOptimizer
 from zerocli.engine.fused import can_fuse
+from zerocli.engine.gather import Left
 from zerocli.engine.groups import arrange
 from zerocli.engine.hooks import Hooks
 from zerocli.engine.modules import register_method
 from zerocli.engine.named import IncompatibleKeys
 from zerocli.engine.optim import FlatOptimizer, Group, StepValues
-from zerocli.engine.parameters import Owners, guard, unguard
+from zerocli.engine.parameters import Owners, guard, is_sharded, refuse_unsuitable, unguard
 from zerocli.engine.precision import LossScale, precision, refuse_half
 from zerocli.engine.rules import make_optimizer, prove, unsuitable
 from zerocli.engine.settings import Settings
@@ -71,6 +73,8 @@ class Engine:
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = getattr(model, "_orig_mod", model), settings  # torch.compile wraps the model
         self._call = model
+        for name, parameter in self.model.named_parameters():
+            refuse_unsuitable(parameter, name)
         self.device = choose_device(settings.device, model)
         self.stage = stage_of(settings.stage)
         self.precision, _ = precision(settings.precision, self.device)
@@ -104,6 +108,7 @@ class Engine:
         self.sizing: Sizing
         self._closed = False
         self._held_whole = 0
+        self._searches = 3
 
         self.units = self._build_units()
         self.counts = Counts(self.device, self.rule.split)
@@ -118,7 +123,9 @@ class Engine:
         for flat in self.flats():
             for parameter, entry in zip(flat.parameters, flat.layout.entries, strict=True):
                 guard(parameter, entry.name, self.passes.gradients)
+            flat.guarded = all(is_sharded(parameter) for parameter in flat.parameters)
             flat.note_values() if flat.buffer is not None else flat.detach()
+        self._builder.aliases.settle(self.flats())
         names = {id(p): e.name for f in self.flats() for e, p in zip(f.layout.entries, f.parameters, strict=True)}
         self._owners = Owners(self.model, names)
         self._connect()
@@ -314,8 +321,22 @@ class Engine:
         self.gatherer.end_step()
         self.reducer.end_step()
         self.hooks.end_step()
+        self._cut_views(trained=True)
         self.passes.forget()
         return StepResult(self.steps, lr, scaled.norm, scaled.skip)
+
+    def _cut_views(self, trained: bool = False) -> None:
+        """Refuse further use of views of gathered parameters that have changed, `trained` ones or all."""
+        if self.gatherer.moves:
+
+            def left() -> list[Left]:
+                return [each for each in self.gatherer.left() if each.flat.trainable or not trained]
+
+            # What is found nowhere is held by a graph; it is not looked for among all objects again and again.
+            if cut_left(self.model, left, thorough=self._searches > 0):
+                self._searches = 3
+            else:
+                self._searches -= 1
 
     def _wait_for_resident(self) -> None:
         """Order the compute stream after the updates of parameters that it reads without a gather."""
@@ -469,6 +490,7 @@ class Engine:
                 yield
             if write:
                 self.hooks.parameters_changed(flats)
+                self._cut_views()
         finally:
             self._held_whole -= 1
 
@@ -506,9 +528,11 @@ class Engine:
         self.meet("engine.load_state_dict")
         self.synchronize()
         self.hooks.parameters_changed(self.flats())
-        return states.load_model_state(
+        loaded = states.load_model_state(
             *(self.model, self.flats(), self.collectives, self.tensor_parallel, state, strict)
         )
+        self._cut_views()
+        return loaded
 
     def unsharded_model(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
         """Return an independent, unsharded copy of the model, which later steps do not change. Collective.

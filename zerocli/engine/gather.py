@@ -14,15 +14,19 @@ count of the buffer's storage. Such a buffer is never refilled: it is dropped fr
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tiers.events import NOTHING
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.events import Events
+from zerocli.engine.holders import mark_own
 from zerocli.engine.streams import SideStream, StreamEvent, Waits
 from zerocli.engine.unit import Flat, State, Unit
 from zerocli.errors import Refused
@@ -32,6 +36,10 @@ from zerocli.layout.flats import Sizing
 STALE = (
     "this loss was computed with parameters that have changed since, by step() or by loading: run forward again before "
     "backward"
+)
+_NO_HOOKS = (
+    "torch.func.grad, vjp, jacrev and hessian forbid saved-tensor hooks, by which partitioned parameters are gathered "
+    "again in backward: run them inside `with torch.no_grad(), engine.gathered():`, use torch.autograd.grad, or stage=2"
 )
 
 
@@ -48,9 +56,12 @@ class Buffer:
     """Parameter views by flat id, created once."""
     own_uses: int = 0
     """Use count of the storage without references from outside the gatherer."""
+    last: Flat | None = None
+    """The flat that it holds or has held last."""
 
     def __post_init__(self) -> None:
         self.storage = self.tensor.untyped_storage()
+        mark_own(self.tensor)
 
     @property
     def uses(self) -> int:
@@ -65,8 +76,31 @@ class Buffer:
         """Return the flat's parameters as views of the buffer; called while no other code refers to it."""
         if id(flat) not in self.views:
             self.views[id(flat)] = flat.views(self.tensor)
-        self.own_uses = self.uses
+            mark_own(*self.views[id(flat)])
+        self.own_uses, self.last = self.uses, flat
         return self.views[id(flat)]
+
+
+class Left:
+    """A released buffer that other code keeps views of; does not keep its memory alive."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        assert buffer.last is not None
+        self.flat, self._buffer = buffer.last, weakref.ref(buffer)
+        self._storage = StorageWeakRef(buffer.storage)
+        self.start = buffer.tensor.data_ptr()
+        self.stop = self.start + buffer.tensor.nbytes
+
+    @property
+    def storage(self) -> int:
+        """Identity of its storage, valid while it is held."""
+        return int(self._storage.cdata)
+
+    @property
+    def held(self) -> bool:
+        """Whether other code still keeps a view of it."""
+        buffer = self._buffer()
+        return not self._storage.expired() if buffer is None else buffer.aliased
 
 
 class Pin:
@@ -129,6 +163,7 @@ class Gatherer:
         self._update_order: list[Unit] | None = None
         self._cursor = 0
         self._hooks: list[tuple[Any, Any]] = []
+        self._left: list[Left] = []
         self.deferred = deferred
         """Whether the compute stream waits for updated resident parameters only when their unit is used."""
         self.moves = any(flat.state is not State.RESIDENT for unit in units for flat in unit.flats)
@@ -147,8 +182,9 @@ class Gatherer:
         if record:
             self._seen.append(unit.index)
         self._cursor = self._position_after(unit.index)
-        self.need(unit)
-        self.prefetch()
+        with _outside_checkpoints():
+            self.need(unit)
+            self.prefetch()
         if self._far:
             order = [self._units[index] for index in self._order]
             self._look_ahead(order[self._cursor :], order[: self._cursor])
@@ -360,12 +396,19 @@ class Gatherer:
         thread of gloo's may still keep a view on one rank and not on another.
         """
         if buffers[at].aliased:
+            self._left.append(Left(buffers[at]))
             buffers[at] = self._grow([], flat)
         return buffers[at]
 
     def _grow(self, buffers: list[Buffer], flat: Flat) -> Buffer:
         buffers.append(Buffer(torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)))
         return buffers[-1]
+
+    def left(self) -> list[Left]:
+        """Return the released buffers that other code keeps views of; called while no unit is gathered."""
+        free = [b for buffers in self._pool.values() for b in buffers if b.holder is None and b.last is not None]
+        self._left = [each for each in self._left if each.held]
+        return [*self._left, *(Left(buffer) for buffer in free if buffer.aliased)]
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the gather buffers."""
@@ -384,10 +427,11 @@ class Gatherer:
         for buffers in self._pool.values():
             for buffer in buffers:
                 start = buffer.tensor.data_ptr()
-                if start <= address < start + buffer.tensor.nbytes and buffer.holder is not None:
-                    offset = (address - start) // tensor.element_size()
-                    bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg(), buffer.holder.num_changes)
-                    return SavedView(buffer.holder, offset, tensor.size(), tensor.stride(), *bits)
+                if start <= address < start + buffer.tensor.nbytes and buffer.last is not None:
+                    return _saved_view(tensor, address - start, buffer.last)
+        for left in self._left:
+            if left.start <= address < left.stop and left.held:
+                return _saved_view(tensor, address - left.start, left.flat)
         return None
 
     def resolve(self, saved: SavedView) -> torch.Tensor:
@@ -409,8 +453,16 @@ class Gatherer:
         """Keep autograd from saving views of gather buffers while the body runs."""
         if not self.moves or not torch.is_grad_enabled():
             return NOTHING
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            self._refuse_without_hooks()
+            return NOTHING
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return NOTHING if outer is not None and outer in self._hooks else self._saving(outer)
+
+    def _refuse_without_hooks(self) -> None:
+        """Raise Refused unless all units stay gathered: autograd would save views of buffers that are refilled."""
+        if any(self._pins[unit.index] == 0 or not self.holds(unit) for unit in self._units if unit.flats):
+            raise Refused(_NO_HOOKS)
 
     @contextlib.contextmanager
     def _saving(self, outer: Any) -> Iterator[None]:
@@ -431,5 +483,22 @@ class Gatherer:
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 yield
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):  # torch.func disables them
+                raise Refused(_NO_HOOKS) from error
+            raise
         finally:
             self._hooks.pop()
+
+
+def _saved_view(tensor: torch.Tensor, nbytes: int, flat: Flat) -> SavedView:
+    """Return the position of a view that starts `nbytes` into a buffer of the flat."""
+    bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg(), flat.num_changes)
+    return SavedView(flat, nbytes // tensor.element_size(), tensor.size(), tensor.stride(), *bits)
+
+
+def _outside_checkpoints() -> contextlib.AbstractContextManager[object]:
+    """Keep a gather out of what torch's selective checkpointing records and replays."""
+    modes = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+    cached = any(type(mode).__name__ in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode") for mode in modes)
+    return _disable_current_modes() if cached else NOTHING

@@ -1,16 +1,21 @@
 """Parameters of a sharded model: reading a released parameter or a missing gradient raises an error with its name.
 
-The objects stay the user's own `nn.Parameter`s; only their class changes, to one of two subclasses. Neither costs time
-during compute: `__torch_function__` is disabled for one, and no operation uses the other.
+The objects stay the user's own parameters; only their class changes, to one of two subclasses of their own class that
+are made at run time. Neither costs time during compute: the first computes as the user's class does, and no operation
+uses the other.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from zerocli.errors import Refused
 
@@ -18,16 +23,17 @@ _DATA: Any = torch._C.TensorBase.data
 _GRAD: Any = torch._C.TensorBase.grad
 _SHARDING = "_zerocli_sharding"
 
-_READABLE = frozenset(
+READABLE = frozenset(
     "shape dtype device layout requires_grad is_leaf grad_fn grad ndim names itemsize nbytes _version _backward_hooks "
     "_post_accumulate_grad_hooks is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_xpu is_mps is_nested "
     "output_nr _grad_fn retains_grad grad_dtype".split()
 )
 """Attributes that work on a released parameter: everything but values."""
-_CALLABLE = frozenset(
+CALLABLE = frozenset(
     "numel nelement size dim ndimension stride element_size is_floating_point is_complex is_contiguous requires_grad_ "
     "register_hook register_post_accumulate_grad_hook storage_offset __len__ is_signed is_inference zeros_like "
-    "ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor".split()
+    "ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor "
+    "_has_compatible_shallow_copy_type".split()
 )
 
 
@@ -54,13 +60,18 @@ class Sharding:
         """Address of the values at that time."""
 
 
-class _Guarded(nn.Parameter):
-    """Base of both classes: refuses access to gradients between backward and step."""
+class Guarded:
+    """Mixin of both classes: refuses access to gradients between backward and step."""
+
+    _zerocli_class: type
+    """The parameter's original class."""
 
     @property
     def grad(self) -> torch.Tensor | None:
-        sharding: Sharding = self.__dict__[_SHARDING]
+        sharding: Sharding | None = self.__dict__.get(_SHARDING)
         found: torch.Tensor | None = _GRAD.__get__(self)
+        if sharding is None:  # a result that the user's own subclass has given its class
+            return found
         if found is None and (sharding.gradients.pending or sharding.gradients.in_backward):
             raise Refused(
                 f"the gradient of {sharding.name} is kept by the engine, not in p.grad: read it with "
@@ -80,14 +91,14 @@ class _Guarded(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+            memo[id(self)] = _plain(self, cast(nn.Parameter, self).detach().clone())
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        return _plain(self, cast(nn.Parameter, self).detach()).__reduce_ex__(protocol)
 
 
-class WholeParameter(_Guarded):
+class Whole(Guarded):
     """A parameter with values; it records reads of `data`, because edits may follow."""
 
     @property
@@ -98,46 +109,164 @@ class WholeParameter(_Guarded):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        name = self.__dict__[_SHARDING].name
-        raise Refused(
-            f"{name} lies in the engine's memory, so its data cannot be replaced: copy into it inside "
-            f"`with engine.gathered({name!r}, write=True)`"
-        )
+        sharding, mine = self.__dict__[_SHARDING], _DATA.__get__(self)
+        sharding.handed_out = True
+        if _same_memory(mine, value):  # p.data *= 0.9, or a conversion that changes nothing
+            return
+        if (mine.shape, mine.dtype, mine.device) != (value.shape, value.dtype, value.device):
+            raise Refused(
+                f"{sharding.name} lies in the engine's memory as {describe(mine)}, and was to become "
+                f"{describe(value)}: {_INSTEAD}"
+            )
+        # Copied into the engine's memory by the step or at the end of `gathered(write=True)`: see Flat.restore_moved.
+        _DATA.__set__(self, value.detach())
+
+    def detach(self) -> torch.Tensor:
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            name = self.__dict__[_SHARDING].name
+            if how := _rewritten_by():
+                raise Refused(_replaces(name, how))
+            raise Refused(
+                f"nn.Parameter({name}) would be a second parameter in the engine's memory: use the parameter itself, "
+                "or nn.Parameter(p.detach().clone()) for one with values of its own"
+            )
+        return torch.Tensor.detach(cast(torch.Tensor, self))
 
 
-class ReleasedParameter(_Guarded):
+class Released(Guarded):
     """A parameter that currently has no values: each rank holds a slice of it, on the device or offloaded."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        raise Refused(no_values(name_of(cast(torch.Tensor, self))))
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if cast(Any, value) is not self:  # `model.to(...)` that changes nothing assigns a parameter to itself
+            raise Refused(no_values(name_of(cast(torch.Tensor, self))))
+
+    def as_subclass(self, cls: type) -> Any:
+        raise Refused(no_values(name_of(cast(torch.Tensor, self))))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        allowed = attribute in _READABLE if name in ("__get__", "__set__") else name in _CALLABLE
+        allowed = attribute in READABLE if name in ("__get__", "__set__") else name in CALLABLE
         if allowed:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        released = _first((args, kwargs), ReleasedParameter)
-        raise Refused(
-            f"{released} has no values here: each rank holds a part of it, and it is whole only while its own module "
-            f"computes. Read it inside `with engine.gathered({released!r})`, change it with write=True; a method that "
-            "uses it is made known by engine.register_forward_method(module, name); whole weights are "
-            "engine.state_dict()"
-        )
+        if name in _CONVERSIONS and isinstance(args[0], Released):
+            return _converted(func, *args, **(kwargs or {}))
+        raise Refused(no_values(first_released((args, kwargs))))
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"ReleasedParameter({name_of(self)}, shape={tuple(self.shape)}, dtype={self.dtype})"
+    def __repr__(self) -> str:
+        mine = cast(torch.Tensor, self)
+        return f"ReleasedParameter({name_of(mine)}, shape={tuple(mine.shape)}, dtype={mine.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         raise Refused(
-            f"{name_of(self)} cannot be copied: this rank has a part of it only. engine.unsharded_model() gives an "
-            "independent whole copy of the model; zerocli.EMA(engine) keeps an average of its weights"
+            f"{name_of(cast(torch.Tensor, self))} cannot be copied: this rank has a part of it only. "
+            "engine.unsharded_model() gives an independent whole copy of the model; zerocli.EMA(engine) keeps an "
+            "average of its weights"
         )
 
 
-def _first(values: Any, kind: type[nn.Parameter]) -> str:
-    """Return the name of the first parameter of a class in a call's arguments."""
+class Pending(Guarded):
+    """A parameter whose update is under way: its values are the last step's until its module is used."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if attribute in READABLE if name in ("__get__", "__set__") else name in CALLABLE or name == "data_ptr":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise Refused(
+            f"{_first((args, kwargs), Pending)} is read before its update is done, because of defer_update=True: call "
+            "engine.synchronize() first, or read it through engine.gathered or state_dict"
+        )
+
+    def __repr__(self) -> str:
+        mine = cast(torch.Tensor, self)
+        return f"PendingParameter({name_of(mine)}, shape={tuple(mine.shape)}, dtype={mine.dtype})"
+
+
+_CONVERSIONS = frozenset("to float half bfloat16 double cpu cuda type contiguous".split())
+_INSTEAD = (
+    "the dtype is chosen by shard(..., precision=...), the device by shard(..., device=...); "
+    "engine.unsharded_model(device, dtype) gives a converted copy; new values are copied into it by "
+    "p.data.copy_(values)"
+)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}".removeprefix("torch.")
+
+
+def _same_memory(mine: torch.Tensor, other: torch.Tensor) -> bool:
+    if type(other) not in (torch.Tensor, nn.Parameter) and not isinstance(other, Guarded):
+        return False
+    alike = mine.shape == other.shape and mine.stride() == other.stride() and mine.dtype == other.dtype
+    return alike and mine.device == other.device and mine.data_ptr() == other.data_ptr()
+
+
+def _converted(func: Any, parameter: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return the released parameter itself if the conversion changes nothing; refuse another one."""
+    probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    found = func(probe, *args, **kwargs)
+    if found is probe:
+        return parameter
+    if isinstance(found, torch.Tensor) and (found.dtype, found.device) != (probe.dtype, probe.device):
+        mine, wanted = describe(parameter), describe(found.expand(0))
+        raise Refused(
+            f"{name_of(parameter)} is kept by the engine as {mine}, and was to become "
+            f"{wanted.partition(' of ')[0]} on {found.device}: {_INSTEAD}"
+        )
+    raise Refused(no_values(name_of(parameter)))
+
+
+def no_values(name: str) -> str:
+    """Return why a released parameter cannot be used, and the ways to its values."""
+    if how := _rewritten_by():
+        return _replaces(name, how)
+    return (
+        f"{name} has no values here: each rank holds a part of it, and it is whole only while its own module computes. "
+        f"Read it inside `with engine.gathered({name!r})`, change it with write=True; a method that uses it is made "
+        "known by engine.register_forward_method(module, name); whole weights are engine.state_dict()"
+    )
+
+
+def _replaces(name: str, how: str) -> str:
+    return f"{name} is sharded, and {how} would replace it by a parameter that is not trained: apply it before shard"
+
+
+_REWRITING = frozenset(
+    "register_parametrization remove_parametrizations apply weight_norm remove_weight_norm spectral_norm "
+    "remove_spectral_norm orthogonal remove".split()
+)
+
+
+def _rewritten_by() -> str:
+    """Return the function of torch.nn.utils that is about to replace a parameter, if one calls."""
+    frame, found = sys._getframe(1), ""
+    while frame is not None:
+        folder, _, file = frame.f_code.co_filename.replace("\\", "/").rpartition("/")
+        if folder.endswith("torch/nn/utils") and frame.f_code.co_name in _REWRITING:
+            found = f"torch.nn.utils.{file.removesuffix('.py')}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def first_released(values: Any) -> str:
+    """Return the name of the first released parameter in nested containers, or an empty string."""
+    return _first(values, Released)
+
+
+def _first(values: Any, kind: type[Guarded]) -> str:
+    """Return the name of the first parameter of a kind in nested containers, or an empty string."""
     if isinstance(values, kind):
-        return name_of(values)
+        return name_of(cast(torch.Tensor, values))
     if isinstance(values, dict):
         values = values.values()
     if isinstance(values, tuple | list) or type(values).__name__ == "dict_values":
@@ -147,25 +276,6 @@ def _first(values: Any, kind: type[nn.Parameter]) -> str:
     return ""
 
 
-class PendingParameter(_Guarded):
-    """A parameter whose update is under way: its values are the last step's until its module is used."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if attribute in _READABLE if name in ("__get__", "__set__") else name in _CALLABLE or name == "data_ptr":
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise Refused(
-            f"{_first((args, kwargs), PendingParameter)} is read before its update is done, because of "
-            "defer_update=True: call engine.synchronize() first, or read it through engine.gathered or state_dict"
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"PendingParameter({name_of(self)}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
 def name_of(parameter: torch.Tensor) -> str:
     """Return the name that the model gives a sharded parameter."""
     return str(parameter.__dict__[_SHARDING].name)
@@ -173,37 +283,124 @@ def name_of(parameter: torch.Tensor) -> str:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a parameter of a sharded model."""
-    return isinstance(tensor, _Guarded)
+    return isinstance(tensor, Guarded)
+
+
+@functools.cache
+def derived(mixin: type, original: type) -> type:
+    """Return a subclass of a tensor class with the behaviour of `mixin`; its values keep the original class.
+
+    The user's own `__torch_function__` runs as it did, but for a released parameter.
+    """
+    members: dict[str, Any] = {"__module__": original.__module__, "_zerocli_class": original}
+    function = original.__torch_function__  # type: ignore[attr-defined]
+    if "__torch_function__" not in vars(mixin) and function is not torch._C._disabled_torch_function_impl:
+
+        def run(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            own = tuple(getattr(kind, "_zerocli_class", kind) for kind in types)
+            return function(func, own, args, kwargs or {})
+
+        members["__torch_function__"] = classmethod(run)
+    return type(original.__name__, (mixin, original), members)
+
+
+def _plain(parameter: Any, values: torch.Tensor) -> nn.Parameter:
+    """Return a parameter of the user's own class with other values, and the attributes that the user gave it."""
+    original = parameter._zerocli_class
+    made = nn.Parameter(values, parameter.requires_grad)
+    if original is not nn.Parameter:
+        made.__class__ = original
+    made.__dict__.update({key: value for key, value in parameter.__dict__.items() if key != _SHARDING})
+    return made
+
+
+@functools.cache
+def watch_scripts() -> None:
+    """Refuse released parameters as arguments of TorchScript functions, which do not ask a tensor's class.
+
+    A scripted module reads its own parameters in C++ too, so they are looked at before it is called.
+    """
+    jit: Any = torch.jit
+    call, method = jit.ScriptFunction.__call__, jit.RecursiveScriptModule.__call__
+
+    @functools.wraps(call)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name := first_released((args, kwargs)):
+            raise Refused(no_values(name))
+        return call(self, *args, **kwargs)
+
+    @functools.wraps(method)
+    def checked_module(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name := first_released((args, kwargs, list(self.parameters()))):
+            raise Refused(no_values(name))
+        return method(self, *args, **kwargs)
+
+    jit.ScriptFunction.__call__ = checked
+    jit.RecursiveScriptModule.__call__ = checked_module
+
+
+def refuse_unsuitable(parameter: nn.Parameter, name: str) -> None:
+    """Raise Refused for a parameter whose values are not one dense tensor of its own."""
+    kind = type(parameter)
+    if isinstance(parameter, Guarded):
+        raise Refused(
+            f"{name} is sharded by another engine already: close that engine before this shard, or put both models "
+            "into one nn.Module and shard that"
+        )
+    if is_lazy(parameter):
+        raise Refused(f"{name} is lazy and has no shape yet: run the model once on an example before shard")
+    own = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if not is_fake(parameter) and (not own or parameter.layout != torch.strided):
+        raise Refused(
+            f"{name} is a {kind.__name__} of layout {parameter.layout}, which keeps its values in another way than in "
+            "one dense tensor: replace it by a dense nn.Parameter before shard"
+        )
+
+
+def is_fake(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has a shape only, in a plan that runs the model without memory."""
+    return isinstance(parameter, FakeTensor)
 
 
 def guard(parameter: nn.Parameter, name: str, gradients: Gradients) -> None:
-    """Turn a parameter into a sharded model's; other subclasses of nn.Parameter, also fake ones, keep their class."""
-    if isinstance(parameter, _Guarded):
-        raise Refused(f"{name} is sharded by another engine already: close that one, or shard another model")
-    if type(parameter) is nn.Parameter:
-        parameter.__dict__[_SHARDING] = Sharding(name, gradients)
-        parameter.__class__ = WholeParameter
+    """Turn a parameter into a sharded model's; one without memory of its own (a fake one) keeps its class."""
+    kind = type(parameter)
+    if is_fake(parameter):
+        return
+    parameter.__dict__[_SHARDING] = Sharding(name, gradients)
+    try:
+        parameter.__class__ = derived(Whole, kind)
+    except TypeError as error:
+        raise Refused(
+            f"{name} is a {kind.__name__}, a class of tensors that cannot be sharded ({error}): make it an "
+            "nn.Parameter before shard"
+        ) from error
 
 
 def unguard(parameter: nn.Parameter) -> None:
     """Restore a parameter's original class."""
-    if isinstance(parameter, _Guarded):
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    if isinstance(parameter, Guarded):
+        parameter.__class__ = parameter._zerocli_class
         del parameter.__dict__[_SHARDING]
 
 
 def attach(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Give a parameter its values."""
-    if isinstance(parameter, _Guarded):
-        parameter.__class__ = WholeParameter
+    if isinstance(parameter, Guarded):
+        original = parameter._zerocli_class
+        parameter.__class__ = derived(Whole, original)
+        if original is not nn.Parameter:  # it may have a __torch_function__ of its own
+            with torch._C.DisableTorchFunctionSubclass():
+                return _DATA.__set__(parameter, values)  # type: ignore[no-any-return]
     _DATA.__set__(parameter, values)
 
 
 def release(parameter: nn.Parameter, hollow: torch.Tensor) -> None:
     """Take a parameter's values away; `hollow` has its shape and no memory of its own."""
     attach(parameter, hollow)
-    if isinstance(parameter, _Guarded):
-        parameter.__class__ = ReleasedParameter
+    if isinstance(parameter, Guarded):
+        watch_scripts()
+        parameter.__class__ = derived(Released, parameter._zerocli_class)
 
 
 def take_grad(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -242,6 +439,13 @@ def edited(parameter: nn.Parameter) -> bool:
     return sharding is not None and (sharding.handed_out or parameter._version != sharding.version)
 
 
+def may_be_edited(parameter: nn.Parameter) -> None:
+    """Record that the user has a tensor on a parameter's memory; edits through it do not change the version counter."""
+    sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
+    if sharding is not None:
+        sharding.handed_out = True
+
+
 def note_values(parameter: nn.Parameter, kept: bool = False) -> None:
     """Record a parameter's values as known; `kept` if they stay in this memory, where `p.data` may edit them."""
     sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
@@ -264,14 +468,15 @@ def count_change(parameters: Sequence[nn.Parameter]) -> None:
 
 def expect_update(parameter: nn.Parameter, pending: bool) -> None:
     """Refuse reads of a whole parameter while its update is pending; not `pending`: allow them again."""
-    if isinstance(parameter, PendingParameter if not pending else WholeParameter):
-        parameter.__class__ = PendingParameter if pending else WholeParameter
+    if isinstance(parameter, Whole if pending else Pending):
+        parameter.__class__ = derived(Pending if pending else Whole, parameter._zerocli_class)
 
 
 class Owners:
-    """Which module holds each parameter of the model, as it was when the model was sharded."""
+    """Which module holds each parameter of the model, and which child, as it was when the model was sharded."""
 
     def __init__(self, model: nn.Module, names: Mapping[int, str]) -> None:
+        self._model, self._names = model, names
         self._owners = [
             (module._parameters, key, parameter, names[id(parameter)])
             for module in model.modules()
@@ -279,12 +484,32 @@ class Owners:
             if parameter is not None
         ]
         """(dict of the owning module, key, parameter, name) of each parameter."""
+        self._parts = [part for module in model.modules() for part in (module._parameters, module._modules)]
+        self._contents = [_contents(part) for part in self._parts]
 
     def refuse_replaced(self) -> None:
-        """Raise Refused if a module's parameter was removed or replaced since."""
+        """Raise Refused if a parameter was added, removed or replaced since."""
+        if [_contents(part) for part in self._parts] == self._contents:
+            return
         for owner, key, parameter, name in self._owners:
-            if owner.get(key) is not parameter:
+            if not isinstance(owner, dict) or owner.get(key) is parameter:
+                continue
+            if now := [other for other, held in owner.items() if held is parameter]:
                 raise Refused(
-                    f"{name} is not the parameter that was sharded, and would not be trained: copy values into the old "
-                    f"one inside `with engine.gathered({name!r}, write=True)`, or shard the changed model anew"
+                    f"{name} was renamed to {now[0]} after shard, as prune, weight_norm and parametrize do: apply them "
+                    "before shard, so that the engine knows the parameters that are there"
                 )
+            raise Refused(
+                f"{name} is not the parameter that was sharded, and would not be trained: copy values into the old "
+                f"one inside `with engine.gathered({name!r}, write=True)`, or change the model before shard"
+            )
+        for name, parameter in self._model.named_parameters():
+            if id(parameter) not in self._names and parameter.requires_grad:
+                raise Refused(
+                    f"{name} was added after shard and would not be trained: add it before shard, or freeze it with "
+                    "requires_grad_(False)"
+                )
+
+
+def _contents(part: Any) -> list[int]:
+    return [*map(id, part.values())]

@@ -9,6 +9,7 @@ from torch import nn
 
 from offload import Store
 from zerocli.engine import states
+from zerocli.engine.aliases import Aliases
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
 from zerocli.engine.unit import Flat, Unit
@@ -45,6 +46,8 @@ def refit(
     they are frozen.
     """
     saved = {}
+    aliases = Aliases(model, collectives.device)
+    aliases.find_in(flat for unit in changed for flat in unit.flats)
     for unit in changed:
         for flat in unit.flats:
             saved.update(_whole_values(flat, state_names, collectives))
@@ -67,6 +70,7 @@ def refit(
                 parts = [saved[id(p)][1].get(name) for p in flat.parameters]
                 whole = _joined(flat, parts, collectives.device)
                 states.write_held(flat, name, whole[flat.held.start : flat.held.stop])
+    aliases.settle(flat for unit in units for flat in unit.flats)
 
 
 _Saved = dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]]

@@ -16,6 +16,7 @@ from torch import nn
 from offload import Record, Store
 from tiers.streams import current_stream
 from zerocli.engine.comm import Collectives, Pending
+from zerocli.engine.holders import is_own, live_tensors, on_storages, storage_of
 from zerocli.engine.master import REMAINDER
 from zerocli.engine.parameters import (
     attach,
@@ -23,6 +24,7 @@ from zerocli.engine.parameters import (
     edited,
     edited_in_place,
     expect_update,
+    is_sharded,
     moved,
     note_values,
     release,
@@ -102,6 +104,8 @@ class Flat:
 
     buffer: torch.Tensor | None = None
     """The buffer that the parameters are currently views of; None while they are released."""
+    guarded: bool = False
+    """Whether its parameters have the classes of parameters.py; fake ones have not."""
     pending: Pending | None = None
     """A gather that is in flight."""
     num_changes: int = 0
@@ -221,10 +225,21 @@ class Flat:
 
     def attach(self, buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
         """Make the parameters views of `buffer`."""
+        if self.guarded:
+            self.refuse_swapped()
         for parameter, view in zip(self.parameters, views, strict=True):
             attach(parameter, view)
             note_values(parameter)
         self.buffer = buffer
+
+    def refuse_swapped(self) -> None:
+        """Raise Refused if a parameter's object has become another tensor."""
+        for entry, parameter in zip(self.layout.entries, self.parameters, strict=True):
+            if not is_sharded(parameter):
+                raise Refused(
+                    f"{entry.name} was exchanged with another tensor after shard, as torch.utils.swap_tensors does: "
+                    f"copy values into it inside `with engine.gathered({entry.name!r}, write=True)`"
+                )
 
     def detach(self) -> None:
         """Leave the parameters with their shape but no values: reading one raises an error with its name."""
@@ -238,13 +253,30 @@ class Flat:
 
     def restore_moved(self) -> None:
         """Copy parameters that were moved to other memory back into the flat, keeping their new values."""
-        assert self.resident is not None
+        memory = self.resident if self.resident is not None else self.buffer
+        assert memory is not None
+        if self.guarded:
+            self.refuse_swapped()
         for entry, parameter in zip(self.layout.entries, self.parameters, strict=True):
             if moved(parameter):
-                view = self.resident[entry.offset : entry.offset + entry.numel].view(entry.shape)
+                view = memory[entry.offset : entry.offset + entry.numel].view(entry.shape)
+                self._refuse_kept(entry.name, view)
                 view.copy_(parameter.detach())
                 attach(parameter, view)
                 note_values(parameter, kept=True)
+
+    def _refuse_kept(self, name: str, view: torch.Tensor) -> None:
+        """Raise Refused if the user keeps the old values of a parameter whose `data` was replaced."""
+        spans = {(tensor.data_ptr(), tensor.nbytes) for _, _, tensor in self.holdings()}
+        start, stop = view.data_ptr(), view.data_ptr() + view.nbytes
+        for tensor in on_storages(live_tensors(), {storage_of(view)}).get(storage_of(view), ()):
+            at = tensor.data_ptr()
+            known = tensor is view or is_own(tensor) or is_sharded(tensor) or (at, tensor.nbytes) in spans
+            if not known and start <= at and at + tensor.nbytes <= stop:
+                raise Refused(
+                    f"{name}.data was replaced while another tensor keeps its old values, which lie in the engine's "
+                    "memory: keep a copy of them (p.data.clone()), and copy new values in by p.data.copy_(values)"
+                )
 
     def changed_while_whole(self) -> list[str]:
         """Return the names of gathered parameters that were changed; `p.data` and moved ones are compared by value."""
@@ -388,7 +420,8 @@ def _walk_blocks(module: nn.Module, prefix: str, chosen: list[tuple[str, nn.Modu
         path = f"{prefix}.{name}" if prefix else name
         listed = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         if container and classes.count(type(child)) >= 2 and not listed:
-            chosen.append((path, child))
+            if not any(child is other for _, other in chosen):  # a block may be in several places
+                chosen.append((path, child))
         else:
             _walk_blocks(child, path, chosen)
 

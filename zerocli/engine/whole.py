@@ -57,6 +57,7 @@ def gathered(
 @torch.no_grad()
 def _keep(flat: Flat, collectives: Collectives) -> None:
     """Set a gathered flat on every rank to rank 0's values."""
+    flat.restore_moved()
     values = flat.resident if flat.resident is not None else flat.buffer
     assert values is not None
     collectives.broadcast(values)
