@@ -97,15 +97,18 @@ def saved_by_graphs(tensors: Iterable[torch.Tensor], storages: Collection[int]) 
 
 
 def _saved(node: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a node of a graph holds, without the hooks that unpack them: those may be collective."""
+    if isinstance(variable := getattr(node, "variable", None), torch.Tensor):
+        yield variable
     for name in dir(node):
-        if name.startswith("_saved_") or name in ("saved_tensors", "variable"):
+        if name.startswith("_raw_saved_"):
             try:
-                value = getattr(node, name)
+                raw = getattr(node, name)
             except RuntimeError:  # freed by backward
                 continue
-            for each in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(each, torch.Tensor):
-                    yield each
+            for each in raw if isinstance(raw, tuple | list) else (raw,):
+                if isinstance(value := getattr(each, "data", None), torch.Tensor):
+                    yield value
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
