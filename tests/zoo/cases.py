@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zoo import (  # noqa: F401 (each module enters its cases)
+    buffers,
     copies,
     dtypes,
     edits,

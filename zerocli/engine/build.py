@@ -15,6 +15,7 @@ from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet, shortage
 from tiers.base import Tier
 from zerocli.engine import materialise
+from zerocli.engine.buffers import place_buffers
 from zerocli.engine.comm import Collectives
 from zerocli.engine.master import REMAINDER, narrow, split
 from zerocli.engine.named import given, load_buffers
@@ -70,7 +71,7 @@ class Builder:
         for unit, named in claimed:
             self.lay_out(unit, named, lambda p: p.requires_grad)
         self._preflight(units)
-        materialise.place_buffers(self._model, fresh, self._collectives, self._device)
+        place_buffers(self._model, fresh, self._collectives, self._device)
         for flat in _flats(units):
             self._fill(flat, fresh)
             STARTUP.move()

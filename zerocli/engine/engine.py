@@ -27,6 +27,7 @@ from zerocli.config.placement import placement_at
 from zerocli.engine import relayout, states, whole
 from zerocli.engine.activations import open_activations
 from zerocli.engine.backward import Backward
+from zerocli.engine.buffers import held_buffers
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
 from zerocli.engine.compiled import CompiledBlocks
@@ -337,7 +338,8 @@ class Engine:
                     unguard(parameter)
         self.mover.close()
         residents = [flat.resident for flat in self.flats() if flat.resident is not None]
-        kept = {tensor.untyped_storage().data_ptr() for tensor in (*residents, *self.model.buffers())}
+        buffers = [tensor for _, tensor in held_buffers(self.model)]
+        kept = {tensor.untyped_storage().data_ptr() for tensor in (*residents, *buffers)}
         held = [tensor.untyped_storage() for _, _, tensor in self.holdings()]
         self.tiers.close()  # ends their transfers, which may still read or write what is freed below
         if self.device.type == "cuda":
@@ -352,7 +354,7 @@ class Engine:
         """Yield (category, name, tensor) of all persistent tensors; of several on one storage the first one counts."""
         for flat in self.flats():
             yield from flat.holdings()
-        for name, buffer in self.model.named_buffers():
+        for name, buffer in held_buffers(self.model):
             yield "buffers", name, buffer
         for part in (self.gatherer, self.reducer, self.updater, self.activations, self.agreement):
             yield from part.holdings()
