@@ -23,6 +23,7 @@ from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
 from zerocli.checkpoint.sources import parameters_of, source_of
 from zerocli.engine.master import narrow
+from zerocli.engine.named import named_tensors
 from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.states import History, histories, load_histories
 from zerocli.engine.unit import MASTER, Flat
@@ -135,7 +136,7 @@ def _summary(kept: dict[str, History]) -> dict[str, Any]:
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the model's persistent buffers."""
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in named_tensors(model):
         if not isinstance(value, nn.Parameter):
             yield name, value
 

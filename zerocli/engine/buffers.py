@@ -71,6 +71,28 @@ def held_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, part
 
 
+@torch.no_grad()
+def write_buffer(name: str, b: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values into a buffer in place; ValueError if its layout cannot hold them."""
+    with torch.inference_mode(b.is_inference()):
+        try:
+            b.copy_(values)
+            return
+        except RuntimeError:
+            values = values.to(b.device, copy=True)
+        if not is_plain(b):
+            torch.utils.swap_tensors(b, values)
+            return
+        values = values.to(b.dtype)
+        elements = _distinct(b)
+        rows, index = _addressed(elements)
+        kept, given = rows[index], values[tuple(slice(0, size) for size in elements.shape)]
+        rows[_addresses(elements).flatten()] = given.reshape(-1, 1).contiguous().view(torch.uint8)
+        if not torch.equal(b, values):
+            rows[index] = kept
+            raise ValueError(f"elements of the buffer {name} share memory, and the state has different values for them")
+
+
 def refuse_different_models(model: nn.Module, fresh: set[int], collectives: Collectives) -> None:
     """Raise Refused on all ranks unless they have the same parameters and buffers: names, shapes and dtypes."""
     if collectives.world == 1 or collectives.backend == "fake":
@@ -204,36 +226,56 @@ def _overlaps(b: torch.Tensor) -> bool:
 
 def _addressed(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the memory that a tensor spans, one row of bytes per element, and the rows that it reads, each once."""
-    reads = torch.zeros((), dtype=torch.int64, device=b.device)
-    for size, stride in zip(b.shape, b.stride(), strict=True):
-        reads = reads.unsqueeze(-1) + torch.arange(size, device=b.device) * stride
-    index = reads.unique()
+    index = _addresses(b).unique()
     spanned = b.as_strided((int(index[-1]) + 1,), (1,), b.storage_offset())
     return spanned.view(torch.uint8).view(-1, b.itemsize), index
 
 
+def _addresses(b: torch.Tensor) -> torch.Tensor:
+    """Return where in memory each element of a tensor is, in elements from its first."""
+    reads = torch.zeros((), dtype=torch.int64, device=b.device)
+    for size, stride in zip(b.shape, b.stride(), strict=True):
+        reads = reads.unsqueeze(-1) + torch.arange(size, device=b.device) * stride
+    return reads
+
+
 def _take_odd(name: str, b: torch.Tensor, collectives: Collectives) -> None:
-    """Give a sparse, quantized or wrapped buffer rank 0's values: sent as torch.save writes them."""
+    """Give a sparse, quantized or wrapped buffer rank 0's values: sent as torch.save writes them, if they differ."""
     try:
         stream = io.BytesIO()
         torch.save(b.detach(), stream)
-        mine = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+        mine = bytearray(stream.getvalue())
     except Exception:
-        mine = torch.empty(0, dtype=torch.uint8)
-    length = collectives.broadcast(torch.tensor([mine.numel()], device=collectives.device))
-    refusal = Refused(
-        f"the buffer {name} is a {type(b).__name__} ({b.layout}), and rank 0's cannot be given to the other ranks: "
-        "keep its parts as plain tensors, or register it after shard with the same values on every rank"
-    )
-    if not length.item():
-        raise refusal
-    sent = mine if collectives.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
-    sent = sent.to(collectives.device)
-    theirs = torch.cat([collectives.broadcast(part) for part in sent.split(CHUNK_NBYTES)]).cpu()
-    if collectives.rank == 0 or torch.equal(theirs, mine):
+        mine = bytearray()
+    digest = torch.tensor([len(mine), *hashlib.sha256(mine).digest()], device=collectives.device)
+    everyone = collectives.gather_control(digest)
+    if everyone[0, 0] and bool((everyone == everyone[0]).all()):
         return
-    loaded = torch.load(io.BytesIO(theirs.numpy().tobytes()), map_location=b.device, weights_only=False)
+    sendable = collectives.broadcast(torch.tensor([_reads(mine) is not None], device=collectives.device).int())
+    refusal = Refused(
+        f"the buffer {name} is a {type(b).__name__} ({b.layout}) that differs between ranks, and rank 0's cannot be "
+        "given to the others: keep its parts as plain tensors, or give it the same values on every rank"
+    )
+    if not sendable.item():
+        raise refusal
+    sent = torch.empty(int(everyone[0, 0]), dtype=torch.uint8, device=collectives.device)
+    if collectives.rank == 0:
+        sent.copy_(torch.frombuffer(mine, dtype=torch.uint8))
+    for part in sent.split(CHUNK_NBYTES):
+        collectives.broadcast(part)
+    if collectives.rank > 0:
+        theirs = _reads(sent.cpu().numpy().tobytes())
+        try:
+            assert theirs is not None
+            torch.utils.swap_tensors(b, theirs.to(b.device).requires_grad_(b.requires_grad))
+        except (AssertionError, RuntimeError):
+            raise refusal from None
+
+
+def _reads(saved: bytes | bytearray) -> torch.Tensor | None:
+    """Return the tensor in what torch.save wrote; None unless it can be read without running code of its own."""
     try:
-        torch.utils.swap_tensors(b, loaded.requires_grad_(b.requires_grad))  # whoever holds the buffer sees it
-    except RuntimeError:
-        raise refusal from None
+        found = torch.load(io.BytesIO(saved), weights_only=True)
+    except Exception:
+        return None
+    return found if isinstance(found, torch.Tensor) else None

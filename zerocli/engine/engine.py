@@ -461,7 +461,11 @@ class Engine:
 
         Its parameters are fp32, as in `state_dict()`, or `dtype`; buffers, ties and requires_grad are the model's.
         """
-        return unsharded_model(self.model, self.state_dict, self.tensor_parallel.world, device, dtype)
+        return unsharded_model(self.model, self._whole_parameters, self.tensor_parallel.world, device, dtype)
+
+    def _whole_parameters(self) -> dict[int, torch.Tensor]:
+        self.synchronize()
+        return states.parameter_values(self.flats(), self.collectives, self.tensor_parallel)
 
     @torch.no_grad()
     def optimizer_state_dict(self) -> dict[str, Any]:
