@@ -108,6 +108,10 @@ class Builder:
             return parameter.dtype
         if parameter.dtype == torch.float64:
             raise Refused(f"{name} is float64, and training is in fp32, bf16 or fp16: call model.float() before shard")
+        if parameter.dtype.itemsize == 1:
+            if parameter.requires_grad:
+                raise Refused(f"{name} is {parameter.dtype}: freeze it, or train it in fp32, bf16 or fp16")
+            return parameter.dtype
         if matches(self._settings.keep_fp32, name, parameter) or (self._mixed and parameter.dtype == torch.float32):
             return torch.float32
         return self._compute

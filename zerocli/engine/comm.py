@@ -26,6 +26,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+SENT = frozenset(
+    (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+)
+"""Dtypes that gloo and NCCL move as they are."""
+
+
 class Severed(RuntimeError):
     """A collective that cannot be finished: another rank is gone, or can no longer be reached."""
 
@@ -195,6 +201,11 @@ class Collectives:
         """Return a Pending that completes with the work issued on the current stream so far."""
         return self._pending(None)
 
+    @staticmethod
+    def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, or its bytes if backends do not move its dtype; for collectives that do not add."""
+        return tensor if tensor.dtype in SENT else tensor.view(-1).view(torch.uint8)
+
     def _require_dense(self, *tensors: torch.Tensor) -> None:
         """Raise ValueError for a tensor with gaps or repeated elements: backends read its bytes as if it had none."""
         for tensor in tensors:
@@ -211,7 +222,9 @@ class Collectives:
         self._require_dense(full, shard)
         self.nbytes["all_gather"] += full.nbytes
         with self._noted("all_gather", what, full.nbytes) as entry:
-            entry.pending = self._pending(_all_gather(full, shard, group=self.group, async_op=self._async), entry)
+            sent, received = self._sendable(shard), self._sendable(full)
+            work = _all_gather(received, sent, group=self.group, async_op=self._async)
+            entry.pending = self._pending(work, entry)
         return entry.pending
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str = "") -> Pending:
@@ -269,7 +282,7 @@ class Collectives:
             self._require_dense(tensor)
             self.nbytes["control"] += tensor.nbytes
             with self._noted("broadcast", ""):
-                dist.broadcast(tensor, group=self.group, group_src=source)
+                dist.broadcast(self._sendable(tensor), group=self.group, group_src=source)
         return tensor
 
     def take_nbytes(self) -> dict[str, int]:

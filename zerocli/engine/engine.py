@@ -25,6 +25,7 @@ from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.engine import relayout, states, whole
+from zerocli.engine.accept import refuse_full_graphs, refuse_unsuitable
 from zerocli.engine.activations import open_activations
 from zerocli.engine.backward import Backward
 from zerocli.engine.buffers import held_buffers
@@ -39,7 +40,7 @@ from zerocli.engine.facade import ShardedOptimizer
 from zerocli.engine.fused import can_fuse
 from zerocli.engine.groups import arrange
 from zerocli.engine.hooks import Hooks
-from zerocli.engine.modules import register_method
+from zerocli.engine.modules import outside_of_units, register_method
 from zerocli.engine.named import IncompatibleKeys
 from zerocli.engine.optim import FlatOptimizer, StepValues
 from zerocli.engine.parameters import Owners, guard, unguard
@@ -68,6 +69,7 @@ class Engine:
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = getattr(model, "_orig_mod", model), settings  # torch.compile wraps the model
         self._call = model
+        refuse_unsuitable(self.model)
         self.device = choose_device(settings.device, model)
         self.stage = stage_of(settings.stage)
         self.precision, _ = precision(settings.precision, self.device)
@@ -99,6 +101,8 @@ class Engine:
         self._held_whole = 0
 
         self.units = self._build_units()
+        units = [unit.module for unit in self.units]
+        refuse_full_graphs(model, [*units, *outside_of_units(self.model, self.units)], units[1:])
         self.counts = Counts(self.device, self.rule.split)
         self.counts.add(entry.name for flat in self.trainable() for entry in flat.layout.entries)
         self.optimizer = ShardedOptimizer(
@@ -455,6 +459,15 @@ class Engine:
         return states.load_model_state(
             *(self.model, self.flats(), self.collectives, self.tensor_parallel, state, strict)
         )
+
+    @torch.no_grad()
+    def load_part(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
+        """Load full tensors under a submodule's own names, as `load_state_dict` does for the model. Collective."""
+        if self.tensor_parallel.world > 1:
+            raise Refused("the layers of this model are split by tensor parallelism: load engine.load_state_dict()")
+        self.hooks.generation += 1
+        self.synchronize()
+        return states.load_model_state(module, self.flats(), self.collectives, self.tensor_parallel, state, strict)
 
     def unsharded_model(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
         """Return an independent, unsharded copy of the model, which later steps do not change. Collective.

@@ -75,6 +75,9 @@ class Hooks:
     def load_state_dict(self, state: Any, strict: bool) -> Any:
         return self._engine.load_state_dict(state, strict=strict)
 
+    def load_part(self, module: nn.Module, state: Any, strict: bool) -> Any:
+        return self._engine.load_part(module, state, strict)
+
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def run(self, entry: Entry, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

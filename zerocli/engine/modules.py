@@ -6,6 +6,8 @@ Attributes, `isinstance`, the class name and the signature of `forward` do not c
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from zerocli.engine.parameters import ReleasedParameter
 from zerocli.engine.unit import Unit, outside
 from zerocli.errors import Refused
 
@@ -27,6 +30,8 @@ class Runner(Protocol):
     def run_body(self, entry: Entry, args: Any, kwargs: Any) -> Any: ...
 
     def load_state_dict(self, state: Any, strict: bool) -> Any: ...
+
+    def load_part(self, module: nn.Module, state: Any, strict: bool) -> Any: ...
 
 
 class Entry:
@@ -72,7 +77,8 @@ def wrap(module: nn.Module, unit: Unit, runner: Runner) -> Entry:
     entry = Entry(unit, module, runner)
     module.__dict__.pop("forward", None)
     module.__dict__[_ENTRY] = entry
-    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
+    sharded = _sharded_class(type(module))  # type: ignore[arg-type]
+    object.__setattr__(module, "__class__", sharded)  # the user's own __setattr__ may refuse
     return entry
 
 
@@ -80,7 +86,7 @@ def unwrap(module: nn.Module) -> None:
     """Undo `wrap`."""
     entry: Entry | None = module.__dict__.pop(_ENTRY, None)
     if entry is not None:
-        module.__class__ = type(module)._zerocli_class  # type: ignore[attr-defined]
+        object.__setattr__(module, "__class__", type(module)._zerocli_class)  # type: ignore[attr-defined]
         for name in entry.methods:
             module.__dict__.pop(name, None)
         if entry.before is not None:
@@ -109,46 +115,66 @@ def register_method(module: nn.Module, name: str) -> None:
 def outside_of_units(model: nn.Module, units: list[Unit]) -> Iterator[nn.Module]:
     """Yield the modules, except the model itself, that hold parameters of the rest; each may be called by itself."""
     rest = {id(p) for flat in units[0].flats for p in flat.parameters}
-    for module in outside(model, {id(unit.module) for unit in units if unit.index > 0}):
+    # torch.compile's wrapper of a part is called; the part in it is inside its graph.
+    compiled = {id(m._orig_mod) for m in model.modules() if "_orig_mod" in m._modules}
+    for module in outside(model, {id(unit.module) for unit in units if unit.index > 0} | compiled):
         container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
         if module is not model and not container and any(id(p) in rest for p in module.parameters()):
             yield module
 
 
+@contextlib.contextmanager
+def _unannounced(original: type) -> Iterator[None]:
+    """Let the body make a subclass without `__init_subclass__` of the user's classes, which may need arguments."""
+    own = original.__dict__.get("__init_subclass__")
+    type.__setattr__(original, "__init_subclass__", classmethod(lambda cls, **arguments: None))
+    try:
+        yield
+    finally:
+        if own is None:
+            type.__delattr__(original, "__init_subclass__")
+        else:
+            type.__setattr__(original, "__init_subclass__", own)
+
+
 @functools.cache
 def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
-    class Sharded(original):  # type: ignore[valid-type, misc]
-        _zerocli_class = original
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_ENTRY].call(functools.partial(original.__call__, self), args, kwargs)
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self.__dict__[_ENTRY].call(super().__call__, args, kwargs)
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_ENTRY].forward(args, kwargs)
 
-        @functools.wraps(original.forward)
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.__dict__[_ENTRY].forward(args, kwargs)
+    def load_state_dict(self: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        entry: Entry = self.__dict__[_ENTRY]
+        if entry.root:  # also loads masters and every rank's part, which a copy into parameters would miss
+            return entry.runner.load_state_dict(state_dict, strict)
+        if any(isinstance(p, ReleasedParameter) for p in self.parameters()):
+            return entry.runner.load_part(self, state_dict, strict)
+        return original.load_state_dict(self, state_dict, strict=strict, assign=assign)
 
-        def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-            entry: Entry = self.__dict__[_ENTRY]
-            if entry.root:  # also loads masters and every rank's part, which a copy into parameters would miss
-                return entry.runner.load_state_dict(state_dict, strict)
-            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        made = original.__new__(original)
+        memo[id(self)] = made
+        entry: Entry = self.__dict__[_ENTRY]
+        state = {key: value for key, value in self.__dict__.items() if key not in (_ENTRY, *entry.methods)}
+        if entry.before is not None:
+            state["forward"] = entry.before
+        made.__dict__.update(copy.deepcopy(state, memo))
+        return made
 
-        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-            made = original.__new__(original)
-            memo[id(self)] = made
-            entry: Entry = self.__dict__[_ENTRY]
-            state = {key: value for key, value in self.__dict__.items() if key not in (_ENTRY, *entry.methods)}
-            if entry.before is not None:
-                state["forward"] = entry.before
-            made.__dict__.update(copy.deepcopy(state, memo))
-            return made
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        raise Refused(
+            f"a sharded {original.__name__} cannot be pickled: save engine.state_dict(), or the module that "
+            "engine.unsharded_model() returns"
+        )
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            raise Refused(
-                f"a sharded {original.__name__} cannot be pickled: save engine.state_dict(), or the module that "
-                "engine.unsharded_model() returns"
-            )
-
-    Sharded.__name__, Sharded.__qualname__ = original.__name__, original.__qualname__
-    Sharded.__module__, Sharded.__doc__ = original.__module__, original.__doc__
-    return Sharded
+    body: dict[str, Any] = {"_zerocli_class": original, "__call__": __call__, "forward": forward}
+    body |= {"load_state_dict": load_state_dict, "__deepcopy__": __deepcopy__, "__reduce_ex__": __reduce_ex__}
+    body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    # A metaclass of the user's may count or refuse classes, so only its base makes this one.
+    meta: Any = abc.ABCMeta if issubclass(type(original), abc.ABCMeta) else type
+    with _unannounced(original):
+        made: type[nn.Module] = meta.__new__(type(original), original.__name__, (original,), body)
+    return made

@@ -151,9 +151,10 @@ def load_model_state(
     loaded = read_state(model, state, strict, tensor_parallel, current)
     for flat in flats:
         load_parameters(flat, loaded.tensors, collectives, tensor_parallel)
-    for name, b in named_tensors(model):
-        if id(b) in loaded.tensors and not isinstance(b, nn.Parameter):
-            write_buffer(name, b, loaded.tensors[id(b)])
+    sharded = {id(parameter) for flat in flats for parameter in flat.parameters}
+    for name, tensor in named_tensors(model):
+        if id(tensor) in loaded.tensors and id(tensor) not in sharded:
+            write_buffer(name, tensor, loaded.tensors[id(tensor)])
     for module, name, new in loaded.replaced:
         module._buffers[name] = new.to(collectives.device)
     for module, extra in loaded.extra:

@@ -40,9 +40,9 @@ def copy_module(
     """
     memo: dict[int, Any] = {}
     for p in model.parameters():
-        value = values[id(p)]
+        value = values.get(id(p), p)  # one that was added after shard is whole
         # Always a copy: the values belong to the caller.
-        new = value.to(device, _dtype(value, dtype or torch.float32), copy=True)
+        new = value.detach().to(device, _dtype(value, dtype or torch.float32), copy=True)
         memo[id(p)] = nn.Parameter(new, requires_grad=p.requires_grad)
     for b in model.buffers():
         memo[id(b)] = b.detach().to(device, _dtype(b, dtype), copy=True)
