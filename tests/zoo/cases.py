@@ -13,10 +13,12 @@ from zoo import (  # noqa: F401 (each module enters its cases)
     loops,
     memory,
     modules,
+    odd_modules,
     published,
     reading,
     reuse,
     shapes,
+    statedicts,
     uneven,
 )
 from zoo.case import CASES, Case

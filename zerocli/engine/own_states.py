@@ -148,10 +148,10 @@ def load_own(
     own = current is not None and manner_of(model) is Manner.OWN
     values: dict[int, torch.Tensor] = {}
     for name, tensor in named_tensors(model):
-        if own and not _is_parameter(tensor):
-            values[id(tensor)] = tensor.detach().clone()
+        if not _is_parameter(tensor):
+            values[id(tensor)] = tensor.detach().clone()  # torch's BatchNorm puts its own into an older state
         elif not own and id(tensor) not in values:
-            shape = whole_shape(name, tuple(tensor.shape)) if _is_parameter(tensor) else tuple(tensor.shape)
+            shape = whole_shape(name, tuple(tensor.shape))
             values[id(tensor)] = torch.empty(shape, dtype=tensor.dtype, device="meta")
     if own:
         assert current is not None
