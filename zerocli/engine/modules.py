@@ -20,6 +20,7 @@ from zerocli.engine.unit import Unit, outside
 from zerocli.errors import Refused
 
 _ENTRY = "_zerocli_entry"
+_CLASS = "_zerocli_class"
 
 
 class Runner(Protocol):
@@ -86,11 +87,17 @@ def unwrap(module: nn.Module) -> None:
     """Undo `wrap`."""
     entry: Entry | None = module.__dict__.pop(_ENTRY, None)
     if entry is not None:
-        object.__setattr__(module, "__class__", type(module)._zerocli_class)  # type: ignore[attr-defined]
+        object.__setattr__(module, "__class__", class_of(module))
         for name in entry.methods:
             module.__dict__.pop(name, None)
         if entry.before is not None:
             module.__dict__["forward"] = entry.before
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the user's class of a module, also if it is sharded."""
+    kind: type[nn.Module] = getattr(type(module), _CLASS, type(module))
+    return kind
 
 
 def register_method(module: nn.Module, name: str) -> None:
@@ -170,7 +177,7 @@ def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
             "engine.unsharded_model() returns"
         )
 
-    body: dict[str, Any] = {"_zerocli_class": original, "__call__": __call__, "forward": forward}
+    body: dict[str, Any] = {_CLASS: original, "__call__": __call__, "forward": forward}
     body |= {"load_state_dict": load_state_dict, "__deepcopy__": __deepcopy__, "__reduce_ex__": __reduce_ex__}
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     # A metaclass of the user's may count or refuse classes, so only its base makes this one.

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from zerocli.engine.modules import class_of
 from zerocli.engine.named import StateMismatch, named_tensors
 
 
@@ -45,17 +46,11 @@ def manner_of(model: nn.Module) -> Manner:
     return found
 
 
-def _class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the user's class of a module, also if it is sharded."""
-    kind: type[nn.Module] = getattr(type(module), "_zerocli_class", type(module))
-    return kind
-
-
 def _definer(module: nn.Module, method: str) -> type | None:
     """Return the class that defines a module's method; None if the instance itself does."""
     if method in module.__dict__:
         return None
-    return next(kind for kind in _class_of(module).__mro__ if method in kind.__dict__)
+    return next(kind for kind in class_of(module).__mro__ if method in kind.__dict__)
 
 
 @contextlib.contextmanager
@@ -175,7 +170,7 @@ def load_own(
         if not _is_parameter(tensor) and own and new is not made[id(tensor)]:
             replaced.append((module, name, new.detach()))
         elif id(tensor) in found and not _same(found[id(tensor)], new):
-            raise StateMismatch(f"{name} of {_class_of(module).__name__} is tied, and the state has two values for it")
+            raise StateMismatch(f"{name} of {class_of(module).__name__} is tied, and the state has two values for it")
         else:
             _require_shape(name, made[id(tensor)], new)
             found[id(tensor)] = new.detach()
@@ -190,7 +185,7 @@ def _load(model: nn.Module, state: Mapping[str, Any], strict: bool, own: bool) -
     given: Any = OrderedDict((k, v.detach() if isinstance(v, torch.Tensor) else v) for k, v in state.items())
     if (metadata := getattr(state, "_metadata", None)) is not None:
         given._metadata = OrderedDict((key, dict(value)) for key, value in metadata.items())
-    kind = _class_of(model)
+    kind = class_of(model)
     overridden = kind.load_state_dict is not nn.Module.load_state_dict
     try:
         if own:
