@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 LAYERS = ("zerocli", "offload", "tiers")
 TORCH = {"_buffers", "_parameters", "_version", "_cdata", "_schema", "_orig_mod", "_wrapped_by_lr_sched"}
 TORCH |= {"_modules", "_base", "_is_view", "_use_count"}
+TORCH |= {"_indices", "_values", "_metadata", "_non_persistent_buffers_set"}
+TORCH |= {"_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
 """Private names of torch's modules, tensors, storages, operators and schedulers that have no public counterpart."""
 HOOKS = {"_reset_parameters", "_init_weights", "_is_stateful", "_no_split_modules"}
 HOOKS |= {"_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"}

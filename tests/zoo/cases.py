@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zoo import (  # noqa: F401 (each module enters its cases)
     aliases,
+    buffers,
     calls,
     copies,
     dtypes,
@@ -17,6 +18,7 @@ from zoo import (  # noqa: F401 (each module enters its cases)
     loops,
     memory,
     modules,
+    odd_modules,
     optimizers,
     published,
     reading,
@@ -24,6 +26,7 @@ from zoo import (  # noqa: F401 (each module enters its cases)
     reuse,
     shapes,
     stale,
+    statedicts,
     uneven,
 )
 from zoo.case import CASES, Case

@@ -101,6 +101,9 @@ class Run:
         found = {f"{label} #{i}": value for i, (label, value) in enumerate(self.values)}
         for index, trainer in enumerate(self.trainers):
             for name, value in trainer.state().items():
+                if not isinstance(value, torch.Tensor):  # extra state
+                    continue
+                value = value.to_dense() if value.layout != torch.strided else value
                 found[f"state {name}" if index == 0 else f"state {index} {name}"] = value.detach().cpu().clone()
         return found
 

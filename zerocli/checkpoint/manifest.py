@@ -33,8 +33,9 @@ MAX_NBYTES = 1 << 30
 MAX_PIECE_NBYTES = 1 << 28
 """Maximum bytes of a piece: each is held whole while it is hashed."""
 DTYPES = {
-    name: getattr(torch, name)
-    for name in ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
 _HEAD, _MIDDLE, _TAIL = b'{"sha256":"', b'",\n"manifest":', b"}\n"
 

@@ -2,14 +2,15 @@
 
 Names: `parameters/NAME` (the fp32 master, or a frozen parameter as it is), `optimizer/STATE/NAME`, `kept/STATE/NAME` (a
 state whose shape differs from the parameter's, replicated on every rank), and for what differs between ranks
-`buffers/RANK/NAME` and `random/RANK/WHERE`. None depends on world size, stage, placement or the degree of tensor
-parallelism.
+`buffers/RANK/NAME`, `objects/RANK/NAME` (extra states and sparse buffers, as torch.save writes them) and
+`random/RANK/WHERE`. None depends on world size, stage, placement or the degree of tensor parallelism.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -22,10 +23,13 @@ from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
 from zerocli.checkpoint.sources import parameters_of, source_of
+from zerocli.engine.buffers import is_plain, write_buffer
 from zerocli.engine.master import narrow
+from zerocli.engine.named import named_tensors
 from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.states import History, histories, load_histories
 from zerocli.engine.unit import MASTER, Flat
+from zerocli.errors import Refused
 from zerocli.layout.shards import Span
 
 if TYPE_CHECKING:
@@ -89,10 +93,12 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
     engine.synchronize()
     rank = members_of(engine).rank
     parts = list(state_parts(engine))
-    buffers = dict(persistent_buffers(engine.model))
-    differs = _differs_from_first(engine, buffers)  # collective: every rank calls it, rank 0 too
+    buffers = {name: _packed(b) for name, b in persistent_buffers(engine.model)}
+    objects = {name: _written(name, value) for name, value, _ in saved_objects(engine.model)}
+    differs = _differs_from_first(engine, buffers | objects)  # collective: every rank calls it, rank 0 too
     if rank == 0 or differs:
-        parts += [tensor_part(f"buffers/{rank}/{name}", b.clone()) for name, b in buffers.items() if b.numel()]
+        parts += [tensor_part(f"buffers/{rank}/{name}", b) for name, b in buffers.items() if b.numel()]
+        parts += [tensor_part(f"objects/{rank}/{name}", written) for name, written in objects.items()]
     parts += [tensor_part(f"random/{rank}/{where}", state) for where, state in _random_states(engine).items()]
     kept = histories(engine.trainable(), engine.counts, engine.rule)
     if rank == 0:
@@ -134,10 +140,44 @@ def _summary(kept: dict[str, History]) -> dict[str, Any]:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the model's persistent buffers."""
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, nn.Parameter):
+    """Yield the model's persistent buffers whose values are elements of one storage; others are `saved_objects`."""
+    for name, value in named_tensors(model):
+        if not isinstance(value, nn.Parameter) and is_plain(value):
             yield name, value
+
+
+def saved_objects(model: nn.Module) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
+    """Yield (name, value, function that restores it) of extra states and of buffers that are sparse or wrapped."""
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}_extra_state", module.get_extra_state(), module.set_extra_state
+    for name, value in named_tensors(model):
+        if not isinstance(value, nn.Parameter) and not is_plain(value):
+            yield name, value.detach(), functools.partial(write_buffer, name, value)
+
+
+def _packed(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of a buffer."""
+    return buffer.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _written(name: str, value: Any) -> torch.Tensor:
+    """Return what torch.save writes of a value, as bytes; Refused if that could not be read without running code."""
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
+    except Exception as error:
+        raise Refused(
+            f"{name} is a {type(value).__name__} that a checkpoint cannot hold: make it of tensors, numbers, strings, "
+            f"lists and dicts ({str(error).splitlines()[0][:120] if str(error) else type(error).__name__})"
+        ) from None
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+
+
+def _restore_object(take: Callable[[Any], None], written: torch.Tensor) -> None:
+    take(torch.load(io.BytesIO(written.numpy().tobytes()), map_location="cpu", weights_only=True))
 
 
 def _differs_from_first(engine: Engine, buffers: dict[str, torch.Tensor]) -> bool:
@@ -146,7 +186,7 @@ def _differs_from_first(engine: Engine, buffers: dict[str, torch.Tensor]) -> boo
         return False
     digest = hashlib.sha256()
     for name, buffer in buffers.items():
-        digest.update(name.encode() + buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + buffer.cpu().view(-1).view(torch.uint8).numpy().tobytes())
     mine = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=engine.device)
     everyone = engine.gather_control(mine)
     return not torch.equal(everyone[0], mine)
@@ -186,12 +226,21 @@ def wanted(
         afterwards.append(lambda: take(landed))
 
     members = members_of(engine)
-    mine = f"buffers/{members.rank}/"
+    own = (f"buffers/{members.rank}/", f"objects/{members.rank}/")
     # A new rank, or one whose buffers equalled rank 0's, starts from rank 0's.
-    prefix = mine if any(name.startswith(mine) for name in manifest.tensors) else "buffers/0/"
+    source = members.rank if any(name.startswith(own) for name in manifest.tensors) else 0
     for name, buffer in persistent_buffers(engine.model):
         if buffer.numel():
-            land(prefix + name, tuple(buffer.shape), buffer.dtype, buffer.copy_)
+            land(
+                f"buffers/{source}/{name}",
+                tuple(buffer.shape),
+                buffer.dtype,
+                functools.partial(write_buffer, name, buffer),
+            )
+    for name, _, restore in saved_objects(engine.model):
+        written = manifest.tensors.get(f"objects/{source}/{name}")
+        shape = written.shape if written is not None else (0,)  # compare() reports one that is missing
+        land(f"objects/{source}/{name}", shape, torch.uint8, functools.partial(_restore_object, restore))
     compare(parts, manifest, ("parameters/", "optimizer/") if training else ("parameters/",))
     if not training:
         return parts, afterwards

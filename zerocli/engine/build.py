@@ -16,6 +16,7 @@ from offload.tierset import TierSet, shortage
 from tiers.base import Tier
 from zerocli.engine import materialise
 from zerocli.engine.aliases import Aliases
+from zerocli.engine.buffers import place_buffers
 from zerocli.engine.comm import Collectives
 from zerocli.engine.master import REMAINDER, narrow, split
 from zerocli.engine.named import given, load_buffers
@@ -73,7 +74,7 @@ class Builder:
         self._preflight(units)
         self.aliases = Aliases(self._model, self._device)
         self.aliases.find(_flats(units), fresh)
-        materialise.place_buffers(self._model, fresh, self._collectives, self._device)
+        place_buffers(self._model, fresh, self._collectives, self._device)
         for flat in _flats(units):
             self._fill(flat, fresh)
             STARTUP.move()
@@ -110,6 +111,10 @@ class Builder:
             return parameter.dtype
         if parameter.dtype == torch.float64:
             raise Refused(f"{name} is float64, and training is in fp32, bf16 or fp16: call model.float() before shard")
+        if parameter.dtype.itemsize == 1:
+            if parameter.requires_grad:
+                raise Refused(f"{name} is {parameter.dtype}: freeze it, or train it in fp32, bf16 or fp16")
+            return parameter.dtype
         if matches(self._settings.keep_fp32, name, parameter) or (self._mixed and parameter.dtype == torch.float32):
             return torch.float32
         return self._compute

@@ -32,6 +32,12 @@ class Disagreed(Refused):
     """The ranks make different calls; raised on all of them at once."""
 
 
+SENT = frozenset(
+    (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+)
+"""Dtypes that gloo and NCCL move as they are."""
+
+
 class Severed(RuntimeError):
     """A collective that cannot be finished: another rank is gone, or can no longer be reached."""
 
@@ -213,15 +219,30 @@ class Collectives:
         """Return a Pending that completes with the work issued on the current stream so far."""
         return self._pending(None)
 
+    @staticmethod
+    def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, or its bytes if backends do not move its dtype; for collectives that do not add."""
+        return tensor if tensor.dtype in SENT else tensor.view(-1).view(torch.uint8)
+
+    def _require_dense(self, *tensors: torch.Tensor) -> None:
+        """Raise ValueError for a tensor with gaps or repeated elements: backends read its bytes as if it had none."""
+        for tensor in tensors:
+            if tensor.layout != torch.strided or not tensor.is_contiguous():
+                strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+                raise ValueError(f"a collective needs contiguous memory, not {tuple(tensor.shape)} at {strides}")
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
         """Fill `full` with every rank's shard in rank order; `shard` may be this rank's slice of `full`."""
         if self.world == 1:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return self._pending(None)
+        self._require_dense(full, shard)
         self.nbytes["all_gather"] += full.nbytes
         with self._noted("all_gather", what, full.nbytes) as entry:
-            entry.pending = self._pending(_all_gather(full, shard, group=self.group, async_op=self._async), entry)
+            sent, received = self._sendable(shard), self._sendable(full)
+            work = _all_gather(received, sent, group=self.group, async_op=self._async)
+            entry.pending = self._pending(work, entry)
         return entry.pending
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str = "") -> Pending:
@@ -230,6 +251,7 @@ class Collectives:
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
             return self._pending(None)
+        self._require_dense(shard, full)
         self.nbytes["reduce_scatter"] += full.nbytes
         with self._noted("reduce_scatter", what, full.nbytes) as entry:
             entry.pending = self._pending(_reduce_scatter(shard, full, group=self.group, async_op=self._async), entry)
@@ -239,6 +261,7 @@ class Collectives:
         """Sum `tensor` over the ranks in place."""
         if self.world == 1:
             return self._pending(None)
+        self._require_dense(tensor)
         self.nbytes["all_reduce"] += 2 * tensor.nbytes
         with self._noted("all_reduce", what, 2 * tensor.nbytes) as entry:
             entry.pending = self._pending(dist.all_reduce(tensor, group=self.group, async_op=self._async), entry)
@@ -247,6 +270,7 @@ class Collectives:
     def sum_control(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over the ranks in place, on the current stream; counted as control traffic."""
         if self.world > 1:
+            self._require_dense(tensor)
             self.nbytes["control"] += tensor.nbytes
             with self._noted("all_reduce", ""):
                 dist.all_reduce(tensor, group=self.group)
@@ -292,9 +316,10 @@ class Collectives:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite `tensor` with rank `source`'s. For use outside training steps."""
         if self.world > 1:
+            self._require_dense(tensor)
             self.nbytes["control"] += tensor.nbytes
             with self._noted("broadcast", ""):
-                dist.broadcast(tensor, group=self.group, group_src=source)
+                dist.broadcast(self._sendable(tensor), group=self.group, group_src=source)
         return tensor
 
     def take_nbytes(self) -> dict[str, int]:

@@ -79,13 +79,15 @@ class EMA:
         self._refuse_applied("load_state_dict()")
         engine = self._engine
         flats = self._flats()
-        names = [entry.name for flat in flats for entry in flat.layout.entries]
-        if missing := sorted(set(names) - state.keys()):
+        engine.synchronize()
+        loaded = states.read_state(engine.model, state, False, engine.tensor_parallel, self._current).tensors
+        members = [(e.name, p) for flat in flats for e, p in zip(flat.layout.entries, flat.parameters, strict=True)]
+        if missing := sorted(name for name, p in members if id(p) not in loaded):
             raise ValueError(f"the state has no average of {missing}")
         for flat in flats:
             whole = torch.zeros(flat.layout.total, device=engine.device)
-            for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
-                view.copy_(engine.tensor_parallel.part(entry.name, state[entry.name]))
+            for entry, p, view in zip(flat.layout.entries, flat.parameters, flat.views(whole), strict=True):
+                view.copy_(engine.tensor_parallel.part(entry.name, loaded[id(p)]))
             self._parts[_key(flat)].average.copy_(whole[flat.held.start : flat.held.stop])
         self.updates = max(self.updates, 1)  # what was loaded is an average: the next update does not replace it
 
@@ -119,6 +121,12 @@ class EMA:
                 f"{engine.steps - steps} steps were made inside ema.applied(), and the parameters that they changed "
                 "are the trained ones again; call engine.step() outside of it"
             )
+
+    def _current(self) -> dict[int, torch.Tensor]:
+        """Return the averaged parameters, and the frozen ones, by id. Collective."""
+        engine = self._engine
+        averages = {id(flat): self._parts[_key(flat)].average for flat in self._flats()}
+        return states.parameter_values(engine.flats(), engine.collectives, engine.tensor_parallel, averages)
 
     def _flats(self) -> list[Flat]:
         """Return the trainable flats; if they were laid out again (a parameter was unfrozen), so is the average."""

@@ -27,10 +27,12 @@ from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say
 from zerocli.engine import relayout, states, torch_states, whole
+from zerocli.engine.accept import refuse_full_graphs, refuse_model
 from zerocli.engine.activations import open_activations
 from zerocli.engine.agreement import Seat
 from zerocli.engine.aliases import cut_left
 from zerocli.engine.backward import Backward
+from zerocli.engine.buffers import held_buffers
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
 from zerocli.engine.compiled import CompiledBlocks
@@ -43,7 +45,7 @@ from zerocli.engine.fused import can_fuse
 from zerocli.engine.gather import Left
 from zerocli.engine.groups import arrange
 from zerocli.engine.hooks import Hooks
-from zerocli.engine.modules import register_method
+from zerocli.engine.modules import outside_of_units, register_method
 from zerocli.engine.named import IncompatibleKeys
 from zerocli.engine.optim import FlatOptimizer, Group, StepValues
 from zerocli.engine.parameters import Owners, guard, is_sharded, refuse_unsuitable, unguard
@@ -75,6 +77,7 @@ class Engine:
         self._call = model
         for name, parameter in self.model.named_parameters():
             refuse_unsuitable(parameter, name)
+        refuse_model(self.model)
         self.device = choose_device(settings.device, model)
         self.stage = stage_of(settings.stage)
         self.precision, _ = precision(settings.precision, self.device)
@@ -111,6 +114,8 @@ class Engine:
         self._searches = 3
 
         self.units = self._build_units()
+        units = [unit.module for unit in self.units]
+        refuse_full_graphs(model, [*units, *outside_of_units(self.model, self.units)], units[1:])
         self.counts = Counts(self.device, self.rule.split)
         self.counts.add(entry.name for flat in self.trainable() for entry in flat.layout.entries)
         self.optimizer = ShardedOptimizer(
@@ -404,7 +409,8 @@ class Engine:
                     unguard(parameter)
         self.mover.close()
         residents = [flat.resident for flat in self.flats() if flat.resident is not None]
-        kept = {tensor.untyped_storage().data_ptr() for tensor in (*residents, *self.model.buffers())}
+        buffers = [tensor for _, tensor in held_buffers(self.model)]
+        kept = {tensor.untyped_storage().data_ptr() for tensor in (*residents, *buffers)}
         held = [tensor.untyped_storage() for _, _, tensor in self.holdings()]
         self.tiers.close()  # ends their transfers, which may still read or write what is freed below
         if self.device.type == "cuda":
@@ -419,7 +425,7 @@ class Engine:
         """Yield (category, name, tensor) of all persistent tensors; of several on one storage the first one counts."""
         for flat in self.flats():
             yield from flat.holdings()
-        for name, buffer in self.model.named_buffers():
+        for name, buffer in held_buffers(self.model):
             yield "buffers", name, buffer
         for part in (self.gatherer, self.reducer, self.updater, self.activations):
             yield from part.holdings()
@@ -534,12 +540,27 @@ class Engine:
         self._cut_views()
         return loaded
 
+    @torch.no_grad()
+    def load_part(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
+        """Load full tensors under a submodule's own names, as `load_state_dict` does for the model. Collective."""
+        if self.tensor_parallel.world > 1:
+            raise Refused("the layers of this model are split by tensor parallelism: load engine.load_state_dict()")
+        self.meet("load_state_dict of a part of the model", type(module).__name__)
+        self.synchronize()
+        self.hooks.parameters_changed(self.flats())
+        return states.load_model_state(module, self.flats(), self.collectives, self.tensor_parallel, state, strict)
+
     def unsharded_model(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
         """Return an independent, unsharded copy of the model, which later steps do not change. Collective.
 
         Its parameters are fp32, as in `state_dict()`, or `dtype`; buffers, ties and requires_grad are the model's.
         """
-        return unsharded_model(self.model, self.state_dict, self.tensor_parallel.world, device, dtype)
+        return unsharded_model(self.model, self._whole_parameters, self.tensor_parallel.world, device, dtype)
+
+    def _whole_parameters(self) -> dict[int, torch.Tensor]:
+        self.meet("engine.unsharded_model")
+        self.synchronize()
+        return states.parameter_values(self.flats(), self.collectives, self.tensor_parallel)
 
     @torch.no_grad()
     def optimizer_state_dict(self) -> dict[str, Any]:

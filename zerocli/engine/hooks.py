@@ -89,6 +89,9 @@ class Hooks:
     def zero_grad(self, set_to_none: bool) -> None:
         self._engine.zero_grad(set_to_none)
 
+    def load_part(self, module: nn.Module, state: Any, strict: bool) -> Any:
+        return self._engine.load_part(module, state, strict)
+
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def run(self, entry: Entry, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

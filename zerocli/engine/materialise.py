@@ -58,17 +58,6 @@ def replace_meta(model: nn.Module, device: torch.device) -> Fresh:
     return fresh
 
 
-def place_buffers(model: nn.Module, fresh: Fresh, collectives: Collectives, device: torch.device) -> None:
-    """Put the model's buffers on the device; those that had values start from rank 0's."""
-    for module in model.modules():
-        for name, b in module._buffers.items():
-            if b is not None and id(b) not in fresh:
-                placed = b.to(device)
-                if placed.numel():
-                    collectives.broadcast(placed)
-                module._buffers[name] = placed
-
-
 def whole_values(
     flat: Flat,
     fresh: Fresh,

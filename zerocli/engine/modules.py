@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from zerocli.engine.parameters import Released
 from zerocli.engine.unit import Unit, outside
 from zerocli.errors import Refused
 
@@ -29,6 +30,7 @@ class Runner(Protocol):
     def load_state_dict(self, state: Any, strict: bool) -> Any: ...
 
     def zero_grad(self, set_to_none: bool) -> None: ...
+    def load_part(self, module: nn.Module, state: Any, strict: bool) -> Any: ...
 
 
 class Entry:
@@ -72,17 +74,18 @@ def wrap(module: nn.Module, unit: Unit, runner: Runner) -> Entry:
     if _ENTRY in module.__dict__:
         raise Refused(f"{type(module).__name__} is sharded by another engine already: close that one first")
     entry = Entry(unit, module, runner)
-    entry.methods += ["_call_impl", "forward", "__deepcopy__", "__reduce_ex__"]
+    entry.methods += ["_call_impl", "forward", "__deepcopy__", "__reduce_ex__", "load_state_dict"]
     module.__dict__ |= {
         _ENTRY: entry,
+        "load_state_dict": _load(module, entry),
         "forward": _forward(module, entry),
         "_call_impl": _call(module._call_impl, entry),
         "__deepcopy__": functools.partial(_deep_copy, module),
         "__reduce_ex__": functools.partial(_refuse_pickling, module),
     }
     if entry.root:
-        entry.methods += ["load_state_dict", "zero_grad"]
-        module.__dict__ |= {"load_state_dict": _load(entry), "zero_grad": _zero(module.zero_grad, entry)}
+        entry.methods.append("zero_grad")
+        module.__dict__["zero_grad"] = _zero(module.zero_grad, entry)
     return entry
 
 
@@ -118,7 +121,9 @@ def register_method(module: nn.Module, name: str) -> None:
 def outside_of_units(model: nn.Module, units: list[Unit]) -> Iterator[nn.Module]:
     """Yield the modules, except the model itself, that hold parameters of the rest; each may be called by itself."""
     rest = {id(p) for flat in units[0].flats for p in flat.parameters}
-    for module in outside(model, {id(unit.module) for unit in units if unit.index > 0}):
+    # torch.compile's wrapper of a part is called; the part in it is inside its graph.
+    compiled = {id(m._orig_mod) for m in model.modules() if "_orig_mod" in m._modules}
+    for module in outside(model, {id(unit.module) for unit in units if unit.index > 0} | compiled):
         container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
         if module is not model and not container and any(id(p) in rest for p in module.parameters()):
             yield module
@@ -141,10 +146,16 @@ def _forward(module: nn.Module, entry: Entry) -> Callable[..., Any]:
     return forward
 
 
-def _load(entry: Entry) -> Callable[..., Any]:
+def _load(module: nn.Module, entry: Entry) -> Callable[..., Any]:
+    original = module.load_state_dict
+
     def load_state_dict(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         # The engine also loads masters and every rank's part, which a copy into parameters would miss.
-        return entry.runner.load_state_dict(state_dict, strict)
+        if entry.root:
+            return entry.runner.load_state_dict(state_dict, strict)
+        if any(isinstance(p, Released) for p in module.parameters()):
+            return entry.runner.load_part(module, state_dict, strict)
+        return original(state_dict, strict=strict, assign=assign)
 
     return load_state_dict
 

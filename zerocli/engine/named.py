@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,22 @@ from torch import nn
 from zerocli.engine.tensor_parallel import TensorParallel
 
 State = Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
+
+
+class StateMismatch(ValueError, RuntimeError):
+    """A state that is not of this model; torch's load_state_dict raises RuntimeError for the same."""
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's parameters and persistent buffers under all their names, which no hook has changed."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, p in module._parameters.items():
+            if p is not None:
+                yield prefix + name, p
+        for name, b in module._buffers.items():
+            if b is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, b
 
 
 class IncompatibleKeys(NamedTuple):
@@ -29,9 +45,9 @@ class Matched(NamedTuple):
     other_shape: list[str]
 
     def require(self, strict: bool = True) -> None:
-        """Raise ValueError with all mismatches; without `strict`, only wrong shapes count."""
+        """Raise StateMismatch with all mismatches; without `strict`, only wrong shapes count."""
         if self.other_shape or (strict and (self.missing or self.unexpected)):
-            raise ValueError(
+            raise StateMismatch(
                 f"state_dict does not match: missing {self.missing}, unknown {self.unexpected}, "
                 f"other shape {self.other_shape}"
             )
@@ -39,13 +55,16 @@ class Matched(NamedTuple):
 
 def match(model: nn.Module, state: Mapping[str, torch.Tensor], tp: TensorParallel) -> Matched:
     """Return how `state` matches the model; a tied weight needs one of its names, and several must be equal."""
-    own = model.state_dict(keep_vars=True)
+    own = dict(named_tensors(model))
     groups: dict[int, list[str]] = {}
     for name, value in own.items():
         groups.setdefault(id(value), []).append(name)
     found = Matched({}, [], sorted(state.keys() - own.keys()), [])
     for key, aliases in groups.items():
         there = [name for name in aliases if name in state]
+        if odd := [f"{name} is a {type(state[name]).__name__}" for name in there if not _is_tensor(state[name])]:
+            found.other_shape.extend(odd)
+            continue
         if not there:
             found.missing.extend(aliases)
             continue
@@ -58,12 +77,16 @@ def match(model: nn.Module, state: Mapping[str, torch.Tensor], tp: TensorParalle
         if not wrong:
             for other in there[1:]:
                 if state[other] is not state[first] and not torch.equal(state[other], state[first]):
-                    raise ValueError(
+                    raise StateMismatch(
                         f"{first} and {other} are one tied weight of the model and two different ones of the state; "
                         "leave one of them out"
                     )
         found.names[key] = first
     return found
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def given(model: nn.Module, state: State | None, tp: TensorParallel) -> Callable[[str], torch.Tensor] | None:
@@ -73,7 +96,7 @@ def given(model: nn.Module, state: State | None, tp: TensorParallel) -> Callable
     """
     if state is None:
         return None
-    own = model.state_dict(keep_vars=True)
+    own = dict(named_tensors(model))
     ids = {name: id(value) for name, value in model.named_parameters(remove_duplicate=False)}
     if isinstance(state, Mapping):
         match(model, state, tp).require()
@@ -95,7 +118,7 @@ def given(model: nn.Module, state: State | None, tp: TensorParallel) -> Callable
 def load_buffers(model: nn.Module, state: State) -> None:
     """Overwrite the model's persistent buffers with those in `state`."""
     with torch.no_grad():
-        for name, value in model.state_dict(keep_vars=True).items():
+        for name, value in named_tensors(model):
             if not isinstance(value, nn.Parameter) and (new := _find(state, [name])) is not None:
                 value.copy_(new)
 

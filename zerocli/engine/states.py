@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from zerocli.engine.buffers import write_buffer
 from zerocli.engine.comm import Collectives
 from zerocli.engine.counts import Counts
 from zerocli.engine.master import REMAINDER, join, narrow, split
-from zerocli.engine.named import IncompatibleKeys, match
+from zerocli.engine.named import IncompatibleKeys, match, named_tensors
 from zerocli.engine.optim import FlatOptimizer
+from zerocli.engine.own_states import Loaded, Manner, load_own, manner_of, save_own
 from zerocli.engine.tensor_parallel import TensorParallel
 from zerocli.engine.unit import MASTER, REPLICATED, Flat
 
@@ -96,14 +98,16 @@ def _forget_traffic(collectives: Collectives, tensor_parallel: TensorParallel) -
 
 
 @torch.no_grad()
-def model_state(
-    model: nn.Module,
+def parameter_values(
     flats: Iterable[Flat],
     collectives: Collectives,
     tensor_parallel: TensorParallel,
     held: Mapping[int, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
-    """See `Engine.state_dict`; `held` maps a flat's id to this rank's part of other values for its parameters."""
+) -> dict[int, torch.Tensor]:
+    """Return whole parameters, on the CPU, by their ids. Collective.
+
+    `held` maps a flat's id to this rank's part of other values for its parameters.
+    """
     values: dict[int, torch.Tensor] = {}
     for flat in flats:
         if held is not None and id(flat) in held:
@@ -113,10 +117,20 @@ def model_state(
         for parameter, entry, view in zip(flat.parameters, flat.layout.entries, flat.views(whole), strict=True):
             values[id(parameter)] = tensor_parallel.join(entry.name, view.clone())
     _forget_traffic(collectives, tensor_parallel)
-    return {
-        name: values[id(value)] if id(value) in values else value.detach().cpu().clone()
-        for name, value in model.state_dict(keep_vars=True).items()
-    }
+    return values
+
+
+@torch.no_grad()
+def model_state(
+    model: nn.Module,
+    flats: Iterable[Flat],
+    collectives: Collectives,
+    tensor_parallel: TensorParallel,
+    held: Mapping[int, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """See `Engine.state_dict`; `held` as in `parameter_values`."""
+    state: dict[str, torch.Tensor] = save_own(model, parameter_values(flats, collectives, tensor_parallel, held))
+    return state
 
 
 @torch.no_grad()
@@ -125,30 +139,61 @@ def load_model_state(
     flats: Iterable[Flat],
     collectives: Collectives,
     tensor_parallel: TensorParallel,
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
     strict: bool,
 ) -> IncompatibleKeys:
     """See `Engine.load_state_dict`."""
-    own = model.state_dict(keep_vars=True)
+    flats = list(flats)
+
+    def current() -> dict[int, torch.Tensor]:
+        return parameter_values(flats, collectives, tensor_parallel)
+
+    loaded = read_state(model, state, strict, tensor_parallel, current)
+    for flat in flats:
+        load_parameters(flat, loaded.tensors, collectives, tensor_parallel)
+    sharded = {id(parameter) for flat in flats for parameter in flat.parameters}
+    for name, tensor in named_tensors(model):
+        if id(tensor) in loaded.tensors and id(tensor) not in sharded:
+            write_buffer(name, tensor, loaded.tensors[id(tensor)])
+    for module, name, new in loaded.replaced:
+        module._buffers[name] = new.to(collectives.device)
+    for module, extra in loaded.extra:
+        module.set_extra_state(extra)
+    _forget_traffic(collectives, tensor_parallel)
+    return IncompatibleKeys(loaded.missing, loaded.unexpected)
+
+
+def read_state(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    tensor_parallel: TensorParallel,
+    current: Callable[[], Mapping[int, torch.Tensor]],
+) -> Loaded:
+    """Return what a state contains for the model; nothing is written. `current` as in `load_own`."""
+    if manner_of(model) is not Manner.BY_NAME:
+        return load_own(model, state, strict, tensor_parallel.whole_shape, current)
     matched = match(model, state, tensor_parallel)
     matched.require(strict)
-    for flat in flats:
-        sources = [matched.names.get(id(parameter)) for parameter in flat.parameters]
-        if not any(sources):
-            continue
-        dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
-        whole = torch.zeros(flat.layout.total, dtype=dtype, device=collectives.device)
-        if not all(sources):
-            whole.copy_(whole_parameters(collectives, flat))  # the others stay as they are
-        for source, entry, view in zip(sources, flat.layout.entries, flat.views(whole), strict=True):
-            if source is not None:
-                view.copy_(tensor_parallel.part(entry.name, state[source]))
-        load_whole(flat, whole)
-    for value in own.values():
-        if not isinstance(value, nn.Parameter) and id(value) in matched.names:
-            value.copy_(state[matched.names[id(value)]])
-    _forget_traffic(collectives, tensor_parallel)
-    return IncompatibleKeys(matched.missing, matched.unexpected)
+    tensors = {key: state[name] for key, name in matched.names.items()}
+    return Loaded(tensors, [], [], matched.missing, matched.unexpected)
+
+
+def load_parameters(
+    flat: Flat, values: Mapping[int, torch.Tensor], collectives: Collectives, tensor_parallel: TensorParallel
+) -> None:
+    """Overwrite the flat's parameters that have whole values, by id. Collective."""
+    given = [values.get(id(parameter)) for parameter in flat.parameters]
+    if all(value is None for value in given):
+        return
+    dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
+    whole = torch.zeros(flat.layout.total, dtype=dtype, device=collectives.device)
+    if any(value is None for value in given):
+        whole.copy_(whole_parameters(collectives, flat))  # the others stay as they are
+    for value, entry, view in zip(given, flat.layout.entries, flat.views(whole), strict=True):
+        if value is not None:
+            view.copy_(tensor_parallel.part(entry.name, value))
+    load_whole(flat, whole)
 
 
 def load_whole(flat: Flat, whole: torch.Tensor) -> None:

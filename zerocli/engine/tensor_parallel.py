@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from zerocli.engine.buffers import take_first
 from zerocli.engine.comm import Collectives
 from zerocli.engine.events import SILENT, Events
 from zerocli.engine.selective import change_once
@@ -113,10 +114,9 @@ class TensorParallel(Collectives):
         plan = plan_of(model, self)
         check_degree(self.world, extents(model, plan))
         self.cuts = cuts_of(model, plan)
-        for value in (*model.parameters(), *model.buffers()):
-            if not value.is_meta and value.numel():
-                agreed = self.broadcast(value.detach().to(self.device).contiguous())
-                value.data.copy_(agreed)
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if not value.is_meta:
+                take_first(name, value, self)
         parallelize_module(model, self._mesh, plan)
         model.register_forward_pre_hook(self._check_input, with_kwargs=True)
 

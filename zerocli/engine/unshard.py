@@ -15,37 +15,35 @@ from zerocli.errors import Refused
 @torch.no_grad()
 def unsharded_model(
     model: nn.Module,
-    state: Callable[[], Mapping[str, torch.Tensor]],
+    values: Callable[[], Mapping[int, torch.Tensor]],
     tp: int,
     device: torch.device | str,
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    """See `Engine.unsharded_model`; `state` gathers the model's state_dict, `tp` is the tensor-parallel world size."""
+    """See `Engine.unsharded_model`; `values` gathers parameters by id, `tp` is the tensor-parallel world size."""
     if tp > 1:
         raise Refused(
             f"the layers of this model are split over {tp} tensor-parallel ranks: a whole copy has other shapes; build "
             "the model again and load engine.state_dict() into it"
         )
-    return copy_module(model, state(), torch.device(device), dtype)
+    return copy_module(model, values(), torch.device(device), dtype)
 
 
 def copy_module(
-    model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None = None
+    model: nn.Module, values: Mapping[int, torch.Tensor], device: torch.device, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Return a deep copy of `model` whose parameters have the values of `state`, without what sharding added to it.
+    """Return a deep copy of `model` with these parameters, given by id, and without what sharding added to it.
 
     No parameter's memory is copied: each is replaced by its new one. Ties, requires_grad and hooks are kept. `dtype`
     applies to floating-point parameters and buffers. By default all parameters are fp32, also frozen ones that are kept
     in bf16 or fp16, so that the copy computes in one dtype; buffers keep their dtype.
     """
     memo: dict[int, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter) and id(value) not in memo:
-            # Always a copy: the tensors in `state` belong to the caller.
-            new = state[name].to(device, _dtype(state[name], dtype or torch.float32), copy=True)
-            memo[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
-    if left := [name for name, value in model.named_parameters() if id(value) not in memo]:
-        raise Refused(f"the model's state_dict() leaves out {left}: their values are not known; name them there too")
+    for p in model.parameters():
+        value = values.get(id(p), p)  # one that was added after shard is whole
+        # Always a copy: the values belong to the caller.
+        new = value.detach().to(device, _dtype(value, dtype or torch.float32), copy=True)
+        memo[id(p)] = nn.Parameter(new, requires_grad=p.requires_grad)
     for b in model.buffers():
         memo[id(b)] = b.detach().to(device, _dtype(b, dtype), copy=True)
     return copy.deepcopy(model, memo)  # a sharded module's copy has its original class

@@ -1,0 +1,92 @@
+"""What a model must be to be sharded: refused by name here, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocli.errors import Refused
+
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+"""torch's own data parallelism, by class name: it would average gradients a second time."""
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Raise Refused for a model that cannot be sharded: without values, or distributed already."""
+    for path, module in model.named_modules():
+        where = path or "the model"
+        kinds = [kind.__name__ for kind in type(module).__mro__]
+        if any(name in WRAPPERS for name in kinds) or len(getattr(module, "device_ids", None) or ()) > 1:
+            raise Refused(
+                f"{where} is wrapped in torch's {kinds[0]}, and zerocli averages gradients itself: pass the module "
+                "inside it to shard"
+            )
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                _refuse_tensor(f"{path}.{name}" if path else name, tensor, name in module._parameters)
+    _refuse_hidden(model)
+
+
+def _refuse_tensor(name: str, tensor: torch.Tensor, is_parameter: bool) -> None:
+    if nn.parameter.is_lazy(tensor):
+        raise Refused(f"{name} has no shape yet, its module is lazy: run one forward of the model before shard")
+    if is_parameter and any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
+        raise Refused(
+            f"{name} is a DTensor, distributed by fully_shard or parallelize_module already: shard the plain model"
+        )
+
+
+def _refuse_hidden(model: nn.Module) -> None:
+    """Raise Refused if the model's own `parameters` or `named_parameters` show others than its modules hold."""
+    held = {id(p): name for name, p in _held_parameters(model)}
+    if not held:
+        raise Refused("the model has no parameters: there is nothing to shard or to train")
+    for method, shown in (("parameters", model.parameters()), ("named_parameters", _second(model.named_parameters()))):
+        ids = {id(p) for p in shown}
+        if hidden := [name for key, name in held.items() if key not in ids]:
+            raise Refused(
+                f"{type(model).__name__}.{method}() leaves out {', '.join(hidden[:4])}, and the engine shards all "
+                "parameters: freeze those that are not to be trained by requires_grad_(False)"
+            )
+        if ids - held.keys():
+            raise Refused(f"{type(model).__name__}.{method}() yields tensors that no module holds as parameters")
+
+
+def _held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                yield f"{path}.{name}" if path else name, p
+
+
+def _second(pairs: Iterator[tuple[str, Any]]) -> Iterator[Any]:
+    return (value for _, value in pairs)
+
+
+def refuse_full_graphs(model: nn.Module, wrapped: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:
+    """Raise Refused if torch.compile was told to make one graph of a part of the model that contains units.
+
+    `model` is what was passed to shard; `wrapped` are the modules whose calls go through the engine.
+    """
+    inner = {id(unit) for unit in units}
+    ours = {id(module) for module in wrapped}
+    for path, module in model.named_modules():
+        if not _one_graph(module):
+            continue
+        inside = [m for m in module.modules() if m is not module and (id(m) in inner or id(m) in ours)]
+        if inside or (module is model and id(module) in ours):
+            raise Refused(
+                f"torch.compile(fullgraph=True) of {path or 'the model'}: it contains sharded modules, and the engine "
+                "gathers parameters between their graphs; leave fullgraph out, or compile with shard(..., compile=True)"
+            )
+
+
+def _one_graph(module: nn.Module) -> bool:
+    """Whether torch.compile(module, fullgraph=True) or module.compile(fullgraph=True) made the module's call."""
+    contexts = [module.__dict__.get("dynamo_ctx")]
+    call = module.__dict__.get("_compiled_call_impl")
+    contexts += [cell.cell_contents for cell in getattr(call, "__closure__", None) or ()]
+    return any(getattr(context, "fullgraph", False) is True for context in contexts)
