@@ -6,6 +6,7 @@ from zoo import (  # noqa: F401 (each module enters its cases)
     copies,
     dtypes,
     edits,
+    engines,
     entering,
     graphs,
     hooks,

@@ -1,4 +1,4 @@
-"""Agreement: ranks that run different units still issue the same gathers and reductions.
+"""Agreement: ranks make the same calls, and issue the same collectives in one order, even if they run different units.
 
 A gather is a collective: all ranks must issue it, in the same order. Experts, dropped layers or task heads may differ
 from rank to rank. So before each gather the ranks exchange which flat they need next. Every flat that any rank needs is
@@ -6,37 +6,210 @@ then gathered by all ranks, one after another. A rank at the end of its pass rep
 gathers until all ranks are there. The exchange also carries how many flats are ready to be reduced; every rank launches
 the minimum over the ranks.
 
-Between GPUs this would cost too much. There, ranks compare at the end of each step what they have gathered. If it
-differs, some ranks have computed with another unit's parameters: the step updates nothing, and all ranks refuse it.
+The calls that are collective (backward, step, state_dict, ...) begin with a meeting: an exchange of what each rank
+calls. If that differs, all ranks raise the same error, before any of them waits for another or changes a number.
+
+All engines over the same ranks exchange their messages through one `Channel`: a message names the engine, so a rank
+that is still in a call of one engine takes part in what another rank needs for the next one.
+
+Between GPUs an exchange before each gather would cost too much. There, ranks compare at the end of each step what they
+have gathered. If it differs, some ranks have computed with another unit's parameters: the step updates nothing, and all
+ranks refuse it.
 """
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from zerocli.engine.comm import Collectives
-from zerocli.engine.exchange import gather_padded
+from zerocli.engine.exchange import gather_json, gather_padded
+from zerocli.engine.startup import STARTUP
 from zerocli.engine.streams import Waits
 from zerocli.errors import Refused
 
 FORWARD = -1
 """End of a model call; needs no flat. Returns when no rank needs one, so that ranks leave the call together."""
-BACKWARD = -2
-"""End of a backward pass. Returns when all ranks are there."""
-NOTHING = -3
+NOTHING = -2
 """Needs no flat; only launches reductions. Returns after one exchange and the gather that follows from it."""
+MEETING = -3
+"""Makes a collective call. Returns when all ranks make one."""
+
+_FAILED = "failed"
+_WANT, _SLOT, _CALL, _NUMBER, _DETAIL, _READY = range(6)
+"""Columns of a message. From _READY on: for each engine of the channel, how many of its flats are ready to reduce."""
+
+
+class Disagreed(Refused):
+    """The ranks make different calls; raised on all of them at once."""
+
+    launched = 0
+    """How many reductions of the pass any rank has launched, if it failed on some rank: see `fail_pass`."""
+
+
+class Seat:
+    """An engine's place in a channel; a message names it by its slot."""
+
+    def __init__(self, title: str) -> None:
+        self.title, self.slot = title, 0
+        self.agreement: Agreement | None = None
+        """The agreement for the engine's current flats; None before they are made, and once the engine is closed."""
+        self.passes: Any = None
+        """The engine's backward passes: see backward.py."""
+
+
+class Channel:
+    """The messages between the ranks of one group, for all engines over it, on a gloo group of its own.
+
+    A group of its own keeps messages apart from collectives that the user's code issues, and from those in flight.
+    """
+
+    _of_group: weakref.WeakKeyDictionary[Any, Channel] = weakref.WeakKeyDictionary()
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        with STARTUP.waiting("making a process group for control values"):
+            self._group = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+        self._seats: list[weakref.ref[Seat] | None] = []
+        self._resize()
+
+    @classmethod
+    def of(cls, collectives: Collectives) -> Channel:
+        """Return the channel of a group of ranks. Collective on the first call."""
+        group = collectives.group or dist.group.WORLD
+        assert group is not None
+        if group not in cls._of_group:
+            cls._of_group[group] = cls(group)
+        return cls._of_group[group]
+
+    @property
+    def num_slots(self) -> int:
+        """Number of engines over these ranks; changes only when one is made, at the same point on all ranks."""
+        return len(self._seats)
+
+    def _enter(self, seat: Seat, collectives: Collectives) -> None:
+        """Give an engine a slot, the same on all ranks. Collective."""
+        dead = [float(self.seat(slot) is None) for slot in range(self.num_slots)]
+        mine = torch.tensor([1.0, *dead])
+        # Python frees an engine at another time on each rank: a slot is free if its engine is gone on all of them.
+        free = self.gather(mine, collectives).all(0).tolist()
+        self._seats = [None if gone else ref for ref, gone in zip(self._seats, free[1:], strict=True)]
+        while self._seats and self._seats[-1] is None:
+            self._seats.pop()
+        seat.slot = next((slot for slot, ref in enumerate(self._seats) if ref is None), self.num_slots)
+        if seat.slot == self.num_slots:
+            self._seats.append(None)
+        self._seats[seat.slot] = weakref.ref(seat)
+        self._resize()
+
+    def seat(self, slot: int) -> Seat | None:
+        """Return the engine's seat in a slot; None if that engine is gone or closed on this rank."""
+        found = self._seats[slot]
+        seat = found() if found is not None else None
+        return seat if seat is not None and seat.agreement is not None else None
+
+    def _resize(self) -> None:
+        width = _READY + self.num_slots
+        # Written through numpy: torch.func forbids writes to a tensor made outside of its transform.
+        self._said = np.zeros(width, dtype=np.int64)
+        self.mine = torch.from_numpy(self._said)
+        self.everyone = torch.from_numpy(np.zeros((len(self.ranks), width), dtype=np.int64))
+        """Each rank's last message. Reused: a new tensor each time would live until a gloo thread releases it, and
+        would show up in memory measurements."""
+
+    def exchange(self, row: tuple[int, ...], collectives: Collectives, about: tuple[str, str]) -> list[list[int]]:
+        """Return every rank's message; launch the reductions that are ready on all ranks."""
+        seats = [self.seat(slot) for slot in range(self.num_slots)]
+        ready = [seat.agreement.ready() if seat is not None and seat.agreement is not None else 0 for seat in seats]
+        self._said[:] = (*row, *ready)
+        collectives.exchange(self.everyone.view(-1), self.mine, self._group, *about)
+        rows: list[list[int]] = self.everyone.tolist()
+        for slot, seat in enumerate(seats):
+            if seat is not None and seat.agreement is not None:
+                seat.agreement.launch(min(each[_READY + slot] for each in rows))
+        return rows
+
+    def meet(
+        self,
+        row: tuple[int, ...],
+        collectives: Collectives,
+        call: str,
+        say: Callable[[], str],
+        title: str,
+        compared: bool,
+    ) -> list[list[int]]:
+        """Return every rank's message once all ranks make a call; raise Disagreed on all if they make different ones.
+
+        Until then this rank takes part in the gathers that others need. The messages' numbers may differ unless
+        `compared`. A rank that failed itself returns in any case, and raises its own error.
+        """
+        while True:
+            rows = self.exchange(row, collectives, ("", call))
+            if (chosen := _most_wanted(rows)) is not None:
+                self.join(chosen)
+            elif all(each[_WANT] == MEETING for each in rows):
+                break
+        if len({tuple(each[_SLOT : _NUMBER + compared]) for each in rows}) > 1:
+            several = len({each[_SLOT] for each in rows}) > 1
+            said = self.words(f"{say()} ({title}, engine {row[_SLOT]})" if several else say(), collectives)
+            if call != _FAILED:
+                raise self._differing(said, rows)
+        return rows
+
+    def _differing(self, said: list[str], rows: list[list[int]]) -> Disagreed:
+        """Return the error that names what each rank calls."""
+        by_words: dict[str, list[int]] = {}
+        for rank, words in zip(self.ranks, said, strict=True):
+            by_words.setdefault(words, []).append(rank)
+        facts = ", ".join(f"{_ranks(ranks)} {words}" for words, ranks in by_words.items())
+        error = Disagreed(
+            f"the ranks do not make the same calls: {facts}. Every rank must call backward, step and the engine's "
+            "other collective methods equally often, in the same order"
+        )
+        if any(row[_CALL] == _code(_FAILED) for row in rows):
+            error.launched = max(row[_NUMBER] for row in rows)
+        return error
+
+    def meet_to_shard(self, seat: Seat, collectives: Collectives, number: int, say: Callable[[], str]) -> None:
+        """Give an engine its slot once all ranks shard the same model in the same way. Collective."""
+        row = (MEETING, -1, _code("zerocli.shard"), number, 0)
+        self.meet(row, collectives, "zerocli.shard", say, seat.title, compared=True)
+        self._enter(seat, collectives)
+
+    def gather(self, tensor: torch.Tensor, collectives: Collectives) -> torch.Tensor:
+        """Return every rank's copy of a small tensor on the CPU, stacked in rank order. Collective."""
+        everyone = tensor.new_empty((len(self.ranks), *tensor.shape))
+        collectives.exchange(everyone.view(-1), tensor.reshape(-1), self._group)
+        return everyone
+
+    def join(self, want: int) -> None:
+        """Take part in a gather that another rank needs."""
+        slot, place = want >> 32, want & 0xFFFFFFFF
+        seat = self.seat(slot)
+        if seat is None or seat.agreement is None:
+            raise Disagreed("another rank runs a model whose engine is closed on this rank: close it on all ranks")
+        seat.agreement.join(place)
+
+    def words(self, text: str, collectives: Collectives) -> list[str]:
+        """Return every rank's text. Collective."""
+        found: list[str] = gather_json(text, lambda tensor: self.gather(tensor, collectives))
+        return found
 
 
 class Agreement:
-    """Exchanges what ranks need before each gather; if not active, all ranks are assumed to need the same."""
+    """One engine's side of the channel; without a channel all ranks are assumed to need and call the same."""
 
     def __init__(
         self,
         collectives: Collectives,
+        channel: Channel | None,
+        seat: Seat,
         active: bool,
         waits: Waits,
         ready: Callable[[], int],
@@ -45,48 +218,81 @@ class Agreement:
         about: Callable[[int], tuple[str, str]],
         name_of: Callable[[int], str],
     ) -> None:
-        self._collectives, self.active, self._waits = collectives, active, waits
-        self._ready, self._launch, self._join = ready, launch, join
+        self._collectives, self.channel, self._seat, self._waits = collectives, channel, seat, waits
+        self.active = active
+        """Whether ranks exchange what they need before each gather."""
+        self.ready, self.launch, self.join = ready, launch, join
         self._about, self._name_of = about, name_of
-        self._mine = torch.zeros(2, dtype=torch.int64)
-        # Written through numpy: torch.func forbids writes to such a tensor. Fake tensors do not support numpy.
-        self._said: Any = self._mine.numpy() if active else None
-        self._everyone = torch.zeros(collectives.world, 2, dtype=torch.int64)
-        """Each rank's last message: (flat it wants, number of flats ready to reduce). Reused: a new tensor each time
-        would live until a gloo thread releases it, and would show up in memory measurements."""
         self._trace: list[int] = []
         """The flats gathered in this step, in order."""
         self._suspect: tuple[torch.Tensor, list[int]] | None = None
         """Whether ranks gathered different flats in the last step (on the device), and this rank's trace."""
+        seat.agreement = self
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the exchange's buffers."""
-        if self.active:
-            yield "buffers", "agreement", self._mine
-            yield "buffers", "agreement", self._everyone
+        if self.channel is not None:
+            yield "buffers", "agreement", self.channel.mine
+            yield "buffers", "agreement", self.channel.everyone
+
+    # -- gathers ---------------------------------------------------------------------------------------------------
 
     def agree(self, want: int) -> None:
-        """Return when all ranks are about to gather the flat `want`, or as FORWARD, BACKWARD and NOTHING describe."""
+        """Return when all ranks are about to gather the flat `want`, or as FORWARD and NOTHING describe."""
         if want >= 0:
             self._trace.append(want)
-        while self.active:
+        if self.channel is None or not self.active:
+            return
+        wanted = self._seat.slot << 32 | want if want >= 0 else want
+        while True:
             with self._waits.waiting("collectives"):
-                self._said[:] = want, self._ready()
-                self._collectives.gather_control(self._mine, *self._about(want), out=self._everyone)
-                wants, ready = self._everyone.T.tolist()
-            self._launch(min(ready))
-            needed = [each for each in wants if each >= 0]
-            if not needed:
-                if want != BACKWARD or set(wants) == {BACKWARD}:
-                    return
-                continue
-            # The flat that most ranks wait for; the lowest index of several.
-            chosen = max(sorted(set(needed)), key=needed.count)
-            if chosen == want:
+                rows = self.channel.exchange((wanted, self._seat.slot, 0, 0, 0), self._collectives, self._about(want))
+            chosen = _most_wanted(rows)
+            if chosen is None or chosen == wanted:
                 return
-            self._join(chosen)
+            self.channel.join(chosen)
             if want == NOTHING:
                 return
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def meet(self, call: str, key: Callable[[], object] = lambda: None, say: Callable[[], str] | None = None) -> None:
+        """Return when all ranks make this call of this engine with this key; else raise Disagreed on all of them.
+
+        `say` describes this rank's call for the error. Collective.
+        """
+        if self.channel is not None:
+            self._meet(call, _code(repr(key())), 0, say or (lambda: f"called {call}"), compared=True)
+
+    def end_pass(self, launched: int, engines: int) -> int:
+        """Meet at the end of a backward pass; return the engines that take part in it on any rank, as a set of bits.
+
+        `launched` is how many reductions this rank has launched, `engines` those that take part on this rank.
+        """
+        rows = self._meet("engine.backward", launched, engines, lambda: "is at the end of its backward", False)
+        together = engines
+        for row in rows:
+            together |= row[_DETAIL]
+        return together
+
+    def fail_pass(self, error: Exception, launched: int) -> int:
+        """Tell the other ranks, which are in the same backward pass, that it failed on this one.
+
+        Return how many reductions any rank has launched: all must launch as many, because one that is launched cannot
+        be taken back.
+        """
+        fact = f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+        rows = self._meet(_FAILED, launched, 0, lambda: fact, False)
+        return max([launched, *(row[_NUMBER] for row in rows)])
+
+    def _meet(self, call: str, number: int, detail: int, say: Callable[[], str], compared: bool) -> list[list[int]]:
+        if self.channel is None:
+            return []
+        row = (MEETING, self._seat.slot, _code(call), number, detail)
+        with self._waits.waiting("collectives"):
+            return self.channel.meet(row, self._collectives, call, say, self._seat.title, compared)
+
+    # -- without a channel -----------------------------------------------------------------------------------------
 
     def compare(self) -> torch.Tensor | None:
         """Return whether ranks gathered different flats in this step (1.0), on the device; end the trace. Collective.
@@ -116,3 +322,21 @@ class Agreement:
             f"the ranks gathered different units in one step: {ran}. Nothing was updated. Pass shard(..., "
             "uneven=True) if that is meant: ranks then agree on each unit before they gather it"
         )
+
+
+def _code(call: str) -> int:
+    return zlib.crc32(call.encode())
+
+
+def _most_wanted(rows: list[list[int]]) -> int | None:
+    """Return the flat that most ranks wait for, the lowest of several; None if no rank waits for one."""
+    needed = [row[_WANT] for row in rows if row[_WANT] >= 0]
+    return max(sorted(set(needed)), key=needed.count) if needed else None
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Return ranks in words: the first few of many."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return f"ranks {', '.join(map(str, ranks[:4]))}{more}"

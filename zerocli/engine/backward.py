@@ -5,11 +5,13 @@ Several engines may take part in one pass: if the loss of one engine depends on 
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
 
-from zerocli.engine import agreement as agreements
+from zerocli.engine.agreement import Disagreed
+from zerocli.engine.comm import Severed
 from zerocli.engine.parameters import Gradients
 from zerocli.errors import Refused
 
@@ -32,18 +34,18 @@ class Backward:
 
     def run(self, loss: torch.Tensor, retain_graph: bool, create_graph: bool) -> None:
         """Accumulate the gradients of a loss in this engine and in all engines that the loss depends on."""
-        if loss.numel() != 1:
-            raise ValueError(f"backward needs a loss of one element, not of shape {tuple(loss.shape)}")
         if _UNDER_WAY:
             raise Refused("backward was called inside another backward")
-        if create_graph:
-            raise Refused(
-                "gradients of gradients are taken with torch.autograd.grad(..., create_graph=True) in the loss; "
-                "engine.backward(loss) then trains with them"
-            )
-        self._begin()
-        _UNDER_WAY.append(self)
+        made = self.count
+        self._engine.agreement.meet(
+            "engine.backward(loss)",
+            lambda: made,
+            lambda: f"called engine.backward(loss) for pass {made + 1} of its step",
+        )
         try:
+            self._check(loss, create_graph)
+            self._begin()
+            _UNDER_WAY.append(self)
             if loss.requires_grad:
                 loss.register_hook(lambda grad: self._engine.reducer.outermost())
             seed = self._seed()
@@ -52,14 +54,60 @@ class Backward:
             else:
                 with self._engine.hooks.unscaled_outside(loss, seed):
                     (loss * seed).backward(retain_graph=retain_graph)
-            for each in _UNDER_WAY:
+            for each in self._participants():
                 each._end()
-        except BaseException:
+        except BaseException as error:
+            self._end_launched(error)
             for each in _UNDER_WAY:
                 each._abandon()
             raise
         finally:
             _UNDER_WAY.clear()
+
+    def _check(self, loss: torch.Tensor, create_graph: bool) -> None:
+        if loss.numel() != 1:
+            raise ValueError(f"backward needs a loss of one element, not of shape {tuple(loss.shape)}")
+        if create_graph:
+            raise Refused(
+                "gradients of gradients are taken with torch.autograd.grad(..., create_graph=True) in the loss; "
+                "engine.backward(loss) then trains with them"
+            )
+
+    def _participants(self) -> list[Backward]:
+        """Return the engines that take part in this pass on any rank, in the same order on all ranks. Collective.
+
+        The loss of one rank may depend on an engine that another rank's does not: that rank then adds no gradient.
+        """
+        agreement = self._engine.agreement
+        if agreement.channel is None:
+            return list(_UNDER_WAY)
+        slots = sum(1 << each._engine.seat.slot for each in _UNDER_WAY)
+        anywhere = agreement.end_pass(self._engine.reducer.launched, slots)
+        by_slot = {each._engine.seat.slot: each for each in _UNDER_WAY}
+        for slot in range(agreement.channel.num_slots):
+            if anywhere >> slot & 1 and slot not in by_slot:
+                seat = agreement.channel.seat(slot)
+                if seat is None or seat.passes is None:
+                    raise Refused("another rank's loss depends on a model whose engine is closed on this rank")
+                seat.passes._begin(joining=True)
+                _UNDER_WAY.append(seat.passes)
+                by_slot[slot] = seat.passes
+        return [by_slot[slot] for slot in sorted(by_slot)]
+
+    def _end_launched(self, error: BaseException) -> None:
+        """Launch as many reductions as any rank has, after an error: none that is launched can be taken back.
+
+        An error of this rank alone is told to the others, which raise Disagreed and name it.
+        """
+        engine, upto = self._engine, 0
+        if isinstance(error, Disagreed):
+            upto = error.launched
+        elif isinstance(error, Exception) and not isinstance(error, Severed) and engine.agreement.channel is not None:
+            with contextlib.suppress(Severed, Disagreed):
+                upto = engine.agreement.fail_pass(error, engine.reducer.launched)
+        if engine.reducer.active:
+            with contextlib.suppress(Severed):
+                engine.reducer.launch(upto)
 
     def join(self, name: str) -> None:
         """Join another engine's pass whose loss depends on this engine's parameter `name`; refuse if there is none."""
@@ -111,7 +159,6 @@ class Backward:
 
     def _end(self) -> None:
         engine = self._engine
-        engine.agreement.agree(agreements.BACKWARD)
         engine.reducer.finish()
         engine.hooks.end_backward()
         engine.gatherer.release_all()

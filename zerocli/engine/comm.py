@@ -246,6 +246,15 @@ class Collectives:
             _all_gather(everyone.view(-1), tensor.reshape(-1), group=self.group)
         return everyone
 
+    def exchange(
+        self, everyone: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, kind: str = "", what: str = ""
+    ) -> None:
+        """Fill `everyone` with every rank's `mine`, on the CPU, over a gloo group of the same ranks; the host waits."""
+        self.nbytes["control"] += everyone.nbytes
+        with self._noted(kind or "all_gather" * (not what), what) as entry:
+            _all_gather(everyone, mine, group=group)
+            entry.end()
+
     def broadcast_indices(self, indices: list[int]) -> list[int]:
         """Return rank 0's list; all ranks pass lists of equal length. For use outside training steps."""
         if self.world == 1 or self.backend == "fake":  # in a fake group this process is rank 0

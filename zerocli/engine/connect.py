@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from zerocli.engine.agreement import Agreement
+from zerocli.engine.agreement import Agreement, Channel, Seat
 from zerocli.engine.comm import Collectives
 from zerocli.engine.events import Events
 from zerocli.engine.gather import Gatherer
 from zerocli.engine.reduce import Reducer
-from zerocli.engine.startup import STARTUP
 from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel
 from zerocli.engine.unit import Flat, Unit
@@ -28,6 +26,21 @@ class Connected(NamedTuple):
     agreement: Agreement
 
 
+def open_channel(
+    collectives: Collectives, uneven: bool | None, seat: Seat, number: int, say: Callable[[], str]
+) -> Channel | None:
+    """Return the channel between the ranks, with a slot for the engine; None where ranks do not exchange messages.
+
+    `uneven` is as in `Settings`. `number` stands for what is sharded and how, and must be the same on all ranks; `say`
+    describes it. Collective.
+    """
+    if collectives.world == 1 or not (uneven or collectives.backend == "gloo"):
+        return None
+    channel = Channel.of(collectives)
+    channel.meet_to_shard(seat, collectives, number, say)
+    return channel
+
+
 def connect(
     units: list[Unit],
     sizing: Sizing,
@@ -36,6 +49,8 @@ def connect(
     device: torch.device,
     waits: Waits,
     events: Events,
+    channel: Channel | None,
+    seat: Seat,
     uneven: bool | None,
     deferred: bool,
     before_gather: Callable[[Flat], None],
@@ -61,8 +76,7 @@ def connect(
         look_ahead=look_ahead,
         agree=lambda flat: agreement.agree(places[id(flat)]),
     )
-    together = gatherer.moves and collectives.world > 1
-    together = together and (collectives.backend == "gloo" if uneven is None else uneven)
+    active = channel is not None and gatherer.moves and uneven is not False
     reducer = Reducer(
         units,
         sizing,
@@ -72,7 +86,8 @@ def connect(
         events,
         # If parameters are gathered, hooks report when a unit's backward is done; otherwise its last gradient does.
         eager=not gatherer.moves,
-        together=together,
+        # The collectives of several engines are launched where their ranks exchange messages, in one order.
+        together=lambda: active or (channel is not None and channel.num_slots > 1),
         tensor_parallel=tensor_parallel,
         unexpected=unexpected,
     )
@@ -85,8 +100,10 @@ def connect(
         return ("reduce_scatter", f"gradients of {flat.unit.title}") if flat is not None else ("all_gather", "")
 
     agreement = Agreement(
-        _control(collectives) if together else collectives,
-        together,
+        collectives,
+        channel,
+        seat,
+        active,
         waits,
         ready=lambda: reducer.ready,
         launch=reducer.launch,
@@ -95,13 +112,3 @@ def connect(
         name_of=lambda place: flats[place].unit.title,
     )
     return Connected(gatherer, reducer, agreement)
-
-
-def _control(collectives: Collectives) -> Collectives:
-    """Return collectives for control values over gloo, so that the host does not wait for the GPU."""
-    if collectives.backend == "gloo":
-        return collectives
-    ranks = dist.get_process_group_ranks(collectives.group or dist.group.WORLD)
-    with STARTUP.waiting("making a process group for control values"):
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return Collectives(group, torch.device("cpu"))

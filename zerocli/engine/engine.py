@@ -13,7 +13,8 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +27,12 @@ from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.engine import relayout, states, whole
 from zerocli.engine.activations import open_activations
+from zerocli.engine.agreement import Seat
 from zerocli.engine.backward import Backward
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
 from zerocli.engine.compiled import CompiledBlocks
-from zerocli.engine.connect import connect
+from zerocli.engine.connect import connect, open_channel
 from zerocli.engine.counts import Counts
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
@@ -40,7 +42,7 @@ from zerocli.engine.groups import arrange
 from zerocli.engine.hooks import Hooks
 from zerocli.engine.modules import register_method
 from zerocli.engine.named import IncompatibleKeys
-from zerocli.engine.optim import FlatOptimizer, StepValues
+from zerocli.engine.optim import FlatOptimizer, Group, StepValues
 from zerocli.engine.parameters import Owners, guard, unguard
 from zerocli.engine.precision import LossScale, precision
 from zerocli.engine.rules import make_optimizer, unsuitable
@@ -93,6 +95,10 @@ class Engine:
         self.steps = 0
         self.updates = torch.zeros((), device=self.device)
         self.passes = Backward(self, settings.accumulate)
+        self.seat = Seat(type(self.model).__name__)
+        self.seat.passes = self.passes
+        about = sharded_as(self.model, settings)
+        self.channel = open_channel(self.collectives, settings.uneven, self.seat, *about)
         self.sizing: Sizing
         self._closed = False
         self._held_whole = 0
@@ -132,6 +138,8 @@ class Engine:
         """Make what issues the collectives of the current flats."""
         self.gatherer, self.reducer, self.agreement = connect(
             *(self.units, self.sizing, self.collectives, self.tensor_parallel, self.device, self.waits, self.events),
+            channel=self.channel,
+            seat=self.seat,
             uneven=self.settings.uneven,
             deferred=self.settings.defer_update,
             before_gather=self._apply_pending_updates,
@@ -187,6 +195,12 @@ class Engine:
             raise Refused(
                 "a parameter was unfrozen between two backward passes of one step: switch requires_grad after step()"
             )
+        names = [name for unit in changed for name in relayout.unfrozen_names(unit)]
+        self.agreement.meet(
+            "forward with unfrozen parameters",
+            lambda: names,
+            lambda: f"called forward after unfreezing {names[0]} ({len(names)} parameters in all)",
+        )
         self.synchronize()
         self.reducer.close()
         relayout.refit(self.model, self.units, changed, self._builder, self.rule.state_names, self.collectives)
@@ -236,6 +250,11 @@ class Engine:
 
     @torch.no_grad()
     def _step(self) -> StepResult:
+        groups = self.optimizer.hyperparameters(self.steps + 1)
+        passes = self.passes.count
+        self.agreement.meet(
+            "engine.step()", lambda: (passes, [group.plain() for group in groups]), lambda: called_step(passes, groups)
+        )
         if not self.has_gradients:
             raise RuntimeError("step() needs a backward(loss) before it")
         if self.passes.count < self.settings.accumulate:
@@ -246,7 +265,6 @@ class Engine:
         self._owners.refuse_replaced()
         self.agreement.refuse()  # checks the previous step on a GPU, where step() itself does not wait for the result
         self.adopt_edits()
-        groups = self.optimizer.hyperparameters(self.steps + 1)
         self.steps += 1
         lr = self.optimizer.base_lr
         with self.waits.waiting("optimizer"):
@@ -317,6 +335,7 @@ class Engine:
         Collective, and waits for the device; does nothing without `shard(..., verify=True)`.
         """
         if self.verified.active:
+            self._meet("engine.verify")
             self.updater.issue_updates()
             self.verified.look_everywhere()
 
@@ -329,6 +348,7 @@ class Engine:
             return
         self.updater.issue_updates()
         self.gatherer.release_all()
+        self.seat.agreement = None
         self.hooks.close()
         self.reducer.close()
         for flat in self.flats():
@@ -394,6 +414,12 @@ class Engine:
         mine = torch.tensor([dist.get_rank()], device=self.device)
         return tuple(sorted(int(rank) for rank in self.gather_control(mine).flatten().tolist()))
 
+    def _meet(self, call: str, *key: object) -> None:
+        """Return when all ranks make this call with this key; refused on all ranks if they make different ones."""
+        if self._closed:
+            raise Refused("the engine is closed, and its states are freed: read or save them before engine.close()")
+        self.agreement.meet(call, lambda: key, lambda: f"called {call}({', '.join(map(str, key))})")
+
     def gather_control(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return every rank's copy of a small tensor, stacked, over both axes of ranks. Collective."""
         with self.events.phase(EXCHANGE):
@@ -408,6 +434,7 @@ class Engine:
         `what` is names, parameters or modules. With `write`, in-place changes made on rank 0 are kept on every rank;
         without it, a change is refused. Collective.
         """
+        self._meet("engine.gathered", [each if isinstance(each, str) else type(each).__name__ for each in what], write)
         self.synchronize()
         self._held_whole += 1
         try:
@@ -424,6 +451,7 @@ class Engine:
 
         None if no rank has one. Call it between backward and step. Collective.
         """
+        self._meet("engine.grad", name, self.passes.count)
         divisor = self.passes.divisor if self.has_gradients else None
         trainable = list(self.trainable())
         return whole.gradient(
@@ -438,6 +466,7 @@ class Engine:
 
         Collective: every rank calls it, and every rank gets all of it.
         """
+        self._meet("engine.state_dict")
         self.synchronize()
         return states.model_state(self.model, self.flats(), self.collectives, self.tensor_parallel)
 
@@ -448,6 +477,7 @@ class Engine:
         `strict` raises ValueError if a name is missing or unknown; otherwise known names are loaded and both lists are
         returned. A wrong shape is always refused. A tied weight needs one of its names; several must be equal.
         """
+        self._meet("engine.load_state_dict")
         self.hooks.generation += 1
         self.synchronize()
         return states.load_model_state(
@@ -464,6 +494,7 @@ class Engine:
     @torch.no_grad()
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's full states on the CPU, by parameter name, with its counters. Collective."""
+        self._meet("engine.optimizer_state_dict")
         self.synchronize()
         trainable = list(self.trainable())
         kept = states.optimizer_state(trainable, self.counts, self.rule, self.collectives, self.tensor_parallel)
@@ -477,6 +508,7 @@ class Engine:
     @torch.no_grad()
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load the result of `optimizer_state_dict`, saved at any stage, placement and world size."""
+        self._meet("engine.load_optimizer_state_dict")
         self.synchronize()
         trainable = list(self.trainable())
         states.load_optimizer_state(trainable, self.counts, self.rule, self.device, self.tensor_parallel, saved)
@@ -485,3 +517,31 @@ class Engine:
         self.updates = torch.full_like(self.updates, float(saved["updates"]))
         self.loss_scale.load(saved["loss_scale"])
         self.optimizer.load_groups(saved.get("param_groups"), self.steps)
+
+
+def sharded_as(model: nn.Module, settings: Settings) -> tuple[int, Callable[[], str]]:
+    """Return a number that stands for the model's parameters and the settings, equal on all ranks, and its words."""
+    parameters = [
+        (name, str(getattr(p, "shape", "")), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()
+    ]
+    plain = {
+        name: value
+        for name in ("stage", "offload", "precision", "accumulate", "clip", "reduce", "lr", "weight_decay", "seed")
+        if isinstance(value := getattr(settings, name), int | float | str | None)
+    }
+    trains = sum(row[3] for row in parameters)
+
+    def say() -> str:
+        return (
+            f"shards {type(model).__name__} with {len(parameters)} parameters, {trains} of them trainable, and "
+            + ", ".join(f"{name}={value!r}" for name, value in plain.items())
+        )
+
+    return zlib.crc32(repr((parameters, plain)).encode()), say
+
+
+def called_step(passes: int, groups: Sequence[Group]) -> str:
+    """Return this rank's call of `step` in words."""
+    rates = sorted({group.lr for group in groups})
+    of = f"{passes} backward pass" + "es" * (passes != 1)
+    return f"called engine.step() after {of} with lr {', '.join(f'{rate:g}' for rate in rates[:3])}"

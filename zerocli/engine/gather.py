@@ -324,11 +324,9 @@ class Gatherer:
     def _free_buffer(self, flat: Flat) -> Buffer | None:
         """Return a free buffer of the flat's size, allocating one if that size is under its limit; else None."""
         buffers = self._pool.setdefault((flat.layout.total, flat.dtype), [])
-        # A free buffer that other code keeps views of leaves the pool; its memory is freed with the last view.
-        buffers[:] = [buffer for buffer in buffers if buffer.holder is not None or not buffer.aliased]
-        free = [buffer for buffer in buffers if buffer.holder is None]
-        if free:
-            return free[0]
+        for at, buffer in enumerate(buffers):
+            if buffer.holder is None:
+                return self._unaliased(buffers, at, flat)
         if len(buffers) < self._limits[flat.layout.total, flat.spec.width]:
             return self._grow(buffers, flat)
         return None
@@ -337,16 +335,24 @@ class Gatherer:
         """Return the least recently used unpinned buffer of the flat's size, emptied; allocate if all are pinned."""
         buffers = self._pool[(flat.layout.total, flat.dtype)]
         idle = [b for b in buffers if b.holder and not self._pins[b.holder.unit.index]]
+        if not idle:
+            return self._grow(buffers, flat)
         # Prefetched buffers that were not used yet come last: they are the likeliest to be needed next.
-        idle.sort(key=lambda b: (b.holder is not None and b.holder.pending is not None, b.used_at))
-        for buffer in idle:
-            assert buffer.holder is not None
-            self._need_flat(buffer.holder)
-            self._vacate(buffer.holder)
-            if not buffer.aliased:
-                return buffer
-            buffers.remove(buffer)
-        return self._grow(buffers, flat)
+        buffer = min(idle, key=lambda b: (b.holder is not None and b.holder.pending is not None, b.used_at))
+        assert buffer.holder is not None
+        self._need_flat(buffer.holder)
+        self._vacate(buffer.holder)
+        return self._unaliased(buffers, buffers.index(buffer), flat)
+
+    def _unaliased(self, buffers: list[Buffer], at: int, flat: Flat) -> Buffer:
+        """Return the free buffer at a place of the pool, replaced by a new one if other code keeps views of it.
+
+        The memory of the old one is freed with its last view. Which gathers a rank starts must not depend on this: a
+        thread of gloo's may still keep a view on one rank and not on another.
+        """
+        if buffers[at].aliased:
+            buffers[at] = self._grow([], flat)
+        return buffers[at]
 
     def _grow(self, buffers: list[Buffer], flat: Flat) -> Buffer:
         buffers.append(Buffer(torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)))

@@ -26,6 +26,11 @@ class Group:
     index: int = 0
     """Its index in `engine.optimizer.param_groups`."""
 
+    def plain(self) -> list[Any]:
+        """Return its hyperparameters that are numbers or words, to be compared between ranks."""
+        options = [(k, v) for k, v in sorted(self.options.items()) if isinstance(v, int | float | str)]
+        return [self.lr, self.weight_decay, options]
+
 
 @dataclass(frozen=True)
 class At:

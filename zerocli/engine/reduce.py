@@ -40,12 +40,14 @@ class Reducer:
         waits: Waits,
         events: Events,
         eager: bool,
-        together: bool,
+        together: Callable[[], bool],
         tensor_parallel: TensorParallel,
         unexpected: Callable[[str], None],
     ) -> None:
         self._stage, self._collectives, self._device = sizing.stage, collectives, device
-        self._eager, self._together, self._unexpected = eager, together, unexpected
+        self._eager, self._is_together, self._unexpected = eager, together, unexpected
+        self._together = False
+        """Whether reductions of this pass are launched only where ranks agree on them, and at its end."""
         self._flats = [flat for unit in units for flat in unit.trainable]
         plans = BucketPlans(self._flats, sizing, collectives.world)
         self.norms = GradientNorms(self._flats, plans, tensor_parallel, device)
@@ -82,6 +84,8 @@ class Reducer:
     def begin(self, first: bool, last: bool, joining: bool = False) -> None:
         """Begin a backward pass: `first` or `last` of the step's micro-steps; `joining` another engine's pass."""
         self._first, self._last, self.active = first, last, True
+        # Which engines join a pass, and when, may differ between ranks: theirs follow at its end, in one order.
+        self._together = joining or self._is_together()
         self.reduced = False
         self._next, self._completed = 0, []
         self._done.clear()
@@ -206,6 +210,11 @@ class Reducer:
     def newest(self) -> Flat | None:
         """The flat whose reduction was launched last in the current pass."""
         return self._order[self._next - 1] if self.active and self._next else None
+
+    @property
+    def launched(self) -> int:
+        """Number of flats whose reduction was launched in the current pass."""
+        return self._next if self.active else 0
 
     def launch(self, upto: int) -> None:
         """Launch the reductions of the first `upto` flats of the launch order that are not launched yet."""

@@ -24,6 +24,12 @@ def unfrozen(units: list[Unit]) -> list[Unit]:
         ]
 
 
+def unfrozen_names(unit: Unit) -> list[str]:
+    """Return the names of the unit's parameters that were frozen when they were laid out and now need a gradient."""
+    flats = [flat for flat in unit.flats if not flat.trainable]
+    return [e.name for f in flats for e, p in zip(f.layout.entries, f.parameters, strict=True) if p.requires_grad]
+
+
 @torch.no_grad()
 def refit(
     model: nn.Module,
