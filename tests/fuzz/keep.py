@@ -37,7 +37,7 @@ class Collection:
 
     def _keep(self, program: Program, error: str) -> None:
         """Keep a failure; the first of its kind is made smaller."""
-        kind = kind_of(error)
+        kind = kind_of(error, program)
         known = kind in self.found
         self.found.setdefault(kind, []).append(program)
         if known:
@@ -48,7 +48,7 @@ class Collection:
         try:
             check(program, self.ranks)
         except AssertionError as error:
-            return kind_of(str(error)) == kind
+            return kind_of(str(error), program).partition(WITH)[0] == kind.partition(WITH)[0]
         except Exception:  # Invalid, or a program that the drawing would never give
             pass
         return False
@@ -64,16 +64,35 @@ class Collection:
         return f"{sum(map(len, self.found.values()))} of {self.programs} programs fail\n" + "\n".join(lines)
 
 
-def kind_of(error: str) -> str:
-    """Return an error without its numbers and names: equal for failures that have one cause, as far as words show."""
+WITH = ", with "
+
+
+def kind_of(error: str, program: Program) -> str:
+    """Return an error without its numbers and names, and what is special in its program: the same for one cause."""
+    second = program.second
+    special = {
+        "an optimizer of its own": program.rule.terms,
+        "an optimizer of torch": program.rule.kind and not program.rule.terms,
+        "aliases": program.aliases or any(block.caches for block in program.all_blocks),
+        "kept outputs": program.returns == "kept" or any(call.style == "kept" for call in program.calls),
+        "a list to fill": program.fills,
+        "state": any(block.state for block in program.all_blocks),
+        "recomputation": program.setting.recompute,
+        f"two engines ({second.link if second else ''})": second,
+        f"uneven ranks ({program.uneven})": program.uneven,
+    }
+    return WITH.join([_words(error), *(name for name, there in special.items() if there)])
+
+
+def _words(error: str) -> str:
     lines = [line for line in error.strip().splitlines() if line.strip()]
     if lines and lines[0].startswith("rank ") and any("Traceback" in line for line in lines):
         lines = [line for line in lines if re.match(r"\w[\w.]*(Error|Exception|Failed|Refused|Boom)\b", line)] or lines
     if lines and all(re.match(r"rank \d+:", line) for line in lines):
         return " / ".join(line.partition(":")[2].strip() for line in lines)
     text = re.sub(r"(rank \d+, )?(step \d+ |end: )(\w+ \d+ )?", "", lines[0] if lines else "")
-    text = re.sub(r"(\w+\.)+\w+", "NAME", text)
-    return re.sub(r"-?\d[\d.]*(e-?\d+)?", "#", text)[:160]
+    text = re.sub(r"-?\d[\d.]*(e-?\d+)?", "#", text)
+    return re.sub(r"^\w+: ", "", re.sub(r"(\w+\.)+\w+", "NAME", text))[:160]
 
 
 def smaller(program: Program, fails: Callable[[Program], bool], seconds: float = SHRINK_SECONDS) -> Program:

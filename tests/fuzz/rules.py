@@ -159,7 +159,9 @@ def make_instance(rule: Rule, parameters: list[nn.Parameter]) -> torch.optim.Opt
     else:
         parts = [parameters[:half], parameters[half:]] if rule.split == "half" else [parameters]
     groups: Iterable[dict[str, Any]] = [{"params": part} for part in parts]
-    optimizer = class_of(rule)([group | (dict(rule.second) if i else {}) for i, group in enumerate(groups)], **dict(rule.options))
+    optimizer = class_of(rule)(
+        [group | (dict(rule.second) if i else {}) for i, group in enumerate(groups)], **dict(rule.options)
+    )
     if rule.hook:
         optimizer.register_step_pre_hook(_halve)
     return optimizer

@@ -137,7 +137,12 @@ def test_the_fuzzer_finds_a_known_defect(defect, engine, ranks):
 @pytest.mark.long
 def test_the_fuzzer_finds_nothing_wrong_with_plain_data_parallel_training(ranks):
     @seed(3)
-    @settings(max_examples=int(os.environ.get("ZEROCLI_FUZZ_PLAIN", "60")), deadline=None, database=None, suppress_health_check=NO_CHECKS)
+    @settings(
+        max_examples=int(os.environ.get("ZEROCLI_FUZZ_PLAIN", "60")),
+        deadline=None,
+        database=None,
+        suppress_health_check=NO_CHECKS,
+    )
     @given(program=programs(FEATURES - NOT_OFFERED))
     def holds(program: Program) -> None:
         try:
