@@ -157,7 +157,7 @@ class _Drawing:
 
     def uneven(self) -> str:
         kinds = [kind for kind in UNEVEN if f"uneven_{kind}" in self.on]
-        if not kinds or self.half or self.upto(39) < 39:
+        if not kinds or self.half or self.upto(24) < 24:
             return ""
         return self.draw(st.sampled_from(kinds))
 

@@ -37,6 +37,7 @@ class Collection:
 
     def _keep(self, program: Program, error: str) -> None:
         """Keep a failure; the first of its kind is made smaller."""
+        self.ranks.close()  # what went wrong may have spoilt their memory
         kind = kind_of(error, program)
         known = kind in self.found
         self.found.setdefault(kind, []).append(program)
@@ -48,6 +49,7 @@ class Collection:
         try:
             check(program, self.ranks)
         except AssertionError as error:
+            self.ranks.close()
             return kind_of(str(error), program).partition(WITH)[0] == kind.partition(WITH)[0]
         except Exception:  # Invalid, or a program that the drawing would never give
             pass
