@@ -124,7 +124,7 @@ BESIDE_PLAIN = ("first_groups_options", "lost_term", "old_memory", "copied_outpu
 """Defects of programs that the engine may refuse: looked for beside the plain engine alone."""
 
 
-EXAMPLES = 120
+EXAMPLES = 300
 
 
 def concerned(defect: str, program: Program) -> bool:
