@@ -113,7 +113,7 @@ def _pack(spec: Any) -> bytes:
                 else "a function at the top level of a file (not a lambda, nor one inside another function)",
             ) from error
         main = sys.modules["__main__"]
-        if getattr(value, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
+        if getattr(value, "__module__", "") == "__main__" and not os.path.exists(getattr(main, "__file__", "")):
             raise UserError(
                 f"{what} is defined in a notebook or an interactive session, where the ranks cannot import it",
                 hint="write it into a file (in a notebook: %%writefile my_loop.py) and import it from there",
