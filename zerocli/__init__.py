@@ -54,8 +54,8 @@ def __getattr__(name: str) -> Any:
     # torch is imported only by those who use it: `zerocli --help` answers at once.
     import importlib
 
-    if name == "plan":  # a package that is also the function: see its end
-        return importlib.import_module("zerocli.plan")
+    if name in ("plan", "check"):  # packages that are also functions: see their ends
+        return importlib.import_module(f"zerocli.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'zerocli' has no attribute {name!r}")

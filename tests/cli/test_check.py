@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import check_loops
 import click
 import pytest
 import torch
 from ranks import run_ranks
 
+import zerocli
 from zerocli import config as configs
 from zerocli.check import table
 from zerocli.check.compare import Outcome, Tolerance, differences
@@ -23,6 +27,7 @@ from zerocli.check.rows import FACTOR, Checklist, Row, choose_rows
 from zerocli.cli import check
 from zerocli.cli import main as cli
 from zerocli.engine.norms import _norm
+from zerocli.errors import UserError
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SMALL = ["train.batch=2", "train.seq=16", "model.layers=2", "model.hidden=32", "model.heads=2", "optimizer.lr=1e-2"]
@@ -220,9 +225,68 @@ def test_what_cannot_be_checked_is_said_before_anything_starts(words, code, said
     assert said in capsys.readouterr().err
 
 
+ONE_ROW = {"stages": (1,), "offload": ("",), "lr": 0.05}
+
+
+def test_a_loop_and_an_optimizer_of_ones_own_are_certified():
+    report = zerocli.check(
+        check_loops.make, check_loops.train, functools.partial(check_loops.Rule, lr=0.1), stages=(0, 3)
+    )
+    assert report.ok, report
+    assert [(row.stage, row.offload) for row in report.rows] == [(0, ""), (3, ""), (3, "cpu")]
+    assert report.compared > 240 and "ok: 3 of 3 equal plain torch" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("loop", "verdict", "said"),
+    [
+        (check_loops.otherwise, "differs", r"first to differ: losses of rank 0 \(number 1: .* instead of"),
+        (check_loops.refused, "refused", "not like this: do that instead"),
+        (check_loops.broken, "error", "rank 1: ArithmeticError: on this rank only"),
+        (check_loops.stuck, "hung", "1 did not finish within 4 s"),
+    ],
+    ids=["differs", "refused", "error", "hung"],
+)
+def test_a_loop_that_is_not_certified_says_why(loop, verdict, said):
+    report = zerocli.check(check_loops.make, loop, **ONE_ROW, seconds=4 if verdict == "hung" else 60)
+    (row,) = report.rows
+    assert row.verdict == verdict and re.search(said, row.message), row
+    assert not report.ok and row.verdict.upper() in str(report) and "FAILED: 0 of 1" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"loop": lambda engine: None}, "loop cannot be sent to the ranks"),
+        ({"optimizer": lambda params: None}, "optimizer cannot be sent to the ranks"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "made for the parameters of another model"),
+        ({"precision": "bf16"}, "compares in fp32"),
+        ({"groups": ()}, "no groups="),
+        ({"loop": check_loops.wrong}, "the loop fails in plain torch: RuntimeError"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_what_a_check_of_a_loop_cannot_do_is_one_sentence(change, said):
+    with pytest.raises(UserError, match=said):
+        zerocli.check(**{"make_model": check_loops.make, "loop": check_loops.train} | ONE_ROW | change)
+
+
+def test_a_loop_is_checked_from_the_command_line(capsys):
+    words = ["check_loops:make", "--stage", "3", "--offload", "none", "--json", "--loop"]
+    assert cli.run(["check", *words, "check_loops:train", "--optimizer", "check_loops:Rule"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema"], document["ok"], document["loop"]) == (1, True, "train")
+    assert document["rows"][0]["verdict"] in ("identical", "equal")
+    assert cli.run(["check", *words, "check_loops:refused"]) == 1
+    assert "REFUSED" in capsys.readouterr().err
+    assert cli.run(["check", *words, "check_loops:nothing"]) == 2
+    assert cli.run(["check", *words, "check_loops:train", "--steps", "4"]) == 2
+    assert "--steps has no meaning with --loop" in capsys.readouterr().err
+
+
 def test_the_flags_of_check_are_these():
     options = [name for param in check.command.params if isinstance(param, click.Option) for name in param.opts]
     assert sorted(options) == sorted(
         "--stage --offload --nvme-path --ranks --tp --steps --batch --seq --precision --data --seed --set --all "
-        "--json".split()
+        "--json --loop --optimizer".split()
     )

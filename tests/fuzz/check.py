@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from fuzz.loop import Invalid
-from fuzz.program import Program, simplest_setting
+from fuzz.program import Program, Step, simplest_setting
 from fuzz.reference import expected
+from fuzz.rules import may_be_refused
 from fuzz.server import Ranks
 
 TOLERANCE = {"fp32": 5e-6, "bf16": 0.1}
@@ -41,8 +42,11 @@ def _has_event(program: Program, kind: str) -> bool:
 
 
 def _kinds(program: Program) -> set[str]:
-    blocks = [*program.blocks, *(child for block in program.blocks for child in block.children)]
-    return {block.kind for block in blocks}
+    return {block.kind for block in program.all_blocks}
+
+
+def _state(program: Program) -> set[str]:
+    return {kind for block in program.all_blocks for kind in block.state}
 
 
 MAY_REFUSE = (
@@ -78,6 +82,19 @@ MAY_REFUSE = (
         "a module entered from outside whose parameters are not a unit's own: the model's forward has them",
         lambda p, label: p.moves and p.entry == "outside" and (p.setting.units != "class" or bool(p.ties)),
     ),
+    MayRefuse(
+        "an optimizer that needs more than the elements of one parameter",
+        lambda p, label: may_be_refused(p.rule) and (label == "shard" or label.endswith(" step")),
+    ),
+    MayRefuse(
+        "a tensor that shares a parameter's memory",
+        lambda p, label: bool(p.aliases) or any(block.caches for block in p.all_blocks),
+    ),
+    MayRefuse(
+        "recomputation of a forward that changes its module, or draws from Python's generator",
+        lambda p, label: bool(p.setting.recompute) and bool(_state(p) - {"dropout", "expanded"}),
+    ),
+    MayRefuse("ranks that do different amounts of work", lambda p, label: bool(p.uneven), keeps_state=False),
 )
 
 
@@ -146,7 +163,18 @@ def check(program: Program, ranks: Ranks, defect: str = "") -> None:
         raise Invalid("ranks make different numbers of calls from outside, and a refusal between two of them")
     if _refused_by_one_rank(program):
         raise Invalid("an operation that may be refused, on one rank alone")
+    try:
+        _judge(program, ranks, defect, want)
+    except Differs:
+        if program.rule.kind and compare(expected(program, nudge=True)[0], want[0], TOLERANCE["fp32"]):
+            raise Invalid("rounding alone changes its numbers") from None
+        raise
+
+
+def _judge(program: Program, ranks: Ranks, defect: str, want: Any) -> None:
     got = ranks.run(program, defect)
+    if program.uneven:
+        return _judge_uneven(program, got, want)
     precision = program.setting.precision
     if any(outcome.refused for outcome in got):
         label, message = got[0].refused, got[0].message
@@ -170,6 +198,30 @@ def check(program: Program, ranks: Ranks, defect: str = "") -> None:
             _must_equal(outcome.records, unsharded[rank].records, BETWEEN_STAGES, rank)
     for rank, outcome in enumerate(got):
         _must_equal(outcome.records, want[rank], TOLERANCE[precision], rank)
+
+
+MUST_REFUSE = ("no_step",)
+"""What one rank may not do alone: no average has a meaning then. The others may be exact instead."""
+
+
+def _judge_uneven(program: Program, got: list[Any], want: Any) -> None:
+    """Raise unless all ranks are refused, by their names, or plain torch's numbers are there."""
+    said = [outcome.message for outcome in got]
+    if all(outcome.refused for outcome in got):
+        unnamed = [text for text in said if not re.search(r"\branks? \d", text)]
+        if unnamed and may_refuse(replace(program, steps=_even(program)), got[0].refused) is None:
+            raise Differs(f"a refusal of different work that names no rank: {unnamed[0]}")
+        return
+    if any(outcome.refused for outcome in got):
+        raise Differs(f"refused by some ranks only: {[(o.refused, o.message) for o in got]}")
+    if program.uneven in MUST_REFUSE:
+        raise Differs(f"rank 1 alone did {program.uneven}, and nobody was refused")
+    for rank, outcome in enumerate(got):
+        _must_equal(outcome.records, want[rank], TOLERANCE["fp32"], rank)
+
+
+def _even(program: Program) -> tuple[Step, ...]:
+    return tuple(replace(step, uneven="") for step in program.steps)
 
 
 def _must_equal(got: list[tuple[str, Any]], want: list[tuple[str, Any]], tolerance: float, rank: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.func import functional_call
 
 from fuzz.model import Model
 from fuzz.program import Program
+from fuzz.rules import ELEMENTWISE
 
 
 class Defect:
@@ -22,8 +25,16 @@ class Defect:
     def install(self) -> None:
         pass
 
+    @classmethod
+    def changed(cls, program: Program) -> Program:
+        """Return the program that the ranks run instead."""
+        return program
+
     def before_forward(self) -> None:
         pass
+
+    def result(self, result: Any) -> Any:
+        return result
 
     def loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss
@@ -76,8 +87,91 @@ class UnusedMoves(Defect):
         return loss + sum(0.0 * p.sum() for p in self.model.parameters() if p.requires_grad)
 
 
+class FirstGroupsOptions(Defect):
+    """The second group of an optimizer gets the first one's options."""
+
+    @classmethod
+    def changed(cls, program: Program) -> Program:
+        return replace(program, rule=replace(program.rule, second=()))
+
+
+class LostTerm(Defect):
+    """Of an optimizer of the user's own all terms but the elementwise ones are left out."""
+
+    @classmethod
+    def changed(cls, program: Program) -> Program:
+        terms = tuple(term for term in program.rule.terms if term in ELEMENTWISE)
+        return replace(program, rule=replace(program.rule, terms=terms))
+
+
+class OldMemory(Defect):
+    """Aliases of parameters stay on the memory that the parameters had before `shard`."""
+
+    def install(self) -> None:
+        for index, alias in enumerate(self.program.aliases):
+            if alias.way != "first_forward":
+                copied = self.model.alias(index).detach().clone()
+                if alias.listed:
+                    self.model.aliases[index] = copied
+                else:
+                    setattr(self.model, f"alias_{index}", copied)
+
+
+class UpdatedTwice(Defect):
+    """A buffer of the first block is updated once more, as by a forward that is run again."""
+
+    def before_forward(self) -> None:
+        for name, buffer in self.model.blocks[0].named_buffers():
+            if name == "count":
+                buffer.add_(1)
+            elif name == "mean":
+                buffer.mul_(0.8)
+
+
+class DrawnAgain(Defect):
+    """Something draws random numbers between two forwards of the program."""
+
+    def before_forward(self) -> None:
+        random.random()
+        torch.rand(1)
+
+
+class CopiedOutput(Defect):
+    """The caller gets a copy of the dict that the model returns."""
+
+    def result(self, result: Any) -> Any:
+        return dict(result) if isinstance(result, dict) else result
+
+
+class FrozenSecond(Defect):
+    """The second of two models is not trained."""
+
+    @classmethod
+    def changed(cls, program: Program) -> Program:
+        if program.second is None or program.second.link not in ("chained", "towers"):
+            return program
+        blocks = tuple(replace(block, frozen=True) for block in program.second.blocks)
+        return replace(program, second=replace(program.second, blocks=blocks))
+
+
+class Unnoticed(Defect):
+    """A rank that leaves something out is not noticed: it goes on as if it had done the same as the others."""
+
+    @classmethod
+    def changed(cls, program: Program) -> Program:
+        return replace(program, steps=tuple(replace(step, uneven="") for step in program.steps))
+
+
 DEFECTS: dict[str, type[Defect]] = {
     "lost_gradient": LostGradient,
     "early_reduction": EarlyReduction,
     "unused_moves": UnusedMoves,
+    "first_groups_options": FirstGroupsOptions,
+    "lost_term": LostTerm,
+    "old_memory": OldMemory,
+    "updated_twice": UpdatedTwice,
+    "drawn_again": DrawnAgain,
+    "copied_output": CopiedOutput,
+    "frozen_second": FrozenSecond,
+    "unnoticed": Unnoticed,
 }

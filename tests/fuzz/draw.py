@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from fuzz.program import WIDTH, Block, Call, Event, Pass, Program, Setting, Step
+from fuzz.program import WIDTH, Alias, Block, Call, Event, Pass, Program, Rule, Second, Setting, Step
+from fuzz.rules import ELEMENTWISE, OTHERS, SECOND, TORCH
 
 KINDS = ("norm", "embedding", "gru", "conv", "scale", "complex", "ctx_attr")
-STYLES = ("kwargs", "tuple", "dict", "object")
+STYLES = ("kwargs", "tuple", "dict", "object", "kept")
 CONDITIONS = ("rank0", "rank1", "data", "odd_step")
 PASSES = ("again", "two", "both", "both_reversed", "fail_forward", "fail_backward", "drop", "zero_grad")
 PASSES += ("plain_backward", "leaf", "penalty")
@@ -22,7 +24,16 @@ MODEL = ("mlp", "nested", "tied", "shared", "frozen", "outside", "method", "retu
 SETTINGS = ("stage0", "stage1", "stage2", "stage3", "cpu", "nvme", "budget", "buffers", "accumulate", "partial")
 SETTINGS += ("bf16", "mixed", "keep_fp32", "buckets", "clip", "adamw", "decay", "recompute", "class", "leaves", "list")
 SETTINGS += ("stale", "selective")
+STATE = ("counter", "ema", "expanded", "strided", "batchnorm", "spectral", "attribute", "dropout", "random")
+RULES = ("torch_rule", "own_rule", "own_whole", "instance", "groups", "step_hook")
+ALIASES = ("view", "detached", "data_alias", "chunk", "transposed", "first_forward", "read_alias", "cached")
+SECONDS = ("chained", "towers", "frozen_second", "alternate")
+UNEVEN = ("forward", "no_grad", "more", "fewer", "no_step", "state", "freeze")
+OUTPUTS = ("kept_output", "fills")
 FEATURES = frozenset((*KINDS, *STYLES, *CONDITIONS, *PASSES, *EVENTS, *AFTER, *CALLS, *MODEL, *SETTINGS))
+FEATURES |= {*STATE, *RULES, *ALIASES, *SECONDS, *OUTPUTS, *(f"uneven_{kind}" for kind in UNEVEN)}
+WAYS = {"view": "view", "detached": "detach", "data_alias": "data", "chunk": "chunk", "transposed": "transposed"}
+WAYS |= {"first_forward": "first_forward"}
 
 BUDGETS = {
     1: ("optimizer=hbm:400B+cpu", "optimizer=cpu:600B+nvme"),
@@ -67,6 +78,7 @@ class _Drawing:
     def program(self) -> Program:
         entry = self.of("root", ("outside", "method"), 6)
         setting = self.setting()
+        self.half = setting.precision != "fp32"
         blocks = tuple(self.block(setting) for _ in range(1 + self.upto(3)))
         self.count = len(blocks)
         ties = ((self.upto(self.count - 1), self.upto(self.count - 1)),) if self.rarely("tied") else ()
@@ -79,6 +91,11 @@ class _Drawing:
         if any(call.checkpoint == "reentrant" for call in calls):  # torch itself refuses the two together
             self.on -= {"penalty"}
         steps = tuple(self.step(setting, len(calls)) for _ in range(2 + self.upto(2)))
+        rule, aliases, second = Rule(), (), None
+        if not self.half:
+            rule, aliases, second = self.rule(), self.aliases(), self.second(setting)
+        if uneven := self.uneven():
+            steps = (*steps[:-1], replace(steps[-1], uneven=uneven))
         return Program(
             setting=setting,
             blocks=blocks,
@@ -87,10 +104,62 @@ class _Drawing:
             unused=self.rarely("unused"),
             calls=tuple(calls),
             entry=entry,
-            returns="object" if self.rarely("returned_object") else "dict",
+            returns=self.returns(second),
+            fills=self.rarely("fills", 8),
+            rule=rule,
+            aliases=aliases,
+            second=second,
             steps=steps,
             seed=self.upto(3),
         )
+
+    def returns(self, second: Second | None) -> str:
+        if second is None and self.rarely("kept_output", 8):
+            return "kept"
+        return "object" if self.rarely("returned_object") else "dict"
+
+    def rule(self) -> Rule:
+        kinds = [kind for kind in ("torch_rule", "own_rule", "own_whole") if kind in self.on]
+        if not kinds or self.upto(2) < 2:
+            return Rule()
+        chosen = self.draw(st.sampled_from(kinds))
+        if chosen == "torch_rule":
+            kind = self.draw(st.sampled_from(sorted(TORCH)))
+            options, terms = self.draw(st.sampled_from(TORCH[kind])), ()
+        else:
+            kind, options = "Own", (("lr", 0.1),)
+            pool = ELEMENTWISE if chosen == "own_rule" else ELEMENTWISE + OTHERS * 2
+            terms = tuple(self.draw(st.lists(st.sampled_from(pool), min_size=1, max_size=3, unique=True)))
+        if not self.rarely("instance", 2):
+            return Rule(kind, options, terms)
+        split = self.draw(st.sampled_from(("", "dim", "half"))) if "groups" in self.on else ""
+        second = self.draw(st.sampled_from(SECOND.get(kind, ((("lr", 0.02),),)))) if split else ()
+        return Rule(kind, options, terms, True, split, second, self.rarely("step_hook", 4))
+
+    def aliases(self) -> tuple[Alias, ...]:
+        ways = [way for feature, way in WAYS.items() if feature in self.on]
+        if not ways or self.upto(7) < 7:
+            return ()
+        use = "loop" if self.rarely("read_alias", 3) else "forward"
+        return (Alias(self.upto(self.count - 1), self.draw(st.sampled_from(ways)), use, self.upto(1) == 1),)
+
+    def second(self, setting: Setting) -> Second | None:
+        links = [link for link in SECONDS if link in self.on]
+        if not links or self.upto(7) < 7:
+            return None
+        blocks = tuple(replace(self.block(setting), frozen=False) for _ in range(1 + self.upto(1)))
+        before, self.count = self.count, len(blocks)
+        calls = tuple(self.call(blocks) for _ in range(1 + self.upto(1)))
+        self.count = before
+        stage = self.draw(st.sampled_from((setting.stage, 0, 3)))
+        link = self.draw(st.sampled_from(links)).removesuffix("_second")
+        return Second(blocks, calls, stage if f"stage{stage}" in self.on else setting.stage, link)
+
+    def uneven(self) -> str:
+        kinds = [kind for kind in UNEVEN if f"uneven_{kind}" in self.on]
+        if not kinds or self.half or self.upto(24) < 24:
+            return ""
+        return self.draw(st.sampled_from(kinds))
 
     def setting(self) -> Setting:
         stages = tuple(stage for stage in range(4) if f"stage{stage}" in self.on) or (0,)
@@ -120,12 +189,19 @@ class _Drawing:
     def block(self, setting: Setting, depth: int = 0) -> Block:
         nested = ("nested",) if depth == 0 else ()
         kind = self.of("linear", ("mlp", *KINDS, *nested), 2)
+        kept = [state for state in STATE if state in self.on]
+        state: tuple[str, ...] = ()
+        if kept and not self.half and self.upto(9) == 9:
+            kind = "stateful"
+            state = tuple(self.draw(st.lists(st.sampled_from(kept), min_size=1, max_size=3, unique=True)))
         return Block(
             kind=kind,
             hidden=self.draw(st.sampled_from((WIDTH, 9))) if kind == "mlp" else WIDTH,
             frozen=self.rarely("frozen", 8),
             half=setting.precision == "bf16" and not setting.keep_fp32 and self.rarely("mixed", 3),
             children=tuple(self.block(Setting(), 1) for _ in range(1 + self.upto(1))) if kind == "nested" else (),
+            caches=not self.half and self.rarely("cached", 40),
+            state=state,
         )
 
     def call(self, blocks: tuple[Block, ...]) -> Call:

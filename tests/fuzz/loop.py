@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ class Stopped(Exception):
 class Side(ABC):
     """A way to run a program for some ranks. Records are (label, value), by rank, in the program's order."""
 
-    model: Model
-
     def __init__(self, program: Program, ranks: tuple[int, ...]) -> None:
         self.program, self.ranks = program, ranks
+        self.at = 0
+        """The step that runs."""
+        self.held: dict[int, Any] = {}
+        """By rank: the output of the first forward, if the model keeps it."""
         self.records: dict[int, list[tuple[str, Any]]] = {rank: [] for rank in ranks}
         self.label = "shard"
         self.stop_at = ""
@@ -41,6 +44,21 @@ class Side(ABC):
         if label == self.stop_at:
             raise Stopped
 
+    def as_rank(self, rank: int) -> AbstractContextManager[None]:
+        """Surround what draws random numbers on a rank."""
+        return nullcontext()
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Which models this step trains."""
+        second = self.program.second
+        if second is None or second.link == "frozen":
+            return (0,)
+        return (self.at % 2,) if second.link == "alternate" else (0, 1)
+
+    @abstractmethod
+    def models(self, rank: int) -> list[Model]: ...
+
     @abstractmethod
     def forward(self, rank: int, batch: dict[str, Any]) -> Any: ...
 
@@ -51,10 +69,10 @@ class Side(ABC):
     def zero_grad(self, after_error: bool = False) -> None: ...
 
     @abstractmethod
-    def step(self) -> float: ...
+    def step(self) -> Any: ...
 
     @abstractmethod
-    def state(self) -> dict[str, Any]: ...
+    def state(self, rank: int) -> dict[str, Any]: ...
 
     @abstractmethod
     def event(self, event: Event, step: int, number: int) -> None: ...
@@ -71,19 +89,26 @@ def run(side: Side) -> None:
     except Stopped:
         pass
     side.label = "end"
-    state = side.state()
     for rank in side.ranks:
-        side.note(rank, "state", state)
+        side.note(rank, "state", side.state(rank))
 
 
 def run_step(side: Side, at: int, step: Step) -> None:
+    side.at = at
+    if side.program.second and side.program.second.link == "alternate":
+        for rank in side.ranks:
+            side.models(rank)[1].requires_grad_(at % 2 == 1)
     for number, event in enumerate(step.before):
         side.begin(f"step {at} event {number} {event.kind}")
         side.event(event, at, 50 + number)
+    if step.uneven and UNEVEN in side.ranks:
+        side.begin(f"step {at} uneven {step.uneven}")
+        run_uneven(side, at, step.uneven)
     made = 0
     for number, one in enumerate(step.passes):
         side.begin(f"step {at} pass {number} {one.kind}")
-        made = run_pass(side, at, number, one, made)
+        left_out = (UNEVEN,) if step.uneven == "fewer" and number == 0 else ()
+        made = run_pass(side, at, number, one, made, left_out)
     if not made:
         return
     for number, event in enumerate(step.after):
@@ -95,23 +120,60 @@ def run_step(side: Side, at: int, step: Step) -> None:
         for rank in side.ranks:
             stale[rank] = train_forward(side, at, 90, rank)[0]
     side.begin(f"step {at} step")
+    if step.uneven == "no_step" and side.ranks == (UNEVEN,):
+        return
     norm = side.step()
     for rank in side.ranks:
         side.note(rank, "gradient norm", norm)
+        read_aliases(side, rank)
     if step.stale:
         side.begin(f"step {at} stale backward")
         rank = side.ranks[0]
         side.must_refuse("backward of a graph older than the step", lambda: side.backward(rank, stale[rank]))
 
 
+UNEVEN = 1
+"""The rank that does more or less than the others."""
+
+
+def run_uneven(side: Side, at: int, kind: str) -> None:
+    """Do what one rank alone does before the passes of a step."""
+    if kind == "forward":
+        train_forward(side, at, 40, UNEVEN)
+    elif kind == "no_grad":
+        with torch.no_grad():
+            train_forward(side, at, 40, UNEVEN)
+    elif kind == "more":
+        side.backward(UNEVEN, train_forward(side, at, 40, UNEVEN)[0])
+    elif kind == "state":
+        side.note(UNEVEN, "state", side.state(UNEVEN))
+    elif kind == "freeze":
+        side.models(UNEVEN)[0].blocks[0].requires_grad_(False)
+
+
+def read_aliases(side: Side, rank: int) -> None:
+    model = side.models(rank)[0]
+    for index, alias in enumerate(side.program.aliases):
+        made = model.aliases[index] if alias.listed else getattr(model, f"alias_{index}")
+        if alias.use == "loop" and made is not None:
+            side.note(rank, f"alias {index}", made)
+
+
 def train_forward(side: Side, at: int, number: int, rank: int, **batch_options: Any) -> tuple[torch.Tensor, ...]:
     batch = make_batch(side.program, at, number, rank, **batch_options)
-    pair = losses(side.forward(rank, batch), batch)
+    result = side.forward(rank, batch)
+    if side.program.returns == "kept" and side.program.entry != "outside":
+        held = side.held.setdefault(rank, result)
+        side.note(rank, "the model's own output", result is side.models(rank)[0].result and result is held)
+        side.note(rank, "calls seen in the first output", float(held["calls"]))
+    if side.program.fills:
+        side.note(rank, "tensors in the list", float(len(batch["more"]["sink"])))
+    pair = losses(result, batch)
     side.note(rank, "loss", pair[0])
     return pair
 
 
-def run_pass(side: Side, at: int, number: int, one: Pass, made: int) -> int:
+def run_pass(side: Side, at: int, number: int, one: Pass, made: int, left_out: tuple[int, ...] = ()) -> int:
     """Run one pass on each rank; return the backward passes that the step's gradients are of."""
     if one.kind == "zero_grad":
         side.zero_grad()
@@ -131,7 +193,8 @@ def run_pass(side: Side, at: int, number: int, one: Pass, made: int) -> int:
         side.zero_grad(after_error=True)
         return 0
     for rank in side.ranks:
-        PASSES[one.kind](side, at, number, rank)
+        if rank not in left_out:
+            PASSES[one.kind](side, at, number, rank)
     return made + BACKWARDS[one.kind]
 
 
@@ -227,5 +290,12 @@ def note_copy(side: Side, model: Model, rank: int, step: int, number: int) -> No
 def evaluate(side: Side, model: Model, rank: int, step: int, number: int, call: Any = None) -> torch.Tensor:
     """Return what the model gives without gradients."""
     batch = make_batch(side.program, step, number, rank)
-    result = forward(model, side.program, batch, call)
+    with side.as_rank(rank):
+        result = forward(model, side.program, batch, call)
     return losses(result, batch)[0]
+
+
+def changed_state(state: Mapping[str, torch.Tensor], model: Model) -> dict[str, torch.Tensor]:
+    """Return another state of the model; buffers, which each rank has its own of, become equal on all ranks."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: v * 0.5 + 0.1 if name in parameters else torch.full_like(v, 3) for name, v in state.items()}

@@ -2,216 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fuzz.program import ROWS, TOKENS, WIDTH, Block, Call, Program
-
-
-class Boom(Exception):
-    """What a program that fails on purpose raises."""
-
-
-@dataclass
-class Parcel:
-    """A class that torch's pytree does not know, so what it carries cannot be found in it."""
-
-    x: Any = None
-    h: Any = None
-    tokens: Any = None
-    y: Any = None
-    more: Any = None
-
-
-class _Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise Boom
-
-
-class _Times(torch.autograd.Function):
-    """x @ w, with a view of the weight kept as an attribute instead of by save_for_backward."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.transposed = w.t()
-        ctx.save_for_backward(x)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad @ ctx.transposed, x.t() @ grad
-
-
-class Part(nn.Module):
-    """A block: unpacks its inputs, computes, and packs its outputs as they came."""
-
-    boom = False
-
-    def forward(self, x=None, h=None, tokens=None):
-        style = "plain"
-        if isinstance(x, tuple):
-            style, (x, h, tokens) = "tuple", x
-        elif isinstance(x, dict):
-            style, (x, h, tokens) = "dict", (x["x"], x["h"], x["tokens"])
-        elif isinstance(x, Parcel):
-            style, (x, h, tokens) = "object", (x.x, x.h, x.tokens)
-        first = next(iter(self.parameters()), None)
-        if first is not None:
-            x, h = x.to(first.dtype), h.to(first.dtype)
-        y, more = self.run(x, h, tokens)
-        if self.boom:
-            self.boom = False
-            raise Boom
-        if style == "tuple":
-            return y, more
-        if style == "dict":
-            return {"y": y, "more": [more]}
-        return Parcel(y=y, more=more) if style == "object" else y
-
-    def run(self, x, h, tokens):
-        raise NotImplementedError
-
-
-class LinearPart(Part):
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def run(self, x, h, tokens):
-        y = torch.tanh(self.lin(x))
-        return y, y * x
-
-
-class MlpPart(Part):
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, block.hidden), nn.Linear(block.hidden, WIDTH, bias=False)
-
-    def run(self, x, h, tokens):
-        return x + self.down(torch.tanh(self.up(x))), h
-
-
-class NormPart(Part):
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, eps=0.1)
-
-    def run(self, x, h, tokens):
-        return self.norm(x) * 0.5, x + h
-
-
-class EmbeddingPart(Part):
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-
-    def run(self, x, h, tokens):
-        y = self.embed(tokens) * 0.5
-        return y + 0.3 * x, y.mean(-1, keepdim=True)
-
-
-class GruPart(Part):
-    """A cell called in a loop, at first with data."""
-
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
-
-    def run(self, x, h, tokens):
-        state = torch.zeros_like(x)
-        for value in (x.detach(), h, x):
-            state = self.cell(value, state)
-        return state, state * 0.5
-
-
-class ConvPart(Part):
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(1, 2, 3, padding=1)
-
-    def run(self, x, h, tokens):
-        y = self.conv(x.unsqueeze(1))
-        return torch.tanh(y[:, 0]), y[:, 1]
-
-
-class ScalePart(Part):
-    """Bare parameters, one without dimensions; one of them leaves with the outputs."""
-
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.one, self.row = nn.Parameter(torch.ones(())), nn.Parameter(torch.full((WIDTH,), 0.5))
-
-    def run(self, x, h, tokens):
-        return x * self.one + h * self.row, self.row
-
-
-class ComplexPart(Part):
-    """A view of another dtype is what autograd saves."""
-
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(WIDTH // 2, 2) * 0.5)
-
-    def run(self, x, h, tokens):
-        signal = torch.view_as_complex(x.float().reshape(-1, WIDTH // 2, 2).contiguous())
-        y = torch.view_as_real(signal * torch.view_as_complex(self.kernel.float()))
-        y = y.reshape(-1, WIDTH).to(x.dtype)
-        return torch.tanh(y), y
-
-
-class CtxAttrPart(Part):
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
-
-    def run(self, x, h, tokens):
-        y = torch.tanh(_Times.apply(x, self.weight))
-        return y, y
-
-
-class NestedPart(Part):
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.inside = nn.ModuleList(make_part(child) for child in block.children)
-
-    def run(self, x, h, tokens):
-        y = x
-        for part in self.inside:
-            y = part(y, h, tokens)
-        return x + y, y
-
-
-PARTS: dict[str, type[Part]] = {
-    "linear": LinearPart,
-    "mlp": MlpPart,
-    "norm": NormPart,
-    "embedding": EmbeddingPart,
-    "gru": GruPart,
-    "conv": ConvPart,
-    "scale": ScalePart,
-    "complex": ComplexPart,
-    "ctx_attr": CtxAttrPart,
-    "nested": NestedPart,
-}
-
-
-def make_part(block: Block) -> Part:
-    part = PARTS[block.kind](block)
-    if block.half:
-        part.bfloat16()
-    if block.frozen:
-        part.requires_grad_(False)
-    return part
+from fuzz.parts import Boom, FailingBackward, NestedPart, Parcel, Part, make_part
+from fuzz.program import ROWS, TOKENS, WIDTH, Alias, Call, Program, second_program
 
 
 class Model(nn.Module):
@@ -229,6 +28,38 @@ class Model(nn.Module):
         if program.shared >= 0:
             self.again = self.blocks[program.shared % len(self.blocks)]
         self.program = program
+        self.bias.quick = True  # type: ignore[attr-defined]  # for rules that treat marked parameters differently
+        self.aliases: list[torch.Tensor | None] = []
+        for alias in program.aliases:
+            made = None if alias.way == "first_forward" else self._alias(alias)
+            self.aliases.append(made if alias.listed else None)
+            if not alias.listed:
+                setattr(self, f"alias_{len(self.aliases) - 1}", made)
+
+    def _alias(self, alias: Alias) -> torch.Tensor:
+        p = next(self.blocks[alias.block % len(self.blocks)].parameters())
+        match alias.way:
+            case "detach":
+                return p.detach()
+            case "data":
+                return p.data
+            case "chunk":
+                return p.view(-1).chunk(2)[0]
+            case "transposed":
+                return p.t() if p.dim() == 2 else p[None]
+        return p.view(-1)
+
+    def alias(self, index: int) -> torch.Tensor:
+        """Return an alias, made now if it is one of the first forward."""
+        alias = self.program.aliases[index]
+        made = self.aliases[index] if alias.listed else getattr(self, f"alias_{index}")
+        if made is None:
+            made = self._alias(alias)
+            if alias.listed:
+                self.aliases[index] = made
+            else:
+                setattr(self, f"alias_{index}", made)
+        return made
 
     def forward(self, batch: dict[str, Any]) -> Any:
         return self.graph(batch)
@@ -236,7 +67,20 @@ class Model(nn.Module):
     def graph(self, batch: dict[str, Any]) -> Any:
         value, terms, middle = run_calls(self, self.program, batch)
         out = self.head(value.to(self.head.weight.dtype) + self.bias)
-        return finish(self.program, out, terms, middle)
+        for index, alias in enumerate(self.program.aliases):
+            if alias.use == "forward":
+                out = out + 0.2 * self.alias(index).mean()
+            elif alias.way == "first_forward":
+                self.alias(index)
+        if self.program.fills:
+            batch["more"]["sink"].append(out * 0.5)
+        result = finish(self.program, out, terms, middle)
+        if self.program.returns == "kept":
+            if not hasattr(self, "result"):
+                self.result: dict[str, Any] = {"calls": 0}
+            self.result.update(result, calls=self.result["calls"] + 1)
+            return self.result
+        return result
 
 
 def _tie(left: nn.Module, right: nn.Module) -> None:
@@ -250,21 +94,25 @@ def _tie(left: nn.Module, right: nn.Module) -> None:
 
 
 def finish(program: Program, out: torch.Tensor, terms: list[torch.Tensor], middle: torch.Tensor) -> Any:
-    if program.returns == "dict":
+    if program.returns != "object":
         return {"out": out, "terms": terms, "middle": middle}
     return Parcel(x=out, h=terms, y=middle)
 
 
+def unpack(result: Any) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    if isinstance(result, dict):
+        return result["out"], result["terms"], result["middle"]
+    return result.x, result.h, result.y
+
+
 def losses(result: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss of a forward, and another one of the same graph."""
-    out, terms, middle = (
-        (result["out"], result["terms"], result["middle"])
-        if isinstance(result, dict)
-        else (result.x, result.h, result.y)
-    )
+    out, terms, middle = unpack(result)
     loss = (out.float() - batch["target"]).square().mean()
     for term in terms:
         loss = loss + 0.3 * term.float()
+    for put in batch["more"]["sink"]:
+        loss = loss + 0.2 * put.float().square().mean()
     return loss, out.float().abs().mean() + middle.float().mean()
 
 
@@ -276,6 +124,21 @@ def forward(model: Model, program: Program, batch: dict[str, Any], call: Any = N
     if program.entry == "method":
         return model.graph(batch)
     return (call or model)(batch)
+
+
+def forward_both(models: Sequence[Model], program: Program, batch: dict[str, Any], calls: Sequence[Any]) -> Any:
+    """Run one forward of the program's models, linked as it says; with one model, its own."""
+    result = forward(models[0], program, batch, calls[0])
+    if program.second is None:
+        return result
+    out, terms, middle = unpack(result)
+    link = program.second.link
+    if link == "alternate" and batch["step"] % 2:  # trains the second model alone
+        out, terms, middle = out.detach(), [term.detach() for term in terms], middle.detach()
+        batch["more"]["sink"] = [put.detach() for put in batch["more"]["sink"]]
+    inner = batch | {"x": batch["x"] if link == "towers" else out, "fails": "", "more": {"sink": []}}
+    other, more, _ = unpack(forward(models[1], second_program(program), inner, calls[1]))
+    return {"out": out * other if link == "towers" else other, "terms": [*terms, *more], "middle": middle}
 
 
 def run_calls(
@@ -296,7 +159,7 @@ def run_calls(
             part.boom = True
         result = source if part is None else _invoke(part, call, source, also, batch["tokens"])
         if fails == "backward" and index == at:
-            result = _Boom.apply(result)
+            result = FailingBackward.apply(result)
         if call.detach:
             result = result.detach()
         if call.aux:
@@ -330,6 +193,11 @@ def _invoke(part: Part, call: Call, x: torch.Tensor, h: torch.Tensor, tokens: to
             return part(x=x, h=h, tokens=tokens)
         if call.style == "tuple":
             y, more = part((x, h, tokens))
+        elif call.style == "kept":
+            got = part(x, h, tokens, keeps=True)
+            y, more = got["y"], got["more"]
+            if got is not part.kept:
+                y = y * 2
         elif call.style == "dict":
             got = part({"x": x, "h": h, "tokens": tokens})
             y, more = got["y"], got["more"][0]
@@ -343,9 +211,15 @@ def _invoke(part: Part, call: Call, x: torch.Tensor, h: torch.Tensor, tokens: to
     return body(x, h)
 
 
-def make_model(program: Program) -> Model:
-    torch.manual_seed(program.seed)
-    return Model(program)
+def make_models(program: Program) -> list[Model]:
+    """Return the program's model, or both of them; the same values in every process."""
+    made = []
+    for one in (program, *([second_program(program)] if program.second else [])):
+        torch.manual_seed(one.seed)
+        made.append(Model(one))
+    if program.second and program.second.link == "frozen":
+        made[1].requires_grad_(False)
+    return made
 
 
 def make_batch(
@@ -363,4 +237,5 @@ def make_batch(
         "step": step,
         "fails": fails,
         "fails_at": fails_at,
+        "more": {"sink": []},
     }

@@ -17,12 +17,15 @@ from torch import nn
 
 import zerocli
 from fuzz.program import WORLD, Program
-from fuzz.reference import make_optimizer
+from fuzz.rules import make_optimizer
 
 PLAIN = "plain"
 """Asks for this engine where a defect's name is expected."""
 NOT_OFFERED = frozenset(("bf16", "mixed", "keep_fp32", "stale", "hand_grad"))
 """Features of the engine that this one lacks."""
+
+
+CALLS = ("step", "state_dict")
 
 
 @dataclass
@@ -33,17 +36,22 @@ class StepResult:
 class PlainEngine:
     """DistributedDataParallel by hand: local gradients are summed, and averaged in `step`."""
 
+    active = False
+    """Whether a backward of some engine runs: its loss may lead to the models of several."""
+
     def __init__(self, program: Program, model: nn.Module) -> None:
+        self.partners = [self]
+        """The engines whose models every loss leads to, this one among them."""
         self.model, self.clip = model, program.setting.clip
         self.optimizer = make_optimizer(program, model)
-        self.passes, self.active = 0, False
+        self.passes = 0
         for p in model.parameters():
             p.requires_grad_(True).register_post_accumulate_grad_hook(self._arrived)
         for p, source in zip(model.parameters(), type(model)(program).parameters(), strict=True):
             p.requires_grad_(source.requires_grad)
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        if not self.active:
+        if not PlainEngine.active:
             parameter.grad = None
             raise zerocli.Refused("call engine.backward(loss) instead of loss.backward()")
 
@@ -51,19 +59,31 @@ class PlainEngine:
         return self.model(*args)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        self.active = True
+        PlainEngine.active = True
         try:
             loss.backward(retain_graph=retain_graph)
         except BaseException:
             self.zero_grad()
             raise
         finally:
-            self.active = False
-        self.passes += 1
+            PlainEngine.active = False
+        for engine in self.partners:
+            engine.passes += 1
 
     def zero_grad(self) -> None:
         self.model.zero_grad()
         self.passes = 0
+
+    def _agree(self, call: int) -> int:
+        """Return the mean of the ranks' passes, or refuse if they are in different calls."""
+        mine = torch.tensor([call, self.passes])
+        all_of_them = [torch.zeros_like(mine) for _ in range(WORLD)]
+        dist.all_gather(all_of_them, mine)
+        calls = [each.tolist() for each in all_of_them]
+        if any(each != calls[0] for each in calls):
+            said = ", ".join(f"rank {rank} calls {CALLS[c]} after {n} passes" for rank, (c, n) in enumerate(calls))
+            raise zerocli.Refused(f"the ranks do different work: {said}")
+        return self.passes
 
     def _mean(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the mean gradient over ranks and passes; None if no rank has one."""
@@ -79,6 +99,7 @@ class PlainEngine:
 
     @torch.no_grad()
     def step(self) -> StepResult:
+        self._agree(0)
         for p in self.model.parameters():
             p.grad = self._mean(p)
         norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
@@ -100,6 +121,7 @@ class PlainEngine:
         return copy.deepcopy(self.model)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        self._agree(1)
         return {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:

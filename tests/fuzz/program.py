@@ -35,7 +35,7 @@ class Block(Plain):
     """One module of the model; all take and give values of WIDTH columns."""
 
     kind: str = "linear"
-    """linear, mlp, norm, embedding, gru, conv, scale, complex, ctx_attr or nested."""
+    """linear, mlp, norm, embedding, gru, conv, scale, complex, ctx_attr, stateful or nested."""
     hidden: int = WIDTH
     """Inner width of an mlp: blocks of equal and unequal sizes."""
     frozen: bool = False
@@ -43,6 +43,11 @@ class Block(Plain):
     """Its parameters are bf16 in a model whose others are fp32."""
     children: tuple[Block, ...] = ()
     """Of a nested block, run in order."""
+    caches: bool = False
+    """Its first call keeps a view of its first parameter, which later calls use."""
+    state: tuple[str, ...] = ()
+    """What a stateful block has: counter, ema, expanded, strided, batchnorm, spectral (buffers), attribute (a count in
+    Python), dropout, random (a draw from Python's own generator)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,7 +64,8 @@ class Call(Plain):
     raw: bool = False
     """Its inputs are the batch's own data, which autograd does not follow."""
     style: str = "plain"
-    """How inputs and outputs are passed: plain, kwargs, tuple, dict, or object (a class torch does not know)."""
+    """How inputs and outputs are passed: plain, kwargs, tuple, dict, object (a class torch does not know), or kept (the
+    block returns a dict that it keeps, and the caller compares the objects)."""
     when: str = "always"
     """always, rank0, rank1, data (a property of this rank's batch) or odd_step."""
     other: int = -1
@@ -103,6 +109,9 @@ class Step(Plain):
     after: tuple[Event, ...] = ()
     stale: bool = False
     """After the step, backward of a graph from before it."""
+    uneven: str = ""
+    """What rank 1 alone does: forward and no_grad (one more, before the passes), more (one more pass), fewer (the first
+    pass is left out), no_step, state (a state dict of its own), freeze."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,6 +136,50 @@ class Setting(Plain):
 
 
 @dataclass(frozen=True, repr=False)
+class Rule(Plain):
+    """An optimizer that is no name: a class or an instance of torch.optim, or one of our own made of terms."""
+
+    kind: str = ""
+    """A class of torch.optim; `Own`; or empty for the optimizer that the setting names."""
+    options: tuple[tuple[str, Any], ...] = ()
+    terms: tuple[str, ...] = ()
+    """Of an `Own` rule, in order: see rules.py."""
+    instance: bool = False
+    """The optimizer is made before `shard`, and not by it."""
+    split: str = ""
+    """Of an instance: one group, or two divided by `dim` (matrices and the rest) or `half` (first and second half)."""
+    second: tuple[tuple[str, Any], ...] = ()
+    """Options of the second group alone."""
+    hook: bool = False
+    """A hook on the instance halves the learning rates before each step."""
+
+
+@dataclass(frozen=True, repr=False)
+class Alias(Plain):
+    """Another tensor on the memory of a block's first parameter, made before `shard` or in the first forward."""
+
+    block: int = 0
+    way: str = "view"
+    """view, detach, data, chunk, transposed, or first_forward (a view that the first forward makes)."""
+    use: str = "forward"
+    """forward, or loop (the loop reads it after each step)."""
+    listed: bool = False
+    """It is in a list in the model, and not an attribute."""
+
+
+@dataclass(frozen=True, repr=False)
+class Second(Plain):
+    """Another model with an engine of its own."""
+
+    blocks: tuple[Block, ...] = (Block(),)
+    calls: tuple[Call, ...] = (Call(),)
+    stage: int = 0
+    link: str = "chained"
+    """chained (it takes the first model's output), towers (both take the batch), frozen (chained, and never trained),
+    alternate (chained; even steps train the first model, odd ones this one)."""
+
+
+@dataclass(frozen=True, repr=False)
 class Program(Plain):
     """Everything that both sides run."""
 
@@ -142,6 +195,12 @@ class Program(Plain):
     entry: str = "root"
     """root (`engine(batch)`); method (another method of the model, registered); outside (the loop calls the blocks)."""
     returns: str = "dict"
+    """dict, object (a class torch does not know), or kept (a dict that the model keeps and changes in each forward)."""
+    fills: bool = False
+    """The batch has a list into which the model puts a tensor."""
+    rule: Rule = Rule()
+    aliases: tuple[Alias, ...] = ()
+    second: Second | None = None
     steps: tuple[Step, ...] = (Step(),)
     seed: int = 0
 
@@ -149,6 +208,26 @@ class Program(Plain):
     def moves(self) -> bool:
         """Whether parameters are released between their uses."""
         return self.setting.stage == 3
+
+    @property
+    def all_blocks(self) -> list[Block]:
+        blocks = [*self.blocks, *(self.second.blocks if self.second else ())]
+        return [*blocks, *(child for block in blocks for child in block.children)]
+
+    @property
+    def uneven(self) -> str:
+        """What one rank alone does in some step."""
+        return next((step.uneven for step in self.steps if step.uneven), "")
+
+
+def second_program(program: Program) -> Program:
+    """Return the second model's own program."""
+    second = program.second
+    assert second is not None
+    setting = replace(program.setting, stage=second.stage, units="default", chosen=(), keep_fp32="")
+    if second.stage != program.setting.stage:
+        setting = replace(setting, offload="")
+    return Program(setting, second.blocks, calls=second.calls, rule=program.rule, seed=program.seed + 17)
 
 
 def simplest_setting(program: Program) -> Program:
@@ -161,7 +240,8 @@ def simplest_setting(program: Program) -> Program:
 
 def parse(text: str) -> Program:
     """Return the program that was printed as `text`."""
-    names: dict[str, Any] = {kind.__name__: kind for kind in (Block, Call, Pass, Event, Step, Setting, Program)}
+    kinds = (Block, Call, Pass, Event, Step, Setting, Rule, Alias, Second, Program)
+    names: dict[str, Any] = {kind.__name__: kind for kind in kinds}
     program = eval(text, {"__builtins__": {}}, names)
     assert isinstance(program, Program), text
     return program

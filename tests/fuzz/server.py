@@ -43,7 +43,8 @@ def _serve(rank: int, folder: str, connection: Any) -> None:
             os._exit(0)  # the parent is gone, or done with us
         try:
             answer = ("ok", run_program(program, folder, defect))
-            dist.barrier()
+            if not program.uneven:
+                dist.barrier()
         except BaseException:
             answer = ("error", traceback.format_exc())
         try:
@@ -107,6 +108,8 @@ class Ranks:
             if time.monotonic() > limit:
                 break
         if all(answer is not None and answer[0] == "ok" for answer in answers):
+            if program.uneven:
+                self.close()  # what ranks that were refused apart have in flight must not meet the next program
             return [answer[1] for answer in answers]
         self.close()
         if not any(answers):

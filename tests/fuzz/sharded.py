@@ -13,11 +13,13 @@ from torch import nn
 
 import zerocli
 from fuzz.defects import DEFECTS
-from fuzz.loop import Side, edit, evaluate, note_copy, run
-from fuzz.model import Part, forward, make_model
+from fuzz.loop import Side, changed_state, edit, evaluate, note_copy, run
+from fuzz.model import Model, forward_both, make_models
+from fuzz.parts import Part
 from fuzz.plain import PLAIN, PlainEngine
-from fuzz.program import Event, Program
-from fuzz.reference import LEARNING_RATE, OPTIONS
+from fuzz.program import Event, Program, second_program
+from fuzz.reference import seed_rank
+from fuzz.rules import asked_of_shard
 
 Refused = zerocli.Refused
 
@@ -45,13 +47,10 @@ def shard(program: Program, model: nn.Module, nvme_path: str) -> Any:
         more["units"] = [model.blocks[index % len(model.blocks)] for index in setting.chosen]  # type: ignore[union-attr]
     elif setting.units != "default":
         more["units"] = Part if setting.units == "class" else leaf
+    more |= asked_of_shard(program, model)
     return zerocli.shard(
         model,
-        optimizer=setting.optimizer,
-        lr=LEARNING_RATE[setting.optimizer],
         stage=setting.stage,
-        weight_decay=setting.weight_decay,
-        options=OPTIONS[setting.optimizer],
         precision=setting.precision,
         accumulate=setting.accumulate,
         clip=setting.clip,
@@ -72,35 +71,59 @@ class Sharded(Side):
 
     def __init__(self, program: Program, nvme_path: str, defect: str = "") -> None:
         self.rank = dist.get_rank()
+        found = [DEFECTS[name] for name in defect.split("+") if name in DEFECTS]
+        if found:
+            program = found[0].changed(program)
         super().__init__(program, (self.rank,))
-        self.model = make_model(program)
+        self._models = make_models(program)
+        self.model = self._models[0]
+        self.engines: list[Any] = []
+        programs = [program, *([second_program(program)] if program.second else [])]
         plain = PLAIN in defect.split("+")
-        self.engine = PlainEngine(program, self.model) if plain else shard(program, self.model, nvme_path)
+        for one, model in zip(programs, self._models, strict=True):
+            self.engines.append(PlainEngine(one, model) if plain else shard(one, model, nvme_path))
+        self.engine = self.engines[0]
+        if plain and program.second and program.second.link in ("chained", "towers"):
+            self.engine.partners = self.engines
         self.note(self.rank, "dtypes", {name: str(p.dtype) for name, p in self.model.named_parameters()})
         if program.entry == "method":
             self.engine.register_forward_method(self.model, "graph")
-        found = [DEFECTS[name] for name in defect.split("+") if name in DEFECTS]
         self.defect = found[0](self.model, program, self.rank) if found else None
+        seed_rank(self.rank)
+
+    def models(self, rank: int) -> list[Model]:
+        return self._models
 
     def forward(self, rank: int, batch: dict[str, Any]) -> Any:
         if self.defect is not None:
             self.defect.before_forward()
-        return forward(self.model, self.program, batch, self.engine)
+        result = forward_both(self._models, self.program, batch, self.engines)
+        return result if self.defect is None else self.defect.result(result)
 
     def backward(self, rank: int, loss: torch.Tensor, retain: bool = False) -> None:
         if self.defect is not None:
             loss = self.defect.loss(loss)
-        self.engine.backward(loss, **({"retain_graph": True} if retain else {}))
+        self.engines[self.trained[0]].backward(loss, **({"retain_graph": True} if retain else {}))
 
     def zero_grad(self, after_error: bool = False) -> None:
-        if not after_error or hasattr(self.engine, "zero_grad"):
-            self.engine.zero_grad()
+        for engine in self.engines:
+            if not after_error or hasattr(engine, "zero_grad"):
+                engine.zero_grad()
 
-    def step(self) -> float:
-        return self.engine.step().grad_norm.item()
+    def step(self) -> Any:
+        norms = [self.engines[index].step().grad_norm.item() for index in self.trained]
+        return norms[0] if len(norms) == 1 else dict(enumerate(norms))
 
-    def state(self) -> dict[str, Any]:
-        return {name: value.float().numpy() for name, value in self.engine.state_dict().items()}
+    def state(self, rank: int) -> dict[str, Any]:
+        return {
+            f"{index}.{name}" if index else name: value.float().numpy()
+            for index, engine in enumerate(self.engines)
+            for name, value in engine.state_dict().items()
+        }
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
 
     def must_refuse(self, what: str, operation: Callable[[], Any]) -> None:
         try:
@@ -120,7 +143,7 @@ class Sharded(Side):
                 with torch.no_grad() if event.kind == "no_grad" else torch.inference_mode():
                     self.note(rank, "loss", evaluate(self, self.model, rank, step, number, engine))
             case "state":
-                self.note(rank, "state", self.state())
+                self.note(rank, "state", self.state(rank))
             case "gathered":
                 with engine.gathered(), torch.no_grad():
                     whole = {n: p.detach().float().numpy().copy() for n, p in self.model.named_parameters()}
@@ -131,7 +154,7 @@ class Sharded(Side):
             case "plain_edit":
                 edit(part.parameters())
             case "load" | "plain_load":
-                state = {name: value * 0.5 + 0.1 for name, value in engine.state_dict().items()}
+                state = changed_state(engine.state_dict(), self.model)
                 (engine if event.kind == "load" else self.model).load_state_dict(state)
             case "deepcopy" | "unsharded":
                 other = copy.deepcopy(self.model) if event.kind == "deepcopy" else engine.unsharded_model()
@@ -164,8 +187,10 @@ def run_program(program: Program, nvme_path: str, defect: str = "") -> Outcome:
         return Outcome(side.records[side.rank])
     except Refused as error:
         records, label = side.records[side.rank], side.label
-        side.label = "end"
-        side.note(side.rank, "state", side.state())
+        if not program.uneven:  # ranks that are at different calls could not meet for it
+            side.label = "end"
+            side.note(side.rank, "state", side.state(side.rank))
         return Outcome(records, label, str(error))
     finally:
-        side.engine.close()
+        if not program.uneven:
+            side.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import shutil
@@ -64,6 +65,16 @@ KEYS = {
 @click.option(
     "--all", "everything", is_flag=True, help="More rows: each with compiled blocks too, and offloaded activations."
 )
+@click.option(
+    "--loop",
+    metavar="MODULE:FUNCTION",
+    help="Your own training loop, called with an engine and the rank; MODEL is then module:factory.",
+)
+@click.option(
+    "--optimizer",
+    metavar="MODULE:FUNCTION",
+    help="With --loop: your own optimizer, called with the parameters; by default the config's.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.pass_context
 def command(
@@ -81,6 +92,8 @@ def command(
     allows, without and with recomputation and compiled blocks. Losses, gradient norms, parameters and optimizer states
     must be equal up to rounding. MODEL is a bundled name, a .toml, a Hugging Face config.json or module:factory.
     """
+    if given["loop"] or given["optimizer"]:
+        return _own_loop(ctx, source, sets, stage, offload, given)
     worker = worker_environment()
     flags = {key: given[name] for name, key in KEYS.items()}
     if worker:
@@ -98,6 +111,54 @@ def command(
             return _be_rank(config, checklist, folder, given, alone=True)
         code = _launch(checklist, folder, num_ranks, [str(ctx.info_name), *arguments(ctx)], given["as_json"])
         return code if code is not None else _show(config, checklist, folder, given["as_json"])
+
+
+def _own_loop(
+    ctx: click.Context,
+    source: str,
+    sets: tuple[str, ...],
+    stages: tuple[int, ...],
+    offloads: tuple[str, ...],
+    given: dict[str, Any],
+) -> int:
+    """Check a user's own loop; exit code 0 only if every row equals plain torch."""
+    if not given["loop"]:
+        raise UserError("--optimizer is that of a loop of your own", hint="--loop package.module:function")
+    without = ("nvme_path", "tp", "steps", "batch", "seq", "precision", "data", "everything")
+    for name in without:
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            flag = "all" if name == "everything" else name.replace("_", "-")
+            raise UserError(f"--{flag} has no meaning with --loop: the loop says what is trained, and on which data")
+    from zerocli.check.loop import check
+
+    optimizer = configs.load(source, sets=sets, flags={}).optimizer
+    asked: dict[str, Any] = {"optimizer": optimizer.name, "lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    asked |= configs.arguments_of(optimizer)
+    sys.path.insert(0, os.getcwd())
+    if given["optimizer"]:
+        asked = {"optimizer": _imported(given["optimizer"])}
+    asked |= {"stages": stages or range(4), "seed": given["seed"] or 0, "ranks": given["ranks"] or 2}
+    if offloads:
+        asked["offload"] = offloads
+    report = check(_imported(source), _imported(given["loop"]), **asked)
+    _print(str(report), given["as_json"])
+    if given["as_json"]:
+        show_json({"schema": 1} | report.as_dict())
+    return OK if report.ok else FAILURE
+
+
+def _imported(name: str) -> Any:
+    """Return what `package.module:function` names; UserError if it cannot be imported."""
+    module, colon, path = name.partition(":")
+    if not colon:
+        raise UserError(f"{name} is no package.module:function")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"cannot import {name}: {error}", hint="the folder that holds it, as PYTHONPATH") from error
+    return found
 
 
 def _smaller(config: configs.Config, sets: tuple[str, ...], flags: dict[str, Any]) -> configs.Config:
