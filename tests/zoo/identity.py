@@ -157,7 +157,7 @@ def _filled(name: str, precision: str, tolerance: float) -> None:
 
         class Fills(Regressor):
             def forward(self, x, y, found, notes):
-                loss = super().forward(x, y)
+                loss = F.mse_loss(self.body(x).float(), y)
                 found.append(loss)
                 notes["mean"] = x.detach().float().mean()
                 return found

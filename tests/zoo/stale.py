@@ -20,7 +20,7 @@ def _penalty(trainer):
 
 
 def _trains(run, trainer, step: int = 0) -> None:
-    trainer.backward(F.mse_loss(trainer(*pairs(run, step)[:1]), pairs(run, step)[1]))
+    trainer.backward(F.mse_loss(trainer(*pairs(run, step)[:1]).float(), pairs(run, step)[1]))
     trainer.step()
 
 

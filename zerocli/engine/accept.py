@@ -66,6 +66,16 @@ def _second(pairs: Iterator[tuple[str, Any]]) -> Iterator[Any]:
     return (value for _, value in pairs)
 
 
+def refuse_scripts(units: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise Refused if a unit whose parameters are partitioned is a TorchScript module: its call cannot be hooked."""
+    for name, module in units:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Refused(
+                f"{name} is a TorchScript module and a unit of its own, and its code reads parameters without asking "
+                "the engine for them: shard the plain module, choose units= around it, or use stage=2"
+            )
+
+
 def refuse_full_graphs(model: nn.Module, wrapped: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:
     """Raise Refused if torch.compile was told to make one graph of a part of the model that contains units.
 

@@ -27,7 +27,7 @@ from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say
 from zerocli.engine import relayout, states, torch_states, whole
-from zerocli.engine.accept import refuse_full_graphs, refuse_model
+from zerocli.engine.accept import refuse_full_graphs, refuse_model, refuse_scripts
 from zerocli.engine.activations import open_activations
 from zerocli.engine.agreement import Seat
 from zerocli.engine.aliases import cut_left
@@ -115,6 +115,7 @@ class Engine:
 
         self.units = self._build_units()
         units = [unit.module for unit in self.units]
+        refuse_scripts([(u.name, u.module) for u in self.units if any(flat.resident is None for flat in u.flats)])
         refuse_full_graphs(model, [*units, *outside_of_units(self.model, self.units)], units[1:])
         self.counts = Counts(self.device, self.rule.split)
         self.counts.add(entry.name for flat in self.trainable() for entry in flat.layout.entries)

@@ -75,7 +75,7 @@ def wrap(module: nn.Module, unit: Unit, runner: Runner) -> Entry:
         raise Refused(f"{type(module).__name__} is sharded by another engine already: close that one first")
     entry = Entry(unit, module, runner)
     entry.methods += ["_call_impl", "forward", "__deepcopy__", "__reduce_ex__", "load_state_dict"]
-    module.__dict__ |= {
+    routes = {
         _ENTRY: entry,
         "load_state_dict": _load(module, entry),
         "forward": _forward(module, entry),
@@ -83,6 +83,7 @@ def wrap(module: nn.Module, unit: Unit, runner: Runner) -> Entry:
         "__deepcopy__": functools.partial(_deep_copy, module),
         "__reduce_ex__": functools.partial(_refuse_pickling, module),
     }
+    module.__dict__.update(routes)  # not by attributes, which the user's own __setattr__ may refuse
     if entry.root:
         entry.methods.append("zero_grad")
         module.__dict__["zero_grad"] = _zero(module.zero_grad, entry)

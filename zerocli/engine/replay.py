@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from zerocli.engine.aliases import Cut
 from zerocli.engine.reach import IGNORED, object_dicts, owned_dicts, variables
 from zerocli.errors import Refused
 
@@ -227,7 +228,9 @@ class Replay:
 def _copied(value: Any) -> _Copy | None:
     """Return a copy of an object that can change in place; None of any other."""
     if isinstance(value, torch.Tensor):
-        if value.grad_fn is not None or value.requires_grad or value.layout != torch.strided or value.is_meta:
+        if isinstance(value, Cut) or value.grad_fn is not None or value.requires_grad:
+            return None
+        if value.layout != torch.strided or value.is_meta:
             return None
         return _Copy(value, value.detach().clone(), value._version)
     if type(value) in _CONTAINERS:
