@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zerocli.engine.comm import Collectives, Disagreed
+from zerocli.engine.comm import Collectives, Disagreed, gloo_beside
 from zerocli.engine.deadlock import Monitor
 from zerocli.engine.exchange import gather_json, gather_padded
 from zerocli.engine.startup import STARTUP
@@ -68,8 +68,8 @@ class Channel:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks: list[int] = dist.get_process_group_ranks(group)
-        with STARTUP.waiting("making a process group for control values"):
-            self._group = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+        with STARTUP.waiting("opening the channel between the ranks"):
+            self._group = gloo_beside(group)
         self._seats: list[weakref.ref[Seat] | None] = []
         self._resize()
         Monitor.start_once()
@@ -123,7 +123,7 @@ class Channel:
         seats = [self.seat(slot) for slot in range(self.num_slots)]
         ready = [seat.agreement.ready() if seat is not None and seat.agreement is not None else 0 for seat in seats]
         self._said[:] = (*row, *ready)
-        collectives.exchange(self._everyone.view(-1), self._mine, self._group, *about)
+        collectives.exchange(self._everyone, self._mine, self._group, *about)
         rows: list[list[int]] = self._everyone.tolist()
         for slot, seat in enumerate(seats):
             if seat is not None and seat.agreement is not None:
@@ -176,7 +176,7 @@ class Channel:
     def gather(self, tensor: torch.Tensor, collectives: Collectives) -> torch.Tensor:
         """Return every rank's copy of a small tensor on the CPU, stacked in rank order. Collective."""
         everyone = tensor.new_empty((len(self.ranks), *tensor.shape))
-        collectives.exchange(everyone.view(-1), tensor.reshape(-1), self._group)
+        collectives.exchange(everyone, tensor, self._group)
         return everyone
 
     def join(self, want: int) -> None:

@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,23 @@ def severed(error: BaseException, what: str = "a collective") -> Severed | None:
         return None
     words = re.sub(r"\[[^][]*/[^][]*:\d+\]\s*", "", text).strip().partition(". This is")[0]
     return Severed(what, (words.splitlines() or [type(error).__name__])[0][:200])
+
+
+def gloo_beside(group: dist.ProcessGroup) -> Any:
+    """Return gloo over the ranks of a group, apart from the group's own collectives. Collective.
+
+    Not by `dist.new_group`, whose names depend on how many groups a rank is in: ranks that differ in that would wait
+    for each other forever.
+    """
+    number = _beside[group.group_name] = _beside[group.group_name] + 1
+    store = dist.PrefixStore(f"zerocli/{number}", dist.distributed_c10d._get_process_group_store(group))
+    made = dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), dist.default_pg_timeout)
+    ending.GLOO.add(made)
+    return made
+
+
+_beside: Counter[str] = Counter()
+"""Number of times that `gloo_beside` was called, by group."""
 
 
 def _done_within(work: dist.Work, seconds: float) -> bool:
@@ -288,13 +306,11 @@ class Collectives:
             _all_gather(everyone.view(-1), tensor.reshape(-1), group=self.group)
         return everyone
 
-    def exchange(
-        self, everyone: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, kind: str = "", what: str = ""
-    ) -> None:
-        """Fill `everyone` with every rank's `mine`, on the CPU, over a gloo group of the same ranks; the host waits."""
+    def exchange(self, everyone: torch.Tensor, mine: torch.Tensor, gloo: Any, kind: str = "", what: str = "") -> None:
+        """Fill the rows of `everyone` with every rank's `mine`, on the CPU; the host waits. See `gloo_beside`."""
         self.nbytes["control"] += everyone.nbytes
         with self._noted(kind or "all_gather" * (not what), what) as entry:
-            work = _all_gather(everyone, mine, group=group, async_op=True)
+            work = gloo.allgather([list(everyone.unbind())], [mine])
             if not _done_within(work, deadlock.PATIENCE_SECONDS):
                 self._wait_watched(work, f"called {what}" if not kind else f"is in the {entry}")
             entry.end()

@@ -20,6 +20,7 @@ import ctypes
 import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ import torch.distributed as dist
 
 PATIENCE_SECONDS = 2.0
 """How long to wait for a thread that is inside a store call."""
+
+GLOO: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Gloo's own objects that torch does not list."""
 
 _armed = False
 
@@ -71,7 +75,7 @@ def gloo_groups() -> list[Any]:
     if not dist.is_available():
         return []
     groups = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", {})
-    return [group for group, about in groups.items() if about and "gloo" in str(about[0])]
+    return [*GLOO, *(group for group, about in groups.items() if about and "gloo" in str(about[0]))]
 
 
 def keep_forever(value: object) -> None:
