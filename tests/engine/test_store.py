@@ -158,6 +158,8 @@ ALLOWED = {
     "zerocli/engine/ending.py": "py_object(",  # of ctypes: a reference count
     "zerocli/run/tokens.py": "allow_pickle=False",
     "zerocli/checkpoint/pickles.py": "",  # reads what torch's checkpoints exchange, and refuses what is not data
+    # Over pipes to the processes that `zerocli.check` starts itself, as multiprocessing's own messages are.
+    **dict.fromkeys(("zerocli/check/loop.py", "zerocli/check/loop_ranks.py", "zerocli/check/pool.py"), "pickle"),
     "zerocli/errors.py": "pickle would otherwise",  # a comment: multiprocessing's own pickles of errors
 }
 """Lines of our source that name any of these, and why they may."""

@@ -14,10 +14,13 @@ TORCH = {"_buffers", "_parameters", "_version", "_cdata", "_schema", "_orig_mod"
 TORCH |= {"_modules", "_base", "_is_view", "_use_count"}
 TORCH |= {"_indices", "_values", "_metadata", "_non_persistent_buffers_set"}
 TORCH |= {"_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
+TORCH |= {"_call_impl", "_forward_hooks", "_forward_pre_hooks"}
 """Private names of torch's modules, tensors, storages, operators and schedulers that have no public counterpart."""
 HOOKS = {"_reset_parameters", "_init_weights", "_is_stateful", "_no_split_modules"}
 HOOKS |= {"_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"}
 """Names by which other people's modules say how their parameters are made and stored, and what they are."""
+PYTHON = {"_make", "_preload_modules"}
+"""Of named tuples, and of multiprocessing's process that ranks are forked from."""
 REFLECTION = {"getattr", "setattr", "hasattr", "delattr"}
 
 
@@ -72,7 +75,7 @@ def uses(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 def intrusions(source: str) -> list[str]:
     """Return the private names of other files of ours that a source uses, as it writes them."""
     tree = ast.parse(source)
-    allowed, others = {*defined(tree), *TORCH, *HOOKS}, foreign(tree)
+    allowed, others = {*defined(tree), *TORCH, *HOOKS, *PYTHON}, foreign(tree)
     found = [
         f"{ast.unparse(value)}.{name}"
         for value, name in uses(tree)

@@ -43,6 +43,7 @@ def _wire(stage: int, layers: int, recompute: bool) -> tuple[dict[str, int], int
     padded = sum(flat.layout.total for flat in engine.flats())
     assert padded - engine.numel <= len(engine.units) * dist.get_world_size() * SHARD_ALIGN
     comm._all_gather, comm._reduce_scatter, dist.all_reduce = unwatched
+    seen["messages"], seen["engines"] = engine.collectives.nbytes["control"], engine.channel.num_slots
     return engine.collectives.take_nbytes(), padded, seen
 
 
@@ -65,13 +66,11 @@ def _check_wire(stage: int, layers: int, counted: dict[str, int], padded: int, s
     }[stage]
     assert counted == expected
     # Over gloo ranks meet where a pass begins and ends, and at the step; at stage 3 also before each gather, after each
-    # unit's backward and where forward ends. Each tells the others six integers.
-    met, message = seen["all_gather"] - expected["all_gather"], 2 * 8 * 6
+    # unit's backward and where forward ends. Each tells the others five integers, and one per engine.
+    met, message = seen.pop("messages") - control // 2, 2 * 8 * (5 + seen.pop("engines"))
     gathers = 2 * (layers + 1) if stage == 3 else 0
     more = layers + 2 if stage == 3 else 0
     assert met % message == 0 and gathers + 3 <= met // message <= gathers + more + 3
-    seen["all_gather"] -= met
-    seen = Counter({kind: nbytes for kind, nbytes in seen.items() if nbytes})
     assert dict(seen) == {k: v for k, v in (expected | {"all_reduce": expected["all_reduce"] + control}).items() if v}
     assert sum(counted.values()) == (3 if stage == 3 else 2) * whole
 

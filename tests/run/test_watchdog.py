@@ -34,7 +34,7 @@ STAGES = {"write": 1, "sync": 1, "commit": 0}
 STUCK_COLLECTIVES = {
     "gather": (Death((1,), 7, "gather", 0), r"all_gather of parameters of \S+.* rank 1 had not arrived \(after coll"),
     "reduce": (Death((1,), 5, "reduce", 0), r"reduce_scatter of gradients of \S+.* rank 1 had not arrived"),
-    "norm": (Death((1,), 2, "optimizer", 0), r"all_reduce of control values.* rank 1 had not arrived"),
+    "norm": (Death((1,), 2, "optimizer", 0), r"engine.step\(\) has been stuck.* rank 1 had not arrived"),
     "stopped": (Death((1,), 3, "forward", signal.SIGSTOP), r"rank 1 does not answer"),
 }
 STUCK_SAVES = {stage: Death((rank,), 1, f"checkpoint {stage}", 0) for stage, rank in STAGES.items()}

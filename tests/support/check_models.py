@@ -47,6 +47,6 @@ class Refusing(Sound):
     """Fails on every rank, but not where one process trains alone."""
 
     def weigh(self) -> float:
-        if type(self) is not Refusing:  # a sharded module is of a subclass
+        if "forward" in vars(self):  # calls of a sharded module go through the engine
             raise ArithmeticError("no engine, please")
         return 1.0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
 from zerocli.checkpoint.sources import parameters_of, source_of
 from zerocli.engine.buffers import is_plain, write_buffer
+from zerocli.engine.encoding import decode, encode
 from zerocli.engine.master import narrow
 from zerocli.engine.named import named_tensors
 from zerocli.engine.precision import PRECISIONS
@@ -163,21 +163,18 @@ def _packed(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _written(name: str, value: Any) -> torch.Tensor:
-    """Return what torch.save writes of a value, as bytes; Refused if that could not be read without running code."""
-    stream = io.BytesIO()
+    """Return a plain value as bytes; Refused if it is none."""
     try:
-        torch.save(value, stream)
-        torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
-    except Exception as error:
+        return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise Refused(
             f"{name} is a {type(value).__name__} that a checkpoint cannot hold: make it of tensors, numbers, strings, "
             f"lists and dicts ({str(error).splitlines()[0][:120] if str(error) else type(error).__name__})"
         ) from None
-    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
 
 
-def _restore_object(take: Callable[[Any], None], written: torch.Tensor) -> None:
-    take(torch.load(io.BytesIO(written.numpy().tobytes()), map_location="cpu", weights_only=True))
+def _restore_value(take: Callable[[Any], None], written: torch.Tensor) -> None:
+    take(decode(written.numpy().tobytes()))
 
 
 def _differs_from_first(engine: Engine, buffers: dict[str, torch.Tensor]) -> bool:
@@ -240,7 +237,7 @@ def wanted(
     for name, _, restore in saved_objects(engine.model):
         written = manifest.tensors.get(f"objects/{source}/{name}")
         shape = written.shape if written is not None else (0,)  # compare() reports one that is missing
-        land(f"objects/{source}/{name}", shape, torch.uint8, functools.partial(_restore_object, restore))
+        land(f"objects/{source}/{name}", shape, torch.uint8, functools.partial(_restore_value, restore))
     compare(parts, manifest, ("parameters/", "optimizer/") if training else ("parameters/",))
     if not training:
         return parts, afterwards

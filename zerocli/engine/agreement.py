@@ -114,7 +114,8 @@ class Channel:
         # Written through numpy: torch.func forbids writes to a tensor made outside of its transform.
         self._said = np.zeros(width, dtype=np.int64)
         self._mine = torch.from_numpy(self._said)
-        self._everyone = torch.from_numpy(np.zeros((len(self.ranks), width), dtype=np.int64))
+        self._everyone = np.zeros((len(self.ranks), width), dtype=np.int64)
+        self._rows = [torch.from_numpy(row) for row in self._everyone]
         """Each rank's last message. Reused: a new tensor each time would live until a gloo thread releases it, and
         would show up in memory measurements."""
 
@@ -123,7 +124,7 @@ class Channel:
         seats = [self.seat(slot) for slot in range(self.num_slots)]
         ready = [seat.agreement.ready() if seat is not None and seat.agreement is not None else 0 for seat in seats]
         self._said[:] = (*row, *ready)
-        collectives.exchange(self._everyone, self._mine, self._group, *about)
+        collectives.exchange(self._rows, self._mine, self._group, *about)
         rows: list[list[int]] = self._everyone.tolist()
         for slot, seat in enumerate(seats):
             if seat is not None and seat.agreement is not None:
@@ -137,6 +138,7 @@ class Channel:
         call: str,
         say: Callable[[], str],
         title: str,
+        about: tuple[str, str] | None = None,
     ) -> list[list[int]]:
         """Return every rank's message once all ranks make a call; raise Disagreed on all if they make different ones.
 
@@ -144,7 +146,7 @@ class Channel:
         and raises its own error.
         """
         while True:
-            rows = self.exchange(row, collectives, ("", call))
+            rows = self.exchange(row, collectives, about or ("", call))
             if (chosen := _most_wanted(rows)) is not None:
                 self.join(chosen)
             elif all(each[_WANT] == MEETING for each in rows):
@@ -176,7 +178,7 @@ class Channel:
     def gather(self, tensor: torch.Tensor, collectives: Collectives) -> torch.Tensor:
         """Return every rank's copy of a small tensor on the CPU, stacked in rank order. Collective."""
         everyone = tensor.new_empty((len(self.ranks), *tensor.shape))
-        collectives.exchange(everyone, tensor, self._group)
+        collectives.exchange(list(everyone.unbind()), tensor, self._group)
         return everyone
 
     def join(self, want: int) -> None:
@@ -254,7 +256,8 @@ class Agreement:
 
         `engines` are those that take part on this rank.
         """
-        rows = self._meet("engine.backward", 0, engines, lambda: "is at the end of its backward pass")
+        say = "is at the end of its backward pass"
+        rows = self._meet("engine.backward", 0, engines, lambda: say, self._about(NOTHING))
         for row in rows:
             engines |= row[_DETAIL]
         return engines
@@ -264,12 +267,15 @@ class Agreement:
         fact = str(error).partition("\n")[0][:300]
         self._meet(_FAILED, 0, 0, lambda: f"failed in backward with {type(error).__name__}: {fact}")
 
-    def _meet(self, call: str, number: int, detail: int, say: Callable[[], str]) -> list[list[int]]:
+    def _meet(
+        self, call: str, number: int, detail: int, say: Callable[[], str], about: tuple[str, str] | None = None
+    ) -> list[list[int]]:
+        """See `Channel.meet`; `about` is (kind, what) of what this rank waits for, by default the call."""
         if self.channel is None:
             return []
         row = (MEETING, self._seat.slot, _code(call), number, detail)
         with self._waits.waiting("collectives"):
-            return self.channel.meet(row, self._collectives, call, say, self._seat.title)
+            return self.channel.meet(row, self._collectives, call, say, self._seat.title, about)
 
     # -- without a channel -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ stays the object that it was.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from zerocli.engine.comm import Collectives
+from zerocli.engine.encoding import decode, encode
 from zerocli.errors import Refused
 
 CHUNK_NBYTES = 64 << 20
@@ -240,18 +242,21 @@ def _addresses(b: torch.Tensor) -> torch.Tensor:
 
 
 def _take_odd(name: str, b: torch.Tensor, collectives: Collectives) -> None:
-    """Give a sparse, quantized or wrapped buffer rank 0's values: sent as torch.save writes them, if they differ."""
+    """Give a sparse buffer rank 0's values; a quantized or wrapped one must be equal on all ranks."""
+    mine, readable = bytearray(), True
     try:
-        stream = io.BytesIO()
-        torch.save(b.detach(), stream)
-        mine = bytearray(stream.getvalue())
-    except Exception:
-        mine = bytearray()
+        mine = bytearray(encode(b.detach()))
+    except TypeError:
+        readable = False
+        with contextlib.suppress(Exception):  # only to compare
+            stream = io.BytesIO()
+            torch.save(b.detach(), stream)
+            mine = bytearray(stream.getvalue())
     digest = torch.tensor([len(mine), *hashlib.sha256(mine).digest()], device=collectives.device)
     everyone = collectives.gather_control(digest)
     if everyone[0, 0] and bool((everyone == everyone[0]).all()):
         return
-    sendable = collectives.broadcast(torch.tensor([_reads(mine) is not None], device=collectives.device).int())
+    sendable = collectives.broadcast(torch.tensor([readable], device=collectives.device).int())
     refusal = Refused(
         f"the buffer {name} is a {type(b).__name__} ({b.layout}) that differs between ranks, and rank 0's cannot be "
         "given to the others: keep its parts as plain tensors, or give it the same values on every rank"
@@ -264,18 +269,8 @@ def _take_odd(name: str, b: torch.Tensor, collectives: Collectives) -> None:
     for part in sent.split(CHUNK_NBYTES):
         collectives.broadcast(part)
     if collectives.rank > 0:
-        theirs = _reads(sent.cpu().numpy().tobytes())
         try:
-            assert theirs is not None
-            torch.utils.swap_tensors(b, theirs.to(b.device).requires_grad_(b.requires_grad))
-        except (AssertionError, RuntimeError):
+            theirs = decode(sent.cpu().numpy().tobytes(), b.device)
+            torch.utils.swap_tensors(b, theirs.requires_grad_(b.requires_grad))
+        except (ValueError, RuntimeError):
             raise refusal from None
-
-
-def _reads(saved: bytes | bytearray) -> torch.Tensor | None:
-    """Return the tensor in what torch.save wrote; None unless it can be read without running code of its own."""
-    try:
-        found = torch.load(io.BytesIO(saved), weights_only=True)
-    except Exception:
-        return None
-    return found if isinstance(found, torch.Tensor) else None

@@ -306,11 +306,11 @@ class Collectives:
             _all_gather(everyone.view(-1), tensor.reshape(-1), group=self.group)
         return everyone
 
-    def exchange(self, everyone: torch.Tensor, mine: torch.Tensor, gloo: Any, kind: str = "", what: str = "") -> None:
-        """Fill the rows of `everyone` with every rank's `mine`, on the CPU; the host waits. See `gloo_beside`."""
-        self.nbytes["control"] += everyone.nbytes
+    def exchange(self, rows: list[torch.Tensor], mine: torch.Tensor, gloo: Any, kind: str = "", what: str = "") -> None:
+        """Fill the rows with every rank's `mine`, on the CPU; the host waits. See `gloo_beside`."""
+        self.nbytes["control"] += mine.nbytes * len(rows)
         with self._noted(kind or "all_gather" * (not what), what) as entry:
-            work = gloo.allgather([list(everyone.unbind())], [mine])
+            work = gloo.allgather([rows], [mine])
             if not _done_within(work, deadlock.PATIENCE_SECONDS):
                 self._wait_watched(work, f"called {what}" if not kind else f"is in the {entry}")
             entry.end()

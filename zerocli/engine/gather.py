@@ -163,6 +163,8 @@ class Gatherer:
         self._update_order: list[Unit] | None = None
         self._cursor = 0
         self._hooks: list[tuple[Any, Any]] = []
+        self._outer_hooks: list[Any] = []
+        """Of each of `_hooks`, the hooks that were active before, or None."""
         self._left: list[Left] = []
         self.deferred = deferred
         """Whether the compute stream waits for updated resident parameters only when their unit is used."""
@@ -480,6 +482,7 @@ class Gatherer:
             return packed if outer_unpack is None else outer_unpack(packed)
 
         self._hooks.append((pack, unpack))
+        self._outer_hooks.append(outer)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 yield
@@ -489,6 +492,14 @@ class Gatherer:
             raise
         finally:
             self._hooks.pop()
+            self._outer_hooks.pop()
+
+    def inside_checkpoint(self) -> bool:
+        """Whether a checkpoint of torch's, around the units that run now, keeps what autograd saves."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top in self._hooks:
+            top = self._outer_hooks[self._hooks.index(top)]
+        return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _saved_view(tensor: torch.Tensor, nbytes: int, flat: Flat) -> SavedView:

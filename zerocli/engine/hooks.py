@@ -194,9 +194,12 @@ class Hooks:
                 self._recomputing -= 1
 
         def outer(*args: Any, **kwargs: Any) -> Any:
+            # Inside another recomputed unit, or a checkpoint of the user's own, a checkpoint saves nothing; the user's
+            # runs the unit again itself, with all that it changes.
+            if self._recomputing or not torch.is_grad_enabled() or engine.gatherer.inside_checkpoint():
+                return body(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
-            # Inside another recomputed unit, checkpointing saves nothing.
-            if self._recomputing or not torch.is_grad_enabled() or not engine.activations.takes(unit.name, leaves):
+            if not engine.activations.takes(unit.name, leaves):
                 return body(*args, **kwargs)
             with engine.activations.keeping(unit.name, leaves):
                 if self.blocks.includes(unit):  # see [Note: recomputation of compiled blocks]

@@ -100,6 +100,12 @@ def unwrap(module: nn.Module) -> None:
             module.__dict__["forward"] = entry.before
 
 
+def is_routed(module: nn.Module, name: str) -> bool:
+    """Whether an attribute of the instance is one that `wrap` has set."""
+    entry: Entry | None = module.__dict__.get(_ENTRY)
+    return entry is not None and name in entry.methods
+
+
 def register_method(module: nn.Module, name: str) -> None:
     """Gather a sharded module's parameters for one of its methods, as for its forward."""
     entry: Entry | None = module.__dict__.get(_ENTRY)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from zerocli.engine.modules import is_routed
 from zerocli.engine.named import StateMismatch, named_tensors
 
 
@@ -47,7 +48,7 @@ def manner_of(model: nn.Module) -> Manner:
 
 def _definer(module: nn.Module, method: str) -> type | None:
     """Return the class that defines a module's method; None if the instance itself does."""
-    if method in module.__dict__:
+    if method in module.__dict__ and not is_routed(module, method):
         return None
     return next(kind for kind in type(module).__mro__ if method in kind.__dict__)
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from zerocli.engine.aliases import Cut
@@ -77,7 +78,9 @@ class Reach:
         self._changing: dict[tuple[int, str], dict[str, Any]] = {}
         """Places of objects whose content was found to change: the dictionary, by its id and the key."""
         self._draws = False
-        self.careful = CAREFUL_CALLS
+        self._pure = all(map(_is_pure, self._modules))
+        """Whether no forward in reach changes anything: those of the built-in models do not."""
+        self.careful = 0 if self._pure else CAREFUL_CALLS
         self._mode: list[bool] = []
 
     def note(self, given: list[dict[str, Any]]) -> Seen:
@@ -85,6 +88,8 @@ class Reach:
 
         `given` are the attributes of objects among the call's arguments.
         """
+        if self._pure:
+            return Seen([], [], {}, [], [])
         training = [module.training for module in self._own]
         if training != self._mode:  # train() after eval(): other buffers may change now
             self._mode, self.careful = training, CAREFUL_CALLS
@@ -183,9 +188,17 @@ class Reach:
         return _differs(copied, self.careful > 0)
 
     def _switch(self, now: list[bool], to: list[bool]) -> None:
-        if now != to:
+        if now != to and not self._pure:
             for module, mode in zip(self._own, to, strict=True):
                 module.training = mode
+
+
+def _is_pure(module: nn.Module) -> bool:
+    """Whether a module is of the built-in models, or one of torch's without buffers: their forwards change nothing."""
+    kind = type(module).__module__
+    if kind.startswith("zerocli.models.") and not module.__dict__.get("_forward_hooks"):
+        return True
+    return kind.startswith("torch.nn.modules.") and not module._buffers and not module._forward_pre_hooks
 
 
 class Replay:
@@ -228,9 +241,7 @@ class Replay:
 def _copied(value: Any) -> _Copy | None:
     """Return a copy of an object that can change in place; None of any other."""
     if isinstance(value, torch.Tensor):
-        if isinstance(value, Cut) or value.grad_fn is not None or value.requires_grad:
-            return None
-        if value.layout != torch.strided or value.is_meta:
+        if isinstance(value, Cut) or value.requires_grad or value.layout != torch.strided or value.is_meta:
             return None
         return _Copy(value, value.detach().clone(), value._version)
     if type(value) in _CONTAINERS:
@@ -273,6 +284,8 @@ def _differs(copied: _Copy, careful: bool) -> bool:
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):  # in a plan, which has no values
+        return True
     return bool(torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num())))
 
 

@@ -8,7 +8,6 @@ states in the shape of a parameter are partitioned as the stage says, and the ot
 from __future__ import annotations
 
 import contextlib
-import io
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from zerocli.engine.copies import HOOKS, METHODS, Source, substitute
+from zerocli.engine.encoding import decode, encode
 from zerocli.engine.optim import At, FlatOptimizer, Group
 from zerocli.engine.outside import PRIVATE, frozen, without_hooks
 from zerocli.engine.proof import TOGETHER, Verdict
@@ -250,23 +250,19 @@ class PersistentOptimizer(FlatOptimizer):
                     f"the optimizer {self.name} keeps {title}, which cannot be saved: it may keep numbers, strings and "
                     "tensors, and lists and dicts of them"
                 )
-        return torch.frombuffer(bytearray(_bytes(_marked(whole, named))), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(encode(_marked(whole, named))), dtype=torch.uint8)
 
     def load(self, name, history, group, count, numbers, tensors):  # type: ignore[no-untyped-def]
         if KEPT not in tensors:
             return
-        packed = io.BytesIO(tensors[KEPT].cpu().numpy().tobytes())
-        found = _unmarked(torch.load(packed, weights_only=True, map_location=self._place), self._stand_ins)
+        packed = tensors[KEPT].cpu().numpy().tobytes()
+        found = _unmarked(decode(packed, next(iter(self._hollow.values())).device), self._stand_ins)
         for title, (held, rest) in found["states"].items():
             key = self._stand_ins.get(title, title.removeprefix("other "))
             self._states[key] = {**dict.fromkeys(held, ELSEWHERE), **rest}
         for own, values in zip(self.object.param_groups, found["groups"], strict=False):
             own.update(values)
         vars(self.object).update(found["own"])
-
-    def _place(self, storage: Any, location: str) -> Any:
-        device = next(iter(self._hollow.values())).device
-        return storage.to(device=device) if location != "cpu" and device.type != "cpu" else storage
 
     def forget(self) -> None:
         self._states = {}
@@ -299,16 +295,10 @@ def _unmarked(value: Any, parameters: Mapping[str, nn.Parameter]) -> Any:
     return value
 
 
-def _bytes(value: Any) -> bytes:
-    target = io.BytesIO()
-    torch.save(value, target)
-    return target.getvalue()
-
-
 def _loadable(value: Any) -> bool:
     """Whether a value can be saved and loaded again without running code."""
     try:
-        torch.load(io.BytesIO(_bytes(value)), weights_only=True)
-    except Exception:
+        encode(value)
+    except (TypeError, ValueError, RuntimeError):
         return False
     return True
