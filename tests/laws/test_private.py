@@ -19,8 +19,8 @@ TORCH |= {"_call_impl", "_forward_hooks", "_forward_pre_hooks"}
 HOOKS = {"_reset_parameters", "_init_weights", "_is_stateful", "_no_split_modules"}
 HOOKS |= {"_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"}
 """Names by which other people's modules say how their parameters are made and stored, and what they are."""
-PYTHON = {"_make", "_preload_modules"}
-"""Of named tuples, and of multiprocessing's process that ranks are forked from."""
+PYTHON = {"_make", "_preload_modules", "_inheriting"}
+"""Of named tuples, and of the processes of multiprocessing."""
 REFLECTION = {"getattr", "setattr", "hasattr", "delattr"}
 
 

@@ -26,7 +26,7 @@ def ways(number: int, case: Case) -> tuple[str, ...]:
 
 
 RUNS = [(name, variant) for number, (name, case) in enumerate(CASES.items()) for variant in ways(number, case)]
-"""Every sixth case, in a few ways; in the long set all of them in three ways, with ZEROCLI_TEST_LONG=all in every way."""
+"""Every sixth case, in a few ways; in the long set all of them in three, with ZEROCLI_TEST_LONG=all in every way."""
 
 
 server = pytest.fixture(serving, scope="module")

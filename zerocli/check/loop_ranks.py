@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zerocli.check.compare import FP32_ROUNDING
-from zerocli.check.plain import _move_by_one_rounding
+from zerocli.check.plain import move_by_one_rounding
 from zerocli.check.replica import Replica, plain_optimizer
 from zerocli.check.rows import Row
 from zerocli.errors import Refused, UserError
@@ -86,7 +86,7 @@ def run(spec: Spec, job: Job, folder: str) -> Numbers:
     model.to(device)
     if job.moved:
         floats = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
-        _move_by_one_rounding(floats, FP32_ROUNDING)
+        move_by_one_rounding(floats, FP32_ROUNDING)
     engine = _plain(spec, model) if job.row is None else _sharded(spec, job.row, model, device, folder)
     record = _Record(engine)
     try:

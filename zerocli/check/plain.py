@@ -52,7 +52,7 @@ class Plain:
         self.scale = LossScale(precision.scales, device)
         self.names = {name: p for name, p in model.named_parameters() if p.dtype.is_floating_point}
         if off_by_one_rounding:
-            _move_by_one_rounding(self.names, rounding(precision.compute))
+            move_by_one_rounding(self.names, rounding(precision.compute))
         self.masters = _masters(self.names, precision.compute)
         self.schedule = make_schedule(optimizer.schedule, optimizer.lr, steps, optimizer.warmup, optimizer.min_lr)
         self.optimizer = _make_optimizer(optimizer, list(self.masters.values()))
@@ -138,7 +138,7 @@ def _masters(names: Mapping[str, nn.Parameter], compute: torch.dtype) -> dict[st
 
 
 @torch.no_grad()
-def _move_by_one_rounding(names: Mapping[str, nn.Parameter], size: float) -> None:
+def move_by_one_rounding(names: Mapping[str, nn.Parameter], size: float) -> None:
     generator = torch.Generator().manual_seed(0)
     for p in names.values():
         up = torch.randint(0, 2, p.shape, generator=generator).to(p.device, p.dtype) * 2 - 1

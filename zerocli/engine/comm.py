@@ -310,8 +310,10 @@ class Collectives:
         """Fill the rows with every rank's `mine`, on the CPU; the host waits. See `gloo_beside`."""
         self.nbytes["control"] += mine.nbytes * len(rows)
         with self._noted(kind or "all_gather" * (not what), what) as entry:
-            work = gloo.allgather([rows], [mine])
-            if not _done_within(work, deadlock.PATIENCE_SECONDS):
+            with torch._C._DisableFuncTorch():  # gloo allocates a tensor, which a transform would wrap
+                work = gloo.allgather([rows], [mine])
+                done = _done_within(work, deadlock.PATIENCE_SECONDS)
+            if not done:
                 self._wait_watched(work, f"called {what}" if not kind else f"is in the {entry}")
             entry.end()
 
