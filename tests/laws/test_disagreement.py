@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import random
 import time
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import _context, run_ranks
 from torch import nn
 
 import zerocli
@@ -16,8 +18,6 @@ import zerocli
 LONG = "ZEROCLI_TEST_LONG" in os.environ
 SECONDS = 10.0
 """How long a rank may take to notice."""
-LOCAL = ("forward", "zero_grad")
-"""Calls that a rank may make more often than others: they are exact, or make a difference that a later call shows."""
 BETWEEN = ("state_dict", "gathered", "write", "optimizer_state", "load", "ema")
 SETTINGS = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload": "cpu"}, {"stage": 2}]
 
@@ -133,3 +133,46 @@ def test_a_call_left_out_or_doubled_on_one_rank_is_named_on_all_ranks():
         texts = [text for _, text, _, _ in ends]
         assert all(_names_ranks_and_calls(one) or one[:200] in other for one, other in (texts, texts[::-1])), about
     assert refused > len(seeds) // 2
+
+
+def _ends_alone(rank: int, store: str, end: Any, how: str, stage: int) -> None:
+    """Train for three steps; rank 0 leaves the loop before the last one, as `how` says."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    loop = Loop({"stage": stage})
+    try:
+        for step in range(3):
+            if rank == 0 and step == 2:
+                if how == "barrier":
+                    dist.barrier()
+                return
+            for call in ("forward", "backward", "step"):
+                loop.call(call)
+    except RuntimeError as error:
+        end.send(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("end", "another rank was lost: rank 0 has ended"),
+        pytest.param("barrier", "rank 0 is in torch.distributed.barrier()", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_waits_for_one_that_does_not_come_names_it(tmp_path, how, words, stage):
+    """The other rank has ended, or waits in a collective of its own."""
+    pipes = [_context.Pipe(duplex=False) for _ in range(2)]
+    args = [(rank, str(tmp_path / "store"), pipes[rank][1], how, stage) for rank in range(2)]
+    processes = [_context.Process(target=_ends_alone, args=each, daemon=True) for each in args]
+    for process in processes:
+        process.start()
+    try:
+        assert pipes[1][0].poll(60), "no error in a minute"
+        assert words in pipes[1][0].recv()
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
