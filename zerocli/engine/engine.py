@@ -599,24 +599,15 @@ class Engine:
 
 
 def sharded_as(model: nn.Module, settings: Settings) -> tuple[int, Callable[[], str]]:
-    """Return a number that stands for the model's parameters and the settings, equal on all ranks, and its words."""
-    parameters = [
-        (name, str(getattr(p, "shape", "")), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()
-    ]
-    plain = {
-        name: value
-        for name in ("stage", "offload", "precision", "accumulate", "clip", "reduce", "lr", "weight_decay", "seed")
-        if isinstance(value := getattr(settings, name), int | float | str | None)
-    }
-    trains = sum(row[3] for row in parameters)
+    """Return a number that stands for the settings, which must be equal on all ranks, and their words.
 
-    def say() -> str:
-        return (
-            f"shards {type(model).__name__} with {len(parameters)} parameters, {trains} of them trainable, and "
-            + ", ".join(f"{name}={value!r}" for name, value in plain.items())
-        )
-
-    return zlib.crc32(repr((parameters, plain)).encode()), say
+    Whether the models are alike is compared where they are built: see `refuse_different_models`.
+    """
+    names = ("stage", "offload", "precision", "accumulate", "clip", "reduce", "lr", "weight_decay", "seed")
+    given = {name: getattr(settings, name) for name in names}
+    plain = {name: value for name, value in given.items() if isinstance(value, int | float | str | None)}
+    words = ", ".join(f"{name}={value!r}" for name, value in plain.items())
+    return zlib.crc32(words.encode()), lambda: f"shards {type(model).__name__} with {words}"
 
 
 def called_step(passes: int, groups: Sequence[Group]) -> str:
