@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from zoo.case import EXACT, VARIANTS, Case, either, refused
 from zoo.cases import CASES
 from zoo.compare import differences
+from zoo.refusals import table, unlisted
 from zoo.server import check_case, serving
 
 LONG = "ZEROCLI_TEST_LONG" in os.environ
@@ -58,6 +60,12 @@ def test_no_difference_is_overlooked():
     assert refused("gathered").admits("refused", "use engine.gathered")
     assert not refused("gathered").admits("refused", "no") and not refused("gathered").admits("exact", "")
     assert either("a").admits("exact", "") and not EXACT.admits("refused", "") and not either().admits("error", "")
+
+
+def test_the_list_of_what_is_refused_is_made_from_the_zoo():
+    assert list(unlisted(CASES.values())) == []
+    page = (Path(__file__).parents[2] / "docs/python.md").read_text()
+    assert f"| refused | instead |\n|---|---|\n{table()}\n" in page
 
 
 def test_the_zoo_is_large():
