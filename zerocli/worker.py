@@ -16,8 +16,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from zerocli.errors import FAILURE, UserError
 from zerocli.regular_files import write_text
@@ -149,3 +150,20 @@ def listen_on_loopback() -> socket.socket:
     listener.bind(("127.0.0.1", 0))
     listener.listen(socket.SOMAXCONN)
     return listener
+
+
+T = TypeVar("T")
+
+
+def within(seconds: float, act: Callable[[], T]) -> T | None:
+    """Return the result of `act`, None if it fails or takes longer; a slow `act` is abandoned in its thread."""
+    result: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            result.append(act())
+
+    thread = threading.Thread(target=run, name="zerocli-within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return result[0] if result else None

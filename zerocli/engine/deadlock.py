@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zerocli.console import say
+from zerocli.worker import within
 
 PATIENCE_SECONDS = 4.0
 """How long a rank waits before it looks at what the others do."""
@@ -169,20 +170,6 @@ def ended_ranks() -> str:
 
 def _read(store: Any, key: str) -> str:
     return str(store.get(key).decode()) if store.check([key]) else ""
-
-
-def within(seconds: float, act: Any) -> Any:
-    """Return the result of `act`; None if it fails or takes longer, and then it is left to its thread."""
-    result: list[Any] = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            result.append(act())
-
-    thread = threading.Thread(target=run, name="zerocli-within", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return result[0] if result else None
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from zerocli.run.rank_loss import PATIENCE_SECONDS, within
+from zerocli.run.rank_loss import PATIENCE_SECONDS
+from zerocli.worker import within
 
 T = TypeVar("T")
 

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from zerocli.checkpoint.folder import Folder
 from zerocli.console import quoted
 from zerocli.errors import FAILURE, UserError
+from zerocli.worker import within
 
 PATIENCE_SECONDS = 2.0
 """How long to wait for an answer from a disk or the ranks' store, which may be gone too."""
-
-T = TypeVar("T")
-
-
-def within(seconds: float, act: Callable[[], T]) -> T | None:
-    """Return the result of `act`, None if it fails or takes longer; a slow `act` is abandoned in its thread."""
-    result: list[T] = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            result.append(act())
-
-    thread = threading.Thread(target=run, name="zerocli-within", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return result[0] if result else None
 
 
 def standing(run_dir: str | os.PathLike[str], environ: Mapping[str, str] = os.environ) -> tuple[str, str]:

@@ -31,8 +31,8 @@ from zerocli.engine.progress import Progress
 from zerocli.engine.startup import STARTUP
 from zerocli.errors import FAILURE
 from zerocli.run.heartbeats import Heartbeat, Heartbeats, cloned, lost_ranks, no_store, silent_words
-from zerocli.run.rank_loss import PATIENCE_SECONDS, standing, within
-from zerocli.worker import record_failure
+from zerocli.run.rank_loss import PATIENCE_SECONDS, standing
+from zerocli.worker import record_failure, within
 
 START_SECONDS = 30.0
 """Minimum wait for a rank that has sent no heartbeat yet: processes do not all start at once."""
