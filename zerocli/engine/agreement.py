@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zerocli.engine.comm import Collectives, Disagreed, gloo_beside
+from zerocli.engine.comm import Collectives, Disagreed, Issued, gloo_beside
 from zerocli.engine.deadlock import Monitor
 from zerocli.engine.exchange import gather_json, gather_padded
 from zerocli.engine.startup import STARTUP
@@ -69,8 +69,10 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         with STARTUP.waiting("opening the channel between the ranks"):
-            self._group = gloo_beside(group)
+            self.gloo = gloo_beside(group)
         self._seats: list[weakref.ref[Seat] | None] = []
+        self._begun: Callable[[], object] | None = None
+        """Ends the meeting that `begin` began."""
         self._resize()
         Monitor.start_once()
 
@@ -121,15 +123,37 @@ class Channel:
 
     def exchange(self, row: tuple[int, ...], collectives: Collectives, about: tuple[str, str]) -> list[list[int]]:
         """Return every rank's message; launch the reductions that are ready on all ranks."""
+        self.settle()
+        return self._receive(self._send(row, collectives, about), collectives)
+
+    def _send(self, row: tuple[int, ...], collectives: Collectives, about: tuple[str, str]) -> Issued:
         seats = [self.seat(slot) for slot in range(self.num_slots)]
         ready = [seat.agreement.ready() if seat is not None and seat.agreement is not None else 0 for seat in seats]
         self._said[:] = (*row, *ready)
-        collectives.exchange(self._rows, self._mine, self._group, *about)
+        return collectives.send(self._rows, self._mine, self.gloo, *about)
+
+    def _receive(self, sent: Issued, collectives: Collectives) -> list[list[int]]:
+        collectives.receive(sent)
         rows: list[list[int]] = self._everyone.tolist()
-        for slot, seat in enumerate(seats):
+        for slot in range(self.num_slots):
+            seat = self.seat(slot)
             if seat is not None and seat.agreement is not None:
                 seat.agreement.launch(min(each[_READY + slot] for each in rows))
         return rows
+
+    def begin(
+        self, row: tuple[int, ...], collectives: Collectives, call: str, say: Callable[[], str], title: str
+    ) -> None:
+        """Begin a meeting; this rank goes on, and waits for the others in `settle`, before its next collective."""
+        self.settle()
+        sent = self._send(row, collectives, ("", call))
+        self._begun = lambda: self.meet(row, collectives, call, say, title, sent=sent)
+
+    def settle(self) -> None:
+        """Wait for the other ranks in a meeting that has begun; raise Disagreed on all if they make different calls."""
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            begun()
 
     def meet(
         self,
@@ -139,14 +163,16 @@ class Channel:
         say: Callable[[], str],
         title: str,
         about: tuple[str, str] | None = None,
+        sent: Issued | None = None,
     ) -> list[list[int]]:
         """Return every rank's message once all ranks make a call; raise Disagreed on all if they make different ones.
 
         Until then this rank takes part in the gathers that others need. A rank that failed itself returns in any case,
-        and raises its own error.
+        and raises its own error. `sent` is this rank's first message, if it is on its way.
         """
         while True:
-            rows = self.exchange(row, collectives, about or ("", call))
+            rows = self._receive(sent, collectives) if sent else self.exchange(row, collectives, about or ("", call))
+            sent = None
             if (chosen := _most_wanted(rows)) is not None:
                 self.join(chosen)
             elif all(each[_WANT] == MEETING for each in rows):
@@ -178,7 +204,8 @@ class Channel:
     def gather(self, tensor: torch.Tensor, collectives: Collectives) -> torch.Tensor:
         """Return every rank's copy of a small tensor on the CPU, stacked in rank order. Collective."""
         everyone = tensor.new_empty((len(self.ranks), *tensor.shape))
-        collectives.exchange(list(everyone.unbind()), tensor, self._group)
+        self.settle()
+        collectives.receive(collectives.send(list(everyone.unbind()), tensor, self.gloo))
         return everyone
 
     def join(self, want: int) -> None:
@@ -228,7 +255,10 @@ class Agreement:
         """Return when all ranks are about to gather the flat `want`, or as FORWARD and NOTHING describe."""
         if want >= 0:
             self._trace.append(want)
-        if self.channel is None or not self.active:
+        if self.channel is None:
+            return
+        if not self.active:
+            self.channel.settle()
             return
         wanted = self._seat.slot << 32 | want if want >= 0 else want
         while True:
@@ -250,6 +280,17 @@ class Agreement:
         """
         if self.channel is not None:
             self._meet(call, _code(repr(key())), 0, say or (lambda: f"called {call}"))
+
+    def begin_pass(self, made: int) -> None:
+        """Begin to meet at the start of a backward pass, the one after `made` others of the step.
+
+        This rank computes on, up to its first collective: a rank that is later would cost the difference otherwise.
+        """
+        if self.channel is not None:
+            call = "engine.backward(loss)"
+            row = (MEETING, self._seat.slot, _code(call), made, 0)
+            say = f"called {call} for pass {made + 1} of its step"
+            self.channel.begin(row, self._collectives, call, lambda: say, self._seat.title)
 
     def end_pass(self, engines: int) -> int:
         """Meet at the end of a backward pass; return the engines that take part in it on any rank, as a set of bits.

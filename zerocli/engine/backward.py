@@ -35,12 +35,7 @@ class Backward:
         """Accumulate the gradients of a loss in this engine and in all engines that the loss depends on."""
         if _UNDER_WAY:
             raise Refused("backward was called inside another backward")
-        made = self.count
-        self._engine.agreement.meet(
-            "engine.backward(loss)",
-            lambda: made,
-            lambda: f"called engine.backward(loss) for pass {made + 1} of its step",
-        )
+        self._engine.agreement.begin_pass(self.count)
         try:
             self._check(loss, create_graph)
             self._begin()
@@ -58,9 +53,11 @@ class Backward:
                 each._end()
         except BaseException as error:
             refusal = self._engine.hooks.explained(error)
-            self._tell(refusal or error)
-            for each in _UNDER_WAY:
-                each._abandon()
+            try:
+                self._tell(refusal or error)
+            finally:
+                for each in _UNDER_WAY:
+                    each._abandon()
             if refusal is not None:
                 raise refusal from error
             raise
@@ -98,9 +95,13 @@ class Backward:
         return [by_slot[slot] for slot in sorted(by_slot)]
 
     def _tell(self, error: BaseException) -> None:
-        """Tell the other ranks of this rank's error: they raise Disagreed at the end of their pass and name it."""
+        """Tell the other ranks of this rank's error: they raise Disagreed at the end of their pass and name it.
+
+        If they have not called backward at all, raise Disagreed here.
+        """
         known = isinstance(error, Severed | Disagreed) or not isinstance(error, Exception)
         if not known and self._engine.agreement.channel is not None:
+            self._engine.agreement.channel.settle()
             with contextlib.suppress(Exception):  # the original error is the one to raise
                 self._engine.reducer.launch_rest()
                 self._engine.agreement.fail_pass(error)

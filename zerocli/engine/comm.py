@@ -71,7 +71,7 @@ def severed(error: BaseException, what: str = "a collective") -> Severed | None:
     return Severed(what, (words.splitlines() or [type(error).__name__])[0][:200])
 
 
-def gloo_beside(group: dist.ProcessGroup) -> Any:
+def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return gloo over the ranks of a group, apart from the group's own collectives. Collective.
 
     Not by `dist.new_group`, whose names depend on how many groups a rank is in: ranks that differ in that would wait
@@ -79,7 +79,15 @@ def gloo_beside(group: dist.ProcessGroup) -> Any:
     """
     number = _beside[group.group_name] = _beside[group.group_name] + 1
     store = dist.PrefixStore(f"zerocli/{number}", dist.distributed_c10d._get_process_group_store(group))
-    made = dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), dist.default_pg_timeout)
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    gloo = dist.ProcessGroupGloo(store, rank, world, dist.default_pg_timeout)
+    made, kind = dist.ProcessGroup(store, rank, world), dist.ProcessGroup.BackendType.GLOO
+    dist.ProcessGroup._register_backend(made, torch.device("cpu"), kind, gloo)
+    dist.ProcessGroup._set_default_backend(made, kind)
+    # torch.distributed looks a group up when a collective fails, to name its backend and ranks.
+    known = dist.distributed_c10d._world
+    known.pg_map[made] = ("gloo", store)
+    known.pg_group_ranks[made] = {each: place for place, each in enumerate(dist.get_process_group_ranks(group))}
     ending.GLOO.add(made)
     return made
 
@@ -190,6 +198,8 @@ class Collectives:
         self.backend = dist.get_backend(group) if here and self.world > 1 else ""
         # Only a CPU needs the future: on a GPU the stream orders the collective.
         self._async = device.type == "cpu"
+        self._issuer = group
+        """The group that issues the collectives."""
         self.nbytes: Counter[str] = Counter()
         self.issued = 0
         """Number of collectives issued. All ranks issue the same ones in the same order, so a lower number is late."""
@@ -207,16 +217,26 @@ class Collectives:
         entry = Issued(self.issued, kind, what, nbytes, on_host=self._async)
         self.moved = entry.begun
         self.open.append(entry)
+        with self._ended_on_error(entry), self._events.collective(self, entry):
+            yield entry
+        if entry.pending is None:  # the host has waited for it, or the stream will
+            entry.pending = self._pending(None)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _ended_on_error(entry: Issued) -> Iterator[None]:
+        """Mark a collective that failed as complete; raise Severed if a rank was lost."""
         try:
-            with self._events.collective(self, entry):
-                yield entry
+            yield
         except RuntimeError as error:
             entry.end()
             if (lost := severed(error, str(entry))) is not None:
                 raise lost from error
             raise
-        if entry.pending is None:  # the host has waited for it, or the stream will
-            entry.pending = self._pending(None)
+
+    def issue_by(self, group: dist.ProcessGroup) -> None:
+        """Issue collectives from now on by another group of the same ranks."""
+        self._issuer = group
 
     @classmethod
     def alone(cls, device: torch.device) -> Collectives:
@@ -259,7 +279,7 @@ class Collectives:
         self.nbytes["all_gather"] += full.nbytes
         with self._noted("all_gather", what, full.nbytes) as entry:
             sent, received = self._sendable(shard), self._sendable(full)
-            work = _all_gather(received, sent, group=self.group, async_op=self._async)
+            work = _all_gather(received, sent, group=self._issuer, async_op=self._async)
             entry.pending = self._pending(work, entry)
         return entry.pending
 
@@ -272,7 +292,8 @@ class Collectives:
         self._require_dense(shard, full)
         self.nbytes["reduce_scatter"] += full.nbytes
         with self._noted("reduce_scatter", what, full.nbytes) as entry:
-            entry.pending = self._pending(_reduce_scatter(shard, full, group=self.group, async_op=self._async), entry)
+            work = _reduce_scatter(shard, full, group=self._issuer, async_op=self._async)
+            entry.pending = self._pending(work, entry)
         return entry.pending
 
     def all_reduce(self, tensor: torch.Tensor, what: str = "") -> Pending:
@@ -282,7 +303,7 @@ class Collectives:
         self._require_dense(tensor)
         self.nbytes["all_reduce"] += 2 * tensor.nbytes
         with self._noted("all_reduce", what, 2 * tensor.nbytes) as entry:
-            entry.pending = self._pending(dist.all_reduce(tensor, group=self.group, async_op=self._async), entry)
+            entry.pending = self._pending(dist.all_reduce(tensor, group=self._issuer, async_op=self._async), entry)
         return entry.pending
 
     def sum_control(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -291,7 +312,7 @@ class Collectives:
             self._require_dense(tensor)
             self.nbytes["control"] += tensor.nbytes
             with self._noted("all_reduce", ""):
-                dist.all_reduce(tensor, group=self.group)
+                dist.all_reduce(tensor, group=self._issuer)
         return tensor
 
     def gather_control(
@@ -303,19 +324,26 @@ class Collectives:
             return everyone.copy_(tensor)
         self.nbytes["control"] += everyone.nbytes
         with self._noted(kind, what):
-            _all_gather(everyone.view(-1), tensor.reshape(-1), group=self.group)
+            _all_gather(everyone.view(-1), tensor.reshape(-1), group=self._issuer)
         return everyone
 
-    def exchange(self, rows: list[torch.Tensor], mine: torch.Tensor, gloo: Any, kind: str = "", what: str = "") -> None:
-        """Fill the rows with every rank's `mine`, on the CPU; the host waits. See `gloo_beside`."""
+    def send(self, rows: list[torch.Tensor], mine: torch.Tensor, gloo: Any, kind: str = "", what: str = "") -> Issued:
+        """Begin to fill the rows with every rank's `mine`, on the CPU, by `gloo_beside`; `receive` waits for them."""
         self.nbytes["control"] += mine.nbytes * len(rows)
         with self._noted(kind or "all_gather" * (not what), what) as entry:
             with torch._C._DisableFuncTorch():  # gloo allocates a tensor, which a transform would wrap
-                work = gloo.allgather([rows], [mine])
-                done = _done_within(work, deadlock.PATIENCE_SECONDS)
-            if not done:
-                self._wait_watched(work, f"called {what}" if not kind else f"is in the {entry}")
-            entry.end()
+                entry.pending = Pending(gloo.allgather([rows], [mine]), None)
+        return entry
+
+    def receive(self, sent: Issued) -> None:
+        """Wait for what was sent; raise Disagreed if no rank can go on."""
+        assert sent.pending is not None and sent.pending.work is not None
+        sent.pending.since = time.monotonic()
+        work = sent.pending.work
+        with self._ended_on_error(sent), self._events.completion(sent.pending):
+            if not _done_within(work, deadlock.PATIENCE_SECONDS):
+                self._wait_watched(work, f"is in the {sent}" if sent.kind else f"called {sent.what}")
+        sent.end()
 
     def _wait_watched(self, work: dist.Work, words: str) -> None:
         """Wait for an exchange; raise Disagreed if no rank can go on, because some wait elsewhere."""
@@ -337,7 +365,7 @@ class Collectives:
             self._require_dense(tensor)
             self.nbytes["control"] += tensor.nbytes
             with self._noted("broadcast", ""):
-                dist.broadcast(self._sendable(tensor), group=self.group, group_src=source)
+                dist.broadcast(self._sendable(tensor), group=self._issuer, group_src=source)
         return tensor
 
     def take_nbytes(self) -> dict[str, int]:

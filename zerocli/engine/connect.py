@@ -37,6 +37,10 @@ def open_channel(
     if collectives.world == 1 or not (uneven or collectives.backend == "gloo"):
         return None
     channel = Channel.of(collectives)
+    if collectives.device.type == "cpu" and uneven is not False:
+        # With messages and collectives in one group, neither runs beside the other on the processor that computes.
+        # Without messages before each gather, ranks may gather differently: then messages need a group of their own.
+        collectives.issue_by(channel.gloo)
     channel.meet_to_shard(seat, collectives, number, say)
     return channel
 
@@ -88,6 +92,7 @@ def connect(
         eager=not gatherer.moves,
         # The collectives of several engines are launched where their ranks exchange messages, in one order.
         together=lambda: active or (channel is not None and channel.num_slots > 1),
+        settle=channel.settle if channel is not None else lambda: None,
         tensor_parallel=tensor_parallel,
         unexpected=unexpected,
     )

@@ -41,11 +41,12 @@ class Reducer:
         events: Events,
         eager: bool,
         together: Callable[[], bool],
+        settle: Callable[[], None],
         tensor_parallel: TensorParallel,
         unexpected: Callable[[str], None],
     ) -> None:
         self._stage, self._collectives, self._device = sizing.stage, collectives, device
-        self._eager, self._is_together, self._unexpected = eager, together, unexpected
+        self._eager, self._is_together, self._settle, self._unexpected = eager, together, settle, unexpected
         self._together = False
         """Whether reductions of this pass are launched only where ranks agree on them, and at its end."""
         self._flats = [flat for unit in units for flat in unit.trainable]
@@ -218,6 +219,7 @@ class Reducer:
         while self._next < upto:
             flat = self._order[self._next]
             if self._last or not flat.whole_grad:
+                self._settle()
                 self._launched.add(id(flat))
                 self._reductions.launch(flat)
             self._next += 1

@@ -19,6 +19,7 @@ import contextlib
 import copy
 import random
 import sys
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from operator import is_
@@ -106,7 +107,7 @@ class Reach:
             found = [d.get(key) for (_, key), d in self._changing.items()]
         dicts += [(d, dict(d)) for d in given]
         found += [value for d in given for value in d.values()]
-        copies = {id(value): made for value in found if (made := _copied(value))}
+        copies = {id(value): made for value in found if (made := _copied(value, shared=self.careful > 0))}
         versions = [(d, k, t._version) for d in self._buffers for k, t in d.items() if t is not None]
         return Seen(dicts, versions, copies, training, _states() if self._draws or self.careful else [])
 
@@ -238,12 +239,23 @@ class Replay:
 # -- objects -----------------------------------------------------------------------------------------------------------
 
 
-def _copied(value: Any) -> _Copy | None:
-    """Return a copy of an object that can change in place; None of any other."""
+_newest: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""The last copy of a tensor that some call still keeps, by the tensor's id."""
+
+
+def _copied(value: Any, shared: bool = False) -> _Copy | None:
+    """Return a copy of an object that can change in place; None of any other.
+
+    If `shared`, a tensor's last copy is used again where it has the same values: many blocks have one table in reach.
+    """
     if isinstance(value, torch.Tensor):
         if isinstance(value, Cut) or value.requires_grad or value.layout != torch.strided or value.is_meta:
             return None
-        return _Copy(value, value.detach().clone(), value._version)
+        newest = _newest.get(id(value)) if shared else None
+        content = newest if newest is not None and _same_bits(value, newest) else value.detach().clone()
+        if shared:
+            _newest[id(value)] = content
+        return _Copy(value, content, value._version)
     if type(value) in _CONTAINERS:
         return _Copy(value, copy.copy(value), 0)
     state = _state(value)
