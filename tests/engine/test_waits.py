@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,8 +36,13 @@ class SlowWorker(FileWorker):
         return await super()._write(memory)
 
 
+def descheduled() -> float:
+    """Return the seconds that this thread has been ready to run while others had the cores."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
 def waits_of_a_slow_disk(folder, device: str, placement: str, update: str) -> tuple[float, dict[str, float]]:
-    """Return the seconds of two steps and their waits by cause."""
+    """Return the seconds of two steps and their waits by cause; time that other programs had is left out."""
     model = Deep(4).to(device)
     engine = zerocli.shard(
         *(model,),
@@ -52,7 +58,7 @@ def waits_of_a_slow_disk(folder, device: str, placement: str, update: str) -> tu
     def finish() -> float:
         if device == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return time.perf_counter() - descheduled()
 
     try:
         for step in range(4):
@@ -70,8 +76,8 @@ def waits_of_a_slow_disk(folder, device: str, placement: str, update: str) -> tu
 
 def check_waits(folder, device: str, placement: str, update: str) -> None:
     seconds, waits = waits_of_a_slow_disk(folder, device, placement, update)
-    assert sum(waits.values()) <= 1.02 * seconds
     assert sum(waits[cause] for cause in PLACEMENTS[placement]) > 0.7 * seconds, (seconds, waits)
+    assert sum(waits[cause] for cause in PLACEMENTS[placement]) > 0.9 * sum(waits.values()), waits
 
 
 CASES = [
