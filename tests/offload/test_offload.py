@@ -239,11 +239,12 @@ def run_train(folder: Path, *arguments: str):
 @pytest.mark.parametrize("text", [pytest.param("cpu", marks=pytest.mark.long), "nvme"])
 def test_train_offloads(tmp_path, text):
     from commands import lines
+    from runs import train
 
     swap = tmp_path / "swap"
     swap.mkdir()
-    done = run_train(tmp_path, "--stage", "3", "--offload", text, "--nvme-path", str(swap))
-    assert done.returncode == 0, done.stderr
+    ended = train(tmp_path / "run", "zero.stage=3", f"offload.placement={text}", f"offload.nvme_path={swap}")
+    assert ended.codes == [0, 0], ended.said
     row = lines(tmp_path / "run")[-1]
     assert row["peak"]["dram"] > 0 and (row["peak"]["nvme"] > 0) == (text == "nvme")
     assert not list(swap.iterdir())

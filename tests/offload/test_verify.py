@@ -13,6 +13,7 @@ import pytest
 import torch
 from bit_flips import KINDS, NAMES, block_of, flip
 from deep import WIDTH, Deep
+from lengths import LONG
 from ranks import run_ranks
 from runs import Death, losses, train
 from toy_tiers import SMALL_DISK
@@ -176,7 +177,7 @@ def _with_and_without(folder: str) -> list[tuple[list[float], list[float]]]:
     found = []
     disk = {"nvme_path": (folder,), **DISK}
     spill = "params=hbm:2KB+cpu,optimizer=hbm:6KB+cpu:6KB+nvme,grads=hbm:2KB+cpu,activations=cpu"
-    for stage, placement, more in (
+    cases = [
         (0, "activations=cpu", {}),
         (1, "optimizer=nvme", {"update": "stream"}),
         (2, "cpu", {"update": "cpu", "precision": "bf16", "accumulate": 3}),
@@ -184,7 +185,8 @@ def _with_and_without(folder: str) -> list[tuple[list[float], list[float]]]:
         (3, "cpu", {"update": "cpu", "precision": "bf16"}),
         (3, spill, {"update": "stream"}),
         (3, "cpu", {"optimizer": "muon", "lr": 1e-3}),
-    ):
+    ]
+    for stage, placement, more in cases if LONG else cases[1::2]:
         about = {
             "stage": stage,
             "offload": placement,
@@ -198,6 +200,7 @@ def _with_and_without(folder: str) -> list[tuple[list[float], list[float]]]:
     return found
 
 
+@pytest.mark.longer
 def test_verification_changes_no_number(tmp_path):
     for rank in run_ranks(2, _with_and_without, str(tmp_path)):
         for plain, verified in rank:
