@@ -4,8 +4,8 @@
     python benchmarks/defects.py --near       # against the tests that are meant to find it: about a minute each
     python benchmarks/defects.py --only 3,17 tests/engine tests/laws
 
-defects.txt has a block for each defect: what it is, the tests that are meant to find it, and as in a diff the text that
-occurs once in the three packages and what it is replaced by. The tree is copied for each, so the checkout is not touched.
+defects.txt has a block for each defect: what it is, the tests that are meant to find it, and in the form of a diff the
+text that occurs once in the three packages and what replaces it. The tree is copied for each: the checkout stays as is.
 Exit code 1 if a defect was not found or its text is gone.
 """
 
