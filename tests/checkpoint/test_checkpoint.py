@@ -108,9 +108,9 @@ STATES = [(stage, offload) for stage in (0, 1, 2, 3) for offload in ("", "cpu", 
 # What a precision adds (a master beside the parameters, a loss scale) does not depend on the disk that holds it: every
 # precision meets some stages and placements, and all of them in the long set.
 PRECISIONS = {
-    "fp32": [(0, ""), (1, "cpu"), (2, "nvme"), (3, "")],
-    "bf16": [(1, "nvme"), (2, "cpu"), (3, "cpu")],
-    "fp16": [(0, ""), (3, "nvme")],
+    "fp32": [(0, ""), (1, "cpu"), (2, "nvme")],
+    "bf16": [(2, ""), (3, "cpu")],
+    "fp16": [(3, "nvme")],
 }
 if LONG:
     PRECISIONS = dict.fromkeys(PRECISIONS, STATES)
