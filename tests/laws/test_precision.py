@@ -12,6 +12,7 @@ from torch import nn
 from toys import train_uneven, uneven_batch
 
 import zerocli
+from zerocli.engine.precision import LossScale
 
 
 def _train(settings):
@@ -37,6 +38,14 @@ def test_accumulation_is_in_fp32():
             engine.backward(engine(torch.full((1, 1), scale)).sum())
         assert engine.units[0].trainable[0].grad[0].item() == 259.0, stage
     assert model.weight.dtype == torch.float32
+
+
+def test_the_loss_scale_is_halved_by_an_overflow_and_doubled_after_steps_without_one():
+    scale, seen = LossScale(True, torch.device("cpu"), initial=8.0, interval=3), []
+    for overflow in (0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0):
+        scale.update(torch.tensor(overflow))
+        seen.append(scale.value.item())
+    assert seen == [8.0, 8.0, 16.0, 8.0, 8.0, 8.0, 16.0]
 
 
 class Overflows(nn.Module):
