@@ -39,3 +39,29 @@ def test_the_architecture_lists_every_file():
     engine = there.pop("zerocli/engine")
     assert listed == there
     assert [name for name in engine if f"`{name}`" not in text.partition("### The engine")[2]] == []
+
+
+def test_links_lead_to_files_and_headings():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    broken = [f"{page.name}: {link}" for page in pages for link in _links(page) if not _leads(page, link)]
+    assert broken == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 170
+
+
+def _links(page: Path) -> list[str]:
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
+
+
+def _leads(page: Path, link: str) -> bool:
+    name, _, heading = link.partition("#")
+    target = page.parent / name if name else page
+    return target.exists() and (not heading or heading in _headings(target))
+
+
+def _headings(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
