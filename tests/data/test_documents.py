@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerocli.data import cache, documents
+from zerocli.data.caching import Node
 from zerocli.data.encoder import Encoder, FileEncoder, find_tokenizer
 from zerocli.data.files import find_files
 from zerocli.errors import UserError
-from zerocli.run.caching import Node
 
 
 def tokenise(path, encoder=None, mask="auto"):

@@ -15,10 +15,10 @@ from zerocli import config as configs
 from zerocli.checkpoint.export import export
 from zerocli.cli.generate import find, read_config
 from zerocli.console import printable
+from zerocli.data.texts import Codec, end_ids, open_codec
 from zerocli.errors import UserError
 from zerocli.run import generate
 from zerocli.run.complete import Sampling, choose, complete
-from zerocli.run.texts import Codec, end_ids, open_codec
 from zerocli.run.trainer import make_engine, make_model
 
 SHAPE = ["model.hidden=32", "train.seq=32", "train.steps=3", "checkpoint.every=3"]

@@ -15,8 +15,8 @@ import torch
 from offload import Record, Store
 from offload.record import UNIT
 from tiers.transfer import Transfer
-from zerocli.engine.master import REMAINDER, join, split
-from zerocli.engine.unit import MASTER, Flat
+from zerocli.engine.units.master import REMAINDER, join, split
+from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.layout.shards import Span
 
 Wait = Callable[[], None]

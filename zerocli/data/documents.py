@@ -13,8 +13,8 @@ from zerocli.data import cache
 from zerocli.data.chat import Chat, find_template
 from zerocli.data.encoder import Encoded, Encoder
 from zerocli.data.rows import Row, read_rows
-from zerocli.engine.startup import STARTUP
 from zerocli.errors import UserError
+from zerocli.ranks.startup import STARTUP
 
 VERSION = 1
 """Counts changes of what a cache file holds."""

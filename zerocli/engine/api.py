@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerocli.engine.compiled import tell_compiler
 from zerocli.engine.engine import Engine
-from zerocli.engine.rules import OptimizerChoice
+from zerocli.engine.optimizer.rules import OptimizerChoice
+from zerocli.engine.recompute.compiled import tell_compiler
 from zerocli.engine.settings import Settings
-from zerocli.engine.store import CONNECT_SECONDS, open_store, stay_on_loopback
+from zerocli.ranks.store import CONNECT_SECONDS, open_store, stay_on_loopback
 
 
 def shard(

@@ -14,20 +14,20 @@ from offload import HBM, Placement, Record, Share, Store
 from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet, shortage
 from tiers.base import Tier
-from zerocli.engine import materialise
-from zerocli.engine.aliases import Aliases
-from zerocli.engine.buffers import place_buffers
 from zerocli.engine.comm import Collectives
-from zerocli.engine.master import REMAINDER, narrow, split
-from zerocli.engine.named import given, load_buffers
+from zerocli.engine.guards.aliases import Aliases
 from zerocli.engine.settings import Settings
-from zerocli.engine.startup import STARTUP
+from zerocli.engine.states import materialise
+from zerocli.engine.states.buffers import place_buffers
+from zerocli.engine.states.named import given, load_buffers
 from zerocli.engine.tensor_parallel import TensorParallel
-from zerocli.engine.unit import MASTER, REPLICATED, Flat, Unit, build_flats, claim_parameters, find_units
+from zerocli.engine.units.master import REMAINDER, narrow, split
+from zerocli.engine.units.unit import MASTER, REPLICATED, Flat, Unit, build_flats, claim_parameters, find_units
 from zerocli.errors import Refused
 from zerocli.layout.buffers import gradient_arenas, gradients
 from zerocli.layout.flats import Sizing, place
 from zerocli.layout.sizes import format_bytes
+from zerocli.ranks.startup import STARTUP
 
 
 class DoesNotFit(Exception):

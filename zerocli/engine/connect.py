@@ -10,11 +10,11 @@ import torch
 from zerocli.engine.agreement import Agreement, Channel, Seat
 from zerocli.engine.comm import Collectives
 from zerocli.engine.events import Events
-from zerocli.engine.gather import Gatherer
-from zerocli.engine.reduce import Reducer
 from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel
-from zerocli.engine.unit import Flat, Unit
+from zerocli.engine.units.gather import Gatherer
+from zerocli.engine.units.reduce import Reducer
+from zerocli.engine.units.unit import Flat, Unit
 from zerocli.layout.flats import Sizing
 
 

@@ -26,41 +26,41 @@ from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say
-from zerocli.engine import relayout, states, torch_states, whole
-from zerocli.engine.accept import refuse_full_graphs, refuse_model, refuse_scripts
-from zerocli.engine.activations import open_activations
 from zerocli.engine.agreement import Seat
-from zerocli.engine.aliases import cut_left
-from zerocli.engine.backward import Backward
-from zerocli.engine.buffers import held_buffers
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
-from zerocli.engine.compiled import CompiledBlocks
 from zerocli.engine.connect import connect, open_channel
-from zerocli.engine.counts import Counts
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
-from zerocli.engine.facade import ShardedOptimizer
-from zerocli.engine.fused import can_fuse
-from zerocli.engine.gather import Left
-from zerocli.engine.groups import arrange
-from zerocli.engine.hooks import Hooks
-from zerocli.engine.modules import outside_of_units, register_method
-from zerocli.engine.named import IncompatibleKeys
-from zerocli.engine.optim import FlatOptimizer, Group, StepValues
-from zerocli.engine.parameters import Owners, guard, is_sharded, refuse_unsuitable, unguard
+from zerocli.engine.guards.accept import refuse_full_graphs, refuse_model, refuse_scripts
+from zerocli.engine.guards.aliases import cut_left
+from zerocli.engine.guards.parameters import Owners, guard, is_sharded, refuse_unsuitable, unguard
+from zerocli.engine.optimizer.counts import Counts
+from zerocli.engine.optimizer.facade import ShardedOptimizer
+from zerocli.engine.optimizer.fused import can_fuse
+from zerocli.engine.optimizer.groups import arrange
+from zerocli.engine.optimizer.optim import FlatOptimizer, Group, StepValues
+from zerocli.engine.optimizer.rules import make_optimizer, prove, unsuitable
+from zerocli.engine.optimizer.step import StepResult, exchange_norms, scaling
+from zerocli.engine.optimizer.update import Updater
+from zerocli.engine.optimizer.update_place import choose_update
+from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
 from zerocli.engine.precision import LossScale, precision, refuse_half
-from zerocli.engine.rules import make_optimizer, prove, unsuitable
+from zerocli.engine.recompute.activations import open_activations
+from zerocli.engine.recompute.compiled import CompiledBlocks
 from zerocli.engine.settings import Settings
-from zerocli.engine.step import StepResult, exchange_norms, scaling
+from zerocli.engine.states import relayout, states, torch_states, whole
+from zerocli.engine.states.buffers import held_buffers
+from zerocli.engine.states.named import IncompatibleKeys
+from zerocli.engine.states.unshard import unsharded_model
+from zerocli.engine.states.verified import VerifiedReads
 from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes
-from zerocli.engine.unit import Flat, Unit, recomputed_units
-from zerocli.engine.unshard import unsharded_model
-from zerocli.engine.update import Updater
-from zerocli.engine.update_place import choose_update
-from zerocli.engine.verified import VerifiedReads
-from zerocli.engine.whole_rule import PersistentOptimizer
+from zerocli.engine.units.backward import Backward
+from zerocli.engine.units.gather import Left
+from zerocli.engine.units.hooks import Hooks
+from zerocli.engine.units.modules import outside_of_units, register_method
+from zerocli.engine.units.unit import Flat, Unit, recomputed_units
 from zerocli.errors import Refused
 from zerocli.layout.buffers import Spec, persistent
 from zerocli.layout.categories import HELD

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerocli.config.sharding import Sharding
 from zerocli.engine.events import Events
-from zerocli.engine.groups import ParamGroup
-from zerocli.engine.rules import OptimizerChoice
-from zerocli.engine.unit import UnitChoice
+from zerocli.engine.optimizer.groups import ParamGroup
+from zerocli.engine.optimizer.rules import OptimizerChoice
+from zerocli.engine.units.unit import UnitChoice
 from zerocli.layout.recompute import Recompute
 
 

@@ -18,10 +18,10 @@ from zerocli.engine import api
 from zerocli.engine.build import matches
 from zerocli.engine.device import choose_device
 from zerocli.engine.engine import Engine
-from zerocli.engine.optim import FusedAdam
+from zerocli.engine.optimizer.optim import FusedAdam
+from zerocli.engine.optimizer.rules import OptimizerChoice, make_optimizer
 from zerocli.engine.precision import PRECISIONS, precision
-from zerocli.engine.rules import OptimizerChoice, make_optimizer
-from zerocli.engine.unit import find_units
+from zerocli.engine.units.unit import find_units
 from zerocli.errors import Refused, UserError
 
 if TYPE_CHECKING:
