@@ -71,7 +71,7 @@ class Saved:
         transfer.what = self._what
         return self._sums.fetched(transfer, 0, target, self._what)
 
-    def let_go(self) -> None:
+    def finish_write(self) -> None:
         """Drop the device's copy after the write; raise if the write failed."""
         self._source = None
         if self._write is not None:
@@ -130,7 +130,7 @@ class Stack:
         while len(self._in_flight) > left:
             saved = self._in_flight.popleft()()
             if saved is not None:
-                saved.let_go()
+                saved.finish_write()
 
     @property
     def in_flight_nbytes(self) -> int:

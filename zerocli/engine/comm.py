@@ -38,13 +38,13 @@ SENT = frozenset(
 """Dtypes that gloo and NCCL move as they are."""
 
 
-def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def separate_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return gloo over the ranks of a group, apart from the group's own collectives. Collective.
 
     Not by `dist.new_group`, whose names depend on how many groups a rank is in: ranks that differ in that would wait
     for each other forever.
     """
-    number = _beside[group.group_name] = _beside[group.group_name] + 1
+    number = _num_separate[group.group_name] = _num_separate[group.group_name] + 1
     store = dist.PrefixStore(f"zerocli/{number}", dist.distributed_c10d._get_process_group_store(group))
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     gloo = dist.ProcessGroupGloo(store, rank, world, dist.default_pg_timeout)
@@ -59,8 +59,8 @@ def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
-_beside: Counter[str] = Counter()
-"""Number of times that `gloo_beside` was called, by group."""
+_num_separate: Counter[str] = Counter()
+"""Number of times that `separate_gloo_group` was called, by group."""
 
 
 def _done_within(work: dist.Work, seconds: float) -> bool:
@@ -259,7 +259,7 @@ class Collectives:
         return everyone
 
     def send(self, rows: list[torch.Tensor], mine: torch.Tensor, gloo: Any, kind: str = "", what: str = "") -> Issued:
-        """Begin to fill the rows with every rank's `mine`, on the CPU, by `gloo_beside`; `receive` waits for them."""
+        """Begin to fill the rows with every rank's `mine`, on the CPU, by a separate gloo group; `receive` waits."""
         self.nbytes["control"] += mine.nbytes * len(rows)
         with self._noted(kind or "all_gather" * (not what), what) as entry:
             with torch._C._DisableFuncTorch():  # gloo allocates a tensor, which a transform would wrap

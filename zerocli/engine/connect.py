@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from zerocli.engine.agreement import Agreement, Channel, Seat
+from zerocli.engine.agreement import Agreement, Channel, Member
 from zerocli.engine.comm import Collectives
 from zerocli.engine.events import Events
 from zerocli.engine.streams import Waits
@@ -27,7 +27,7 @@ class Connected(NamedTuple):
 
 
 def open_channel(
-    collectives: Collectives, uneven: bool | None, seat: Seat, number: int, say: Callable[[], str]
+    collectives: Collectives, uneven: bool | None, member: Member, number: int, say: Callable[[], str]
 ) -> Channel | None:
     """Return the channel between the ranks, with a slot for the engine; None where ranks do not exchange messages.
 
@@ -41,7 +41,7 @@ def open_channel(
         # With messages and collectives in one group, neither runs beside the other on the processor that computes.
         # Without messages before each gather, ranks may gather differently: then messages need a group of their own.
         collectives.issue_by(channel.gloo)
-    channel.meet_to_shard(seat, collectives, number, say)
+    channel.meet_to_shard(member, collectives, number, say)
     return channel
 
 
@@ -54,7 +54,7 @@ def connect(
     waits: Waits,
     events: Events,
     channel: Channel | None,
-    seat: Seat,
+    member: Member,
     uneven: bool | None,
     deferred: bool,
     before_gather: Callable[[Flat], None],
@@ -107,7 +107,7 @@ def connect(
     agreement = Agreement(
         collectives,
         channel,
-        seat,
+        member,
         active,
         waits,
         ready=lambda: reducer.ready,

@@ -211,7 +211,7 @@ class Updater:
 
     def issue_updates(self, flat: Flat | None = None) -> None:
         """Issue all updates up to and including this flat's, or all that are left if None."""
-        if flat is not None and not self.owes(flat):
+        if flat is not None and not self.has_pending_update(flat):
             return
         while self._at < len(self._jobs) + LEAD:
             i = self._at
@@ -232,7 +232,7 @@ class Updater:
         if flat is None or not self._left:
             self._jobs, self._at = [], LEAD
 
-    def owes(self, flat: Flat) -> bool:
+    def has_pending_update(self, flat: Flat) -> bool:
         """Whether the flat's update has not been fully issued."""
         return id(flat) in self._left
 

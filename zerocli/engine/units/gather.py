@@ -81,7 +81,7 @@ class Buffer:
         return self.views[id(flat)]
 
 
-class Left:
+class ReleasedBuffer:
     """A released buffer that other code keeps views of; does not keep its memory alive."""
 
     def __init__(self, buffer: Buffer) -> None:
@@ -165,7 +165,7 @@ class Gatherer:
         self._hooks: list[tuple[Any, Any]] = []
         self._outer_hooks: list[Any] = []
         """Of each of `_hooks`, the hooks that were active before, or None."""
-        self._left: list[Left] = []
+        self._replaced: list[ReleasedBuffer] = []
         self.deferred = deferred
         """Whether the compute stream waits for updated resident parameters only when their unit is used."""
         self.moves = any(flat.state is not State.RESIDENT for unit in units for flat in unit.flats)
@@ -256,7 +256,7 @@ class Gatherer:
             buffer = self._buffer_of.get(id(flat))
             if buffer is not None:
                 flat.attach(buffer.tensor, buffer.views[id(flat)])
-        flat.let_go()  # its update came before what was waited for
+        flat.free_used_grad()  # its update came before what was waited for
         if flat.unread:
             flat.forbid_reads(False)
         self._clock += 1
@@ -398,7 +398,7 @@ class Gatherer:
         thread of gloo's may still keep a view on one rank and not on another.
         """
         if buffers[at].aliased:
-            self._left.append(Left(buffers[at]))
+            self._replaced.append(ReleasedBuffer(buffers[at]))
             buffers[at] = self._grow([], flat)
         return buffers[at]
 
@@ -406,11 +406,11 @@ class Gatherer:
         buffers.append(Buffer(torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)))
         return buffers[-1]
 
-    def left(self) -> list[Left]:
+    def released_with_views(self) -> list[ReleasedBuffer]:
         """Return the released buffers that other code keeps views of; called while no unit is gathered."""
         free = [b for buffers in self._pool.values() for b in buffers if b.holder is None and b.last is not None]
-        self._left = [each for each in self._left if each.held]
-        return [*self._left, *(Left(buffer) for buffer in free if buffer.aliased)]
+        self._replaced = [each for each in self._replaced if each.held]
+        return [*self._replaced, *(ReleasedBuffer(buffer) for buffer in free if buffer.aliased)]
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the gather buffers."""
@@ -431,9 +431,9 @@ class Gatherer:
                 start = buffer.tensor.data_ptr()
                 if start <= address < start + buffer.tensor.nbytes and buffer.last is not None:
                     return _saved_view(tensor, address - start, buffer.last)
-        for left in self._left:
-            if left.start <= address < left.stop and left.held:
-                return _saved_view(tensor, address - left.start, left.flat)
+        for released in self._replaced:
+            if released.start <= address < released.stop and released.held:
+                return _saved_view(tensor, address - released.start, released.flat)
         return None
 
     def resolve(self, saved: SavedView) -> torch.Tensor:

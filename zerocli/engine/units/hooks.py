@@ -23,7 +23,7 @@ from tiers.events import NOTHING
 from zerocli.engine import agreement
 from zerocli.engine.events import BACKWARD, FORWARD, RUNNING
 from zerocli.engine.recompute.compiled import NOT_RUN, CompiledBlocks
-from zerocli.engine.recompute.replay import Reach, Replay
+from zerocli.engine.recompute.replay import ReachableState, RecomputedCall
 from zerocli.engine.recompute.selective import KeptOutputs, paused
 from zerocli.engine.units.casts import InputCasts, change_tensors
 from zerocli.engine.units.ends import Ends
@@ -179,16 +179,16 @@ class Hooks:
         """
         engine, body = self._engine, eager if selective else self._compiled(unit, eager)
 
-        reach = Reach(unit.title, unit.module, self._outside)
+        reach = ReachableState(unit.title, unit.module, self._outside)
 
-        def inner(kept: KeptOutputs | None, replay: Replay, spec: TreeSpec, *leaves: Any) -> Any:
-            args, kwargs = replay.arguments(spec, leaves)
+        def inner(kept: KeptOutputs | None, call: RecomputedCall, spec: TreeSpec, *leaves: Any) -> Any:
+            args, kwargs = call.arguments(spec, leaves)
             engine.gatherer.need(unit)
             self._recomputing += 1
             outputs = NOTHING if kept is None else kept.running()
             try:
                 # Inside the checkpoint's own hooks.
-                with replay.running(), outputs, engine.gatherer.pinned(unit), engine.gatherer.saving():
+                with call.running(), outputs, engine.gatherer.pinned(unit), engine.gatherer.saving():
                     return body(*args, **kwargs)
             finally:
                 self._recomputing -= 1
@@ -207,8 +207,8 @@ class Hooks:
                     if output is not NOT_RUN:
                         return output
                 kept = KeptOutputs() if selective else None
-                replay = Replay(reach, functools.partial(self._check, self.generation), args, kwargs, leaves)
-                return checkpoint(inner, kept, replay, spec, *leaves, use_reentrant=False)
+                call = RecomputedCall(reach, functools.partial(self._check, self.generation), args, kwargs, leaves)
+                return checkpoint(inner, kept, call, spec, *leaves, use_reentrant=False)
 
         return outer
 
