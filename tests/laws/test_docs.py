@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/python.md"
+PACKAGES = ("zerocli", "offload", "tiers", "tests")
 
 
 def test_every_python_example_runs(tmp_path, monkeypatch):
@@ -31,6 +32,15 @@ def test_the_architecture_names_every_room():
     listed = re.findall(r"^\| `(\w[\w/]*)/` \|", text, re.MULTILINE)
     packages = [each.parent for name in ("zerocli", "offload", "tiers") for each in (ROOT / name).rglob("__init__.py")]
     assert sorted(listed) == sorted(str(each.relative_to(ROOT)).removeprefix("zerocli/") for each in packages)
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "internals.md"])
+def test_the_files_that_a_page_names_exist(page):
+    """Each by the end of its path, such as `units/gather.py`."""
+    paths = [f"/{path.relative_to(ROOT)}" for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / page).read_text())
+    assert named
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
 
 
 def test_links_lead_to_files_and_headings():
