@@ -93,7 +93,7 @@ class Recorded(Source):
 
 
 class SplitMaster(Source):
-    """A split master: parameters and their remainder, joined when read and split when written (engine/master.py)."""
+    """A split master: parameters and their remainder, joined when read, split when written: engine/units/master.py."""
 
     dtype = torch.float32
 

@@ -30,6 +30,7 @@ from zerocli.engine.agreement import Member
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
 from zerocli.engine.connect import connect, open_channel
+from zerocli.engine.context import Context, Storage
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
 from zerocli.engine.guards.accept import refuse_full_graphs, refuse_model, refuse_scripts
@@ -95,7 +96,12 @@ class Engine:
         self.tensor_parallel.split(self.model)
         self.rule: FlatOptimizer = make_optimizer(settings.optimizer, settings.options)
         self.arranged = arrange(
-            *(self.model, self.rule, settings.optimizer, settings.groups, settings.lr, settings.weight_decay)
+            self.model,
+            self.rule,
+            optimizer=settings.optimizer,
+            groups=settings.groups,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
         )
         self._prove_rule()
         if reason := unsuitable(self.rule, list(self.model.named_parameters())):
@@ -120,8 +126,12 @@ class Engine:
         self.counts = Counts(self.device, self.rule.split)
         self.counts.add(entry.name for flat in self.trainable() for entry in flat.layout.entries)
         self.optimizer = ShardedOptimizer(
-            *(self, self.rule, settings.optimizer, settings.lr, self.arranged),
-            dict(self.model.named_parameters()),
+            self,
+            self.rule,
+            optimizer=settings.optimizer,
+            lr=settings.lr,
+            arranged=self.arranged,
+            parameters=dict(self.model.named_parameters()),
         )
         if isinstance(self.rule, PersistentOptimizer):
             named = dict(self.model.named_parameters())
@@ -139,8 +149,13 @@ class Engine:
         on_cpu, self.update_reason = choose_update(settings.update, self.device, offloaded, self.sizing.split_master)
         self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
         self.updater = Updater(
-            *(self.rule, self.counts, self.collectives, self.device),
-            *(self.sizing, self.events, settings.chunk_device),
+            self.rule,
+            self.counts,
+            self.collectives,
+            self.device,
+            sizing=self.sizing,
+            events=self.events,
+            chunk_device=settings.chunk_device,
         )
         choice = settings.recomputed if isinstance(settings.recompute, Recompute) else settings.recompute
         recomputed = recomputed_units(self.units, choice)
@@ -162,10 +177,14 @@ class Engine:
         if words and self.collectives.rank == 0 and self.tensor_parallel.rank == 0:
             say(words)
 
+    def _context(self) -> Context:
+        return Context(self.device, self.collectives, self.tensor_parallel, self.waits, self.events, sizing=self.sizing)
+
     def _connect(self) -> None:
         """Make what issues the collectives of the current flats."""
         self.gatherer, self.reducer, self.agreement = connect(
-            *(self.units, self.sizing, self.collectives, self.tensor_parallel, self.device, self.waits, self.events),
+            self.units,
+            self._context(),
             channel=self.channel,
             member=self.member,
             uneven=self.settings.uneven,
@@ -194,8 +213,13 @@ class Engine:
         if settings.keep_gradients is not None:
             self.sizing = dataclasses.replace(self.sizing, keep_gradients=settings.keep_gradients)
         self._builder = Builder(
-            *(self.model, settings, self.sizing, self.precision.compute, self.collectives, self.tensor_parallel),
-            *(self.rule.state_names, self.placement, self.tiers, self.mover, self.arranged.group_of),
+            self.model,
+            settings,
+            self._context(),
+            Storage(self.placement, self.tiers, self.mover),
+            self.precision.compute,
+            self.rule.state_names,
+            self.arranged.group_of,
         )
         try:
             return self._builder.build()
@@ -510,7 +534,7 @@ class Engine:
         divisor = self.passes.divisor if self.has_gradients else None
         trainable = list(self.trainable())
         return whole.gradient(
-            *(self.model, trainable, self.reducer, self.collectives, self.tensor_parallel, name, divisor)
+            self.model, trainable, self.reducer, self.collectives, self.tensor_parallel, name, divisor
         )
 
     # -- whole states, under the model's own names: see states.py --------------------------------------------------
@@ -536,7 +560,7 @@ class Engine:
         self.synchronize()
         self.hooks.parameters_changed(self.flats())
         loaded = states.load_model_state(
-            *(self.model, self.flats(), self.collectives, self.tensor_parallel, state, strict)
+            self.model, self.flats(), self.collectives, self.tensor_parallel, state, strict
         )
         self._invalidate_views()
         return loaded

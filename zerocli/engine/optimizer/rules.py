@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -120,6 +121,20 @@ def make_optimizer(choice: OptimizerChoice, options: Mapping[str, Any]) -> FlatO
     if not callable(choice):
         raise ValueError(f"optimizer {choice!r} is no name, class or instance of an optimizer")
     return _of_class(choice, getattr(choice, "__name__", str(choice)), options)
+
+
+def keywords_of(choice: OptimizerChoice) -> frozenset[str]:
+    """Return the arguments that an optimizer takes; empty if that is not known, or it is made already."""
+    if isinstance(choice, str) and choice.lower() == "muon":
+        return frozenset((*_MUON, "matrices", "adamw"))
+    kind = _named(choice) if isinstance(choice, str) else choice
+    if not callable(kind) or isinstance(kind, FlatOptimizer | torch.optim.Optimizer):
+        return frozenset()
+    try:
+        taken = inspect.signature(kind).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset()
+    return frozenset() if any(each.kind is each.VAR_KEYWORD for each in taken) else frozenset(e.name for e in taken)
 
 
 def _named(name: str) -> type[torch.optim.Optimizer]:

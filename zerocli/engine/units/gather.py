@@ -24,14 +24,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tiers.events import NOTHING
-from zerocli.engine.comm import Collectives, Pending
-from zerocli.engine.events import Events
+from zerocli.engine.comm import Pending
+from zerocli.engine.context import Context
 from zerocli.engine.guards.holders import mark_own
-from zerocli.engine.streams import SideStream, StreamEvent, Waits
+from zerocli.engine.streams import SideStream, StreamEvent
 from zerocli.engine.units.unit import Flat, State, Unit
 from zerocli.errors import Refused
 from zerocli.layout.buffers import gather_limits, gather_name
-from zerocli.layout.flats import Sizing
 
 STALE = (
     "this loss was computed with parameters that have changed since, by step() or by loading: run forward again before "
@@ -138,22 +137,18 @@ class Gatherer:
     def __init__(
         self,
         units: list[Unit],
-        collectives: Collectives,
-        device: torch.device,
-        waits: Waits,
-        events: Events,
-        sizing: Sizing,
+        context: Context,
         deferred: bool,
         before_gather: Callable[[Flat], None],
         look_ahead: Callable[[Sequence[Unit], Sequence[Unit]], None],
         agree: Callable[[Flat], None],
     ) -> None:
-        self._units, self._collectives, self._device = units, collectives, device
-        self._waits, self._events = waits, events
-        self._limit = sizing.gather_buffers
-        self._limits = gather_limits([flat.spec for unit in units for flat in unit.flats], sizing)
+        self._units, self._collectives, self._device = units, context.collectives, context.device
+        self._waits, self._events = context.waits, context.events
+        self._limit = context.sizing.gather_buffers
+        self._limits = gather_limits([flat.spec for unit in units for flat in unit.flats], context.sizing)
         self._before_gather, self._look_ahead, self._agree = before_gather, look_ahead, agree
-        self._side = SideStream(device)
+        self._side = SideStream(context.device)
         self._pool: dict[tuple[int, torch.dtype], list[Buffer]] = {}
         self._buffer_of: dict[int, Buffer] = {}
         self._pins: dict[int, int] = {unit.index: 0 for unit in units}

@@ -15,17 +15,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerocli.engine.comm import Collectives
-from zerocli.engine.events import Events
+from zerocli.engine.context import Context
 from zerocli.engine.guards.parameters import drop_grad, has_grad, take_grad
-from zerocli.engine.streams import Waits
-from zerocli.engine.tensor_parallel import TensorParallel
 from zerocli.engine.units.buckets import BucketPlans
 from zerocli.engine.units.norms import GradientNorms
 from zerocli.engine.units.reductions import Reductions
 from zerocli.engine.units.unit import Flat, Unit
 from zerocli.errors import Refused
-from zerocli.layout.flats import Sizing
 
 
 class Reducer:
@@ -34,26 +30,21 @@ class Reducer:
     def __init__(
         self,
         units: list[Unit],
-        sizing: Sizing,
-        collectives: Collectives,
-        device: torch.device,
-        waits: Waits,
-        events: Events,
+        context: Context,
         eager: bool,
         together: Callable[[], bool],
         settle: Callable[[], None],
-        tensor_parallel: TensorParallel,
         unexpected: Callable[[str], None],
     ) -> None:
-        self._stage, self._collectives, self._device = sizing.stage, collectives, device
+        self._stage, self._collectives, self._device = context.sizing.stage, context.collectives, context.device
         self._eager, self._is_together, self._settle, self._unexpected = eager, together, settle, unexpected
         self._together = False
         """Whether reductions of this pass are launched only where ranks agree on them, and at its end."""
         self._flats = [flat for unit in units for flat in unit.trainable]
-        plans = BucketPlans(self._flats, sizing, collectives.world)
-        self.norms = GradientNorms(self._flats, plans, tensor_parallel, device)
+        plans = BucketPlans(self._flats, context.sizing, context.collectives.world)
+        self.norms = GradientNorms(self._flats, plans, context.tensor_parallel, context.device)
         """Norms of the reduced gradients, measured by the step's last pass."""
-        self._reductions = Reductions(self._flats, sizing, plans, self.norms, collectives, device, waits, events)
+        self._reductions = Reductions(self._flats, context, plans, self.norms)
         self._order = list(reversed(self._flats))
         self._ordered_by_use = False
         self._arrived: dict[int, set[int]] = {id(flat): set() for flat in self._flats}

@@ -12,34 +12,24 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from zerocli.engine.comm import Collectives
-from zerocli.engine.events import Events
+from zerocli.engine.context import Context
 from zerocli.engine.guards.parameters import take_grad
-from zerocli.engine.streams import SideStream, Waits
+from zerocli.engine.streams import SideStream
 from zerocli.engine.units.buckets import BucketPlan, BucketPlans, Completion, Pool, fill
 from zerocli.engine.units.norms import GradientNorms
 from zerocli.engine.units.unit import Flat, Unit
 from zerocli.layout.buffers import BUCKETS, bucket_limit
-from zerocli.layout.flats import Sizing
 from zerocli.layout.shards import Span
 
 
 class Reductions:
     """Launches the reduction of one flat at a time on a side stream; `finish` completes all of them."""
 
-    def __init__(
-        self,
-        flats: list[Flat],
-        sizing: Sizing,
-        plans: BucketPlans,
-        norms: GradientNorms,
-        collectives: Collectives,
-        device: torch.device,
-        waits: Waits,
-        events: Events,
-    ) -> None:
+    def __init__(self, flats: list[Flat], context: Context, plans: BucketPlans, norms: GradientNorms) -> None:
+        sizing, device, waits = context.sizing, context.device, context.waits
         self._stage, self._plans, self._norms = sizing.stage, plans, norms
-        self._collectives, self._device, self._waits, self._events = collectives, device, waits, events
+        self._collectives, self._device = context.collectives, device
+        self._waits, self._events = waits, context.events
         self._side = SideStream(device)
         # Whole gradients are reduced in pieces with the same number of elements in fp32 as in the compute dtype.
         self._limits: dict[torch.dtype, int] = {}
