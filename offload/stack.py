@@ -113,6 +113,7 @@ class Stack:
         slot = self._take(source.nbytes)
         saved = Saved(slot, source, what, self._verifier)
         if not slot.near:
+            # Weak: an array that backward has dropped frees its slot, and needs no wait here.
             self._in_flight.append(weakref.ref(saved))
             self._traffic["activations written"] += source.nbytes
         return saved

@@ -66,6 +66,7 @@ _num_separate: Counter[str] = Counter()
 def _done_within(work: dist.Work, seconds: float) -> bool:
     """Wait for a collective on the CPU; return whether it is complete."""
     try:
+        # On a timeout torch raises and the collective goes on: it can be waited for again.
         work.wait(datetime.timedelta(seconds=seconds))
     except RuntimeError as error:
         if work.is_completed() or "timed out" not in str(error):
@@ -125,7 +126,8 @@ class Collectives:
         self.rank = dist.get_rank(group) if here else 0
         self.world = dist.get_world_size(group) if here else 1
         self.backend = dist.get_backend(group) if here and self.world > 1 else ""
-        # Only a CPU needs the future: on a GPU the stream orders the collective.
+        # Only a CPU needs the future. On a GPU torch makes the current stream wait for the collective, not the host: an
+        # event recorded next marks its end.
         self._async = device.type == "cpu"
         self._issuer = group
         """The group that issues the collectives."""

@@ -135,11 +135,13 @@ class Hooks:
         outermost = self._depth == 0 and not engine.reducer.active  # else a recomputation in backward
         if outermost:
             engine.before_forward()
+            # before_forward may have made new flats for unfrozen parameters, with another gatherer.
             gatherer, self._records = engine.gatherer, grad
             if grad and engine.loss_scale.active:
                 self._ends.note_inputs((args, kwargs))
         elif self._records and not grad:  # a reentrant checkpoint
             engine.reducer.hold(unit)
+        # A gather is the engine's own work: neither the caller's transforms nor selective recomputation may see it.
         with _plain_tensors(), paused():
             gatherer.enter(unit, record=grad)
         self._depth += 1
@@ -183,6 +185,7 @@ class Hooks:
 
         def inner(kept: KeptOutputs | None, call: RecomputedCall, spec: TreeSpec, *leaves: Any) -> Any:
             args, kwargs = call.arguments(spec, leaves)
+            # In backward its buffer may have gone to another unit since.
             engine.gatherer.need(unit)
             self._recomputing += 1
             outputs = NOTHING if kept is None else kept.running()
