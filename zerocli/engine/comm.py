@@ -51,9 +51,13 @@ def separate_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     made, kind = dist.ProcessGroup(store, rank, world), dist.ProcessGroup.BackendType.GLOO
     dist.ProcessGroup._register_backend(made, torch.device("cpu"), kind, gloo)
     dist.ProcessGroup._set_default_backend(made, kind)
-    # torch.distributed looks a group up when a collective fails, to name its backend and ranks.
+    # torch looks a group up when a collective fails and when its profiler starts: to name it, its backend and ranks.
+    name: Any = f"zerocli {number} of {group.group_name}"
     known = dist.distributed_c10d._world
+    dist.ProcessGroup._set_group_name(made, name)
+    dist.ProcessGroup._set_group_desc(made, "messages and collectives of zerocli")
     known.pg_map[made] = ("gloo", store)
+    known.pg_names[made], known.pg_backend_config[made] = name, "cpu:gloo"
     known.pg_group_ranks[made] = {each: place for place, each in enumerate(dist.get_process_group_ranks(group))}
     ending.GLOO.add(made)
     return made

@@ -43,7 +43,7 @@ class Hooks:
     """Runs the calls of a sharded model's modules, and follows backward through its units."""
 
     def __init__(self, engine: Engine, recomputed: Mapping[Unit, bool], blocks: CompiledBlocks) -> None:
-        self._engine, self.blocks = engine, blocks
+        self.engine, self.blocks = engine, blocks
         self._depth = 0
         self._records = False
         """Whether autograd records the outermost call."""
@@ -83,46 +83,27 @@ class Hooks:
             module.__dict__.pop("flatten_parameters", None)
         self._casts.close()
 
-    def load_state_dict(self, state: Any, strict: bool) -> Any:
-        return self._engine.load_state_dict(state, strict=strict)
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        self._engine.zero_grad(set_to_none)
-
-    def load_part(self, module: nn.Module, state: Any, strict: bool) -> Any:
-        return self._engine.load_part(module, state, strict)
-
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def run(self, entry: Entry, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call of a sharded module."""
-        engine, unit = self._engine, entry.unit
+        engine, unit = self.engine, entry.unit
         if not entry.own and engine.gatherer.in_use(unit):  # inside a call of the model itself
             return function(*args, **kwargs)
-        if self._depth == 0 and engine.precision.compute != torch.float32 and not engine.reducer.active:
-            return self._run_cast(unit, function, args, kwargs)
-        return self.run_unit(unit, function, args, kwargs)
-
-    def _run_cast(self, unit: Unit, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an outermost call in fewer bits than fp32: see [Note: inputs under bf16 and fp16]."""
-        args, kwargs = self._casts.prepare(args, kwargs)
+        run = self._run_reported if engine.events.on else self._run_unit
+        if self._depth > 0 or engine.precision.compute == torch.float32 or engine.reducer.active:
+            return run(unit, function, args, kwargs)
+        args, kwargs = self._casts.prepare(args, kwargs)  # see [Note: inputs under bf16 and fp16]
         try:
-            return self.run_unit(unit, function, args, kwargs)
+            return run(unit, function, args, kwargs)
         except RuntimeError as error:
             if reason := self._casts.explain(error):
                 raise Refused(reason) from error
             raise
 
-    def run_body(self, entry: Entry, args: Any, kwargs: Any) -> Any:
-        """Run a module's forward within its call; the user's own checkpoint, with its hooks, may be in between."""
-        with self._engine.gatherer.saving():
-            return entry.body(*args, **kwargs)
-
-    def run_unit(self, unit: Unit, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a function with the unit's parameters gathered."""
-        events, again = self._engine.events, self._engine.reducer.active
-        if not events.on:
-            return self._run_unit(unit, function, args, kwargs)
+    def _run_reported(self, unit: Unit, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """As `_run_unit`, reported to the engine's subscribers."""
+        events, again = self.engine.events, self.engine.reducer.active
         outermost = self._depth == 0 and not again
         with events.phase(FORWARD) if outermost else NOTHING, RUNNING.of(events):
             with events.unit(unit, BACKWARD if again else FORWARD, (args, kwargs)):
@@ -131,7 +112,8 @@ class Hooks:
         return output
 
     def _run_unit(self, unit: Unit, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        engine, gatherer, grad = self._engine, self._engine.gatherer, torch.is_grad_enabled()
+        """Run a function with the unit's parameters gathered."""
+        engine, gatherer, grad = self.engine, self.engine.gatherer, torch.is_grad_enabled()
         outermost = self._depth == 0 and not engine.reducer.active  # else a recomputation in backward
         if outermost:
             engine.before_forward()
@@ -179,7 +161,7 @@ class Hooks:
         With `selective` the outputs of its expensive operations are kept too. It then runs as one compiled graph or
         eagerly: torch would not compile parts of it under the mode that keeps outputs.
         """
-        engine, body = self._engine, eager if selective else self._compiled(unit, eager)
+        engine, body = self.engine, eager if selective else self._compiled(unit, eager)
 
         reach = ReachableState(unit.title, unit.module, self._outside)
 
@@ -235,7 +217,7 @@ class Hooks:
         return change_tensors(output, lambda value: self._watch(unit, value, outermost))
 
     def _watch(self, unit: Unit, value: torch.Tensor, outermost: bool) -> torch.Tensor:
-        engine, generation = self._engine, self.generation
+        engine, generation = self.engine, self.generation
         if engine.gatherer.moves and engine.gatherer.locate(value) is not None:
             value = value.clone()
         if value.grad_fn is not None and torch.is_grad_enabled():  # a hook on a leaf would outlive the call
@@ -258,7 +240,7 @@ class Hooks:
         if reason := self._casts.explain(error):
             return Refused(reason)
         if "modified by an inplace operation" in text and (found := _VERSIONS.search(text)):
-            for flat in self._engine.trainable():
+            for flat in self.engine.trainable():
                 if flat.resident is not None and flat.num_changes:
                     if any(p._version == int(found[1]) for p in flat.parameters):
                         return Refused(f"{STALE}, or keep the graph's parameters unchanged. {text[:300]}")
@@ -279,24 +261,24 @@ class Hooks:
             flat.note_change()
 
     def _enter_backward(self, unit: Unit) -> None:
-        gatherer = self._engine.gatherer
+        gatherer = self.engine.gatherer
         if unit.index not in self._backward_units or not gatherer.holds(unit):
             self._backward_units.add(unit.index)
             gatherer.enter(unit, record=True)
 
     def _leave_backward(self, unit: Unit) -> None:
         """Mark the unit's gradients as complete and release it, once the backward of its last call is over."""
-        if not self._engine.reducer.active:  # torch.autograd.grad: another backward of the same calls may follow
+        if not self.engine.reducer.active:  # torch.autograd.grad: another backward of the same calls may follow
             self._unsure.add(unit.index)
             return
         self._open[unit.index] -= 1
         if self._open[unit.index] == 0 and unit.index not in self._unsure:
             self._backward_units.discard(unit.index)
             for flat in unit.trainable:
-                self._engine.reducer.complete(flat)
-            self._engine.gatherer.release(unit)
-            if not self._engine.gatherer.prefetch():  # a prefetch includes an agreement, which launches reductions
-                self._engine.agreement.agree(agreement.NOTHING)
+                self.engine.reducer.complete(flat)
+            self.engine.gatherer.release(unit)
+            if not self.engine.gatherer.prefetch():  # a prefetch includes an agreement, which launches reductions
+                self.engine.agreement.agree(agreement.NOTHING)
 
     def cannot_follow(self, unit: Unit) -> None:
         """Treat the unit's gradients as complete only when backward ends: its parameters are used elsewhere too."""
@@ -311,14 +293,14 @@ class Hooks:
         self._backward_units.clear()
         self._ends.clear()
         self._open.clear()
-        self._unsure.update(unit.index for unit in self._engine.units)  # until the step ends
+        self._unsure.update(unit.index for unit in self.engine.units)  # until the step ends
 
     def end_step(self) -> None:
         """Drop tracked calls that had no backward, and refuse graphs made before this."""
         self._backward_units.clear()
         self._open.clear()
         self._unsure.clear()
-        self.parameters_changed(self._engine.trainable())
+        self.parameters_changed(self.engine.trainable())
 
 
 def _leave_in_place() -> None:

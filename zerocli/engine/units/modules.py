@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,27 +17,17 @@ from zerocli.engine.guards.parameters import Released
 from zerocli.engine.units.unit import Unit, outside
 from zerocli.errors import Refused
 
+if TYPE_CHECKING:
+    from zerocli.engine.units.hooks import Hooks
+
 _ENTRY = "_zerocli_entry"
-
-
-class Runner(Protocol):
-    """Runs the calls of sharded modules."""
-
-    def run(self, entry: Entry, function: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
-
-    def run_body(self, entry: Entry, args: Any, kwargs: Any) -> Any: ...
-
-    def load_state_dict(self, state: Any, strict: bool) -> Any: ...
-
-    def zero_grad(self, set_to_none: bool) -> None: ...
-    def load_part(self, module: nn.Module, state: Any, strict: bool) -> Any: ...
 
 
 class Entry:
     """A sharded module's link to its engine: the unit that holds its parameters, and its original forward."""
 
-    def __init__(self, unit: Unit, module: nn.Module, runner: Runner) -> None:
-        self.unit, self.runner = unit, runner
+    def __init__(self, unit: Unit, module: nn.Module, hooks: Hooks) -> None:
+        self.unit, self.hooks = unit, hooks
         self.own = module is unit.module
         """Whether the module is the unit itself; otherwise it is part of the rest, and may be called by itself."""
         self.root = self.own and unit.index == 0
@@ -49,31 +39,12 @@ class Entry:
         self.called = False
         """Whether the next forward belongs to a `__call__` in progress."""
 
-    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `module.__call__`, including hooks."""
 
-        def called(*args: Any, **kwargs: Any) -> Any:
-            self.called = True
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.called = False
-
-        return self.runner.run(self, called, args, kwargs)
-
-    def forward(self, args: Any, kwargs: Any) -> Any:
-        """Run `module.forward`, as part of a call or by itself."""
-        if self.called:
-            self.called = False
-            return self.runner.run_body(self, args, kwargs)
-        return self.runner.run(self, self.body, args, kwargs)
-
-
-def wrap(module: nn.Module, unit: Unit, runner: Runner) -> Entry:
-    """Route a module's calls through the runner."""
+def wrap(module: nn.Module, unit: Unit, hooks: Hooks) -> Entry:
+    """Route a module's calls through the engine's hooks."""
     if _ENTRY in module.__dict__:
         raise Refused(f"{type(module).__name__} is sharded by another engine already: close that one first")
-    entry = Entry(unit, module, runner)
+    entry = Entry(unit, module, hooks)
     entry.methods += ["_call_impl", "forward", "__deepcopy__", "__reduce_ex__", "load_state_dict"]
     routes = {
         _ENTRY: entry,
@@ -119,7 +90,7 @@ def register_method(module: nn.Module, name: str) -> None:
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         assert entry is not None
-        return entry.runner.run(entry, method, args, kwargs)
+        return entry.hooks.run(entry, method, args, kwargs)
 
     module.__dict__[name] = run
     entry.methods.append(name)
@@ -139,8 +110,15 @@ def outside_of_units(model: nn.Module, units: list[Unit]) -> Iterator[nn.Module]
 def _call(original: Callable[..., Any], entry: Entry) -> Callable[..., Any]:
     """Return the function that `module(...)` runs; torch looks it up on the instance."""
 
+    def within(*args: Any, **kwargs: Any) -> Any:
+        entry.called = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            entry.called = False
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        return entry.call(original, args, kwargs)
+        return entry.hooks.run(entry, within, args, kwargs)
 
     return call
 
@@ -148,7 +126,11 @@ def _call(original: Callable[..., Any], entry: Entry) -> Callable[..., Any]:
 def _forward(module: nn.Module, entry: Entry) -> Callable[..., Any]:
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return entry.forward(args, kwargs)
+        if not entry.called:  # by itself, without a call
+            return entry.hooks.run(entry, entry.body, args, kwargs)
+        entry.called = False
+        with entry.hooks.engine.gatherer.saving():  # the user's own checkpoint, with its hooks, may be in between
+            return entry.body(*args, **kwargs)
 
     return forward
 
@@ -159,9 +141,9 @@ def _load(module: nn.Module, entry: Entry) -> Callable[..., Any]:
     def load_state_dict(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         # The engine also loads masters and every rank's part, which a copy into parameters would miss.
         if entry.root:
-            return entry.runner.load_state_dict(state_dict, strict)
+            return entry.hooks.engine.load_state_dict(state_dict, strict)
         if any(isinstance(p, Released) for p in module.parameters()):
-            return entry.runner.load_part(module, state_dict, strict)
+            return entry.hooks.engine.load_part(module, state_dict, strict)
         return original(state_dict, strict=strict, assign=assign)
 
     return load_state_dict
@@ -171,7 +153,7 @@ def _zero(original: Callable[..., Any], entry: Entry) -> Callable[..., Any]:
     def zero_grad(set_to_none: bool = True) -> None:
         original(set_to_none)  # refused if the engine holds gradients
         if not set_to_none:
-            entry.runner.zero_grad(set_to_none)
+            entry.hooks.engine.zero_grad(set_to_none)
 
     return zero_grad
 
