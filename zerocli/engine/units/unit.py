@@ -215,9 +215,8 @@ class Flat:
         if self.grad_to_free is None:
             return
         assert self.grad_stream is not None and self.written is not None
-        if (
-            current_stream(self.grad_to_free.device).cuda_stream != self.grad_stream.cuda_stream
-        ):  # in a stream of the user's own
+        current = current_stream(self.grad_to_free.device)
+        if current.cuda_stream != self.grad_stream.cuda_stream:  # in a stream of the user's own
             self.written.wait(self.grad_stream)
         self.grad_to_free = None
 
