@@ -128,6 +128,10 @@ def _describe(
             "data.long=split keeps all)",
         ),
         (found.about["empty"], "empty, left out"),
+        (
+            found.about["apart"],
+            "in which a token would span the prompt and the answer: the two are tokenised apart, as generate does",
+        ),
         (found.about["last_only"], "of several turns of which only the last counts: the template changes earlier ones"),
     ]
     cuts = [f"{count_of(number, 'document')} {what}" for number, what in said if number]

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerocli.config import Config
-from zerocli.data.encoder import BYTES, find_tokenizer, open_encoder
+from zerocli.data.encoder import BYTES, Encoder, find_tokenizer, open_encoder
 from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular
 
 
 class Codec:
     """Encodes a prompt and decodes what a model generates; `ends` are the ids that end a text."""
 
-    def __init__(self, tokenizer: str = BYTES, ends: frozenset[int] = frozenset()) -> None:
-        self.ends, self._encoder = ends, open_encoder(tokenizer)
+    def __init__(self, encoder: Encoder, ends: frozenset[int] = frozenset()) -> None:
+        self.ends, self._encoder = ends, encoder
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt, with those that the tokenizer puts before a text."""
         whole = text.encode("utf-8", "replace").decode()  # a terminal may give half a character
-        return [int(each) for each in self._encoder.encode([whole], special=True, places=False)[0].ids]
+        return [int(each) for each in self._encoder.encode_prompts([whole])[0]]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoder.decode(ids)
@@ -39,7 +39,7 @@ def open_codec(config: Config, folder: str = "") -> Codec:
     folder = folder or config.model.folder
     tokenizer, _ = find_tokenizer(asked, folder)
     folder = os.path.dirname(folder) if os.path.isfile(folder) else folder
-    return Codec(tokenizer, end_ids(folder) if folder else frozenset())
+    return Codec(open_encoder(tokenizer), end_ids(folder) if folder else frozenset())
 
 
 def end_ids(folder: str) -> frozenset[int]:
