@@ -574,7 +574,7 @@ def test_copies_off_a_gpu_are_long_and_few_are_under_way_at_once(monkeypatch):
     assert 0 < under_way.most <= snapshots.NUM_UNDER_WAY + 1  # a copy a slot, though each holds eight boxes
     found = torch.cat([snapshot.fill(batch).bytes.view(torch.float32) for batch in snapshot.batches])
     assert torch.equal(found, values)
-    snapshot.let_go()
+    snapshot.stop_holding()
     slots.close()
 
 

@@ -40,10 +40,12 @@ def test_forward_begins_before_all_updates_are_issued(deferred):
     """Of resident parameters with offloaded states; without deferring, step() issues all updates."""
     engine = make(stage=1, offload="optimizer=cpu", defer_update=deferred, **STREAM)
     train_step(engine, 0)
-    owed = [engine.updater.owes(flat) for flat in engine.trainable()]
+    owed = [engine.updater.has_pending_update(flat) for flat in engine.trainable()]
     assert any(owed) == deferred and not owed[0]
     last, seen = engine.units[-1].trainable[0], []
-    engine.units[1].module.register_forward_pre_hook(lambda module, args: seen.append(engine.updater.owes(last)))
+    engine.units[1].module.register_forward_pre_hook(
+        lambda module, args: seen.append(engine.updater.has_pending_update(last))
+    )
     train_step(engine, 1)
     assert seen == [deferred]
     engine.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from zerocli.engine.agreement import Agreement, Channel, Seat
+from zerocli.engine.agreement import Agreement, Channel, Member
 from zerocli.engine.comm import Collectives
 from zerocli.engine.context import Context
 from zerocli.engine.units.gather import Gatherer
@@ -22,7 +22,7 @@ class Connected(NamedTuple):
 
 
 def open_channel(
-    collectives: Collectives, uneven: bool | None, seat: Seat, number: int, say: Callable[[], str]
+    collectives: Collectives, uneven: bool | None, member: Member, number: int, say: Callable[[], str]
 ) -> Channel | None:
     """Return the channel between the ranks, with a slot for the engine; None where ranks do not exchange messages.
 
@@ -36,7 +36,7 @@ def open_channel(
         # With messages and collectives in one group, neither runs beside the other on the processor that computes.
         # Without messages before each gather, ranks may gather differently: then messages need a group of their own.
         collectives.issue_by(channel.gloo)
-    channel.meet_to_shard(seat, collectives, number, say)
+    channel.meet_to_shard(member, collectives, number, say)
     return channel
 
 
@@ -44,7 +44,7 @@ def connect(
     units: list[Unit],
     context: Context,
     channel: Channel | None,
-    seat: Seat,
+    member: Member,
     uneven: bool | None,
     deferred: bool,
     before_gather: Callable[[Flat], None],
@@ -88,7 +88,7 @@ def connect(
     agreement = Agreement(
         context.collectives,
         channel,
-        seat,
+        member,
         active,
         context.waits,
         ready=lambda: reducer.ready,

@@ -26,7 +26,7 @@ from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say
-from zerocli.engine.agreement import Seat
+from zerocli.engine.agreement import Member
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
 from zerocli.engine.connect import connect, open_channel
@@ -34,7 +34,7 @@ from zerocli.engine.context import Context, Storage
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
 from zerocli.engine.guards.accept import refuse_full_graphs, refuse_model, refuse_scripts
-from zerocli.engine.guards.aliases import cut_left
+from zerocli.engine.guards.aliases import invalidate_released
 from zerocli.engine.guards.parameters import Owners, guard, is_sharded, refuse_unsuitable, unguard
 from zerocli.engine.optimizer.counts import Counts
 from zerocli.engine.optimizer.facade import ShardedOptimizer
@@ -58,7 +58,7 @@ from zerocli.engine.states.verified import VerifiedReads
 from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes
 from zerocli.engine.units.backward import Backward
-from zerocli.engine.units.gather import Left
+from zerocli.engine.units.gather import ReleasedBuffer
 from zerocli.engine.units.hooks import Hooks
 from zerocli.engine.units.modules import outside_of_units, register_method
 from zerocli.engine.units.unit import Flat, Unit, recomputed_units
@@ -110,10 +110,10 @@ class Engine:
         self.steps = 0
         self.updates = torch.zeros((), device=self.device)
         self.passes = Backward(self, settings.accumulate)
-        self.seat = Seat(type(self.model).__name__)
-        self.seat.passes = self.passes
+        self.member = Member(type(self.model).__name__)
+        self.member.passes = self.passes
         about = sharded_as(self.model, settings)
-        self.channel = open_channel(self.collectives, settings.uneven, self.seat, *about)
+        self.channel = open_channel(self.collectives, settings.uneven, self.member, *about)
         self.sizing: Sizing
         self._closed = False
         self._held_whole = 0
@@ -186,7 +186,7 @@ class Engine:
             self.units,
             self._context(),
             channel=self.channel,
-            seat=self.seat,
+            member=self.member,
             uneven=self.settings.uneven,
             deferred=self.settings.defer_update,
             before_gather=self._apply_pending_updates,
@@ -281,7 +281,7 @@ class Engine:
 
     def _apply_pending_updates(self, flat: Flat) -> None:
         """Issue the rest of a flat's update; the host may have to wait for states on a disk, which delays compute."""
-        if self.updater.owes(flat):
+        if self.updater.has_pending_update(flat):
             with self.waits.waiting("optimizer"):
                 self.updater.issue_updates(flat)
 
@@ -290,7 +290,7 @@ class Engine:
 
         Parameters that this step or a pending update will still change are not read ahead.
         """
-        soon = [(flat, not self.updater.owes(flat)) for unit in now for flat in unit.flats]
+        soon = [(flat, not self.updater.has_pending_update(flat)) for unit in now for flat in unit.flats]
         later = [(flat, not flat.trainable) for unit in then for flat in unit.flats]
         uses = [(f.param_store, read) for f, read in (*soon, *later) if isinstance(f.param_store, StagedStore)]
         if uses:
@@ -351,19 +351,19 @@ class Engine:
         self.gatherer.end_step()
         self.reducer.end_step()
         self.hooks.end_step()
-        self._cut_views(trained=True)
+        self._invalidate_views(trained=True)
         self.passes.forget()
         return StepResult(self.steps, lr, scaled.norm, scaled.skip)
 
-    def _cut_views(self, trained: bool = False) -> None:
+    def _invalidate_views(self, trained: bool = False) -> None:
         """Refuse further use of views of gathered parameters that have changed, `trained` ones or all."""
         if self.gatherer.moves:
 
-            def left() -> list[Left]:
-                return [each for each in self.gatherer.left() if each.flat.trainable or not trained]
+            def released() -> list[ReleasedBuffer]:
+                return [each for each in self.gatherer.released_with_views() if each.flat.trainable or not trained]
 
             # What is found nowhere is held by a graph; it is not looked for among all objects again and again.
-            if cut_left(self.model, left, thorough=self._searches > 0):
+            if invalidate_released(self.model, released, thorough=self._searches > 0):
                 self._searches = 3
             else:
                 self._searches -= 1
@@ -425,7 +425,7 @@ class Engine:
             return
         self.updater.issue_updates()
         self.gatherer.release_all()
-        self.seat.agreement = None
+        self.member.agreement = None
         self.hooks.close()
         self.reducer.close()
         for flat in self.flats():
@@ -521,7 +521,7 @@ class Engine:
                 yield
             if write:
                 self.hooks.parameters_changed(flats)
-                self._cut_views()
+                self._invalidate_views()
         finally:
             self._held_whole -= 1
 
@@ -562,7 +562,7 @@ class Engine:
         loaded = states.load_model_state(
             self.model, self.flats(), self.collectives, self.tensor_parallel, state, strict
         )
-        self._cut_views()
+        self._invalidate_views()
         return loaded
 
     @torch.no_grad()

@@ -153,8 +153,8 @@ def _given(key: str, sets: Sequence[str], flags: Mapping[str, object]) -> bool:
 
 
 def plan_config(config: Config, device: str) -> Plan | None:
-    """Return the plan of a training config on one node of such devices; None for a foreign model."""
-    if config.model.foreign:
+    """Return the plan of a training config on one node of such devices; None for an external model."""
+    if config.model.external:
         return None
     ranks = max(1, config.parallel.ranks)
     setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=ranks)

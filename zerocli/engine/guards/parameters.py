@@ -395,9 +395,9 @@ def attach(parameter: nn.Parameter, values: torch.Tensor) -> None:
     _DATA.__set__(parameter, values)
 
 
-def release(parameter: nn.Parameter, hollow: torch.Tensor) -> None:
-    """Take a parameter's values away; `hollow` has its shape and no memory of its own."""
-    attach(parameter, hollow)
+def release(parameter: nn.Parameter, placeholder: torch.Tensor) -> None:
+    """Take a parameter's values away; `placeholder` has its shape and no memory of its own."""
+    attach(parameter, placeholder)
     if isinstance(parameter, Guarded):
         watch_scripts()
         parameter.__class__ = derived(Released, parameter._zerocli_class)

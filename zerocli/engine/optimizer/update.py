@@ -144,6 +144,7 @@ class Updater:
         needs them, so that its compute is not queued behind the whole update. Parameters in `inactive` are not
         updated.
         """
+        # Updates of the last step that no forward has needed: they read slots and values that this step replaces.
         self.issue_updates()
         self._inactive = inactive
         flats, all_flats = [], list(flats)
@@ -182,6 +183,7 @@ class Updater:
         self._jobs = [job for flat in flats if flat.offloaded for job in self._jobs_of(flat)]
         self._left = {id(job.flat) for job in self._jobs}
         self._at = 0
+        # Side streams begin here: gradients, the norm and the step's values are complete at this point of the stream.
         self._start = StreamEvent(self._device)
         # Resident parameters may be read without the engine, so their updates are all issued now unless that is
         # `deferred`; others are only started.
@@ -211,7 +213,7 @@ class Updater:
 
     def issue_updates(self, flat: Flat | None = None) -> None:
         """Issue all updates up to and including this flat's, or all that are left if None."""
-        if flat is not None and not self.owes(flat):
+        if flat is not None and not self.has_pending_update(flat):
             return
         while self._at < len(self._jobs) + LEAD:
             i = self._at
@@ -232,7 +234,7 @@ class Updater:
         if flat is None or not self._left:
             self._jobs, self._at = [], LEAD
 
-    def owes(self, flat: Flat) -> bool:
+    def has_pending_update(self, flat: Flat) -> bool:
         """Whether the flat's update has not been fully issued."""
         return id(flat) in self._left
 
@@ -314,6 +316,7 @@ class Updater:
         return slot.parts[name]
 
     def _allocate(self, numel: int, dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+        # Only copies from and to pinned memory run beside the host.
         pin = place.type == "cpu" and self._device.type == "cuda"
         return torch.empty(numel, dtype=dtype, device=place, pin_memory=pin)
 
@@ -324,6 +327,7 @@ class Updater:
         flat, span, place = job.flat, job.span, self._place(job.flat)
         self.before_update(flat)
         for transfer in slot.arriving:
+            # The CPU computes at once; no stream orders it after the transfer.
             transfer.wait() if place == self._device else transfer.synchronize()
         if not flat.offloaded and not job.arrays:
             job.arrays, job.target = self._arrays(job, slot), self._target(job, slot)

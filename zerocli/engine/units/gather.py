@@ -80,7 +80,7 @@ class Buffer:
         return self.views[id(flat)]
 
 
-class Left:
+class ReleasedBuffer:
     """A released buffer that other code keeps views of; does not keep its memory alive."""
 
     def __init__(self, buffer: Buffer) -> None:
@@ -160,7 +160,7 @@ class Gatherer:
         self._hooks: list[tuple[Any, Any]] = []
         self._outer_hooks: list[Any] = []
         """Of each of `_hooks`, the hooks that were active before, or None."""
-        self._left: list[Left] = []
+        self._replaced: list[ReleasedBuffer] = []
         self.deferred = deferred
         """Whether the compute stream waits for updated resident parameters only when their unit is used."""
         self.moves = any(flat.state is not State.RESIDENT for unit in units for flat in unit.flats)
@@ -217,6 +217,7 @@ class Gatherer:
     def prefetch(self) -> bool:
         """Start gathering the next units while buffers are free; return whether any gather was started."""
         started = False
+        # One buffer fewer than there are: the unit that computes now has one.
         ahead = self._order[self._cursor : self._cursor + self._limit - 1] if self.moves else []
         for index in ahead:
             for flat in self._units[index].flats:
@@ -237,6 +238,7 @@ class Gatherer:
                 self._need_flat(flat)
 
     def _need_flat(self, flat: Flat) -> None:
+        # Whole parameters are not gathered, so a deferred update that has not been issued yet is issued here.
         if self.deferred and flat.resident is not None:
             self._before_gather(flat)
         if flat.state is State.SHARDED:
@@ -251,7 +253,7 @@ class Gatherer:
             buffer = self._buffer_of.get(id(flat))
             if buffer is not None:
                 flat.attach(buffer.tensor, buffer.views[id(flat)])
-        flat.let_go()  # its update came before what was waited for
+        flat.free_used_grad()  # its update came before what was waited for
         if flat.unread:
             flat.forbid_reads(False)
         self._clock += 1
@@ -273,7 +275,10 @@ class Gatherer:
     def _gather(self, flat: Flat, full: torch.Tensor, freed: StreamEvent | None) -> Pending:
         """Start gathering a flat's parameters into `full`, after the `freed` event of its previous contents."""
         self._before_gather(flat)  # a pending update must be issued before the parameters are read
+        # After the last compute that reads the buffer, not all that was issued: a prefetch overlaps with the unit that
+        # runs now. A new buffer has no event and waits for all: compute may still use the memory it is made from.
         with self._side.run(after=freed):
+            # The update of the slice may have run on another side stream.
             if flat.written is not None:
                 flat.written.wait()
             with self._events.gather(flat.unit):
@@ -289,6 +294,8 @@ class Gatherer:
 
     def join(self, flat: Flat) -> None:
         """Take part in a gather that only other ranks need, and discard the result."""
+        # Allocated on the compute stream, which waits for the gather below: the allocator cannot hand the memory on
+        # while the gather still writes to it.
         full = torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)
         self._gather(flat, full, None).wait()
 
@@ -351,6 +358,7 @@ class Gatherer:
         self._cursor = 0
 
     def _vacate(self, flat: Flat) -> None:
+        # Compared while the parameters are still views of the buffer.
         changed = flat.changed_while_whole()
         buffer = self._buffer_of.pop(id(flat))
         buffer.holder, buffer.freed = None, StreamEvent(self._device)
@@ -381,6 +389,7 @@ class Gatherer:
             return self._grow(buffers, flat)
         # Prefetched buffers that were not used yet come last: they are the likeliest to be needed next.
         buffer = min(idle, key=lambda b: (b.holder is not None and b.holder.pending is not None, b.used_at))
+        # A gather into it may be in flight; two must not write to the same memory.
         assert buffer.holder is not None
         self._need_flat(buffer.holder)
         self._vacate(buffer.holder)
@@ -393,7 +402,7 @@ class Gatherer:
         thread of gloo's may still keep a view on one rank and not on another.
         """
         if buffers[at].aliased:
-            self._left.append(Left(buffers[at]))
+            self._replaced.append(ReleasedBuffer(buffers[at]))
             buffers[at] = self._grow([], flat)
         return buffers[at]
 
@@ -401,11 +410,11 @@ class Gatherer:
         buffers.append(Buffer(torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)))
         return buffers[-1]
 
-    def left(self) -> list[Left]:
+    def released_with_views(self) -> list[ReleasedBuffer]:
         """Return the released buffers that other code keeps views of; called while no unit is gathered."""
         free = [b for buffers in self._pool.values() for b in buffers if b.holder is None and b.last is not None]
-        self._left = [each for each in self._left if each.held]
-        return [*self._left, *(Left(buffer) for buffer in free if buffer.aliased)]
+        self._replaced = [each for each in self._replaced if each.held]
+        return [*self._replaced, *(ReleasedBuffer(buffer) for buffer in free if buffer.aliased)]
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the gather buffers."""
@@ -426,9 +435,9 @@ class Gatherer:
                 start = buffer.tensor.data_ptr()
                 if start <= address < start + buffer.tensor.nbytes and buffer.last is not None:
                     return _saved_view(tensor, address - start, buffer.last)
-        for left in self._left:
-            if left.start <= address < left.stop and left.held:
-                return _saved_view(tensor, address - left.start, left.flat)
+        for released in self._replaced:
+            if released.start <= address < released.stop and released.held:
+                return _saved_view(tensor, address - released.start, released.flat)
         return None
 
     def resolve(self, saved: SavedView) -> torch.Tensor:
@@ -454,6 +463,7 @@ class Gatherer:
             self._refuse_without_hooks()
             return NOTHING
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # Ours may be on top already, of the unit around this one.
         return NOTHING if outer is not None and outer in self._hooks else self._saving(outer)
 
     def _refuse_without_hooks(self) -> None:
@@ -505,6 +515,7 @@ def _saved_view(tensor: torch.Tensor, nbytes: int, flat: Flat) -> SavedView:
 
 def _outside_checkpoints() -> contextlib.AbstractContextManager[object]:
     """Keep a gather out of what torch's selective checkpointing records and replays."""
+    # These modes expect the same operations in forward and recomputation, but a unit may be gathered in one only.
     modes = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
     cached = any(type(mode).__name__ in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode") for mode in modes)
     return _disable_current_modes() if cached else NOTHING

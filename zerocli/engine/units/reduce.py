@@ -107,6 +107,7 @@ class Reducer:
     def _register(self, flat: Flat, index: int) -> RemovableHandle:
         """Register the gradient hook of a parameter, even if it is currently frozen."""
         parameter = flat.parameters[index]
+        # torch refuses this hook on a tensor that does not require a gradient.
         trains = parameter.requires_grad
         handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(
             self._hook(flat, index)
@@ -141,6 +142,7 @@ class Reducer:
                 "module runs both inside and outside of a reentrant checkpoint; use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
+        # A reentrant checkpoint calls backward inside of backward: that is another graph task of autograd's.
         if self._graph_task is not None and torch._C._current_graph_task_id() != self._graph_task:
             self._nested.add(id(flat))
         if flat.whole_grad:
@@ -209,6 +211,7 @@ class Reducer:
         """Launch the reductions of the first `upto` flats of the launch order that are not launched yet."""
         while self._next < upto:
             flat = self._order[self._next]
+            # Whole gradients are summed over the micro-steps on this rank first, and reduced once.
             if self._last or not flat.whole_grad:
                 self._settle()
                 self._launched.add(id(flat))

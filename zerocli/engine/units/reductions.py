@@ -107,6 +107,7 @@ class Reductions:
         if not self._run:
             return
         numel = sum(part.numel() for part in self._run)
+        # The parts are neighbours in one storage, so a view of the first one can extend over all of them.
         whole = self._run[0].as_strided((numel,), (1,))
         self._run = []
         with self._side.run(), self._events.reduce(self._newest_in_run):
@@ -131,6 +132,7 @@ class Reductions:
             return
         for plan in plans:
             bucket = self._buckets.take(self._plans.numel(flat), self._plans.dtype(flat))
+            # Filled on backward's stream, which owns the gradients: they may be freed before the reduction has run.
             memory = bucket.memory[: plan.numel]
             fill(memory, plan, sources)
             with self._side.run(), self._events.reduce(flat.unit):
@@ -157,6 +159,7 @@ class Reductions:
         if self._device.type == "cuda":  # ordered by the stream that this runs on
             return merge()
 
+        # On a CPU the sum is complete only when the host has waited for it.
         def finish() -> None:
             pending.wait()
             merge()()

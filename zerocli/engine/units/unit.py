@@ -88,9 +88,9 @@ class Flat:
     """Whether gradients are not partitioned: the whole one is kept until it is reduced."""
     keeps_grad: bool = True
     """Whether the gradient on the device stays allocated between steps."""
-    spent: torch.Tensor | None = None
-    """A gradient whose last reader is another stream: `let_go` frees it once its own stream waits for that."""
-    home: torch.cuda.Stream | None = None
+    grad_to_free: torch.Tensor | None = None
+    """A gradient whose last reader is another stream: `free_used_grad` frees it once its own stream waits for that."""
+    grad_stream: torch.cuda.Stream | None = None
     """The stream that the gradient's memory belongs to: backward's."""
     grad_views: list[torch.Tensor] = field(default_factory=list)
     """The parameters' parts of `grad_full`, made on first use."""
@@ -168,7 +168,7 @@ class Flat:
             ("parameters", self.shard),
             ("gradients", self.grad_full),
             ("gradients", self.grad),
-            ("gradients", self.spent),
+            ("gradients", self.grad_to_free),
             ("optimizer_states", self.master),
             ("optimizer_states", self.remainder),
             *(("optimizer_states", state) for state in self.states.values()),
@@ -178,18 +178,18 @@ class Flat:
 
     def scalars(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the one-element placeholder of released parameters."""
-        if self._hollow:
-            yield "buffers", "released parameters", self._hollow[0]
+        if self._placeholders:
+            yield "buffers", "released parameters", self._placeholders[0]
 
     def open_grad(self, device: torch.device) -> None:
         """Allocate the gradient on the device unless it is there or offloaded; the padding of a whole one is zero."""
         if self.grad is not None or self.grad_store is not None:
             return
-        if self.spent is not None:  # of a unit that forward did not use
+        if self.grad_to_free is not None:  # of a unit that forward did not use
             assert self.written is not None
             self.written.wait()
-            self.let_go()
-        self.home = current_stream(device) if device.type == "cuda" else None
+            self.free_used_grad()
+        self.grad_stream = current_stream(device) if device.type == "cuda" else None
         if not self.whole_grad:
             self.grad = torch.empty(self.held.numel, dtype=self.grad_dtype, device=device)
             return
@@ -201,23 +201,24 @@ class Flat:
     def close_grad(self, elsewhere: bool = False) -> None:
         """Free the gradient after its last use, unless it stays allocated.
 
-        If another stream than its own used it last, `elsewhere`, it is freed by `let_go`, and not whenever that stream
-        is done: how much memory a step takes must not depend on how far ahead the host is.
+        If another stream than its own used it last, `elsewhere`, it is freed by `free_used_grad`, and not whenever that
+        stream is done: how much memory a step takes must not depend on how far ahead the host is.
         """
         if self.grad is None or self.keeps_grad:
             return
         if elsewhere and self.grad.is_cuda:
-            self.spent = self.grad
+            self.grad_to_free = self.grad
         self.grad, self.grad_full, self.grad_views = None, None, []
 
-    def let_go(self) -> None:
+    def free_used_grad(self) -> None:
         """Free the gradient of the last update, for which the current stream waits by now."""
-        if self.spent is None:
+        if self.grad_to_free is None:
             return
-        assert self.home is not None and self.written is not None
-        if current_stream(self.spent.device).cuda_stream != self.home.cuda_stream:  # in a stream of the user's own
-            self.written.wait(self.home)
-        self.spent = None
+        assert self.grad_stream is not None and self.written is not None
+        current = current_stream(self.grad_to_free.device)
+        if current.cuda_stream != self.grad_stream.cuda_stream:  # in a stream of the user's own
+            self.written.wait(self.grad_stream)
+        self.grad_to_free = None
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters as views of a buffer of the flat's length."""
@@ -243,8 +244,8 @@ class Flat:
 
     def detach(self) -> None:
         """Leave the parameters with their shape but no values: reading one raises an error with its name."""
-        for parameter, hollow in zip(self.parameters, self._hollow, strict=True):
-            release(parameter, hollow)
+        for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
+            release(parameter, placeholder)
         self.buffer = None
 
     def edited(self) -> list[str]:
@@ -323,7 +324,7 @@ class Flat:
         fill = float("nan") if self.dtype.is_floating_point else 0
         one = torch.full((1,), fill, dtype=self.dtype, device=kind)
         # NaN, so that code which bypasses the check for released parameters never reads stale values.
-        self._hollow = [one.expand(entry.shape) if entry.shape else one[0] for entry in self.layout.entries]
+        self._placeholders = [one.expand(entry.shape) if entry.shape else one[0] for entry in self.layout.entries]
 
 
 class Unit:
