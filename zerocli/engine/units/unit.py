@@ -28,6 +28,7 @@ from zerocli.engine.guards.parameters import (
     note_values,
     release,
 )
+from zerocli.engine.guards.scripts import watch_scripts
 from zerocli.engine.streams import StreamEvent
 from zerocli.engine.units.master import REMAINDER
 from zerocli.errors import Refused
@@ -244,6 +245,7 @@ class Flat:
 
     def detach(self) -> None:
         """Leave the parameters with their shape but no values: reading one raises an error with its name."""
+        watch_scripts()
         for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
             release(parameter, placeholder)
         self.buffer = None
