@@ -152,7 +152,7 @@ class Gatherer:
             buffer = self._buffer_of.get(id(flat))
             if buffer is not None:
                 flat.attach(buffer.tensor, buffer.views[id(flat)])
-        flat.free_used_grad()  # its update came before what was waited for
+        flat.gradient.free_used()  # its update came before what was waited for
         if flat.unread:
             flat.forbid_reads(False)
         self._clock += 1
