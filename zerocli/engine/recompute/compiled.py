@@ -257,10 +257,12 @@ def tell_compiler() -> None:
     """
     from torch._dynamo import trace_rules
 
-    package, _, _ = __name__.rpartition(".")  # naming a package would skip all its files, this one too
-    engine = {f"{package}.{each.name}" for each in pkgutil.iter_modules(sys.modules[package].__path__)}
+    import zerocli.engine
+
+    engine = {each.name for each in pkgutil.walk_packages(zerocli.engine.__path__, "zerocli.engine.")}
+    kept = {__name__, __package__, "zerocli.engine"}  # naming a package would skip all its files, this one too
     names = []
-    for name in sorted({*sys.modules, *engine} - {package, __name__}):
+    for name in sorted({*sys.modules, *engine} - kept):
         ours = name.startswith(("zerocli.", "offload.", "tiers.")) and not name.startswith("zerocli.models")
         if ours and (name in engine or sys.modules[name].__spec__ is not None):
             names.append(name)
