@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from torch import nn
 
 from zerocli.engine.agreement import Agreement, Channel, Member
 from zerocli.engine.comm import Collectives
 from zerocli.engine.context import Context
+from zerocli.engine.settings import Settings
 from zerocli.engine.units.gather import Gatherer
 from zerocli.engine.units.reduce import Reducer
 from zerocli.engine.units.unit import Flat, Unit
@@ -98,3 +102,15 @@ def connect(
         name_of=lambda place: flats[place].unit.title,
     )
     return Connected(gatherer, reducer, agreement)
+
+
+def sharded_as(model: nn.Module, settings: Settings) -> tuple[int, Callable[[], str]]:
+    """Return a number that stands for the settings, which must be equal on all ranks, and their words.
+
+    Whether the models are alike is compared where they are built: see `refuse_different_models`.
+    """
+    names = ("stage", "offload", "precision", "accumulate", "clip", "reduce", "lr", "weight_decay", "seed")
+    given = {name: getattr(settings, name) for name in names}
+    plain = {name: value for name, value in given.items() if isinstance(value, int | float | str | None)}
+    words = ", ".join(f"{name}={value!r}" for name, value in plain.items())
+    return zlib.crc32(words.encode()), lambda: f"shards {type(model).__name__} with {words}"

@@ -13,8 +13,7 @@ import dataclasses
 import functools
 import math
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,20 +28,21 @@ from zerocli.console import say
 from zerocli.engine.agreement import Member
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
-from zerocli.engine.connect import connect, open_channel
+from zerocli.engine.connect import connect, open_channel, sharded_as
 from zerocli.engine.context import Context, Storage
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
 from zerocli.engine.guards.accept import refuse_full_graphs, refuse_model, refuse_scripts
 from zerocli.engine.guards.aliases import invalidate_released
-from zerocli.engine.guards.parameters import Owners, guard, is_sharded, refuse_unsuitable, unguard
+from zerocli.engine.guards.owners import Owners
+from zerocli.engine.guards.parameters import guard, is_sharded, refuse_unsuitable, unguard
 from zerocli.engine.optimizer.counts import Counts
 from zerocli.engine.optimizer.facade import ShardedOptimizer
 from zerocli.engine.optimizer.fused import can_fuse
 from zerocli.engine.optimizer.groups import arrange
-from zerocli.engine.optimizer.optim import FlatOptimizer, Group, StepValues
+from zerocli.engine.optimizer.optim import FlatOptimizer, StepValues
 from zerocli.engine.optimizer.rules import make_optimizer, prove, unsuitable
-from zerocli.engine.optimizer.step import StepResult, exchange_norms, scaling
+from zerocli.engine.optimizer.step import StepResult, called_step, exchange_norms, scaling
 from zerocli.engine.optimizer.update import Updater
 from zerocli.engine.optimizer.update_place import choose_update
 from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
@@ -58,7 +58,7 @@ from zerocli.engine.states.verified import VerifiedReads
 from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes
 from zerocli.engine.units.backward import Backward
-from zerocli.engine.units.gather import ReleasedBuffer
+from zerocli.engine.units.gather_buffers import ReleasedBuffer
 from zerocli.engine.units.hooks import Hooks
 from zerocli.engine.units.modules import outside_of_units, register_method
 from zerocli.engine.units.unit import Flat, Unit, recomputed_units
@@ -620,22 +620,3 @@ class Engine:
         self.updates = torch.full_like(self.updates, float(saved["updates"]))
         self.loss_scale.load(saved["loss_scale"])
         self.optimizer.load_groups(saved.get("param_groups"), self.steps)
-
-
-def sharded_as(model: nn.Module, settings: Settings) -> tuple[int, Callable[[], str]]:
-    """Return a number that stands for the settings, which must be equal on all ranks, and their words.
-
-    Whether the models are alike is compared where they are built: see `refuse_different_models`.
-    """
-    names = ("stage", "offload", "precision", "accumulate", "clip", "reduce", "lr", "weight_decay", "seed")
-    given = {name: getattr(settings, name) for name in names}
-    plain = {name: value for name, value in given.items() if isinstance(value, int | float | str | None)}
-    words = ", ".join(f"{name}={value!r}" for name, value in plain.items())
-    return zlib.crc32(words.encode()), lambda: f"shards {type(model).__name__} with {words}"
-
-
-def called_step(passes: int, groups: Sequence[Group]) -> str:
-    """Return this rank's call of `step` in words."""
-    rates = sorted({group.lr for group in groups})
-    of = f"{passes} backward pass" + "es" * (passes != 1)
-    return f"called engine.step() after {of} with lr {', '.join(f'{rate:g}' for rate in rates[:3])}"

@@ -32,7 +32,7 @@ from zerocli.engine.guards.holders import (
     uses,
 )
 from zerocli.engine.guards.parameters import CALLABLE, READABLE, Guarded, derived, may_be_edited
-from zerocli.engine.units.gather import ReleasedBuffer
+from zerocli.engine.units.gather_buffers import ReleasedBuffer
 from zerocli.engine.units.unit import Flat
 from zerocli.errors import Refused
 

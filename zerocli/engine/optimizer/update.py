@@ -151,7 +151,7 @@ class Updater:
         at_once = isinstance(self._rule, PersistentOptimizer) and self._rule.together
         for flat in all_flats:
             if not at_once and all(entry.name in inactive for entry in flat.layout.entries):
-                flat.close_grad()
+                flat.gradient.close()
             else:
                 flats.append(flat)
         self._values = {place.type: values.to(place) for place in {self._place(flat) for flat in flats}}
@@ -171,7 +171,7 @@ class Updater:
             with self._events.update(flat.unit):
                 update_whole(flat, self._rule, values, self._counts, inactive, self._collectives)
             flat.written = StreamEvent(self._device)
-            flat.close_grad()
+            flat.gradient.close()
         flats = [flat for flat in flats if flat not in together]
         in_place = Slot()
         for flat in flats:
@@ -201,7 +201,7 @@ class Updater:
                 update_together(flats, self._rule, values, self._inactive, self._collectives)
         for flat in flats:
             flat.written = StreamEvent(self._device)
-            flat.close_grad()
+            flat.gradient.close()
 
     def _pairs(self, flats: Iterable[Flat]) -> list[tuple[int, int]]:
         """Return the (group, class of counts) pairs of all parameters that are updated."""
@@ -239,7 +239,7 @@ class Updater:
         return id(flat) in self._left
 
     def _close(self, flat: Flat, elsewhere: bool = False) -> None:
-        flat.close_grad(elsewhere)
+        flat.gradient.close(elsewhere)
         flat.written = StreamEvent(self._device)
         self._updated(flat)
 
@@ -293,9 +293,9 @@ class Updater:
             memory = self._take(job, slot, "record", UNIT, flat.record.units(span.start, span.stop))
             slot.arriving.append(flat.record.fetch(span.start, span.stop, memory))
         if "grad" in job.passing:
-            assert flat.grad_store is not None
-            memory = self._take(job, slot, "grad", flat.grad_store.dtype, span.numel)
-            slot.arriving.append(flat.grad_store.fetch(span.start, memory))
+            assert flat.gradient.store is not None
+            memory = self._take(job, slot, "grad", flat.gradient.store.dtype, span.numel)
+            slot.arriving.append(flat.gradient.store.fetch(span.start, memory))
         if "master" in job.passing:  # fp32: the parameters are the master
             assert flat.param_store is not None
             memory = self._take(job, slot, "master", torch.float32, span.numel)
@@ -420,13 +420,13 @@ class Updater:
 
     def _grad(self, job: Job, slot: Slot) -> torch.Tensor:
         flat, span = job.flat, job.span
-        if flat.grad is not None:
-            whole = span.numel == flat.grad.numel() and not self.on_cpu
-            return flat.grad if whole else flat.grad[span.start : span.stop].to(self._place(flat))
-        assert flat.grad_store is not None
+        if flat.gradient.held is not None:
+            whole = span.numel == flat.gradient.held.numel() and not self.on_cpu
+            return flat.gradient.held if whole else flat.gradient.held[span.start : span.stop].to(self._place(flat))
+        assert flat.gradient.store is not None
         if "grad" in slot.parts:
             return slot.parts["grad"]
-        local = flat.grad_store.local(span.start, span.stop)
+        local = flat.gradient.store.local(span.start, span.stop)
         assert local is not None
         return local
 

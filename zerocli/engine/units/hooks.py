@@ -27,8 +27,8 @@ from zerocli.engine.recompute.replay import ReachableState, RecomputedCall
 from zerocli.engine.recompute.selective import KeptOutputs, paused
 from zerocli.engine.units.casts import InputCasts, change_tensors
 from zerocli.engine.units.ends import Ends
-from zerocli.engine.units.gather import STALE
 from zerocli.engine.units.modules import Entry, outside_of_units, unwrap, wrap
+from zerocli.engine.units.saved_views import STALE
 from zerocli.engine.units.unit import Flat, Unit, outside
 from zerocli.errors import Refused
 
@@ -181,7 +181,7 @@ class Hooks:
         def outer(*args: Any, **kwargs: Any) -> Any:
             # Inside another recomputed unit, or a checkpoint of the user's own, a checkpoint saves nothing; the user's
             # runs the unit again itself, with all that it changes.
-            if self._recomputing or not torch.is_grad_enabled() or engine.gatherer.inside_checkpoint():
+            if self._recomputing or not torch.is_grad_enabled() or engine.gatherer.saved.inside_checkpoint():
                 return body(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
             if not engine.activations.takes(unit.name, leaves):
@@ -218,7 +218,7 @@ class Hooks:
 
     def _watch(self, unit: Unit, value: torch.Tensor, outermost: bool) -> torch.Tensor:
         engine, generation = self.engine, self.generation
-        if engine.gatherer.moves and engine.gatherer.locate(value) is not None:
+        if engine.gatherer.moves and engine.gatherer.saved.locate(value) is not None:
             value = value.clone()
         if value.grad_fn is not None and torch.is_grad_enabled():  # a hook on a leaf would outlive the call
             if outermost:
