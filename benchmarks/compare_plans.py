@@ -130,7 +130,11 @@ def main() -> int:
     lines = {each: differences(before.get(each), found[each]) for each in found}
     for each, changed in lines.items():
         if changed:
-            print("\n  ".join([f"fit {each}", *changed[:6], *([f"... {len(changed)} in all"] if len(changed) > 6 else [])]))
+            print(
+                "\n  ".join(
+                    [f"fit {each}", *changed[:6], *([f"... {len(changed)} in all"] if len(changed) > 6 else [])]
+                )
+            )
     print(f"{sum(map(bool, lines.values()))} cases differ")
     return int(any(lines.values()))
 

@@ -18,7 +18,7 @@ from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
 from zerocli.models import build
 from zerocli.plan import tape
-from zerocli.plan.build import plan_model, plan_traced
+from zerocli.plan.build import plan_model
 from zerocli.plan.decoder import Batch, Decoder
 from zerocli.plan.families import read_shape
 from zerocli.plan.inputs import shape_of
@@ -277,6 +277,6 @@ def test_a_traced_factory_with_frozen_parameters_is_what_the_engine_takes(stage)
             return frozen_factory()
 
     traced = trace("frozen", make, [asked])
-    plan = plan_traced(traced, asked)
+    plan = traced.plan(asked)
     assert traced.trainable_numel == shape_of(SMALL, 24).adapted(parse_lora("4:q,v")).trainable_numel
     assert peak * 0.99 <= plan.allocated <= peak * 1.02, (peak, plan.allocated)

@@ -18,6 +18,7 @@ from zerocli.models.loss import linear_cross_entropy
 from zerocli.plan import hugging
 from zerocli.plan.choose import choose
 from zerocli.plan.compute import BACKWARD_OPS, Work
+from zerocli.plan.formula import Formula
 from zerocli.plan.hardware import PRESETS
 from zerocli.plan.inputs import shape_of
 from zerocli.plan.operations import BALANCE, HOST_OPERATION, Operations
@@ -140,7 +141,7 @@ def test_a_trace_of_a_model_with_a_formula_takes_as_long(layers):
     model = ModelConfig(family="gpt2", layers=layers, hidden=4096, heads=32, vocab=32000, tie=False)
     shape, traced = shape_of(model, 1024), trace("gpt2", lambda: build(model, 1024, "meta"), WAYS)
     for setup in WAYS:
-        formula, ours = (weigh(each, setup, H200).estimate for each in (shape, traced))
+        formula, ours = (weigh(each, setup, H200).estimate for each in (Formula(shape), traced))
         assert formula and ours
         assert ours.parts["compute"] == pytest.approx(formula.parts["compute"], rel=0.05), setup.recompute
         # A trace has a CPU's operations, of which kernels of ours on a GPU join several.

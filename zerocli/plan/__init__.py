@@ -34,13 +34,14 @@ def plan(model: Any, **settings: Any) -> Plan:
     `settings` are fields of `Setup` (stage, offload, ranks, tp, batch, seq, precision, recompute, ...), named as
     `zerocli.shard` has them; others come from the config. Raises `zerocli.errors.UserError` for an impossible setup.
     """
+    from zerocli.plan.counted import Counted
+    from zerocli.plan.formula import Formula
     from zerocli.plan.inputs import read_source
-    from zerocli.plan.search import plan_of
     from zerocli.plan.setup import Setup, setup_of
     from zerocli.plan.shape import Shape
 
     if isinstance(model, Shape):
-        return plan_of(model, Setup(**settings))
+        return Formula(model).plan(Setup(**settings))
     source = read_source(
         str(model), (), {f"train.{name}": settings.get(name) for name in ("batch", "seq", "precision")}
     )
@@ -48,8 +49,8 @@ def plan(model: Any, **settings: Any) -> Plan:
     if source.factory:
         from zerocli.plan.factory import count_factory
 
-        return plan_of(count_factory(source.factory), setup)
-    return plan_of(source.count if source.shape is None else source.shape, setup)
+        return Counted(count_factory(source.factory)).plan(setup)
+    return (Counted(source.count) if source.shape is None else Formula(source.shape)).plan(setup)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,10 +16,10 @@ from zerocli.plan import bench
 from zerocli.plan.choose import HOST_MARGIN, Choice, choose
 from zerocli.plan.compute import FP32_PRODUCTS, PRODUCTS
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, this_machine
+from zerocli.plan.model import Model
 from zerocli.plan.recompute import MARGIN
-from zerocli.plan.search import Candidate, Model
+from zerocli.plan.search import Candidate
 from zerocli.plan.setup import Setup
-from zerocli.plan.traced import Traced
 from zerocli.plan.verdict import format_seconds
 
 STAGES = (0, 1, 2, 3)
@@ -84,7 +84,7 @@ def choose_setup(
     if "activations.policy" in free:
         setup = dataclasses.replace(setup, recompute=AUTO)
     batches = [setup.batch]
-    if "train.batch" in free and global_batch and not isinstance(model, Traced):  # a trace is of one batch
+    if "train.batch" in free and global_batch and model.resizable:  # a trace is of one batch
         each = global_batch // setup.dp
         halves = [size for size in range(1, each + 1) if each % size == 0 and _is_power_of_two(each // size)]
         batches = sorted({1, *halves})

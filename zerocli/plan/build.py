@@ -24,7 +24,7 @@ from zerocli.layout.categories import model_states
 from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan import saves
-from zerocli.plan.flats import Flats, arenas, fullest_flats, pages, swap
+from zerocli.plan.flats import Flats, HasUnits, arenas, fullest_flats, pages, swap
 from zerocli.plan.ledger import Peak
 from zerocli.plan.loading import host_nbytes
 from zerocli.plan.rows import Plan, Row
@@ -32,7 +32,6 @@ from zerocli.plan.runtime import DISK_THREADS, LAST_PAGES, SENTENCES, constant, 
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.step import ROUNDING, Peaks, Replay
-from zerocli.plan.traced import Traced
 
 _GATHERED = "{} buffers for each size of unit, whole, {} B per parameter"
 WORDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer_states"}
@@ -121,10 +120,15 @@ def plan_peaks(shape: Shape, setup: Setup, flats: Flats, peaks: Peaks) -> Plan:
     )
 
 
-def plan_traced(traced: Traced, setup: Setup) -> Plan:
-    """Return the plan of a traced model: its states by arithmetic, activations and temporaries as traced."""
+def plan_measured(model: HasUnits, setup: Setup, moving: int, own_buffers: int) -> Plan:
+    """Return the plan of a model whose step was measured: its states by arithmetic, `moving` temporary bytes at most.
+
+    `own_buffers` are the bytes of the model's own buffers.
+    """
     check(setup)
-    flats = fullest_flats(traced, setup)
+    flats = fullest_flats(model, setup)
+    sizes = [(each.numel * times, each.trainable) for unit, times in model.units() for each in unit.parameters]
+    numel, trained = sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
     held: Counter[str] = Counter()
     # A traced engine keeps its gradients, so all of them count, also where they are freed after the update.
     for spec in persistent(flats.units, dataclasses.replace(setup.sizing, keep_gradients=True)):
@@ -136,7 +140,7 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
             held[category],
             _states_formula(
                 category,
-                traced.numel if kind == "parameters" else traced.trainable_numel,
+                numel if kind == "parameters" else trained,
                 setup,
                 getattr(setup.zero, kind),
                 setup.state_width,
@@ -144,15 +148,15 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
         )
         for kind, category in WORDS.items()
     ]
-    buffers = held["buffers"] + traced.buffers
+    buffers = held["buffers"] + own_buffers
     rows += [
         Row("gathered", "hbm", held["gathered"], _GATHERED.format(setup.gather_buffers, setup.width)),
-        Row("activations", "hbm", traced.moving_nbytes(setup), "peak of temporary memory in a traced step"),
+        Row("activations", "hbm", moving, "peak of temporary memory in a traced step"),
         Row("buffers", "hbm", buffers, "reduction buckets, update slots and scratch, the model's own"),
     ]
     allocated = sum(row.nbytes for row in rows)
     peaks = Peaks(Peak(), Peak(), Peak(allocated, "a traced step", {row.category: row.nbytes for row in rows}), {})
-    kept = saves.saved(traced.numel, setup, flats, traced.numel - traced.trainable_numel)
+    kept = saves.saved(numel, setup, flats, numel - trained)
     rows += [
         *_runtime_rows(setup, constant("fragments", setup.runtime) or usual_fragments(allocated)),
         *_host_rows(setup, flats, peaks, process_nbytes(setup)),
@@ -160,12 +164,12 @@ def plan_traced(traced: Traced, setup: Setup) -> Plan:
     rows += _disk_rows(setup, flats, peaks, kept)
     return Plan(
         setup,
-        traced.numel,
+        numel,
         tuple(rows),
         {"steady": allocated},
         "a traced step",
         saved=kept,
-        trained=traced.trainable_numel,
+        trained=trained,
     )
 
 

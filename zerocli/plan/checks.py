@@ -12,8 +12,9 @@ from offload.placement import HBM, Placement, Share
 from zerocli.config import AUTO
 from zerocli.layout.recompute import Recompute
 from zerocli.plan.hardware import Hardware
+from zerocli.plan.model import Model
 from zerocli.plan.recompute import needed_by
-from zerocli.plan.search import Candidate, Model, judge, weigh
+from zerocli.plan.search import Candidate, judge, weigh
 from zerocli.plan.setup import Setup
 
 GRAIN, COARSE, LARGE = 64 << 20, 1 << 30, 100 << 30
@@ -33,8 +34,8 @@ class Checks:
     """The machine without the margins that stay free."""
     amounts: Callable[[Setup], Sequence[Recompute]]
     """Returns what may be recomputed with a setup's stage and batch, from least to most."""
-    roughly: Callable[[Setup], Candidate] | None
-    """Returns a candidate by its rough plan; None if the search's plans are exact."""
+    roughly: Callable[[Setup], Candidate]
+    """Returns a candidate by its quick plan."""
     places: bool
     """Whether budgets may be changed."""
     spilled: Callable[[Setup], Setup]
@@ -60,8 +61,6 @@ class Checks:
 
         None if nothing is left to change.
         """
-        if self.roughly is None:
-            return candidate
         setup = self._corrected(candidate.setup, self.roughly)
         if setup is None:
             return None
@@ -70,8 +69,6 @@ class Checks:
     def fitted(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate by an exact plan, changed as far as it needs more than the rough one said."""
         roughly = self.roughly
-        if roughly is None:
-            return self.finished(candidate)
         setup = candidate.setup
         for _ in range(3):
             corrected = self._corrected(setup, roughly)
@@ -100,7 +97,7 @@ class Checks:
 
     def _compiled(self, candidate: Candidate) -> Candidate:
         """Return the candidate with compiled blocks, if what they save in all steps is more than compiling takes."""
-        if not self.steps or isinstance(self.model, int):
+        if not self.steps or not self.model.whole:
             return candidate
         plan = replace(candidate.plan, setup=replace(candidate.setup, compiled=True))  # they need no more memory
         compiled = judge(self.model, plan, self.limits)

@@ -23,12 +23,11 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, Recompute
 from zerocli.plan.checks import GRAIN, Checks, key_of, kind_of, rounded
 from zerocli.plan.hardware import Hardware
+from zerocli.plan.model import TREATED_ALIKE, Model
 from zerocli.plan.recompute import MARGIN, choices, needed_by, whole_choices
-from zerocli.plan.rough import TOO_HIGH, RoughPlans
-from zerocli.plan.search import Candidate, Model, judge, lightest_setups, may_fit, weigh
+from zerocli.plan.rough import TOO_HIGH
+from zerocli.plan.search import Candidate, judge, lightest_setups, may_fit
 from zerocli.plan.setup import Setup
-from zerocli.plan.shape import Shape
-from zerocli.plan.traced import TRACED, Traced
 
 HOST_MARGIN = 0.05
 """Share of host memory and disk space that a choice leaves free."""
@@ -90,7 +89,6 @@ def choose(
     the length of a run whose blocks are compiled if that pays for itself; 0: they are as the setup says. `shown` is the
     number of different choices that are wanted.
     """
-    rough = RoughPlans(model) if isinstance(model, Shape) else None  # they do not depend on compiling
 
     def searched(setup: Setup, steps: int) -> Choice:
         whole = setup.batch * setup.accumulate
@@ -101,7 +99,7 @@ def choose(
         ]
         kept_free = 0
         for _ in range(SEARCHES):
-            search = _Search(model, setup, hardware, rough, offload is None, steps, kept_free)
+            search = _Search(model, setup, hardware, offload is None, steps, kept_free)
             for each in setups:
                 search.stage(each, offload)
             choice = search.choice(shown)
@@ -148,28 +146,25 @@ class _Search:
         model: Model,
         setup: Setup,
         hardware: Hardware,
-        rough: RoughPlans | None,
         places: bool,
         steps: int,
         kept_free: int,
     ) -> None:
         """Take `places` to choose placements too, and the `steps` of a run that may be compiled.
 
-        `rough` makes the plans of the search, which leave `kept_free` bytes of the device; without it they are exact.
+        Quick plans leave `kept_free` bytes of the device.
         """
         self._model, self._setup, self._hardware = model, setup, hardware
         limits = with_margins(hardware)
         self._limits = replace(limits, gpu_memory=limits.gpu_memory - kept_free)
         self._off = "dram" if setup.device == "cuda" else "nvme"
         """The tier that states leave the device for; without a GPU, host memory is the device's."""
-        self._rough = rough
         self._roughly: dict[tuple[object, ...], Candidate] = {}
         self._found: dict[tuple[object, ...], Candidate] = {}
         self._orders: dict[tuple[object, ...], list[Recompute]] = {}
         """What may be recomputed, by stage and batch."""
         self._refused: list[UserError] = []
-        roughly = self._weigh_roughly if self._rough is not None else None
-        self._checks = Checks(model, limits, self._amounts, roughly, places, self._with_spilled, steps)
+        self._checks = Checks(model, limits, self._amounts, self._weigh_roughly, places, self._with_spilled, steps)
         self._best = float("inf")
         """The fewest seconds of a candidate that fits."""
 
@@ -195,7 +190,7 @@ class _Search:
         for setup in setups:
             for each in lightest_setups(setup, (setup.stage,), offload):
                 with contextlib.suppress(UserError):  # the search has said why
-                    if self._rough is not None and may_fit(self._rough, each, self._checks.limits):
+                    if may_fit(self._model, each, self._checks.limits):
                         tried.append(each)
         fitting, nearest = self._exactly(tried)
         return self._choice(fitting, nearest) if fitting else choice
@@ -270,11 +265,9 @@ class _Search:
         """Return what may be recomputed with a stage and a batch, from nothing to all of every block."""
         if self._setup.recompute != AUTO:
             return [self._setup.recomputed]
-        if isinstance(self._model, int):
-            return [NOTHING]
-        layers = self._model.blocks if isinstance(self._model, Traced) else self._model.layers
+        layers = self._model.blocks
         if not layers:
-            return TRACED
+            return TREATED_ALIKE if self._model.whole else [NOTHING]
         key = (setup.stage, setup.batch)
         if key not in self._orders:
             self._orders[key] = self._order(setup, layers)
@@ -367,11 +360,9 @@ class _Search:
         return replace(setup, offload=self._spilled(setup, setup.offload))
 
     def _weigh_roughly(self, setup: Setup) -> Candidate:
-        if self._rough is None:
-            return weigh(self._model, setup, self._limits)
         key = key_of(setup, setup.offload)
         if key not in self._roughly:
-            self._roughly[key] = judge(self._model, self._rough.plan(setup), self._limits)
+            self._roughly[key] = judge(self._model, self._model.quick_plan(setup), self._limits)
         return self._roughly[key]
 
     def _weigh(self, setup: Setup, placement: Placement) -> Candidate | None:

@@ -5,13 +5,14 @@ Bytes count each input that a kernel reads and each output that it writes once, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from zerocli.layout import constants
 from zerocli.plan.hardware import Hardware, HostTimes
 from zerocli.plan.setup import Setup
-from zerocli.plan.shape import NORMS, Shape
+from zerocli.plan.shape import NORMS, Shape, Unit
 
 # Shares of the data sheet's rates, measured on an H200 with torch 2.11: 1.41B GPT-2, 16 x 1024 tokens, bf16.
 PRODUCTS = 0.73
@@ -90,6 +91,24 @@ class Passes:
     """The part of forward that comes last: it waits for the update of the last unit."""
 
 
+@dataclass(frozen=True)
+class Computed:
+    """What a model computes in a step, as far as its seconds depend on it."""
+
+    passes: Passes
+    gradients: Work
+    """Copying gradients into flats or buckets in each backward, and their norm, where backward does not have it."""
+    operations: float
+    """Of a step of all ranks, as MFU counts them."""
+    ends: int
+    """Parameters before and after the blocks, whose gathers nothing hides."""
+    chunks: float
+    """Chunks in which a rank updates what passes through the update's slots, if everything does."""
+    layers: int
+    hidden: int
+    """Elements per token of the sums over tensor-parallel ranks; 0: not known."""
+
+
 def passes(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Passes:
     """Return one rank's work of a micro-step."""
     (forward, backward), again = _ends(shape, setup, host), Work()
@@ -104,6 +123,25 @@ def passes(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Passes:
     hosted = recomputing(host, setup, recompute.whole, recompute.count - recompute.whole)
     forward, again = forward + Work(host=hosted * HOST_FORWARD), again + Work(host=hosted * (1 - HOST_FORWARD))
     return Passes(forward, backward, again, head)
+
+
+def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
+    """Return what a model computes in a step, by the formulas of its shape."""
+    gradients = Work(moved=shape.trainable_numel / setup.tp * (2 * setup.width + setup.grad_width))
+    ends = sum(each.numel for each in (*shape.embed_parameters(), *shape.head_parameters()))
+    found = passes(shape, setup, host), gradients, model_flops(shape, setup), ends
+    return Computed(*found, num_chunks(shape.units(), setup), shape.layers, shape.hidden)
+
+
+def num_chunks(units: Iterable[tuple[Unit, int]], setup: Setup) -> float:
+    """Return the chunks of an update; vectors, which have no weight decay, are not in one chunk with matrices."""
+    shared, chunk, found = setup.tp * (setup.dp if setup.zero.optimizer else 1), setup.sizing.chunk, 0.0
+    for unit, number in units:
+        trained = [each for each in unit.parameters if each.trainable]
+        matrices = sum(each.numel for each in trained if len(each.shape) >= 2)
+        vectors = any(len(each.shape) < 2 for each in trained) / shared  # at the end of the flat, so on one rank
+        found += number * (math.ceil(matrices / shared / chunk) + vectors)
+    return found
 
 
 def model_flops(shape: Shape, setup: Setup) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import Protocol
 
 from offload.placement import KINDS, Spill
 from zerocli.errors import DOES_NOT_FIT, UserError
@@ -13,13 +14,19 @@ from zerocli.layout import buffers, constants
 from zerocli.layout.flats import FlatSpec, Sizing, flat_spec, place_alike
 from zerocli.layout.shards import SHARD_ALIGN, lay_out
 from zerocli.plan.setup import Setup
-from zerocli.plan.shape import Parameter, Shape, Unit
-from zerocli.plan.traced import Traced
+from zerocli.plan.shape import Parameter, Unit
 
 WHOLE = 2
 """Added to the optimizer group of parameters that are replicated over tensor-parallel ranks."""
 MAX_RANKS = 8
 """Ranks of a small model whose slots are compared."""
+
+
+class HasUnits(Protocol):
+    """A model whose parameters are known by unit."""
+
+    def units(self) -> Iterator[tuple[Unit, int]]:
+        """Yield the units in the engine's order, each with its number of consecutive repeats."""
 
 
 class Flats(list[FlatSpec]):
@@ -92,16 +99,16 @@ class Flats(list[FlatSpec]):
         return chosen
 
 
-def fullest_flats(shape: Shape | Traced, setup: Setup) -> Flats:
+def fullest_flats(model: HasUnits, setup: Setup) -> Flats:
     """Return the flats of the rank whose update has the largest slots.
 
     Ranks hold equally much of every flat, but cut into other chunks where the weight decay changes. In a large model
     all slots are full on all ranks.
     """
-    best = plan_flats(shape, setup)
+    best = plan_flats(model, setup)
     most = _slots_nbytes(best, setup)
     for rank in range(1, min(setup.dp, MAX_RANKS) if 0 < most < _full_nbytes(best, setup) else 0):
-        flats = plan_flats(shape, setup, rank)
+        flats = plan_flats(model, setup, rank)
         if (slots := _slots_nbytes(flats, setup)) > most:
             best, most = flats, slots
     return best
@@ -118,13 +125,13 @@ def _full_nbytes(flats: Flats, setup: Setup) -> int:
     return constants.NUM_SLOTS * (setup.sizing.chunk - SHARD_ALIGN) * max(widths, default=0)
 
 
-def plan_flats(shape: Shape | Traced, setup: Setup, rank: int = 0) -> Flats:
+def plan_flats(model: HasUnits, setup: Setup, rank: int = 0) -> Flats:
     """Return a rank's flats of all units in the engine's order; raise UserError if no budget is left for a piece."""
     sizing = setup.sizing
     placement = setup.placement()
     spills = {kind: Spill(kind, placement.of(kind)) for kind in KINDS}
     flats = Flats()
-    units = list(shape.units())  # of equal ones each is the same object
+    units = list(model.units())  # of equal ones each is the same object
     members: dict[int, list[FlatSpec]] = {}
     known: dict[tuple[int, str], tuple[FlatSpec, ...]] = {}
     try:

@@ -21,9 +21,10 @@ from zerocli.engine import api
 from zerocli.engine.engine import Engine
 from zerocli.garbage import long_lived
 from zerocli.models import build
+from zerocli.plan.compute import num_chunks
 from zerocli.plan.hardware import HOST
 from zerocli.plan.inputs import shape_of
-from zerocli.plan.seconds import num_chunks, num_transfers
+from zerocli.plan.seconds import num_transfers
 from zerocli.plan.setup import Setup
 
 LAYERS, WIDTH, TOKENS = 16, 128, 32
@@ -45,7 +46,7 @@ class Kind:
         layers, units = model.layers, model.layers + 2  # embedding and head are launched too
         offload = read_placement(self.offload)
         setup = Setup(stage=3, ranks=1, precision=precision, offload=offload, staging_nbytes=self.staging)
-        chunks = num_chunks(shape_of(model, TOKENS), setup) if "optimizer" in self.offload else 0
+        chunks = num_chunks(shape_of(model, TOKENS).units(), setup) if "optimizer" in self.offload else 0
         gradients, parameters = "grads" in self.offload, "params" in self.offload
         return {
             "host_block": units,

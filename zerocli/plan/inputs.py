@@ -15,9 +15,9 @@ from zerocli.config.hugging import TYPES, translate
 from zerocli.errors import ConfigError, Problem, UserError
 from zerocli.layout.sizes import parse_count
 from zerocli.plan import hugging
-from zerocli.plan.build import plan_model
 from zerocli.plan.families import has_formula, read_shape, text_family
 from zerocli.plan.fields import NoFormula
+from zerocli.plan.formula import Formula
 from zerocli.plan.recompute import decide, room_here
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import setup_of
@@ -158,10 +158,10 @@ def plan_config(config: Config, device: str) -> Plan | None:
         return None
     ranks = max(1, config.parallel.ranks)
     setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=ranks)
-    shape, reason = shape_of(config.model, config.train.seq), ""
+    model, reason = Formula(shape_of(config.model, config.train.seq)), ""
     if setup.recompute == AUTO:
-        setup, reason = decide(shape, setup, room_here(device, ranks, config.train.gpu_memory))
-    return dataclasses.replace(plan_model(shape, setup), activations=reason)
+        setup, reason = decide(model, setup, room_here(device, ranks, config.train.gpu_memory))
+    return dataclasses.replace(model.plan(setup), activations=reason)
 
 
 def shape_of(model: ModelConfig, seq: int) -> Shape:

@@ -7,7 +7,6 @@ then, from there on, with all that `--auto` tries. `MARGIN` of GPU and host memo
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +15,12 @@ from offload.placement import HBM, Placement
 from zerocli.config import AUTO
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan.choose import choose, with_budgets
+from zerocli.plan.counted import Counted
 from zerocli.plan.hardware import Hardware
+from zerocli.plan.model import Model
 from zerocli.plan.recompute import MARGIN
 from zerocli.plan.search import (
     Candidate,
-    Model,
     best_of,
     lightest,
     lightest_setups,
@@ -31,7 +31,6 @@ from zerocli.plan.search import (
     weigh_each,
 )
 from zerocli.plan.setup import Setup
-from zerocli.plan.shape import Shape
 
 KINDS = ("model", "batch", "seq")
 LEAST_LAYERS = 2
@@ -57,7 +56,7 @@ class Search:
     def weigh(self, model: Model, setup: Setup) -> list[Candidate]:
         """Return the candidates of a table, and one that is not in it if that is faster, or the only one that fits."""
         found = weigh_all(model, setup, self.hardware, self.stages, self.offload)  # `auto` leaves the margin itself
-        if self.offload is None and not isinstance(model, int):
+        if self.offload is None and model.whole:
             best = best_of([each.on(self.room) for each in found])
             found += with_budgets(model, setup, self.hardware, self.stages, best)
         found = [each.on(self.room) for each in found]
@@ -96,6 +95,7 @@ class Largest:
     candidates: list[Candidate]
     next_value: int = 0
     """0: there is none; `end` says why."""
+    next_model: Model | None = None
     next: Candidate | None = None
     """The candidate of the next value that exceeds the machine least."""
     end: str = ""
@@ -105,8 +105,9 @@ class Largest:
         return best_of(self.candidates) if self.value else None
 
     @property
-    def shape(self) -> Shape | None:
-        return self.model if isinstance(self.model, Shape) and self.value else None
+    def dimensions(self) -> dict[str, int] | None:
+        """The layers, hidden size and heads of the model; None if nothing fits, or if they are not known."""
+        return self.model.dimensions if self.value else None
 
 
 def with_margin(hardware: Hardware) -> Hardware:
@@ -115,26 +116,22 @@ def with_margin(hardware: Hardware) -> Hardware:
     return replace(hardware, gpu_memory=room["gpu_memory"], host_memory=room["host_memory"])
 
 
-def find(kind: str, model: Model, search: Search, count: int, *, grows: bool = True, whole: int = 0) -> Largest:
+def find(kind: str, model: Model, search: Search, count: int, *, whole: int = 0) -> Largest:
     """Return the largest model of the family's proportions, the largest batch or the longest sequence.
 
-    `grows`: a table of learned positions is as long as the sequence, as in built-in models. `whole` is the global
-    batch that micro-batches divide (0: any batch). UserError for a batch or sequence of a model without a shape.
+    `whole` is the global batch that micro-batches divide (0: any batch). UserError for a batch or sequence of a model
+    that has no other.
     """
     if kind == "model":
         return _largest_model(model, search, count)
-    if not isinstance(model, Shape):
-        raise UserError(
-            f"--max {kind} needs a model with a shape: activations of this one are not planned by formulas",
-            hint=f"zerocli fit llama3-8b --max {kind}",
-        )
-    values, end = _batches(search.setup, whole) if kind == "batch" else _sequences(model, grows)
+    if not model.resizable:
+        raise model.fixed(kind)
+    values, end = _batches(search.setup, whole) if kind == "batch" else model.sequences(SEQ_STEP, MOST_SEQ)
 
-    def at(value: int, setup: Setup) -> tuple[Shape, Setup]:
+    def at(value: int, setup: Setup) -> tuple[Model, Setup]:
         """Return the model and the setup with this batch or sequence."""
         if kind == "seq":
-            longer = replace(model, positions=value) if model.positions and grows else model
-            return longer, replace(setup, seq=value)
+            return model.with_seq(value), replace(setup, seq=value)
         again = whole // (value * setup.dp) if whole else setup.accumulate
         return model, replace(setup, batch=value, accumulate=again)
 
@@ -153,17 +150,9 @@ def _batches(setup: Setup, whole: int) -> tuple[Sequence[int], str]:
     return found, f"train.global_batch={whole} is no more for {setup.dp} data-parallel ranks"
 
 
-def _sequences(shape: Shape, grows: bool) -> tuple[Sequence[int], str]:
-    """Return the lengths to choose from, and what ends them."""
-    if shape.positions and not grows:
-        end = f"the model has a table of {shape.positions} positions"
-        return [*range(SEQ_STEP, shape.positions, SEQ_STEP), shape.positions], end
-    return range(SEQ_STEP, MOST_SEQ + 1, SEQ_STEP), "longer ones are not searched"
-
-
 def _largest_number(
     kind: str,
-    at: Callable[[int, Setup], tuple[Shape, Setup]],
+    at: Callable[[int, Setup], tuple[Model, Setup]],
     search: Search,
     count: int,
     values: Sequence[int],
@@ -202,7 +191,8 @@ def _largest_number(
     value = values[found] if found >= 0 else 0
     if found == most:
         return Largest(kind, value, model, count, candidates, end=end)
-    return Largest(kind, value, model, count, candidates, values[found + 1], over)
+    larger, _ = at(values[found + 1], search.setup)
+    return Largest(kind, value, model, count, candidates, values[found + 1], larger, over)
 
 
 def _without_budgets(setup: Setup) -> Setup:
@@ -217,21 +207,23 @@ def _without_budgets(setup: Setup) -> Setup:
 def _largest_model(model: Model, search: Search, count: int) -> Largest:
     """Return the largest model of a family's shape; without a shape, the largest count by model states alone."""
     setup = search.setup
-    if not isinstance(model, Shape):
-        least = max(1, count)
+    if not model.resizable:
+        least = Counted(max(1, count))
         return Largest("model", count, least, count, search.weigh(least, setup))
-    shown = largest_shape(model, search)
+    shown = largest_size(model, search)
     if shown is None:  # the smallest model shows why
-        small = sized(model, setup, LEAST_LAYERS)
-        return Largest("model", 0, small, count, search.weigh(small, setup), small.numel, search.nearest(small, setup))
-    larger = sized(model, setup, shown.layers + 1, shown.hidden)
-    while shown.layers < MOST_LAYERS and (over := search.nearest(larger, setup)).fits:
+        small = model.sized(setup, LEAST_LAYERS)
+        return Largest(
+            "model", 0, small, count, search.weigh(small, setup), small.numel, small, search.nearest(small, setup)
+        )
+    larger = _deeper(shown, setup)
+    while shown.blocks < MOST_LAYERS and (over := search.nearest(larger, setup)).fits:
         # Fragmentation has no order: the next may fit where one before did not.
-        shown, larger = larger, sized(model, setup, larger.layers + 1, larger.hidden)
+        shown, larger = larger, _deeper(larger, setup)
     candidates = search.weigh(shown, setup)
-    if shown.layers == MOST_LAYERS:
+    if shown.blocks == MOST_LAYERS:
         return Largest("model", shown.numel, shown, count, candidates, end="deeper ones are not searched")
-    return Largest("model", shown.numel, shown, count, candidates, larger.numel, over)
+    return Largest("model", shown.numel, shown, count, candidates, larger.numel, larger, over)
 
 
 def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> int:
@@ -239,41 +231,43 @@ def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offlo
     search = Search(replace(setup, checkpoints=0), hardware, hardware, stages, offload)
 
     def fits(count: int) -> bool:
-        return any(_fitting(count, search.setup, search))
+        return any(_fitting(Counted(count), search.setup, search))
 
     return _largest(fits, 1, 1 << 50)
 
 
-def sized(shape: Shape, setup: Setup, layers: int, hidden: int | None = None) -> Shape:
-    """Return the family's model of so many layers, in its proportions unless its width is given."""
-    step = max(64, shape.head_size * (shape.heads // (shape.kv_heads or shape.heads)) * setup.tp)
-    width = hidden if hidden is not None else max(step, round(shape.hidden / shape.layers * layers / step) * step)
-    grown = shape.scaled(layers, width)
-    return dataclasses.replace(grown, positions=max(shape.positions, setup.seq) if shape.positions else 0)
+def _deeper(model: Model, setup: Setup) -> Model:
+    """Return the model with one more block."""
+    return model.sized(setup, model.blocks + 1, _width(model))
 
 
-def largest_shape(shape: Shape, search: Search) -> Shape | None:
+def _width(model: Model) -> int:
+    assert model.dimensions is not None
+    return model.dimensions["hidden"]
+
+
+def largest_size(model: Model, search: Search) -> Model | None:
     """Return the largest model of the family's proportions that fits: as wide as it can be, then as deep."""
     setup = search.setup
 
-    def fits(each: Shape) -> bool:
+    def fits(each: Model) -> bool:
         return any(_fitting(each, setup, search))
 
-    def placed(each: Shape) -> bool:
+    def placed(each: Model) -> bool:
         return search.placed(each, setup) is not None
 
-    def largest(make: Callable[[int], Shape], least: int, most: int) -> int:
+    def largest(make: Callable[[int], Model], least: int, most: int) -> int:
         found = _largest(lambda n: fits(make(n)), least, most)
         if search.has_more and found < most and placed(make(max(least, found + 1))):
             found = _last(lambda n: placed(make(n)), max(least, found + 1), most)
         return found
 
-    layers = largest(lambda n: sized(shape, setup, n), LEAST_LAYERS, MOST_LAYERS)
+    layers = largest(lambda n: model.sized(setup, n), LEAST_LAYERS, MOST_LAYERS)
     if not layers:
         return None
-    wide = sized(shape, setup, layers)
-    deeper = largest(lambda n: sized(shape, setup, n, wide.hidden), layers, MOST_LAYERS)
-    return sized(shape, setup, max(layers, deeper), wide.hidden)
+    width = _width(model.sized(setup, layers))
+    deeper = largest(lambda n: model.sized(setup, n, width), layers, MOST_LAYERS)
+    return model.sized(setup, max(layers, deeper), width)
 
 
 def _fitting(model: Model, setup: Setup, search: Search) -> Iterator[Candidate]:

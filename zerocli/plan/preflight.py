@@ -19,13 +19,14 @@ from zerocli.layout.categories import model_states
 from zerocli.layout.sizes import count_of, format_bytes
 from zerocli.machine import Gpu
 from zerocli.plan import search
+from zerocli.plan.formula import Formula
 from zerocli.plan.hardware import USABLE
 from zerocli.plan.inputs import shape_of
+from zerocli.plan.model import Model
 from zerocli.plan.recompute import decide
 from zerocli.plan.rows import Plan
 from zerocli.plan.runtime import constant
 from zerocli.plan.setup import Setup, setup_of
-from zerocli.plan.shape import Shape
 
 ACCURACY = 0.05
 """Share by which a plan may exceed what a run takes (docs/accuracy.md): a run within it is not refused."""
@@ -87,7 +88,7 @@ def preflight(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, nume
     setup, there = _here(config, gpus, ranks_per_node)
     if config.model.foreign:
         return Preflight(setup, None, _compare(setup, _states(setup, numel), there))
-    plan = plan_here(shape_of(config.model, config.train.seq), setup, _room(config, setup, there))
+    plan = plan_here(Formula(shape_of(config.model, config.train.seq)), setup, _room(config, setup, there))
     return Preflight(plan.setup, plan, _compare(setup, _certain(plan, config), there))
 
 
@@ -102,12 +103,12 @@ def _here(config: Config, gpus: Sequence[Gpu], ranks_per_node: int) -> tuple[Set
     return setup, _available(config, setup, gpus)
 
 
-def plan_here(shape: Shape, setup: Setup, room: int) -> Plan:
+def plan_here(model: Model, setup: Setup, room: int) -> Plan:
     """Return the plan with `activations.policy=auto` decided for `room` bytes per rank."""
     reason = ""
     if setup.recompute == AUTO:
-        setup, reason = decide(shape, setup, room)
-    return dataclasses.replace(search.plan_of(shape, setup), activations=reason)
+        setup, reason = decide(model, setup, room)
+    return dataclasses.replace(model.plan(setup), activations=reason)
 
 
 def refuse(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, host: bool = True) -> None:
@@ -194,10 +195,10 @@ def smallest_change(config: Config, setup: Setup, gpus: Sequence[Gpu]) -> str:
     if config.model.foreign:
         return other
     there = _available(config, setup, gpus)
-    shape = shape_of(config.model, config.train.seq)
-    for words, changed in _changes(config, setup, shape):
+    model = Formula(shape_of(config.model, config.train.seq))
+    for words, changed in _changes(config, setup, model):
         try:
-            plan = plan_here(shape, changed, _room(config, changed, there))
+            plan = plan_here(model, changed, _room(config, changed, there))
         except UserError:
             continue
         if all(room.fits for room in _compare(changed, _certain(plan, config), there)):
@@ -205,9 +206,9 @@ def smallest_change(config: Config, setup: Setup, gpus: Sequence[Gpu]) -> str:
     return other
 
 
-def _changes(config: Config, setup: Setup, shape: Shape) -> Iterator[tuple[str, Setup]]:
+def _changes(config: Config, setup: Setup, model: Model) -> Iterator[tuple[str, Setup]]:
     disks = config.offload.nvme_path
-    for words, changed in search.changes(shape, setup):
+    for words, changed in search.changes(model, setup):
         if changed.ranks == setup.ranks and (disks or "nvme" not in str(changed.offload)):
             yield words, changed
 

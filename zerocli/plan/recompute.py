@@ -14,18 +14,15 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
-from offload.placement import ACTIVATIONS, Placement
+from offload.placement import ACTIVATIONS
 from zerocli import machine
 from zerocli.config import AUTO
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
 from zerocli.layout.sizes import format_bytes
-from zerocli.plan.build import plan_model, plan_traced
 from zerocli.plan.hardware import USABLE
-from zerocli.plan.rough import RoughPlans
+from zerocli.plan.model import TREATED_ALIKE, Model
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
-from zerocli.plan.shape import Shape
-from zerocli.plan.traced import TRACED, Traced
 
 MARGIN = 0.04
 """Share of the device's memory that a choice leaves free: for other processes, and for what a plan does not know."""
@@ -33,17 +30,16 @@ STATIC = ("parameters", "gradients", "optimizer_states", "gathered", "runtime")
 """Categories that do not depend on what is recomputed."""
 
 
-def decide(model: Shape | Traced | int, setup: Setup, room: int) -> tuple[Setup, str]:
+def decide(model: Model, setup: Setup, room: int) -> tuple[Setup, str]:
     """Return the setup with what is recomputed in place of `auto`, and the reason ("" if it was not `auto`).
 
     `room` is the device's memory in bytes. Of a bare parameter count nothing is known that could be recomputed.
     """
     if setup.recompute != AUTO:
         return setup, ""
-    if isinstance(model, int):
+    if not model.whole:
         return replace(setup, recompute=NOTHING), ""
-    choose = choose_traced if isinstance(model, Traced) else choose_recompute
-    chosen, reason = choose(model, setup, room)  # type: ignore[arg-type]
+    chosen, reason = choose_recompute(model, setup, room)
     return replace(setup, recompute=chosen), reason
 
 
@@ -58,21 +54,21 @@ def whole_choices(layers: int) -> list[Recompute]:
     return [Recompute(count) for count in range(layers + 1)]
 
 
-def choose_recompute(shape: Shape, setup: Setup, room: int) -> tuple[Recompute, str]:
-    """Return the first of `choices` whose plan leaves `MARGIN` of `room` bytes free, and the reason.
+def choose_recompute(model: Model, setup: Setup, room: int) -> tuple[Recompute, str]:
+    """Return the first choice whose plan leaves `MARGIN` of `room` bytes free, and the reason.
 
     If there is none, return that with the lowest peak. Where the placement says where checkpoints are kept, all blocks
-    are recomputed whole.
+    are recomputed whole. Blocks that are not alike are all kept, selective or whole.
     """
-    layers, limit = shape.layers, _limit(room)
+    limit, words = _limit(room), functools.partial(_words, model)
     if ACTIVATIONS in setup.offload.shares:
-        words = f"all {layers} blocks recomputed (--offload {setup.offload} says where their inputs are kept)"
-        return Recompute(layers), words
-    order = choices(layers)
+        why = f"--offload {setup.offload} says where their inputs are kept"
+        return _all(model), f"{words(_all(model))} ({why})"
+    order = choices(model.blocks) if model.blocks else list(TREATED_ALIKE)
 
     @functools.cache
     def plan(at: int) -> Plan:
-        return plan_model(shape, replace(setup, recompute=order[at]))
+        return model.plan(replace(setup, recompute=order[at]))
 
     def needed(at: int) -> int:
         return needed_by(plan(at))
@@ -82,7 +78,7 @@ def choose_recompute(shape: Shape, setup: Setup, room: int) -> tuple[Recompute, 
 
     def first_live_fit(low: int, high: int, limit: int = limit) -> int:
         """Return the first position whose live bytes fit, or that of the fewest."""
-        start = _first(lambda at: _roughly_live(shape, replace(setup, recompute=order[at])), low, high, limit)
+        start = _first(lambda at: _roughly_live(model, replace(setup, recompute=order[at])), low, high, limit)
         left, right, step = start, start, 1  # exact plans decide, from there on
         while right + step <= high and limit < live(right + step) < live(right):
             right, step = right + step, 2 * step
@@ -99,18 +95,34 @@ def choose_recompute(shape: Shape, setup: Setup, room: int) -> tuple[Recompute, 
                 break
         return None
 
+    last = len(order) - 1
+    halves = ((0, last // 2), (last // 2, last))
     if needed(0) <= limit:
         at = 0
     elif sum(plan(0).of(category) for category in STATIC) - plan(0).fragments > limit:
-        at = len(order) - 1  # whatever is recomputed, it does not fit
+        at = last  # whatever is recomputed, it does not fit
     else:
-        found = first_fit(0, layers)
+        found = first_fit(*halves[0])
+        found = first_fit(*halves[1]) if found is None else found
         if found is None:
-            found = first_fit(layers, 2 * layers)
-        if found is None:
-            found = min((first_live_fit(*half, limit=0) for half in ((0, layers), (layers, 2 * layers))), key=live)
+            found = min((first_live_fit(*half, limit=0) for half in halves), key=live)
         at = found
-    return order[at], f"{describe(order[at], layers)} ({_comparison(needed(at), room)})"
+    compared = _comparison(needed(at), room)
+    rule = "" if model.blocks else "; blocks that are not alike are all treated alike"
+    return order[at], f"{words(order[at])} ({compared}{rule})"
+
+
+def _all(model: Model) -> Recompute:
+    """Return the choice of recomputing every block whole."""
+    return Recompute(model.blocks) if model.blocks else WHOLE
+
+
+def _words(model: Model, recompute: Recompute) -> str:
+    """Return what is recomputed in words; `describe` counts the blocks if each may be treated in its own way."""
+    if model.blocks:
+        return describe(recompute.of(model.blocks), model.blocks)
+    words = {NOTHING: "nothing recomputed", SELECTIVELY: "all blocks recomputed selectively"}
+    return words.get(recompute, "all blocks recomputed")
 
 
 def _first(live: Callable[[int], int], low: int, high: int, limit: int) -> int:
@@ -124,15 +136,9 @@ def _first(live: Callable[[int], int], low: int, high: int, limit: int) -> int:
     return low
 
 
-def _roughly_live(shape: Shape, setup: Setup) -> int:
-    plan = _rough_plans(shape, replace(setup, stage=0, offload=Placement(), recompute=NOTHING)).plan(setup)
+def _roughly_live(model: Model, setup: Setup) -> int:
+    plan = model.quick_plan(setup)
     return needed_by(plan) - plan.fragments
-
-
-@functools.lru_cache(maxsize=16)
-def _rough_plans(shape: Shape, alike: Setup) -> RoughPlans:
-    """Return the rough plans of setups that are `alike` but for stage, placement and recomputation."""
-    return RoughPlans(shape)
 
 
 def describe(recompute: Recompute, layers: int) -> str:
@@ -147,31 +153,6 @@ def describe(recompute: Recompute, layers: int) -> str:
         again += [f"{selective} recomputed selectively"] if selective else []
         return f"{kept} of {layers} blocks kept, {', '.join(again)}"
     return f"{whole} of {layers} blocks recomputed whole, {selective} selectively"
-
-
-def choose_traced(traced: Traced, setup: Setup, room: int) -> tuple[Recompute, str]:
-    """Return the first choice for a traced model that leaves `MARGIN` of `room` bytes free, and the reason.
-
-    If there is none, return that which needs least. Blocks that are not alike are all kept, selective or whole.
-    """
-    if ACTIVATIONS in setup.offload.shares:
-        return WHOLE, f"all blocks recomputed (--offload {setup.offload} says where their inputs are kept)"
-
-    @functools.cache
-    def needed(recompute: Recompute) -> int:
-        return needed_by(plan_traced(traced, replace(setup, recompute=recompute)))
-
-    chosen = min(TRACED, key=needed)
-    for each in choices(traced.blocks) if traced.blocks else TRACED:
-        if needed(each) <= _limit(room):
-            chosen = each
-            break
-    compared = _comparison(needed(chosen), room)
-    if traced.blocks:
-        return chosen, f"{describe(chosen.of(traced.blocks), traced.blocks)} ({compared})"
-    words = {NOTHING: "nothing recomputed", SELECTIVELY: "all blocks recomputed selectively"}
-    rule = "blocks that are not alike are all treated alike"
-    return chosen, f"{words.get(chosen, 'all blocks recomputed')} ({compared}; {rule})"
 
 
 def needed_by(plan: Plan) -> int:

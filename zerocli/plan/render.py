@@ -13,10 +13,10 @@ from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.plan import automatic
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.largest import Largest
+from zerocli.plan.model import Model
 from zerocli.plan.recompute import MARGIN
 from zerocli.plan.rows import TIERS, WORDS
-from zerocli.plan.search import Candidate, Model
-from zerocli.plan.shape import Shape
+from zerocli.plan.search import Candidate
 from zerocli.plan.verdict import Verdict, format_seconds, policy_of
 
 COLUMNS = 80
@@ -179,22 +179,13 @@ def _painter(colour: bool) -> Paint:
 
 
 def _title(verdict: Verdict) -> str:
-    model = verdict.model
-    count = f"{verdict.numel:,} parameters"
-    if isinstance(model, int):
-        return f"{verdict.name}: {count}; model states alone"
-    if not isinstance(model, Shape):
-        return f"{verdict.name}: {count} in {len(model.parts)} units; traced"
-    active = f", {format_count(model.active_numel)} of them active" if model.experts else ""
-    return f"{verdict.name}: {count}{active} ({model.family}, {model.layers} x {model.hidden})"
+    return f"{verdict.name}: {verdict.model.summary}"
 
 
 def _terms(verdict: Verdict) -> str:
     setup, hardware = verdict.candidates[0].setup, verdict.hardware
     tokens = (
-        ""
-        if isinstance(verdict.model, int)
-        else f", batch {setup.batch} x seq {setup.seq}, {policy_of(verdict.candidates[0])}"
+        f", batch {setup.batch} x seq {setup.seq}, {policy_of(verdict.candidates[0])}" if verdict.model.whole else ""
     )
     tp = f", tp {setup.tp}" if setup.tp > 1 else ""
     room = f"{format_bytes(hardware.gpu_memory)} per GPU"
@@ -315,13 +306,13 @@ def _percent(candidate: Candidate) -> str:
 
 def _recomputed(candidate: Candidate, model: Model) -> str:
     """Return how many blocks are recomputed; `sel` are those recomputed selectively."""
-    if not isinstance(model, Shape):
+    blocks, number = model.recomputed(candidate.setup), model.blocks
+    if blocks is None:
         recompute = candidate.setup.recomputed
         return "all" if recompute.whole else "all sel" if recompute.selective else "none"
-    blocks = candidate.setup.blocks(model.layers)
     if not blocks.selective:
-        return f"{blocks.whole}/{model.layers}"
-    return f"{blocks.whole}/{model.layers}+sel" if blocks.whole else f"sel {blocks.selective}/{model.layers}"
+        return f"{blocks.whole}/{number}"
+    return f"{blocks.whole}/{number}+sel" if blocks.whole else f"sel {blocks.selective}/{number}"
 
 
 def _explain(candidate: Candidate, verdict: Verdict) -> list[str]:
@@ -351,16 +342,16 @@ def _max(largest: Largest) -> list[str]:
     lines = []
     if largest.value and largest.kind != "model":
         lines.append(f"{WHAT[largest.kind]}: {largest.value:,}")
-    elif largest.shape is not None:
-        grown = largest.shape
-        lines.append(f"largest of this shape: {format_count(grown.numel)} ({grown.layers} x {grown.hidden})")
+    elif (grown := largest.dimensions) is not None:
+        size = f"{grown['layers']} x {grown['hidden']}"
+        lines.append(f"largest of this shape: {format_count(largest.model.numel)} ({size})")
     if largest.next is not None and largest.value:
         lines += wrap(f"{_next(largest)} does not fit: {_arguments(largest.next)}, {_amounts(largest.next)}")
     elif largest.end and largest.value:
         lines += wrap(f"not more: {largest.end}")
     if largest.kind == "model":
         lines.append(f"largest by model states alone: {format_count(largest.count)} parameters")
-    if not isinstance(largest.model, int):
+    if largest.model.whole:
         lines.append(f"margin: {MARGIN:.0%} of GPU and host memory stay free; sizes above are without them")
     return lines
 
@@ -368,8 +359,7 @@ def _max(largest: Largest) -> list[str]:
 def _next(largest: Largest) -> str:
     if largest.kind != "model":
         return f"{largest.kind} {largest.next_value:,}"
-    layers = largest.shape.layers + 1 if largest.shape is not None else 0
-    return f"the same with {layers} blocks"
+    return f"the same with {largest.next_model.blocks if largest.next_model else 0} blocks"
 
 
 def _amounts(candidate: Candidate) -> str:

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from zerocli.errors import UserError
 from zerocli.plan import hugging
+from zerocli.plan.counted import Counted
 from zerocli.plan.inputs import Source, model_of
+from zerocli.plan.model import Model
 from zerocli.plan.setup import Setup
-from zerocli.plan.traced import Traced
 
 if TYPE_CHECKING:
     from zerocli.engine.engine import Engine
 
 
-def plan_source(
-    source: Source, traced: bool, setup: Setup, stages: Sequence[int], notes: list[str]
-) -> Traced | int | None:
+def plan_source(source: Source, traced: bool, setup: Setup, stages: Sequence[int], notes: list[str]) -> Model | None:
     """Return the model of a config that only transformers can build, None if `source` is another one.
 
     It is traced if it runs on fake tensors; otherwise its exact number of parameters is returned. `notes` say which.
@@ -38,14 +37,14 @@ def plan_source(
     except Exception as error:  # whatever the model's own code raises on tensors without values
         notes.append(f"{name} of transformers is counted: model states alone; activations are not counted, since")
         notes.append(f"  its step could not be traced: {hugging.first_line(error)[:200]}")
-        return numel
+        return Counted(numel)
     notes.append(f"{name} of transformers, traced: the real engine on tensors without memory, with a CPU's operations")
     if config.get_text_config() is not config:
         notes.append("traced on text alone: the activations of images are not counted")
     return found
 
 
-def _trace(name: str, config: Any, setup: Setup, stages: Sequence[int]) -> Traced:
+def _trace(name: str, config: Any, setup: Setup, stages: Sequence[int]) -> Model:
     from zerocli.plan.trace import kinds_of_step, trace
 
     with hugging.offline():

@@ -10,19 +10,15 @@ from offload.placement import ACTIVATIONS, HBM, Placement, Share
 from zerocli.config import AUTO, read_placement
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout.flats import FP32
-from zerocli.plan.build import plan_count, plan_model, plan_traced
+from zerocli.plan.counted import Counted
 from zerocli.plan.hardware import Hardware
+from zerocli.plan.model import Model
 from zerocli.plan.recompute import decide, needed_by
-from zerocli.plan.rough import TOO_HIGH, RoughPlans
+from zerocli.plan.rough import TOO_HIGH
 from zerocli.plan.rows import TIERS as OWN_TIERS
 from zerocli.plan.rows import Plan
 from zerocli.plan.seconds import Estimate, estimate
 from zerocli.plan.setup import Setup
-from zerocli.plan.shape import Shape
-from zerocli.plan.traced import Traced
-
-Model = Shape | Traced | int
-"""A shape, a traced model, or a bare parameter count."""
 
 PLACEMENTS = {
     0: ("",),
@@ -81,21 +77,16 @@ class Candidate:
         return {tier: self.plan.needed(tier) for tier in self.plan.tiers if tier not in OWN_TIERS}
 
 
-def plan_of(model: Model, setup: Setup) -> Plan:
-    if isinstance(model, int):
-        return plan_count(model, setup)
-    return plan_model(model, setup) if isinstance(model, Shape) else plan_traced(model, setup)
-
-
 def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
     """Return the candidate of a setup on this machine."""
     setup, reason = decide(model, setup, hardware.gpu_memory)
-    return judge(model, replace(plan_of(model, setup), activations=reason), hardware)
+    return judge(model, replace(model.plan(setup), activations=reason), hardware)
 
 
 def judge(model: Model, plan: Plan, hardware: Hardware) -> Candidate:
     """Return the candidate of a plan on this machine."""
-    timed = None if isinstance(model, int) else estimate(plan, model, hardware)
+    work = model.computed(plan.setup, hardware.host)
+    timed = None if work is None else estimate(plan, work, hardware)
     return Candidate(plan, {tier: hardware.room.get(tier) for tier in plan.tiers}, timed)
 
 
@@ -171,10 +162,9 @@ def nearest(candidates: Sequence[Candidate]) -> Candidate:
 
 def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str, Candidate] | None:
     """Return the smallest change of the setup that fits, as command-line arguments, and its candidate."""
-    rough = RoughPlans(model) if isinstance(model, Shape) else None
     for words, changed in changes(model, setup):
         try:
-            if not states_fit(model, changed, hardware) or (rough and not may_fit(rough, changed, hardware)):
+            if not states_fit(model, changed, hardware) or not may_fit(model, changed, hardware):
                 continue
             candidate = weigh(model, changed, hardware)
         except UserError:
@@ -190,19 +180,19 @@ def states_fit(model: Model, setup: Setup, hardware: Hardware) -> bool:
     Up to a budget whole pieces are placed, and a count does not know them: then this is true.
     """
     budgets = [share.budget for shares in setup.offload.shares.values() for share in shares]
-    if isinstance(model, int) or any(budget is not None for budget in budgets):
+    if not model.whole or any(budget is not None for budget in budgets):
         return True
     if model.trainable_numel < model.numel:  # a count is of trained parameters
         return True
     # As the paper counts them the master is whole; a split one takes less.
     papers = FP32 * (setup.num_states + (setup.width < FP32))
     count = model.numel * setup.state_width // papers if papers else model.numel
-    return weigh(count, replace(setup, recompute=False), hardware).fits
+    return weigh(Counted(count), replace(setup, recompute=False), hardware).fits
 
 
-def may_fit(rough: RoughPlans, setup: Setup, hardware: Hardware) -> bool:
+def may_fit(model: Model, setup: Setup, hardware: Hardware) -> bool:
     """Whether a plan may fit, by a rough one that takes a fraction of its time; `auto` can recompute all blocks."""
-    plan = rough.plan(lightest(setup))
+    plan = model.quick_plan(lightest(setup))
     over = Candidate(plan, {tier: hardware.room.get(tier) for tier in plan.tiers}, None).over
     return all(nbytes <= TOO_HIGH * (hardware.room[tier] or 0) for tier, nbytes in over.items())
 
@@ -210,17 +200,16 @@ def may_fit(rough: RoughPlans, setup: Setup, hardware: Hardware) -> bool:
 def changes(model: Model, setup: Setup) -> Iterator[tuple[str, Setup]]:
     """Yield (arguments, setup), from changes that only cost time to those that change the run."""
     lighter = [("", setup)]
-    if isinstance(model, Shape):
+    smaller = []
+    if model.resizable:
         lighter += [(f" --set activations.policy={each}", replace(setup, recompute=each)) for each in setup.lighter]
         smaller = [(f"--batch {n} ", replace(lighter[-1][1], batch=n)) for n in _halves(setup.batch)]
-    else:
-        smaller = []
     tail, last = lighter[-1]
     for words, each in lighter:
         if words:
             yield words.strip(), each
         yield from _placements(each, setup.stage, "", words)
-    if isinstance(model, Shape):
+    if model.resizable:
         yield from _placements(last, 3, "", tail, "activations=cpu")
     for words, each in smaller:
         yield f"{words.strip()}{tail}", each
@@ -229,7 +218,7 @@ def changes(model: Model, setup: Setup) -> Iterator[tuple[str, Setup]]:
     while ranks < 65536:
         ranks *= 2
         yield from _placements(replace(last, ranks=ranks), 3, f"--ranks {ranks} ", tail)
-    if isinstance(model, Shape):
+    if model.resizable:
         for seq in _halves(setup.seq, least=256):
             yield from _placements(replace(last, batch=1, seq=seq), 3, f"--batch 1 --seq {seq} ", tail)
 

@@ -8,17 +8,14 @@ into the next.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offload.placement import HBM
-from zerocli.plan.compute import UPDATE, Passes, Work, model_flops, passes
+from zerocli.plan.compute import UPDATE, Computed
 from zerocli.plan.hardware import Hardware, HostTimes
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
-from zerocli.plan.shape import Shape
-from zerocli.plan.traced import Traced
 
 GB = 1e9
 LINK, DISK = 0.95, 0.9
@@ -95,50 +92,9 @@ class Phase:
         return max(self.computing, transfers + self.tail if transfers else 0.0)
 
 
-@dataclass(frozen=True)
-class Computed:
-    """What a model computes in a step, as far as its seconds depend on it."""
-
-    passes: Passes
-    gradients: Work
-    """Copying gradients into flats or buckets in each backward, and their norm, where backward does not have it."""
-    operations: float
-    """Of a step of all ranks, as MFU counts them."""
-    ends: int
-    """Parameters before and after the blocks, whose gathers nothing hides."""
-    chunks: float
-    """Chunks in which a rank updates what passes through the update's slots, if everything does."""
-    layers: int
-    hidden: int
-    """Elements per token of the sums over tensor-parallel ranks; 0: not known."""
-
-
-def computed(model: Shape | Traced, plan: Plan, host: HostTimes) -> Computed:
-    """Return what a model computes: by formulas of its shape, or as traced."""
+def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
+    """Return the estimate of a step that computes `work` on this hardware."""
     setup = plan.setup
-    if isinstance(model, Traced):
-        found = model.passes(setup, host), Work(), model.model_flops(setup), model.ends_numel
-        return Computed(*found, num_chunks(model, setup), model.layers, hidden=0)
-    gradients = Work(moved=plan.num_trained / setup.tp * (2 * setup.width + setup.grad_width))
-    ends = sum(each.numel for each in (*model.embed_parameters(), *model.head_parameters()))
-    found = passes(model, setup, host), gradients, model_flops(model, setup), ends
-    return Computed(*found, num_chunks(model, setup), model.layers, model.hidden)
-
-
-def num_chunks(model: Shape | Traced, setup: Setup) -> float:
-    """Return the chunks of an update; vectors, which have no weight decay, are not in one chunk with matrices."""
-    shared, chunk, found = setup.tp * (setup.dp if setup.zero.optimizer else 1), setup.sizing.chunk, 0.0
-    for unit, number in model.units():
-        trained = [each for each in unit.parameters if each.trainable]
-        matrices = sum(each.numel for each in trained if len(each.shape) >= 2)
-        vectors = any(len(each.shape) < 2 for each in trained) / shared  # at the end of the flat, so on one rank
-        found += number * (math.ceil(matrices / shared / chunk) + vectors)
-    return found
-
-
-def estimate(plan: Plan, model: Shape | Traced, hardware: Hardware) -> Estimate:
-    """Return the estimate of a step on this hardware."""
-    setup, work = plan.setup, computed(model, plan, hardware.host)
     first, backward, forward = _phases(plan, work, hardware)
     held = plan.num_trained / setup.tp / (setup.dp if setup.zero.optimizer else 1)
     offloaded = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))

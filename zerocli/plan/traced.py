@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
-from zerocli.plan.compute import HOST_COMPILED, HOST_FORWARD, USUAL, Passes, Work, recomputing
+from zerocli.plan.build import plan_measured
+from zerocli.plan.compute import HOST_COMPILED, HOST_FORWARD, USUAL, Computed, Passes, Work, num_chunks, recomputing
 from zerocli.plan.hardware import HostTimes
+from zerocli.plan.model import TREATED_ALIKE, Model
+from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Unit
 
@@ -25,12 +28,12 @@ SELECTIVE_UNIT, LOOKED_AT = 0.6, 3.0
 """The same for a block that is recomputed selectively, and for each operation of its forward, which Python looks at."""
 TRACED_COMPILED = 0.3
 """Bytes that compiled blocks move, relative to the operations of eager ones one by one (transformers' Llama 8B)."""
-TRACED = (NOTHING, SELECTIVELY, WHOLE)
-"""What is traced where recomputation is to be chosen, in the order in which backward comes to such blocks."""
+TRACED = TREATED_ALIKE
+"""What is traced where recomputation is to be chosen."""
 
 
 @dataclass(frozen=True)
-class Traced:
+class Traced(Model):
     """A traced model: its units, and the peak of temporary bytes within a step.
 
     Where all blocks are alike, a step that recomputes some of them is between those in which all are treated alike.
@@ -46,8 +49,23 @@ class Traced:
     """Of a micro-step's forward, backward and recomputation on one rank, by `way`."""
     kept: dict[tuple[bool, Recompute], int]
     """The part of `moving` that is there at the end of forward, by `way`."""
-    blocks: int
+    alike: int
     """Blocks that may be recomputed, if all are alike; else 0."""
+
+    @property
+    def blocks(self) -> int:
+        return self.alike
+
+    @property
+    def summary(self) -> str:
+        return f"{self.numel:,} parameters in {len(self.parts)} units; traced"
+
+    def plan(self, setup: Setup) -> Plan:
+        return plan_measured(self, setup, self.moving_nbytes(setup), self.buffers)
+
+    def computed(self, setup: Setup, host: HostTimes = USUAL) -> Computed:
+        found = self.passes(setup, host), Work(), self.model_flops(setup), self.ends_numel
+        return Computed(*found, num_chunks(self.units(), setup), self.layers, hidden=0)
 
     def units(self) -> Iterator[tuple[Unit, int]]:
         for unit in self.parts:

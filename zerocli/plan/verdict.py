@@ -9,9 +9,9 @@ from typing import Any
 
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.largest import Largest
+from zerocli.plan.model import Model
 from zerocli.plan.recompute import MARGIN
-from zerocli.plan.search import Candidate, Model, nearest
-from zerocli.plan.shape import Shape
+from zerocli.plan.search import Candidate, nearest
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,6 @@ class Verdict:
         return self.best is not None
 
     @property
-    def numel(self) -> int:
-        return self.model if isinstance(self.model, int) else self.model.numel
-
-    @property
     def seconds(self) -> float:
         """Seconds per step of the best candidate; 0 if there is no estimate."""
         return self.best.estimate.seconds if self.best is not None and self.best.estimate is not None else 0.0
@@ -86,32 +82,31 @@ class Verdict:
 
 def document(verdict: Verdict) -> dict[str, Any]:
     """Return the verdict as JSON-able values."""
-    shape = verdict.model if isinstance(verdict.model, Shape) else None
+    model = verdict.model
     made = unplanned(verdict.name, verdict.model, verdict.hardware, verdict.notes)
     made["fits"] = verdict.fits
-    made["candidates"] = [_candidate(each, shape, verdict.budget) for each in verdict.candidates]
+    made["candidates"] = [_candidate(each, model, verdict.budget) for each in verdict.candidates]
     if verdict.best is not None:
         index = verdict.candidates.index(verdict.best)
         setup = verdict.best.setup
         made["best"] = {"index": index, "stage": setup.stage, "offload": str(setup.offload), "reason": verdict.reason}
     if verdict.change is not None:
-        made["change"] = {"arguments": verdict.change[0], **_candidate(verdict.change[1], shape, verdict.budget)}
+        made["change"] = {"arguments": verdict.change[0], **_candidate(verdict.change[1], model, verdict.budget)}
     if verdict.largest is not None:
-        made["max"] = _max(verdict.largest, shape, verdict.budget)
+        made["max"] = _max(verdict.largest, verdict.budget)
     return made
 
 
 def unplanned(name: str, model: Model | None, hardware: Hardware, notes: Sequence[str]) -> dict[str, Any]:
     """Return the document without candidates; `model` is None if it is not known before it is built."""
-    numel = model if model is None or isinstance(model, int) else model.numel
     return {
         "schema": 1,
         "model": {
             "name": name,
-            "parameters": numel,
-            "trainable_parameters": numel if model is None or isinstance(model, int) else model.trainable_numel,
-            "active_parameters": model.active_numel if isinstance(model, Shape) else numel,
-            "whole": not isinstance(model, int),
+            "parameters": model.numel if model else None,
+            "trainable_parameters": model.trainable_numel if model else None,
+            "active_parameters": model.active_numel if model else None,
+            "whole": model is None or model.whole,
         },
         "hardware": dataclasses.asdict(hardware),
         "fits": False,
@@ -122,18 +117,18 @@ def unplanned(name: str, model: Model | None, hardware: Hardware, notes: Sequenc
     }
 
 
-def _max(largest: Largest, shape: Shape | None, budget: Budget | None) -> dict[str, Any]:
-    grown, over = largest.shape, largest.next
+def _max(largest: Largest, budget: Budget | None) -> dict[str, Any]:
+    grown, over = largest.dimensions, largest.next
     return {
         "kind": largest.kind,
         "value": largest.value or None,
-        "parameters": grown.numel if grown else None,
+        "parameters": largest.model.numel if grown else None,
         "model_states_parameters": largest.count,
-        "shape": {"layers": grown.layers, "hidden": grown.hidden, "heads": grown.heads} if grown else None,
+        "shape": grown,
         "margin": MARGIN,
         "next": None
         if over is None
-        else {"value": largest.next_value, **_candidate(over, None if largest.kind == "model" else shape, budget)},
+        else {"value": largest.next_value, **_candidate(over, largest.next_model or largest.model, budget)},
         "end": largest.end or None,
     }
 
@@ -146,8 +141,9 @@ def policy_of(candidate: Candidate) -> str:
     return "recompute" if recompute.whole else "selective" if recompute.selective else "keep"
 
 
-def _candidate(candidate: Candidate, shape: Shape | None, budget: Budget | None) -> dict[str, Any]:
+def _candidate(candidate: Candidate, model: Model, budget: Budget | None) -> dict[str, Any]:
     plan, setup, timed = candidate.plan, candidate.setup, candidate.estimate
+    blocks = model.recomputed(setup)
     return {
         "stage": setup.stage,
         "offload": str(setup.offload),
@@ -158,8 +154,8 @@ def _candidate(candidate: Candidate, shape: Shape | None, budget: Budget | None)
         "seq": setup.seq,
         "precision": setup.precision,
         "policy": policy_of(candidate),
-        "recomputed": setup.blocks(shape.layers).whole if shape else None,
-        "selective": setup.blocks(shape.layers).selective if shape else None,
+        "recomputed": blocks.whole if blocks else None,
+        "selective": blocks.selective if blocks else None,
         "activations": plan.activations or None,
         "exact_policy": setup.recomputed.policy,
         "update": setup.update,
@@ -194,11 +190,10 @@ def machines_document(verdicts: Sequence[tuple[Hardware, Verdict | str]]) -> lis
     for hardware, verdict in verdicts:
         entry: dict[str, Any] = {"hardware": hardware.name, "fits": False, "reason": verdict, "candidate": None}
         if isinstance(verdict, Verdict):
-            shape = verdict.model if isinstance(verdict.model, Shape) else None
             entry |= {"fits": verdict.fits, "reason": verdict.reason or "does not fit"}
-            entry["candidate"] = _candidate(verdict.nearest, shape, verdict.budget)
+            entry["candidate"] = _candidate(verdict.nearest, verdict.model, verdict.budget)
             if verdict.largest is not None:
-                entry["max"] = _max(verdict.largest, shape, verdict.budget)
+                entry["max"] = _max(verdict.largest, verdict.budget)
         found.append(entry)
     return found
 

@@ -220,7 +220,7 @@ def choose_run(config: Config, options: RunOptions, traced: Traced | str) -> Cho
         raise UserError(f"--auto: {config.model.source}: {traced}", hint="--stage and --offload instead of --auto")
     setup = run_setup(config)
     gathered = functools.partial(gather_values, stage="agreeing on the machine")
-    model = traced if isinstance(traced, Traced) else None
+    model = None if isinstance(traced, str) else traced
     return choose_together(config, options, setup, device_room(config.train.gpu_memory, setup), gathered, model)
 
 
