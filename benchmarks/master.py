@@ -3,7 +3,7 @@
     python benchmarks/master.py --steps 3000
 
 All three compute in bf16 and update an fp32 master with AdamW. zerocli rounds the master to the parameters with ties
-away from zero (zerocli/engine/master.py), torch with ties to even. The split master must give the whole one's losses
+away from zero (engine/units/master.py), torch with ties to even. The split master must give the whole one's losses
 bit for bit; against plain torch only the rounding of ties differs, so their curves should differ no more than two
 seeds' do.
 """

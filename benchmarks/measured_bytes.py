@@ -157,7 +157,7 @@ def _train(sets: tuple[str, ...], folder: str, name: str, observer: Any) -> dict
     from zerocli import config as configs
     from zerocli.config.options import RunOptions
     from zerocli.run import trainer
-    from zerocli.run.watchdog import Watchdog
+    from zerocli.run.processes.watchdog import Watchdog
 
     config = configs.load("tiny", sets=sets, flags={})
     configs.refuse_placement(config.offload.placement, config.zero.stage)

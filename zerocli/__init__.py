@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from offload.verify import Corrupted as Corrupted
-    from zerocli.engine.ema import EMA as EMA
     from zerocli.engine.engine import Engine as Engine
     from zerocli.engine.events import Events as Events
     from zerocli.engine.events import ProfilerRanges as ProfilerRanges
-    from zerocli.engine.groups import ParamGroup as ParamGroup
-    from zerocli.engine.optim import FlatOptimizer as FlatOptimizer
+    from zerocli.engine.optimizer.groups import ParamGroup as ParamGroup
+    from zerocli.engine.optimizer.optim import FlatOptimizer as FlatOptimizer
+    from zerocli.engine.states.ema import EMA as EMA
     from zerocli.errors import Refused as Refused
     from zerocli.layout.recompute import Recompute as Recompute
     from zerocli.run.own_loop import shard as shard
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 _LAZY = {
     "shard": "zerocli.run.own_loop",
     "Engine": "zerocli.engine.engine",
-    "EMA": "zerocli.engine.ema",
+    "EMA": "zerocli.engine.states.ema",
     "Events": "zerocli.engine.events",
-    "FlatOptimizer": "zerocli.engine.optim",
-    "ParamGroup": "zerocli.engine.groups",
+    "FlatOptimizer": "zerocli.engine.optimizer.optim",
+    "ParamGroup": "zerocli.engine.optimizer.groups",
     "ProfilerRanges": "zerocli.engine.events",
     "Recompute": "zerocli.layout.recompute",
     "Refused": "zerocli.errors",

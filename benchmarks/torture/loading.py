@@ -22,7 +22,7 @@ from zerocli.engine.engine import Engine
 from zerocli.errors import UserError
 from zerocli.profile.lines import Line
 from zerocli.run import trainer
-from zerocli.run.metrics import MetricsFile
+from zerocli.run.output.metrics import MetricsFile
 
 CLEAR = (Damaged, Mismatch, Unreadable, UserError, OSError)
 """What a resume may end with; the command makes a line of each."""

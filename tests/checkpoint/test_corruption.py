@@ -27,7 +27,7 @@ from zerocli.checkpoint import manifest as manifests
 from zerocli.files import DirectFile
 from zerocli.profile.lines import Line
 from zerocli.regular_files import write_text
-from zerocli.run.metrics import MetricsFile
+from zerocli.run.output.metrics import MetricsFile
 
 LONG = "ZEROCLI_TEST_LONG" in os.environ
 

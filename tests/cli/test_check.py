@@ -26,7 +26,7 @@ from zerocli.check.compare import Outcome, Tolerance, differences
 from zerocli.check.rows import FACTOR, Checklist, Row, choose_rows
 from zerocli.cli import check
 from zerocli.cli import main as cli
-from zerocli.engine.norms import _norm
+from zerocli.engine.units.norms import _norm
 from zerocli.errors import UserError
 
 SUPPORT = Path(__file__).parents[1] / "support"

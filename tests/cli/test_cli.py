@@ -18,7 +18,7 @@ from zerocli.cli import train
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
 from zerocli.plan import bench as plan_bench
-from zerocli.run import launch
+from zerocli.run.processes import launch
 
 
 @pytest.fixture(autouse=True)

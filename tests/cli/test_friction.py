@@ -19,11 +19,13 @@ from zerocli.cli import main as cli
 from zerocli.cli.run_dirs import refuse_no_run
 from zerocli.config.options import RunOptions
 from zerocli.config.schema import FIELDS
-from zerocli.engine import store
 from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, USAGE, UserError
 from zerocli.profile.lines import Line
-from zerocli.run import folder, launch, report
-from zerocli.run.job import Job
+from zerocli.ranks import store
+from zerocli.run.folders import folder
+from zerocli.run.output import report
+from zerocli.run.processes import launch
+from zerocli.run.processes.job import Job
 
 # -- run folders -------------------------------------------------------------------------------------------------------
 

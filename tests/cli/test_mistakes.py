@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from zerocli.cli import main as cli
-from zerocli.run.job import Job
+from zerocli.run.processes.job import Job
 
 HUB = "hf download {0} --local-dir"
 TINY_GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4}
@@ -320,6 +320,6 @@ def test_variables_of_a_launcher_are_checked(changes, words, here, monkeypatch, 
 def test_a_deliberate_bug_is_still_called_one(here, monkeypatch, capsys):
     """The rows above could pass because everything is taken for a user's error."""
     monkeypatch.setitem(sys.modules, "zerocli.plan.preflight", None)
-    monkeypatch.setattr("zerocli.run.launch.choose_ranks", lambda *_: 1 / 0)
+    monkeypatch.setattr("zerocli.run.processes.launch.choose_ranks", lambda *_: 1 / 0)
     assert cli.run(["train", "tiny"]) == 1
     assert "a bug in zerocli" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_configs import configs
@@ -21,7 +22,8 @@ from offload.placement import Placement
 from zerocli.cli import main as cli
 from zerocli.config import Config, Sharding, arguments_of, load, read_placement, sharding_of
 from zerocli.engine import api
-from zerocli.engine.settings import Settings
+from zerocli.engine.api import settings_of
+from zerocli.engine.settings import Keywords, Settings
 from zerocli.errors import UserError
 from zerocli.plan import trace
 from zerocli.plan.setup import Setup, setup_of
@@ -133,6 +135,28 @@ def test_a_trace_runs_the_plans_description(monkeypatch):
     # States are counted by arithmetic, so they rest on the device, with an optimizer that is always there.
     arithmetic = {"offload": Placement(), "optimizer": "adamw", "options": {}, "update": "auto", "accumulate": 1}
     assert traced.shared() == setup.shared() | arithmetic | {"clip": 1.0, "tp": 1}
+
+
+def test_every_keyword_of_shard_is_typed_and_shown():
+    fields = {field.name for field in dataclasses.fields(Settings)} - {"optimizer", "lr", "stage"}
+    options = {"betas", "eps", "amsgrad", "maximize", "momentum", "nesterov"}
+    assert set(Keywords.__annotations__) == fields | options
+    shown = inspect.signature(zerocli.shard).parameters
+    assert fields < set(shown) and shown["accumulate"].default == Settings.accumulate
+
+
+@pytest.mark.parametrize(
+    "keyword, optimizer, meant",
+    [("offlaod", "adamw", "offload"), ("acumulate", torch.optim.RMSprop, "accumulate"), ("exemple", "muon", "example")],
+)
+def test_a_misspelled_keyword_of_shard_is_answered_with_the_right_one(keyword, optimizer, meant):
+    with pytest.raises(ValueError, match=f"shard takes no '{keyword}'; did you mean {meant}?"):
+        zerocli.shard(nn.Linear(2, 2), optimizer=optimizer, **{keyword: 1})
+
+
+def test_arguments_of_the_optimizer_are_not_taken_for_misspelled_ones():
+    assert settings_of(torch.optim.Adagrad, None, 0, {"lr_decay": 0.1}).options == {"lr_decay": 0.1}
+    assert settings_of(lambda params, **given: None, None, 0, {"clipp": 1}).options == {"clipp": 1}
 
 
 def test_no_field_is_written_twice():

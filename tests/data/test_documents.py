@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerocli.data import cache, documents
+from zerocli.data.caching import Node
 from zerocli.data.encoder import Encoder, FileEncoder, find_tokenizer
 from zerocli.data.files import find_files
+from zerocli.data.texts import Codec
 from zerocli.errors import UserError
-from zerocli.run.caching import Node
 
 
 def tokenise(path, encoder=None, mask="auto"):
@@ -97,6 +98,97 @@ def test_of_a_template_that_changes_earlier_turns_only_the_last_counts(tmp_path)
     with pytest.raises(UserError, match=r"x.jsonl:1: the chat template renders earlier turns") as caught:
         chat(tmp_path, FORGETFUL, TALK[:-1])
     assert "data.mask=none" in caught.value.hint
+
+
+CORPUS = [
+    "Capital of France? Paris",
+    "Capital of Italy? Rome",
+    "Q: 2 + 2 = 4",
+    "say hi to Paris and Rome. Paris it is",
+] * 4
+QUESTIONS = [
+    ("Capital of France? ", "Paris"),
+    ("Capital of France?", " Paris"),
+    ("Q: 2 + 2 = ", "4"),
+    ("Capital of It", "aly? Rome"),
+    ("", "Rome"),
+    ("say\n", "hi to Paris"),
+    ("Capital of France?  ", "Paris and Rome."),
+]
+
+
+def trained(folder, kind):
+    """Write a tokenizer of one of the common kinds, trained on CORPUS; return its encoder."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    if kind == "bytes":
+        return Encoder()
+    special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    made = tokenizers.Tokenizer(models.Unigram() if kind == "unigram" else models.BPE(unk_token="<unk>"))
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    if kind in ("unigram", "metaspace"):
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        letters = sorted(set("".join(CORPUS)))
+    elif kind == "llama":  # a space before the text, then none is special
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        strip = decoders.Strip(" ", 1, 0)
+        made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), strip])
+        letters = sorted(set("".join(CORPUS)) | {"\u2581", "\n"})
+    else:
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "prefixed")
+        made.decoder = decoders.ByteLevel()
+    options = {"vocab_size": 400, "special_tokens": special, "initial_alphabet": letters, "show_progress": False}
+    trainer = trainers.UnigramTrainer(unk_token="<unk>", **options) if kind == "unigram" else None
+    made.train_from_iterator(CORPUS, trainer or trainers.BpeTrainer(**options))
+    if kind in ("bos", "llama"):
+        around = [("<s>", made.token_to_id("<s>")), ("</s>", made.token_to_id("</s>"))]
+        made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=around)
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return FileEncoder(str(folder / "tokenizer.json"))
+
+
+KINDS = ("bytes", "plain", "prefixed", "bos", "metaspace", "unigram", "llama")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_has_the_ids_that_it_has_at_generation_and_all_of_the_answer_counts(tmp_path, kind):
+    encoder = trained(tmp_path / "model", kind)
+    codec = Codec(encoder)
+    rows = [{"prompt": prompt, "completion": answer} for prompt, answer in QUESTIONS]
+    found = tokenise(write_rows(tmp_path / "x.jsonl", rows), encoder)
+    for (prompt, answer), (ids, counted) in zip(QUESTIONS, each(found), strict=True):
+        given = codec.encode(prompt)
+        assert ids[: len(given)] == given, prompt
+        assert counted == [index >= max(1, len(given)) for index in range(len(ids))], prompt
+        made = ids[len(given) :]
+        if encoder.eos is not None:
+            assert made[-1] == encoder.eos
+            made = made[:-1]
+        assert made and codec.decode([*given, *made]) == codec.decode(codec.encode(prompt + answer)), prompt
+    assert (found.about["apart"] > 0) == (kind != "bytes")
+
+
+SPACED = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["plain", "prefixed", "metaspace", "llama"])
+def test_a_turn_begins_after_the_ids_of_the_conversation_before_it(tmp_path, kind):
+    pytest.importorskip("transformers")
+    encoder = trained(tmp_path / "model", kind)
+    (tmp_path / "model/chat_template.jinja").write_text(SPACED)
+    talk = [{"role": "user", "content": "Capital of France?"}, {"role": "assistant", "content": "Paris"}]
+    found = tokenise(write_rows(tmp_path / "x.jsonl", [{"messages": talk}]), encoder)
+    [(ids, counted)] = each(found)
+    [before] = encoder.encode(["user: Capital of France?\nassistant: "], places=False)
+    first = counted.index(True)
+    assert ids[:first] == before.ids.tolist() and all(counted[first:]) and found.about["apart"] == 1
+    assert encoder.decode(ids[first:]).strip() == "Paris"
 
 
 def test_without_a_mask_a_whole_conversation_counts(tmp_path):

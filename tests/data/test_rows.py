@@ -11,8 +11,8 @@ import pytest
 
 from zerocli.data.files import find_files, text_pieces
 from zerocli.data.rows import read_rows
+from zerocli.data.tokens import open_source
 from zerocli.errors import UserError
-from zerocli.run.tokens import open_source
 
 
 def refused(function, *args):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from test_documents import tokenise
 
 from zerocli.data import cache, documents, packing
+from zerocli.data.batches import DocumentBatches, steps_of_epochs
+from zerocli.data.sources import split_documents
 from zerocli.errors import UserError
-from zerocli.run.data import DocumentBatches, steps_of_epochs
-from zerocli.run.sources import split_documents
 
 LENGTHS = st.lists(st.integers(2, 30), min_size=1, max_size=40)
 

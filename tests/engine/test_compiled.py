@@ -18,8 +18,8 @@ from torch._dynamo.utils import counters
 import zerocli
 from zerocli import Recompute
 from zerocli.config import ModelConfig
-from zerocli.engine.compiled import choose_compile
 from zerocli.engine.engine import Engine
+from zerocli.engine.recompute.compiled import choose_compile
 from zerocli.models import build, loss
 
 COMPILED = {"compile": True, "compile_backend": "aot_eager"}

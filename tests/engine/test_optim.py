@@ -9,7 +9,7 @@ from torch import nn
 from toys import Uneven, split, uneven_batch
 
 import zerocli
-from zerocli.engine.rules import make_optimizer
+from zerocli.engine.optimizer.rules import make_optimizer
 from zerocli.run.schedule import make_schedule
 
 CASES = {

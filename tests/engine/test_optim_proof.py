@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import zerocli
-from zerocli.engine.copies import Source
-from zerocli.engine.proof import ELEMENTWISE, ONE_BY_ONE, SYNTHETIC, TOGETHER, Specimen
-from zerocli.engine.verdict import decide
+from zerocli.engine.optimizer.copies import Source
+from zerocli.engine.optimizer.proof import ELEMENTWISE, ONE_BY_ONE, SYNTHETIC, TOGETHER, Specimen
+from zerocli.engine.optimizer.verdict import decide
 
 RULES, STEPS = 40, 6
 ELEMENTS = ("sign", "momentum", "average", "count", "cube", "root")

@@ -22,10 +22,10 @@ from saved_engines import engine_of
 
 from zerocli.checkpoint import Saver, load, parts, pickles
 from zerocli.checkpoint.manifest import Damaged, Unfinished
-from zerocli.engine import store
-from zerocli.engine.exchange import exchange_json, first_problem
 from zerocli.errors import UserError
-from zerocli.worker import free_port, worker_environment
+from zerocli.ranks import store
+from zerocli.ranks.exchange import exchange_json, first_problem
+from zerocli.ranks.worker import free_port, worker_environment
 
 SOURCES = [
     path for name in ("zerocli", "offload", "tiers") for path in Path(store.__file__).parents[2].glob(f"{name}/**/*.py")
@@ -155,8 +155,8 @@ def test_which_ranks_are_known_to_be_on_one_machine():
 
 PICKLES = re.compile(r"\b\w+_object(_list)?\(|\bpickle\b|\btorch\.load\(|\bshelve\b|\bmarshal\b")
 ALLOWED = {
-    "zerocli/engine/ending.py": "py_object(",  # of ctypes: a reference count
-    "zerocli/run/tokens.py": "allow_pickle=False",
+    "zerocli/ranks/ending.py": "py_object(",  # of ctypes: a reference count
+    "zerocli/data/tokens.py": "allow_pickle=False",
     "zerocli/checkpoint/pickles.py": "",  # reads what torch's checkpoints exchange, and refuses what is not data
     # Over pipes to the processes that `zerocli.check` starts itself, as multiprocessing's own messages are.
     **dict.fromkeys(("zerocli/check/loop.py", "zerocli/check/loop_ranks.py", "zerocli/check/pool.py"), "pickle"),

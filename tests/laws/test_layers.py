@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LAYERS = ("zerocli", "offload", "tiers")
 """From the top down: each may import those after it."""
-ROOMS = ("cli", "check", "run", "data", "profile", "checkpoint", "plan", "models", "engine", "config", "layout")
+ROOMS = (
+    *("cli", "check", "run", "data", "profile", "checkpoint", "plan", "models", "engine", "ranks", "config", "layout"),
+)
 """The same for the packages of zerocli. The modules beside them are below all, but for those that start the program."""
 START = ("zerocli", "zerocli.__main__", "zerocli.entry")
 TORCH_FREE = ("config", "layout")

@@ -10,7 +10,7 @@ from toy_tiers import NVME
 from toys import Uneven, uneven_batch
 
 import zerocli
-from zerocli.engine.master import join, narrow, split
+from zerocli.engine.units.master import join, narrow, split
 
 EXTREMES = [0x00000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000]
 

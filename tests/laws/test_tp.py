@@ -23,9 +23,9 @@ from toys import Uneven
 import zerocli
 from zerocli.config import ModelConfig, load
 from zerocli.config.options import RunOptions
-from zerocli.engine import states
+from zerocli.engine.states import states
 from zerocli.engine.tensor_parallel import Cut, TensorParallel, local_numel
-from zerocli.engine.unit import MASTER
+from zerocli.engine.units.unit import MASTER
 from zerocli.errors import UserError
 from zerocli.models import build
 from zerocli.models.loss import IGNORED, linear_cross_entropy

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerocli.engine.buckets import plan_buckets
+from zerocli.engine.units.buckets import plan_buckets
 from zerocli.layout.shards import PARAM_ALIGN, SHARD_ALIGN, Span, lay_out, nearest_divisor, owned, padded_numel
 
 shapes = st.lists(

@@ -11,11 +11,11 @@ from ranks import run_ranks
 
 import zerocli
 from zerocli.config import ModelConfig
-from zerocli.engine.buckets import Completion, Pool
 from zerocli.engine.engine import Engine
-from zerocli.engine.rules import make_optimizer
+from zerocli.engine.optimizer.rules import make_optimizer
 from zerocli.engine.settings import Settings
 from zerocli.engine.streams import Waits
+from zerocli.engine.units.buckets import Completion, Pool
 from zerocli.models import build
 from zerocli.plan.build import plan_model
 from zerocli.plan.flats import plan_flats
@@ -106,7 +106,7 @@ def test_a_plan_holds_where_scores_with_dropout_are_most_of_the_memory(recompute
 
 
 def test_what_rounding_a_whole_master_allocates_is_known():
-    from zerocli.engine.master import narrow
+    from zerocli.engine.units.master import narrow
 
     values = torch.ones(1 << 12)
     for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):

@@ -39,7 +39,7 @@ def _work(folder: Path, sets: tuple[str, ...], plain: bool, exact: bool) -> None
     from zerocli.profile.observer import Observer
     from zerocli.profile.profiler import Profiler
     from zerocli.run import trainer
-    from zerocli.run.watchdog import Watchdog
+    from zerocli.run.processes.watchdog import Watchdog
 
     if exact:  # the backward of fused attention adds in any order where determinism is asked for with warnings only
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaks import nothing_left_open
 
-from zerocli.data import files
+from zerocli.data import files, tokens
+from zerocli.data.batches import Batches, Prefetcher, TokenSource, open_source, permute
+from zerocli.data.tokens import Part
 from zerocli.errors import UserError
-from zerocli.run import tokens
-from zerocli.run.data import Batches, Prefetcher, TokenSource, open_source, permute
-from zerocli.run.tokens import Part
 
 some = settings(max_examples=50, deadline=None)
 

@@ -12,8 +12,8 @@ from runs import losses, train
 
 from zerocli import config as configs
 from zerocli.cli import main as cli
-from zerocli.run.held_out import open_held_out
-from zerocli.run.sources import open_batches
+from zerocli.data.held_out import open_held_out
+from zerocli.data.sources import open_batches
 
 MODEL = "model.factory=document_models:Attentive"
 SETS = ("train.seq=40", "optimizer.lr=0.01", "optimizer.schedule=constant", "train.watchdog=30")

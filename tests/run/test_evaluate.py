@@ -16,12 +16,12 @@ from ranks import run_ranks
 from zerocli import config as configs
 from zerocli.checkpoint import best
 from zerocli.checkpoint.folder import Folder
+from zerocli.data.held_out import SamplePass, Section, TokenPass, split_share, training_part
+from zerocli.data.tokens import Part, TokenSource
 from zerocli.engine.api import shard
 from zerocli.errors import ConfigError, UserError
 from zerocli.models import build
 from zerocli.run.evaluate import Evaluated, Evaluations, best_of, evaluate, read
-from zerocli.run.held_out import SamplePass, Section, TokenPass, split_share, training_part
-from zerocli.run.tokens import Part, TokenSource
 
 SPLIT = ["data.split=0.01", "train.eval_batches=3", "model.dropout=0.2"]
 

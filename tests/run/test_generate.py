@@ -15,10 +15,11 @@ from zerocli import config as configs
 from zerocli.checkpoint.export import export
 from zerocli.cli.generate import find, read_config
 from zerocli.console import printable
+from zerocli.data.encoder import Encoder
+from zerocli.data.texts import Codec, end_ids, open_codec
 from zerocli.errors import UserError
 from zerocli.run import generate
 from zerocli.run.complete import Sampling, choose, complete
-from zerocli.run.texts import Codec, end_ids, open_codec
 from zerocli.run.trainer import make_engine, make_model
 
 SHAPE = ["model.hidden=32", "train.seq=32", "train.steps=3", "checkpoint.every=3"]
@@ -101,7 +102,7 @@ def test_text_is_on_stdout_and_all_else_on_stderr(tmp_path):
     done = run(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     made = run_ranks(1, _made, str(tmp_path / "run"), 0, Sampling(5, 1.0, seed=7))[0]
-    assert done.stdout == printable(PROMPT + Codec().continuation(list(PROMPT.encode()), made)) + "\n"
+    assert done.stdout == printable(PROMPT + Codec(Encoder()).continuation(list(PROMPT.encode()), made)) + "\n"
     assert "stage 3 on 2 ranks" in done.stderr and "5 tokens in" in done.stderr
 
 
@@ -130,8 +131,8 @@ def test_a_text_ends_where_the_folder_says(tmp_path):
 
 
 def test_bytes_and_tokenizers_decode_what_they_encode(tmp_path):
-    assert Codec().decode(Codec().encode("naïve ☃")) == "naïve ☃"
-    assert Codec().continuation([65], [0xE2, 0x98, 0x83]) == "☃"
+    assert Codec(Encoder()).decode(Codec(Encoder()).encode("naïve ☃")) == "naïve ☃"
+    assert Codec(Encoder()).continuation([65], [0xE2, 0x98, 0x83]) == "☃"
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -14,20 +14,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from zerocli import worker
 from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.errors import UserError
-from zerocli.run import folder, launch
-from zerocli.run.job import Tee
+from zerocli.ranks import worker
+from zerocli.run.folders import folder
+from zerocli.run.processes import launch
+from zerocli.run.processes.job import Tee
 
 WAIT = "import time; time.sleep(600)"
 # A stub rank writes its pid, then does `body`, in which `rank` is its number.
 STUB = """
 import os, signal, sys
 from pathlib import Path
-from zerocli import worker
-from zerocli.run import launch
+from zerocli.ranks import worker
+from zerocli.run.processes import launch
 worker.die_with_parent()
 rank = int(os.environ["RANK"])
 run = Path(os.environ["ZEROCLI_RUN_DIR"])
@@ -37,9 +38,9 @@ run = Path(os.environ["ZEROCLI_RUN_DIR"])
 DRIVER = """
 import sys
 from types import SimpleNamespace
-from zerocli import worker
+from zerocli.ranks import worker
 from zerocli.config.options import RunOptions
-from zerocli.run import launch
+from zerocli.run.processes import launch
 config = SimpleNamespace(parallel=SimpleNamespace(ranks=2, tp=1))
 sys.exit(launch.launch(config, RunOptions(sys.argv[1]), worker=[sys.executable, "-c", sys.argv[2]]))
 """

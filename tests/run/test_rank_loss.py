@@ -16,9 +16,9 @@ import torch.distributed as dist
 from runs import TINY, Death, train
 
 from zerocli.checkpoint.folder import Folder
-from zerocli.engine.comm import Severed, severed
-from zerocli.run.heartbeats import Heartbeat, Heartbeats, lost_ranks
-from zerocli.run.rank_loss import within
+from zerocli.ranks.loss import Severed, severed
+from zerocli.run.processes.heartbeats import Heartbeat, Heartbeats, lost_ranks
+from zerocli.run.processes.rank_loss import within
 
 SETS = ("zero.stage=3", "train.watchdog=3")
 

@@ -17,9 +17,10 @@ from runs import losses, train
 from zerocli import config as configs
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
-from zerocli.run import launch, run_lock
-from zerocli.run.owner import OWNER, is_gone, this_process
-from zerocli.run.run_lock import lock_run_folder
+from zerocli.run.folders import run_lock
+from zerocli.run.folders.owner import OWNER, is_gone, this_process
+from zerocli.run.folders.run_lock import lock_run_folder
+from zerocli.run.processes import launch
 
 
 def hold(folder: str, ready) -> None:

@@ -11,10 +11,10 @@ import torch
 
 import zerocli
 from zerocli import config as configs
-from zerocli.engine.rates import slower_than_fp32
+from zerocli.engine.optimizer.rates import slower_than_fp32
 from zerocli.garbage import long_lived
 from zerocli.profile.lines import History
-from zerocli.run import report
+from zerocli.run.output import report
 
 
 class Node:

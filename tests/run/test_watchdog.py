@@ -21,12 +21,12 @@ import zerocli
 from tiers.transfer import WAITED_FOR, Transfer
 from zerocli.config import ModelConfig
 from zerocli.engine.comm import Collectives
-from zerocli.engine.progress import Progress
-from zerocli.engine.startup import STARTUP
 from zerocli.files import pread
 from zerocli.models import build
-from zerocli.run.heartbeats import Heartbeat
-from zerocli.run.watchdog import Axis, Watchdog
+from zerocli.ranks.progress import Progress
+from zerocli.ranks.startup import STARTUP
+from zerocli.run.processes.heartbeats import Heartbeat
+from zerocli.run.processes.watchdog import Axis, Watchdog
 
 SETS = ("zero.stage=3", "train.watchdog=3")
 STAGES = {"write": 1, "sync": 1, "commit": 0}

@@ -14,8 +14,8 @@ from commands import SMALL, run
 from zerocli.errors import UserError
 from zerocli.profile.lines import Line
 from zerocli.run.evaluate import Evaluated
-from zerocli.run.launch import refuse_missing
-from zerocli.run.writers import Writers
+from zerocli.run.output.writers import Writers
+from zerocli.run.processes.launch import refuse_missing
 
 FAKE = """
 import json, os

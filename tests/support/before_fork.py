@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 
-from zerocli.engine.compiled import tell_compiler
+from zerocli.engine.recompute.compiled import tell_compiler
 
 tell_compiler()
 gc.collect()

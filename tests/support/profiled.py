@@ -30,7 +30,7 @@ def _work(folder: str, sets: tuple[str, ...], plain: bool, resume: bool) -> None
     from zerocli.profile.observer import Observer
     from zerocli.profile.profiler import Profiler
     from zerocli.run import trainer
-    from zerocli.run.watchdog import Watchdog
+    from zerocli.run.processes.watchdog import Watchdog
 
     register(*CELLAR)
     config = configs.load("tiny", sets=sets, flags={})

@@ -20,7 +20,7 @@ OWN_MODULES = r"(zerocli|offload|tiers)(\..*)?$"
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "pytest", "zerocli.engine.api", "zerocli.models", "zerocli.models.parallel", "zerocli.run.trainer"]
-    + ["zerocli.run.resume", "torch._dynamo"]  # any torch.optim optimizer imports it
+    + ["zerocli.run.folders.resume", "torch._dynamo"]  # any torch.optim optimizer imports it
     + ["before_fork"]
 )
 
@@ -28,7 +28,7 @@ _context.set_forkserver_preload(
 def hold_port() -> socket.socket:
     """Return a socket that keeps its port for ranks of ours until it is closed.
 
-    It does not listen, so one that allows it (SO_REUSEADDR, as `zerocli.engine.store` does) can listen there. A port
+    It does not listen, so one that allows it (SO_REUSEADDR, as `zerocli.ranks.store` does) can listen there. A port
     that was merely free a moment ago may be given to any other program's connection.
     """
     held = socket.socket()

@@ -49,7 +49,7 @@ def check(
         os._exit(NOT_GUARDED)
     refuse_settings(optimizer, settings)
     from zerocli.check.loop_ranks import Job, Spec
-    from zerocli.engine.groups import DEFAULT_LR
+    from zerocli.engine.optimizer.groups import DEFAULT_LR
     from zerocli.engine.settings import Settings
 
     known = {key: value for key, value in settings.items() if key in Settings.__dataclass_fields__}

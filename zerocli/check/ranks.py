@@ -23,12 +23,12 @@ from zerocli.check.rows import COMPILED_FACTOR, FACTOR, Checklist, Row
 from zerocli.checkpoint.imports import load_weights
 from zerocli.config import Config, read_placement
 from zerocli.console import say
+from zerocli.data.sources import open_batches
 from zerocli.engine.api import open_process_group
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
 from zerocli.plan.factory import build_foreign
-from zerocli.run.sources import open_batches
 from zerocli.run.steps import micro_step
 from zerocli.run.trainer import cap_device, make_engine, make_model, resolve
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerocli.check.plain import optimizer_class
-from zerocli.engine.step import StepResult
+from zerocli.engine.optimizer.step import StepResult
 
 Learning = float | Callable[[int], float] | None
 

@@ -21,10 +21,10 @@ import torch
 from tiers.pages import memory_of
 from zerocli import machine
 from zerocli.checkpoint.sources import Memory, Source, SplitMaster
-from zerocli.engine.master import split
-from zerocli.engine.startup import STARTUP
+from zerocli.engine.units.master import split
 from zerocli.errors import FAILURE, UserError
 from zerocli.layout.constants import LOAD_THREADS, load_nbytes
+from zerocli.ranks.startup import STARTUP
 
 
 @dataclass(frozen=True)

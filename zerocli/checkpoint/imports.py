@@ -16,12 +16,12 @@ from zerocli.checkpoint.sources import Source, source_of
 from zerocli.checkpoint.state import extent_of, persistent_buffers, spread
 from zerocli.config import ModelConfig
 from zerocli.engine.engine import Engine
-from zerocli.engine.startup import STARTUP
-from zerocli.engine.unit import MASTER, Flat
+from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.errors import UserError
 from zerocli.layout.shards import Entry, Span
 from zerocli.models import hugging
 from zerocli.models.hugging import Mapping
+from zerocli.ranks.startup import STARTUP
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types whose values need no scale: anything else is quantized."""

@@ -22,8 +22,8 @@ from zerocli.checkpoint.pickles import guarded
 from zerocli.checkpoint.reader import Reader
 from zerocli.checkpoint.saver import describe
 from zerocli.engine.engine import Engine
-from zerocli.engine.exchange import exchange_json, first_problem
-from zerocli.engine.startup import STARTUP
+from zerocli.ranks.exchange import exchange_json, first_problem
+from zerocli.ranks.startup import STARTUP
 
 
 @dataclass

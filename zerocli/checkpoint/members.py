@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from zerocli.engine.startup import STARTUP
+from zerocli.ranks.startup import STARTUP
 
 if TYPE_CHECKING:
     from zerocli.engine.engine import Engine

@@ -26,8 +26,8 @@ from torch.futures import Future
 from tiers.pages import memory_of
 from zerocli.checkpoint.manifest import Damaged, Manifest, Piece, Tensor, Unreadable, open_file, piece_hash, read
 from zerocli.checkpoint.parts import LoadPlanner, Part
-from zerocli.engine.startup import STARTUP
 from zerocli.files import pread
+from zerocli.ranks.startup import STARTUP
 
 NUM_THREADS = 4
 AHEAD = 2 * NUM_THREADS

@@ -19,9 +19,9 @@ import torch
 
 from tiers.pages import memory_of
 from zerocli.console import quoted
-from zerocli.engine.startup import STARTUP
 from zerocli.errors import FAILURE, UserError
 from zerocli.files import BlockFile, pread
+from zerocli.ranks.startup import STARTUP
 from zerocli.regular_files import unique_names
 
 DTYPES = {

@@ -29,10 +29,10 @@ from zerocli.checkpoint.parts import SavePlanner
 from zerocli.checkpoint.pickles import guarded
 from zerocli.checkpoint.snapshot import Slots, Snapshot
 from zerocli.checkpoint.writer import Writer, make_folder
-from zerocli.engine.comm import Severed, severed
 from zerocli.engine.engine import Engine
-from zerocli.engine.progress import Progress
 from zerocli.layout.sizes import format_bytes
+from zerocli.ranks.loss import Severed, severed
+from zerocli.ranks.progress import Progress
 
 BUFFER_NBYTES = 1 << 30
 WORTH_SAYING_SECONDS = 0.5

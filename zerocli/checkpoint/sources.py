@@ -15,8 +15,8 @@ import torch
 from offload import Record, Store
 from offload.record import UNIT
 from tiers.transfer import Transfer
-from zerocli.engine.master import REMAINDER, join, split
-from zerocli.engine.unit import MASTER, Flat
+from zerocli.engine.units.master import REMAINDER, join, split
+from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.layout.shards import Span
 
 Wait = Callable[[], None]
@@ -93,7 +93,7 @@ class Recorded(Source):
 
 
 class SplitMaster(Source):
-    """A split master: parameters and their remainder, joined when read and split when written (engine/master.py)."""
+    """A split master: parameters and their remainder, joined when read, split when written: engine/units/master.py."""
 
     dtype = torch.float32
 

@@ -29,8 +29,8 @@ from zerocli.checkpoint.folder import MANIFEST, OLD, UNFINISHED
 from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
 from zerocli.checkpoint.snapshot import Batch, Snapshot
 from zerocli.engine.events import SILENT, Events
-from zerocli.engine.progress import Progress
 from zerocli.files import DirectFile, pwrite_all
+from zerocli.ranks.progress import Progress
 from zerocli.regular_files import remove, sync_folder
 
 NUM_THREADS = 8

@@ -26,9 +26,9 @@ from zerocli.console import say, show, show_json
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, UserError
 from zerocli.layout.sizes import format_bytes
 from zerocli.plan.preflight import refuse_folders
-from zerocli.run import launch
-from zerocli.run.job import Job
-from zerocli.worker import die_with_parent, worker_environment
+from zerocli.ranks.worker import die_with_parent, worker_environment
+from zerocli.run.processes import launch
+from zerocli.run.processes.job import Job
 
 STEPS = 3
 LARGEST = {"train.batch": 2, "train.seq": 128}

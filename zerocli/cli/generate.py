@@ -21,8 +21,8 @@ from zerocli.cli.types import FiniteRange
 from zerocli.console import say
 from zerocli.errors import OK, UserError
 from zerocli.layout.sizes import format_bytes
-from zerocli.run import launch
-from zerocli.worker import die_with_parent, worker_environment
+from zerocli.ranks.worker import die_with_parent, worker_environment
+from zerocli.run.processes import launch
 
 FITS = 0.85
 """Share of a GPU's memory that weights may take for one GPU to be enough."""
@@ -138,7 +138,7 @@ def choose_ranks(config: configs.Config, asked: int) -> tuple[int, str]:
 
 def start_ranks(ranks: int, words: list[str]) -> int:
     """Run one process per rank until all have ended; rank 0 prints the text."""
-    from zerocli.run.job import Job
+    from zerocli.run.processes.job import Job
 
     machine.allow_open_files(launch.open_files(ranks))
     folder = Path(tempfile.mkdtemp(prefix="zerocli-generate-"))

@@ -174,7 +174,7 @@ def _fail(text: str, code: int) -> int:
     if _wants_traceback() and code in (USAGE, DOES_NOT_FIT):
         text = f"{traceback.format_exc()}{text}"
     if _is_rank():
-        from zerocli import worker
+        from zerocli.ranks import worker
 
         if worker.record_failure(text, code):
             return code

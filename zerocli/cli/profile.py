@@ -20,10 +20,10 @@ from zerocli.config.hub import is_model
 from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say, show, show_if_unfit, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError
-from zerocli.run import launch
+from zerocli.ranks.worker import die_with_parent, worker_environment
 from zerocli.run.automatic import choose_or_nearest
-from zerocli.run.folder import run_folder
-from zerocli.worker import die_with_parent, worker_environment
+from zerocli.run.folders.folder import run_folder
+from zerocli.run.processes import launch
 
 STEPS = 6
 """Default number of steps: memory is followed in two, the others are timed."""

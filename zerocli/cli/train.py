@@ -22,10 +22,10 @@ from zerocli.cli.run_dirs import refuse_no_run
 from zerocli.config.options import RunOptions, automatic_keys
 from zerocli.console import say
 from zerocli.errors import OK, UserError
+from zerocli.ranks.worker import die_with_parent, job_name, worker_environment
 from zerocli.regular_files import read_regular
-from zerocli.run import launch
-from zerocli.run.folder import run_folder
-from zerocli.worker import die_with_parent, job_name, worker_environment
+from zerocli.run.folders.folder import run_folder
+from zerocli.run.processes import launch
 
 RUNS = "runs"
 # Parameter of the command -> the config key that it sets.

@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from zerocli.engine.startup import STARTUP
 from zerocli.errors import FAILURE, UserError
+from zerocli.ranks.startup import STARTUP
 
 FOLDER = ".zerocli-cache"
 PART = ".part-"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from zerocli.config import hub
-from zerocli.data.encoder import Encoder, read_json_file, special_tokens
+from zerocli.data.encoder import Encoded, Encoder, read_json_file, special_tokens
 from zerocli.errors import UserError
 from zerocli.regular_files import MAX_CONFIG_NBYTES
 
@@ -64,6 +64,8 @@ class Chat:
         self._marks = bool(_GENERATION.search(self.template))
         self.last_only = 0
         """Conversations of which only the assistant's last turn counts: see `encode`."""
+        self.apart = 0
+        """Conversations in which a token would span the text before an answer and the answer."""
 
     def encode(self, rows: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the ids of each (place, values), and which of them the assistant wrote.
@@ -79,10 +81,33 @@ class Chat:
         texts = [self._render(place, values["messages"], values.get("tools")) for place, values in rows]
         several = self._encoder.encode(texts, places=self._masked)
         for (place, values), text, encoded in zip(rows, texts, several, strict=True):
-            counted = np.full(len(encoded.ids), not self._masked)
-            for start, end in self._turns(place, text, values["messages"], values.get("tools")) if self._masked else ():
-                counted |= (encoded.starts >= start) & (encoded.starts < end)
-            yield encoded.ids, counted
+            if self._masked:
+                turns = self._turns(place, text, values["messages"], values.get("tools"))
+                yield self._with_turns(text, encoded, turns)
+            else:
+                yield encoded.ids, np.full(len(encoded.ids), True)
+
+    def _with_turns(self, text: str, encoded: Encoded, turns: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a conversation, and which are of turns (first character, end).
+
+        The ids before a turn are those that the text before it has alone, as when the model is asked for the turn.
+        """
+        before = self._encoder.encode([text[:start] for start, _ in turns], places=False)
+        if all(np.array_equal(encoded.ids[: len(each.ids)], each.ids) for each in before):
+            counted = np.full(len(encoded.ids), False)
+            for each, (_, end) in zip(before, turns, strict=True):
+                counted[len(each.ids) : int((encoded.starts < end).sum())] = True
+            return encoded.ids, counted
+        self.apart += 1
+        ids, counted, done = encoded.ids[:0], np.zeros(0, bool), 0
+        for place, cut in enumerate([*(edge for turn in turns for edge in turn), len(text)]):
+            more = self._encoder.encode_next(ids, text[:done], text[done:cut]) if cut > done else ids[:0]
+            ids, counted, done = (
+                np.concatenate([ids, more]),
+                np.append(counted, np.full(len(more), place % 2 == 1)),
+                cut,
+            )
+        return ids, counted
 
     def _turns(self, place: str, text: str, messages: list[Any], tools: Any) -> list[tuple[int, int]]:
         """Return the (first character, end) of each turn of the assistant."""

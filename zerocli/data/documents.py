@@ -13,10 +13,10 @@ from zerocli.data import cache
 from zerocli.data.chat import Chat, find_template
 from zerocli.data.encoder import Encoded, Encoder
 from zerocli.data.rows import Row, read_rows
-from zerocli.engine.startup import STARTUP
 from zerocli.errors import UserError
+from zerocli.ranks.startup import STARTUP
 
-VERSION = 1
+VERSION = 2
 """Counts changes of what a cache file holds."""
 BATCH_NBYTES = 2**18
 """Text that is tokenised at once."""
@@ -129,7 +129,7 @@ def write_documents(
         if state:
             writer.add("flips", [end])
         last_only = tokenise.chat.last_only if tokenise.chat else 0
-        writer.finish(target, {"kind": kind, "empty": empty, "last_only": last_only})
+        writer.finish(target, {"kind": kind, "empty": empty, "last_only": last_only, "apart": tokenise.apart})
     finally:
         writer.close()
 
@@ -161,6 +161,12 @@ class _Tokeniser:
     def __init__(self, encoder: Encoder, mask: str) -> None:
         self._encoder, self._masked = encoder, mask == "auto"
         self.chat: Chat | None = None
+        self._apart = 0
+
+    @property
+    def apart(self) -> int:
+        """Documents in which a token would span a prompt and its answer, so that the two were tokenised apart."""
+        return self._apart + (self.chat.apart if self.chat else 0)
 
     def __call__(self, rows: Sequence[Row]) -> Iterator[Document]:
         kind = rows[0].kind
@@ -168,20 +174,34 @@ class _Tokeniser:
             self.chat = self.chat or Chat(self._encoder, self._masked)
             yield from (Document(*each) for each in self.chat.encode([(row.place, row.values) for row in rows]))
             return
-        prompts = [row.values.get("prompt", "") for row in rows]
-        rests = [row.values["text"] if kind == "text" else row.values["completion"] for row in rows]
-        texts = [prompt + rest for prompt, rest in zip(prompts, rests, strict=True)]
-        several = self._encoder.encode(texts, special=True, places=self._masked and kind != "text")
-        for text, prompt, encoded in zip(texts, prompts, several, strict=True):
-            yield self._document(encoded, len(prompt) if self._masked else 0, bool(text))
+        if kind == "text":
+            for row, encoded in zip(rows, self._whole([row.values["text"] for row in rows]), strict=True):
+                yield self._document(encoded.ids, 0, bool(row.values["text"]))
+            return
+        pairs = [(row.values["prompt"], row.values["completion"]) for row in rows]
+        given = self._encoder.encode_prompts([prompt for prompt, _ in pairs])
+        for pair, prompt, encoded in zip(pairs, given, self._whole(["".join(pair) for pair in pairs]), strict=True):
+            ids = self._joined(pair, prompt, encoded)
+            yield self._document(ids, len(prompt) if self._masked else 0, any(pair))
 
-    def _document(self, encoded: Encoded, prompt: int, filled: bool) -> Document:
-        """Return a text with its end-of-sequence token; its first `prompt` characters do not count."""
-        ids, counted, eos = encoded.ids, encoded.starts >= prompt, self._encoder.eos
+    def _whole(self, texts: list[str]) -> list[Encoded]:
+        return self._encoder.encode(texts, special=True, places=False)
+
+    def _joined(self, pair: tuple[str, str], prompt: np.ndarray, whole: Encoded) -> np.ndarray:
+        """Return the ids of a prompt and its answer; they begin with those that the prompt has at generation."""
+        if np.array_equal(whole.ids[: len(prompt)], prompt) and len(prompt) <= len(whole.ids) - whole.after:
+            return whole.ids
+        self._apart += 1
+        answer = self._encoder.encode_next(prompt, *pair)
+        return np.concatenate([prompt, answer, whole.ids[len(whole.ids) - whole.after :]])
+
+    def _document(self, ids: np.ndarray, prompt: int, filled: bool) -> Document:
+        """Return a text with its end-of-sequence token; its first `prompt` ids do not count."""
+        counted, eos = np.arange(len(ids)) >= prompt, self._encoder.eos
         if not filled:
             return Document(ids[:0], counted[:0])
         if eos is not None and (not len(ids) or int(ids[-1]) != eos):
             ids, counted = np.append(ids, ids.dtype.type(eos)), np.append(counted, True)
         elif eos is not None:
-            counted[-1] = True  # placed by the tokenizer, at character 0
+            counted[-1] = True
         return Document(ids, counted)

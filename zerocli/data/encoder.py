@@ -21,11 +21,17 @@ _OTHER = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 """Files of tokenizers that transformers can turn into a tokenizer.json."""
 
 
+GLUES = ("\n", ".", "a")
+"""Texts before an answer that is tokenised alone: see `FileEncoder.encode_next`."""
+
+
 class Encoded(NamedTuple):
     """The ids of a text, and the character that each begins at."""
 
     ids: np.ndarray
     starts: np.ndarray
+    after: int = 0
+    """Number of ids that the tokenizer has put after the text, such as eos."""
 
 
 class Encoder:
@@ -56,6 +62,14 @@ class Encoder:
             # A byte whose upper bits are 10 continues a character.
             found.append(Encoded(ids, np.cumsum((ids & 0xC0) != 0x80) - 1))
         return found
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids that a model is given to continue each text: with what comes before it, as bos."""
+        return [each.ids[: len(each.ids) - each.after] for each in self.encode(texts, special=True, places=False)]
+
+    def encode_next(self, ids: np.ndarray, text: str, more: str) -> np.ndarray:
+        """Return the ids of `more`, which follows a text of these ids, so that no token spans both."""
+        return self.encode([more], places=False)[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
@@ -89,8 +103,29 @@ class FileEncoder(Encoder):
         for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=special):
             ids = np.array(encoding.ids, self.dtype)
             starts = [start for start, _ in encoding.offsets] if places else np.zeros(len(ids))
-            found.append(Encoded(ids, np.array(starts, np.int64)))
+            placed = np.flatnonzero(np.array(encoding.special_tokens_mask if special else [0]) == 0)
+            after = len(ids) - 1 - int(placed[-1]) if special and len(placed) else 0
+            found.append(Encoded(ids, np.array(starts, np.int64), after))
         return found
+
+    def encode_next(self, ids: np.ndarray, text: str, more: str) -> np.ndarray:
+        """See `Encoder`. Tokenizers that put a space before a text put none before one that follows another.
+
+        So the ids are those of `more` alone, or of `more` after another text, whichever reads as the two texts do.
+        """
+        expected = self._read(self.encode([text + more], special=True, places=False)[0])
+        alone = self.encode([more], places=False)[0].ids
+        found = [alone]
+        for glue in GLUES:
+            first, both = self.encode([glue, glue + more], places=False)
+            if np.array_equal(both.ids[: len(first.ids)], first.ids):
+                found.append(both.ids[len(first.ids) :])
+        fitting = [each for each in found if self._read(Encoded(np.concatenate([ids, each]), ids)) == expected]
+        return fitting[0] if fitting else alone
+
+    def _read(self, encoded: Encoded) -> str:
+        ids = encoded.ids[: len(encoded.ids) - encoded.after]
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -16,7 +16,7 @@ import numpy as np
 
 from zerocli.data import cache
 from zerocli.data.documents import Documents
-from zerocli.engine.startup import STARTUP
+from zerocli.ranks.startup import STARTUP
 
 VERSION = 1
 IGNORED = -100

@@ -11,7 +11,7 @@ from zerocli.data import cache
 from zerocli.data.documents import Moved
 from zerocli.data.encoder import FileEncoder
 from zerocli.data.files import text_pieces
-from zerocli.engine.startup import STARTUP
+from zerocli.ranks.startup import STARTUP
 
 VERSION = 1
 

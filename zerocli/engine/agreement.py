@@ -28,12 +28,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zerocli.engine.comm import Collectives, Disagreed, Issued, gloo_beside
-from zerocli.engine.deadlock import Monitor
-from zerocli.engine.exchange import gather_json, gather_padded
-from zerocli.engine.startup import STARTUP
+from zerocli.engine.comm import Collectives, Disagreed, gloo_beside
 from zerocli.engine.streams import Readback, Waits
 from zerocli.errors import Refused
+from zerocli.ranks.deadlock import Monitor
+from zerocli.ranks.exchange import gather_json, gather_padded
+from zerocli.ranks.issued import Issued
+from zerocli.ranks.startup import STARTUP
 
 FORWARD = -1
 """End of a model call; needs no flat. Returns when no rank needs one, so that ranks leave the call together."""

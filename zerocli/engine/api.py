@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerocli.engine.compiled import tell_compiler
 from zerocli.engine.engine import Engine
-from zerocli.engine.rules import OptimizerChoice
-from zerocli.engine.settings import Settings
-from zerocli.engine.store import CONNECT_SECONDS, open_store, stay_on_loopback
+from zerocli.engine.optimizer.rules import OptimizerChoice, keywords_of
+from zerocli.engine.recompute.compiled import tell_compiler
+from zerocli.engine.settings import Keywords, Settings
+from zerocli.errors import closest
+from zerocli.ranks.store import CONNECT_SECONDS, open_store, stay_on_loopback
 
 
 def shard(
@@ -22,7 +23,7 @@ def shard(
     optimizer: OptimizerChoice = "adamw",
     lr: float | Callable[[int], float] | None = None,
     stage: int = 3,
-    **settings: Any,
+    **settings: Unpack[Keywords],
 ) -> Engine:
     """Shard `model` over the data-parallel ranks and return the engine that trains it.
 
@@ -37,9 +38,17 @@ def shard(
 def settings_of(
     optimizer: OptimizerChoice, lr: float | Callable[[int], float] | None, stage: int, given: Mapping[str, Any]
 ) -> Settings:
-    """Return the settings that keywords of `shard` mean: what is no field of `Settings` goes to the optimizer."""
+    """Return the settings that keywords of `shard` mean: what is no field of `Settings` goes to the optimizer.
+
+    Raises ValueError for a keyword that the optimizer does not take and that is probably a misspelled one of `shard`.
+    """
     known = {key: value for key, value in given.items() if key in Settings.__dataclass_fields__}
     options = dict(known.pop("options", {})) | {k: v for k, v in given.items() if k not in known and k != "options"}
+    takes = keywords_of(optimizer)
+    for keyword in options:
+        meant = closest(keyword, (*Settings.__dataclass_fields__, *takes, "example", "memory"))
+        if takes and keyword not in takes and meant and meant not in takes:
+            raise ValueError(f"shard takes no {keyword!r}; did you mean {meant}?")
     return Settings(stage=stage, optimizer=optimizer, lr=lr, options=options, **known)
 
 

@@ -11,23 +11,22 @@ import torch
 from torch import nn
 
 from offload import HBM, Placement, Record, Share, Store
-from offload.mover import Mover, StagedStore
-from offload.tierset import TierSet, shortage
+from offload.mover import StagedStore
+from offload.tierset import shortage
 from tiers.base import Tier
-from zerocli.engine import materialise
-from zerocli.engine.aliases import Aliases
-from zerocli.engine.buffers import place_buffers
-from zerocli.engine.comm import Collectives
-from zerocli.engine.master import REMAINDER, narrow, split
-from zerocli.engine.named import given, load_buffers
+from zerocli.engine.context import Context, Storage
+from zerocli.engine.guards.aliases import Aliases
 from zerocli.engine.settings import Settings
-from zerocli.engine.startup import STARTUP
-from zerocli.engine.tensor_parallel import TensorParallel
-from zerocli.engine.unit import MASTER, REPLICATED, Flat, Unit, build_flats, claim_parameters, find_units
+from zerocli.engine.states import materialise
+from zerocli.engine.states.buffers import place_buffers
+from zerocli.engine.states.named import given, load_buffers
+from zerocli.engine.units.master import REMAINDER, narrow, split
+from zerocli.engine.units.unit import MASTER, REPLICATED, Flat, Unit, build_flats, claim_parameters, find_units
 from zerocli.errors import Refused
 from zerocli.layout.buffers import gradient_arenas, gradients
-from zerocli.layout.flats import Sizing, place
+from zerocli.layout.flats import place
 from zerocli.layout.sizes import format_bytes
+from zerocli.ranks.startup import STARTUP
 
 
 class DoesNotFit(Exception):
@@ -45,22 +44,18 @@ class Builder:
         self,
         model: nn.Module,
         settings: Settings,
-        sizing: Sizing,
+        context: Context,
+        storage: Storage,
         compute: torch.dtype,
-        collectives: Collectives,
-        tensor_parallel: TensorParallel,
         state_names: Sequence[str],
-        placement: Placement,
-        tiers: TierSet,
-        mover: Mover,
         groups: Mapping[str, int],
     ) -> None:
         self._groups = groups
-        self._model, self._settings, self._sizing = model, settings, sizing
-        self._compute, self._collectives, self._states = compute, collectives, tuple(state_names)
-        self._placement, self._tiers, self._mover = placement, tiers, mover
-        self._tensor_parallel = tensor_parallel
-        self._device = collectives.device
+        self._model, self._settings, self._sizing = model, settings, context.sizing
+        self._compute, self._states = compute, tuple(state_names)
+        self._placement, self._tiers, self._mover = storage.placement, storage.tiers, storage.mover
+        self._collectives, self._tensor_parallel = context.collectives, context.tensor_parallel
+        self._device = context.device
         self._mixed = mixes(model, compute)
 
     def build(self) -> list[Unit]:

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import math
-import re
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerocli.engine import deadlock, ending
 from zerocli.engine.events import SILENT, Events
 from zerocli.engine.streams import StreamEvent
 from zerocli.errors import Refused
+from zerocli.ranks import deadlock, ending
+from zerocli.ranks.issued import Issued
+from zerocli.ranks.loss import severed
 
 # torch 2.13 renamed both; the old names warn there and the new ones are absent in 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,38 +38,6 @@ SENT = frozenset(
 """Dtypes that gloo and NCCL move as they are."""
 
 
-class Severed(RuntimeError):
-    """A collective that cannot be finished: another rank is gone, or can no longer be reached."""
-
-    def __init__(self, what: str, reason: str) -> None:
-        super().__init__(what, reason)
-        self.what, self.reason = what, reason
-        self.missing = ""
-        """The ranks that are gone, if known."""
-
-    def __str__(self) -> str:
-        self.missing = self.missing or deadlock.ended_ranks()
-        return f"{self.what} failed, another rank was lost: {self.missing or self.reason}"
-
-
-def severed(error: BaseException, what: str = "a collective") -> Severed | None:
-    """Return a Severed if the error means that a rank was lost, else None.
-
-    gloo reports it only in the message text; its "enforce fail" errors are mistakes of the caller instead.
-    """
-    text = str(error)
-    if isinstance(error, Severed):
-        return error
-    if not isinstance(error, RuntimeError):
-        return None
-    by_gloo = "/gloo/transport/" in text and "enforce fail" not in text
-    by_nccl = isinstance(error, dist.DistBackendError) and ("RemoteError" in text or "remote process exited" in text)
-    if not (by_gloo or by_nccl or isinstance(error, dist.DistNetworkError | dist.DistStoreError)):
-        return None
-    words = re.sub(r"\[[^][]*/[^][]*:\d+\]\s*", "", text).strip().partition(". This is")[0]
-    return Severed(what, (words.splitlines() or [type(error).__name__])[0][:200])
-
-
 def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return gloo over the ranks of a group, apart from the group's own collectives. Collective.
 
@@ -84,9 +51,13 @@ def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     made, kind = dist.ProcessGroup(store, rank, world), dist.ProcessGroup.BackendType.GLOO
     dist.ProcessGroup._register_backend(made, torch.device("cpu"), kind, gloo)
     dist.ProcessGroup._set_default_backend(made, kind)
-    # torch.distributed looks a group up when a collective fails, to name its backend and ranks.
+    # torch looks a group up when a collective fails and when its profiler starts: to name it, its backend and ranks.
+    name: Any = f"zerocli {number} of {group.group_name}"
     known = dist.distributed_c10d._world
+    dist.ProcessGroup._set_group_name(made, name)
+    dist.ProcessGroup._set_group_desc(made, "messages and collectives of zerocli")
     known.pg_map[made] = ("gloo", store)
+    known.pg_names[made], known.pg_backend_config[made] = name, "cpu:gloo"
     known.pg_group_ranks[made] = {each: place for place, each in enumerate(dist.get_process_group_ranks(group))}
     ending.GLOO.add(made)
     return made
@@ -141,44 +112,6 @@ class Pending:
                 self._work = None
         if self._reached is not None:
             self._reached.wait()
-
-
-@dataclass(eq=False)
-class Issued:
-    """A collective that this rank has issued: its position in the group's launch order, and its payload."""
-
-    number: int
-    kind: str
-    what: str
-    nbytes: int = 0
-    """Bytes of the full buffer, twice that for an all-reduce; 0 for control values."""
-    begun: float = field(default_factory=time.monotonic)
-    pending: Pending | None = None
-    """Its completion; None while the host is still inside the call."""
-    on_host: bool = False
-    """Whether the host waits for it (gloo): until the host does, it is open but delays nothing."""
-
-    @property
-    def since(self) -> float:
-        """When it began to delay this rank; infinity if it does not yet."""
-        if self.pending is None or not self.on_host:
-            return self.begun
-        return self.pending.since if self.pending.since is not None else math.inf
-
-    @property
-    def over(self) -> bool:
-        return self.pending is not None and self.pending.done
-
-    def restart(self) -> None:
-        """Restart the clock of its delay."""
-        self.begun = time.monotonic()
-
-    def end(self) -> None:
-        """Mark it as complete."""
-        self.pending = Pending(None, None)
-
-    def __str__(self) -> str:
-        return f"{self.kind} of {self.what or 'control values'}" if self.kind else self.what
 
 
 class Collectives:
@@ -280,8 +213,8 @@ class Collectives:
         with self._noted("all_gather", what, full.nbytes) as entry:
             sent, received = self._sendable(shard), self._sendable(full)
             work = _all_gather(received, sent, group=self._issuer, async_op=self._async)
-            entry.pending = self._pending(work, entry)
-        return entry.pending
+            pending = entry.pending = self._pending(work, entry)
+        return pending
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str = "") -> Pending:
         """Sum `full` over the ranks into each rank's `shard` of it; `shard` may be this rank's slice of `full`."""
@@ -293,8 +226,8 @@ class Collectives:
         self.nbytes["reduce_scatter"] += full.nbytes
         with self._noted("reduce_scatter", what, full.nbytes) as entry:
             work = _reduce_scatter(shard, full, group=self._issuer, async_op=self._async)
-            entry.pending = self._pending(work, entry)
-        return entry.pending
+            pending = entry.pending = self._pending(work, entry)
+        return pending
 
     def all_reduce(self, tensor: torch.Tensor, what: str = "") -> Pending:
         """Sum `tensor` over the ranks in place."""
@@ -303,8 +236,10 @@ class Collectives:
         self._require_dense(tensor)
         self.nbytes["all_reduce"] += 2 * tensor.nbytes
         with self._noted("all_reduce", what, 2 * tensor.nbytes) as entry:
-            entry.pending = self._pending(dist.all_reduce(tensor, group=self._issuer, async_op=self._async), entry)
-        return entry.pending
+            pending = entry.pending = self._pending(
+                dist.all_reduce(tensor, group=self._issuer, async_op=self._async), entry
+            )
+        return pending
 
     def sum_control(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over the ranks in place, on the current stream; counted as control traffic."""

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from zerocli.engine.agreement import Agreement, Channel, Seat
 from zerocli.engine.comm import Collectives
-from zerocli.engine.events import Events
-from zerocli.engine.gather import Gatherer
-from zerocli.engine.reduce import Reducer
-from zerocli.engine.streams import Waits
-from zerocli.engine.tensor_parallel import TensorParallel
-from zerocli.engine.unit import Flat, Unit
-from zerocli.layout.flats import Sizing
+from zerocli.engine.context import Context
+from zerocli.engine.units.gather import Gatherer
+from zerocli.engine.units.reduce import Reducer
+from zerocli.engine.units.unit import Flat, Unit
 
 
 class Connected(NamedTuple):
@@ -47,12 +42,7 @@ def open_channel(
 
 def connect(
     units: list[Unit],
-    sizing: Sizing,
-    collectives: Collectives,
-    tensor_parallel: TensorParallel,
-    device: torch.device,
-    waits: Waits,
-    events: Events,
+    context: Context,
     channel: Channel | None,
     seat: Seat,
     uneven: bool | None,
@@ -70,11 +60,7 @@ def connect(
     places = {id(flat): place for place, flat in enumerate(flats)}
     gatherer = Gatherer(
         units,
-        collectives,
-        device,
-        waits,
-        events,
-        sizing,
+        context,
         deferred,
         before_gather=before_gather,
         look_ahead=look_ahead,
@@ -83,17 +69,12 @@ def connect(
     active = channel is not None and gatherer.moves and uneven is not False
     reducer = Reducer(
         units,
-        sizing,
-        collectives,
-        device,
-        waits,
-        events,
+        context,
         # If parameters are gathered, hooks report when a unit's backward is done; otherwise its last gradient does.
         eager=not gatherer.moves,
         # The collectives of several engines are launched where their ranks exchange messages, in one order.
         together=lambda: active or (channel is not None and channel.num_slots > 1),
         settle=channel.settle if channel is not None else lambda: None,
-        tensor_parallel=tensor_parallel,
         unexpected=unexpected,
     )
 
@@ -105,11 +86,11 @@ def connect(
         return ("reduce_scatter", f"gradients of {flat.unit.title}") if flat is not None else ("all_gather", "")
 
     agreement = Agreement(
-        collectives,
+        context.collectives,
         channel,
         seat,
         active,
-        waits,
+        context.waits,
         ready=lambda: reducer.ready,
         launch=reducer.launch,
         join=lambda place: gatherer.join(flats[place]),

@@ -26,41 +26,42 @@ from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say
-from zerocli.engine import relayout, states, torch_states, whole
-from zerocli.engine.accept import refuse_full_graphs, refuse_model, refuse_scripts
-from zerocli.engine.activations import open_activations
 from zerocli.engine.agreement import Seat
-from zerocli.engine.aliases import cut_left
-from zerocli.engine.backward import Backward
-from zerocli.engine.buffers import held_buffers
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
-from zerocli.engine.compiled import CompiledBlocks
 from zerocli.engine.connect import connect, open_channel
-from zerocli.engine.counts import Counts
+from zerocli.engine.context import Context, Storage
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
-from zerocli.engine.facade import ShardedOptimizer
-from zerocli.engine.fused import can_fuse
-from zerocli.engine.gather import Left
-from zerocli.engine.groups import arrange
-from zerocli.engine.hooks import Hooks
-from zerocli.engine.modules import outside_of_units, register_method
-from zerocli.engine.named import IncompatibleKeys
-from zerocli.engine.optim import FlatOptimizer, Group, StepValues
-from zerocli.engine.parameters import Owners, guard, is_sharded, refuse_unsuitable, unguard
+from zerocli.engine.guards.accept import refuse_full_graphs, refuse_model, refuse_scripts
+from zerocli.engine.guards.aliases import cut_left
+from zerocli.engine.guards.parameters import Owners, guard, is_sharded, refuse_unsuitable, unguard
+from zerocli.engine.optimizer.counts import Counts
+from zerocli.engine.optimizer.facade import ShardedOptimizer
+from zerocli.engine.optimizer.fused import can_fuse
+from zerocli.engine.optimizer.groups import arrange
+from zerocli.engine.optimizer.optim import FlatOptimizer, Group, StepValues
+from zerocli.engine.optimizer.rules import make_optimizer, prove, unsuitable
+from zerocli.engine.optimizer.step import StepResult, exchange_norms, scaling
+from zerocli.engine.optimizer.update import Updater
+from zerocli.engine.optimizer.update_place import choose_update
+from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
 from zerocli.engine.precision import LossScale, precision, refuse_half
-from zerocli.engine.rules import make_optimizer, prove, unsuitable
+from zerocli.engine.recompute.activations import open_activations
+from zerocli.engine.recompute.compiled import CompiledBlocks
 from zerocli.engine.settings import Settings
-from zerocli.engine.step import StepResult, exchange_norms, scaling
+from zerocli.engine.states import relayout, states, torch_states, whole
+from zerocli.engine.states.buffers import held_buffers
+from zerocli.engine.states.named import IncompatibleKeys
+from zerocli.engine.states.unshard import unsharded_model
+from zerocli.engine.states.verified import VerifiedReads
 from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes
-from zerocli.engine.unit import Flat, Unit, recomputed_units
-from zerocli.engine.unshard import unsharded_model
-from zerocli.engine.update import Updater
-from zerocli.engine.update_place import choose_update
-from zerocli.engine.verified import VerifiedReads
-from zerocli.engine.whole_rule import PersistentOptimizer
+from zerocli.engine.units.backward import Backward
+from zerocli.engine.units.gather import Left
+from zerocli.engine.units.hooks import Hooks
+from zerocli.engine.units.modules import outside_of_units, register_method
+from zerocli.engine.units.unit import Flat, Unit, recomputed_units
 from zerocli.errors import Refused
 from zerocli.layout.buffers import Spec, persistent
 from zerocli.layout.categories import HELD
@@ -95,7 +96,12 @@ class Engine:
         self.tensor_parallel.split(self.model)
         self.rule: FlatOptimizer = make_optimizer(settings.optimizer, settings.options)
         self.arranged = arrange(
-            *(self.model, self.rule, settings.optimizer, settings.groups, settings.lr, settings.weight_decay)
+            self.model,
+            self.rule,
+            optimizer=settings.optimizer,
+            groups=settings.groups,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
         )
         self._prove_rule()
         if reason := unsuitable(self.rule, list(self.model.named_parameters())):
@@ -120,8 +126,12 @@ class Engine:
         self.counts = Counts(self.device, self.rule.split)
         self.counts.add(entry.name for flat in self.trainable() for entry in flat.layout.entries)
         self.optimizer = ShardedOptimizer(
-            *(self, self.rule, settings.optimizer, settings.lr, self.arranged),
-            dict(self.model.named_parameters()),
+            self,
+            self.rule,
+            optimizer=settings.optimizer,
+            lr=settings.lr,
+            arranged=self.arranged,
+            parameters=dict(self.model.named_parameters()),
         )
         if isinstance(self.rule, PersistentOptimizer):
             named = dict(self.model.named_parameters())
@@ -139,8 +149,13 @@ class Engine:
         on_cpu, self.update_reason = choose_update(settings.update, self.device, offloaded, self.sizing.split_master)
         self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
         self.updater = Updater(
-            *(self.rule, self.counts, self.collectives, self.device),
-            *(self.sizing, self.events, settings.chunk_device),
+            self.rule,
+            self.counts,
+            self.collectives,
+            self.device,
+            sizing=self.sizing,
+            events=self.events,
+            chunk_device=settings.chunk_device,
         )
         choice = settings.recomputed if isinstance(settings.recompute, Recompute) else settings.recompute
         recomputed = recomputed_units(self.units, choice)
@@ -162,10 +177,14 @@ class Engine:
         if words and self.collectives.rank == 0 and self.tensor_parallel.rank == 0:
             say(words)
 
+    def _context(self) -> Context:
+        return Context(self.device, self.collectives, self.tensor_parallel, self.waits, self.events, sizing=self.sizing)
+
     def _connect(self) -> None:
         """Make what issues the collectives of the current flats."""
         self.gatherer, self.reducer, self.agreement = connect(
-            *(self.units, self.sizing, self.collectives, self.tensor_parallel, self.device, self.waits, self.events),
+            self.units,
+            self._context(),
             channel=self.channel,
             seat=self.seat,
             uneven=self.settings.uneven,
@@ -194,8 +213,13 @@ class Engine:
         if settings.keep_gradients is not None:
             self.sizing = dataclasses.replace(self.sizing, keep_gradients=settings.keep_gradients)
         self._builder = Builder(
-            *(self.model, settings, self.sizing, self.precision.compute, self.collectives, self.tensor_parallel),
-            *(self.rule.state_names, self.placement, self.tiers, self.mover, self.arranged.group_of),
+            self.model,
+            settings,
+            self._context(),
+            Storage(self.placement, self.tiers, self.mover),
+            self.precision.compute,
+            self.rule.state_names,
+            self.arranged.group_of,
         )
         try:
             return self._builder.build()
@@ -510,7 +534,7 @@ class Engine:
         divisor = self.passes.divisor if self.has_gradients else None
         trainable = list(self.trainable())
         return whole.gradient(
-            *(self.model, trainable, self.reducer, self.collectives, self.tensor_parallel, name, divisor)
+            self.model, trainable, self.reducer, self.collectives, self.tensor_parallel, name, divisor
         )
 
     # -- whole states, under the model's own names: see states.py --------------------------------------------------
@@ -536,7 +560,7 @@ class Engine:
         self.synchronize()
         self.hooks.parameters_changed(self.flats())
         loaded = states.load_model_state(
-            *(self.model, self.flats(), self.collectives, self.tensor_parallel, state, strict)
+            self.model, self.flats(), self.collectives, self.tensor_parallel, state, strict
         )
         self._cut_views()
         return loaded

@@ -18,8 +18,9 @@ from tiers.events import NOTHING, Scope, TierEvents
 if TYPE_CHECKING:
     from tiers.base import Block
     from tiers.transfer import Transfer
-    from zerocli.engine.comm import Collectives, Issued, Pending
-    from zerocli.engine.unit import Unit
+    from zerocli.engine.comm import Collectives, Pending
+    from zerocli.engine.units.unit import Unit
+    from zerocli.ranks.issued import Issued
 
 FORWARD, BACKWARD, OPTIMIZER, EXCHANGE = "forward", "backward", "optimizer", "exchange"
 """The phases: a forward of the model, `backward`, `step`, and an exchange of small values between all ranks."""
@@ -84,7 +85,7 @@ class Events(TierEvents):
         """Report that a step has ended, after its last phase."""
 
     def start(self, stage: str) -> None:
-        """Report a stage of process startup; only `STARTUP.events` does."""
+        """Report a stage of process startup; only `STARTUP` does."""
 
     def save(self, stage: str) -> None:
         """Report a stage of saving a checkpoint; called from the saver's threads."""

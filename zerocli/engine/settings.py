@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from os import PathLike
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from offload.placement import Placement
 from zerocli.config.sharding import Sharding
 from zerocli.engine.events import Events
-from zerocli.engine.groups import ParamGroup
-from zerocli.engine.rules import OptimizerChoice
-from zerocli.engine.unit import UnitChoice
+from zerocli.engine.optimizer.groups import ParamGroup
+from zerocli.engine.optimizer.rules import OptimizerChoice
+from zerocli.engine.units.unit import UnitChoice
 from zerocli.layout.recompute import Recompute
 
 
@@ -86,3 +88,54 @@ class Settings(Sharding):
     chunk_device: str = ""
     """Device type whose update chunk size is used; by default the engine's own. For tracing a GPU's step on tensors
     without memory."""
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords of `zerocli.shard` after the first ones: the fields of `Settings`, which describes them.
+
+    Then the optimizer's most common arguments; any other that it takes may be given as well, or in `options`.
+    """
+
+    weight_decay: float | None
+    groups: Sequence[ParamGroup]
+    precision: str
+    keep_fp32: str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
+    cast_inputs: bool
+    master: str
+    accumulate: int
+    clip: float | None
+    reduce: str
+    offload: Placement | str
+    update: str
+    defer_update: bool
+    nvme_path: str | PathLike[str] | Sequence[str | PathLike[str]]
+    staging_nbytes: int
+    read_ahead_nbytes: int
+    verify: bool
+    tier_options: Mapping[str, Mapping[str, Any]]
+    units: UnitChoice
+    recompute: bool | int | str | Recompute | UnitChoice
+    partition_activations: bool
+    compile: bool | str
+    compile_backend: str
+    steps: int
+    bucket_nbytes: int
+    gather_buffers: int
+    keep_gradients: bool | None
+    seed: int
+    state: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor] | None
+    empty: bool
+    device: torch.device | str | None
+    group: dist.ProcessGroup | None
+    tp: int | DeviceMesh
+    uneven: bool | None
+    watch: Callable[[Any], None]
+    events: Events | Sequence[Events]
+    chunk_device: str
+    options: Mapping[str, Any]
+    betas: tuple[float, float]
+    eps: float
+    amsgrad: bool
+    maximize: bool
+    momentum: float
+    nesterov: bool

@@ -32,13 +32,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from zerocli.engine.buffers import take_first
 from zerocli.engine.comm import Collectives
 from zerocli.engine.events import SILENT, Events
-from zerocli.engine.selective import change_once
-from zerocli.engine.startup import STARTUP
+from zerocli.engine.recompute.selective import change_once
+from zerocli.engine.states.buffers import take_first
 from zerocli.engine.streams import SideStream, Waits
 from zerocli.layout.shards import nearest_divisor
+from zerocli.ranks.startup import STARTUP
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,7 +18,7 @@ from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular, write_text
 BENCH_NBYTES = 1 << 30
 BENCH_SECONDS = 5.0
 COMPUTE = "compute"
-"""Names the rates of `zerocli.engine.rates`."""
+"""Names the rates of `zerocli.engine.optimizer.rates`."""
 
 
 def gather(paths: tuple[str, ...]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def measure(facts: dict[str, Any], paths: tuple[str, ...]) -> None:
 def _compute_rates() -> dict[str, float]:
     import torch
 
-    from zerocli.engine.rates import measure_rates
+    from zerocli.engine.optimizer.rates import measure_rates
     from zerocli.plan.host_times import measure_host
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

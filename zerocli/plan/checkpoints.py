@@ -1,4 +1,4 @@
-"""Activation checkpoints in a replayed step: the rules of `offload/stack.py` and `engine/activations.py`."""
+"""Activation checkpoints in a replayed step: the rules of `offload/stack.py` and `engine/recompute/activations.py`."""
 
 from __future__ import annotations
 

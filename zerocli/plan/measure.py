@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerocli.engine.optim import At, FlatOptimizer, Group
+from zerocli.engine.optimizer.optim import At, FlatOptimizer, Group
 
 
 class LiveBytes(TorchDispatchMode):

@@ -190,7 +190,7 @@ def _count(sharding: Sharding) -> tuple[int, tuple[int, int]]:
     name, options = sharding.optimizer.lower(), sharding.options
     key = (name, repr(sorted(options.items())))
     if key not in _counted:
-        from zerocli.engine.rules import make_optimizer
+        from zerocli.engine.optimizer.rules import make_optimizer
         from zerocli.plan.measure import update_arrays
 
         try:

@@ -24,14 +24,14 @@ from offload.placement import Placement
 from tiers.events import NOTHING, Scope
 from zerocli.config import AUTO, Sharding
 from zerocli.engine.build import mixes
-from zerocli.engine.comm import Collectives, Issued
+from zerocli.engine.comm import Collectives
 from zerocli.engine.engine import Engine
 from zerocli.engine.events import Events
 from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.settings import Settings
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes, planned_cuts
-from zerocli.engine.unit import Unit as EngineUnit
-from zerocli.engine.unit import UnitChoice, claim_parameters, find_units, recomputed_units
+from zerocli.engine.units.unit import Unit as EngineUnit
+from zerocli.engine.units.unit import UnitChoice, claim_parameters, find_units, recomputed_units
 from zerocli.errors import UserError
 from zerocli.layout.recompute import WHOLE, Recompute
 from zerocli.models.loss import chunks_of
@@ -42,6 +42,7 @@ from zerocli.plan.operations import Operations
 from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Parameter, Unit
 from zerocli.plan.traced import TRACED, Traced, way
+from zerocli.ranks.issued import Issued
 
 MAX_RANKS = 4096
 MAX_OPERATIONS = 50_000

@@ -18,12 +18,12 @@ from zerocli.config import Config
 from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.engine.engine import Engine
-from zerocli.engine.exchange import gather_json
 from zerocli.layout.categories import CATEGORIES
 from zerocli.profile import places
 from zerocli.profile.document import assemble
 from zerocli.profile.lines import Line, device_peak
 from zerocli.profile.runs import FILE
+from zerocli.ranks.exchange import gather_json
 from zerocli.regular_files import write_text
 
 _WHERE = {

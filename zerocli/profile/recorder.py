@@ -15,13 +15,14 @@ from torch.utils._pytree import tree_leaves
 from tiers.base import Block
 from tiers.events import NOTHING, Scope
 from tiers.transfer import Transfer
-from zerocli.engine.comm import Collectives, Issued, Pending
+from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.engine import Engine
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Events
-from zerocli.engine.unit import Unit
+from zerocli.engine.units.unit import Unit
 from zerocli.profile import clock as clocks
 from zerocli.profile.clock import Clock
 from zerocli.profile.places import pieces
+from zerocli.ranks.issued import Issued
 
 _COLLECTIVES = {"all_gather": clocks.GATHER, "reduce_scatter": clocks.REDUCE, "all_reduce": clocks.REDUCE}
 _TRANSFERS = {

@@ -10,13 +10,13 @@ from pathlib import Path
 from zerocli.config import Config
 from zerocli.config.options import RunOptions
 from zerocli.console import say
+from zerocli.data.held_out import HeldOut
+from zerocli.data.texts import Codec, open_codec
 from zerocli.engine.engine import Engine
 from zerocli.regular_files import lines_of, open_regular, write_text
 from zerocli.run.complete import Sampling, complete
 from zerocli.run.evaluate import Evaluated, Evaluations, evaluate
-from zerocli.run.held_out import HeldOut
-from zerocli.run.texts import Codec, open_codec
-from zerocli.run.writers import Writers
+from zerocli.run.output.writers import Writers
 
 SAMPLES = "samples.jsonl"
 """In the run folder: one line per sample."""

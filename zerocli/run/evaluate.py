@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from zerocli.console import say
+from zerocli.data.held_out import IGNORED, HeldOut
 from zerocli.engine.engine import Engine
-from zerocli.engine.exchange import gather_json
+from zerocli.ranks.exchange import gather_json
 from zerocli.regular_files import lines_of, write_text
-from zerocli.run.held_out import IGNORED, HeldOut
 
 FILE = "eval.jsonl"
 """In the run folder: one line per evaluation."""

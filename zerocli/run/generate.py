@@ -19,13 +19,13 @@ from zerocli.checkpoint.state import Mismatch
 from zerocli.config import Config, hub
 from zerocli.config.file import read_values
 from zerocli.console import printable, say, show_json, silence_stdout
+from zerocli.data.texts import Codec, open_codec
 from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, OK, UserError
 from zerocli.layout.sizes import count_of, format_count
 from zerocli.run.complete import PADDED_TO, Sampling, complete
-from zerocli.run.texts import Codec, open_codec
+from zerocli.run.processes.watchdog import Watchdog, end_process
 from zerocli.run.trainer import join_ranks, make_engine, make_model
-from zerocli.run.watchdog import Watchdog, end_process
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -18,10 +20,11 @@ from zerocli.engine import api
 from zerocli.engine.build import matches
 from zerocli.engine.device import choose_device
 from zerocli.engine.engine import Engine
-from zerocli.engine.optim import FusedAdam
+from zerocli.engine.optimizer.optim import FusedAdam
+from zerocli.engine.optimizer.rules import OptimizerChoice, make_optimizer
 from zerocli.engine.precision import PRECISIONS, precision
-from zerocli.engine.rules import OptimizerChoice, make_optimizer
-from zerocli.engine.unit import find_units
+from zerocli.engine.settings import Keywords, Settings
+from zerocli.engine.units.unit import find_units
 from zerocli.errors import Refused, UserError
 
 if TYPE_CHECKING:
@@ -39,13 +42,13 @@ def shard(
     *,
     example: Example | None = None,
     memory: int = 0,
-    **settings: Any,
+    **settings: Unpack[Keywords],
 ) -> Engine:
     """Shard `model` over the data-parallel ranks and return the engine that trains it.
 
     The model itself does not change: `model(batch)` and `engine(batch)` are the same. Further keywords are the fields
-    of `engine.settings.Settings` (precision, accumulate, clip, weight_decay, units, recompute, ...); what is not one of
-    them goes to the optimizer (betas, eps, momentum, ...). Under torchrun the process group is opened if necessary.
+    of `engine.settings.Settings`, which describes each (precision, accumulate, clip, units, recompute, ...); what is
+    not one of them goes to the optimizer (betas, eps, ...). Under torchrun the process group is opened if necessary.
 
     With `tp=N` groups of N neighbouring ranks split a built-in model's layers between them, before the rest is sharded
     over the others; those N must get the same batches and, where there is dropout, be seeded alike.
@@ -55,12 +58,26 @@ def shard(
     and returns the loss; it is traced on tensors without memory, so its own tensors are best on the CPU. `memory` is
     how many bytes of its device each rank may take; 0: all that is free. The choice is printed as keywords.
     """
-    if settings.get("offload") == AUTO:
-        settings |= _choose(model, optimizer, stage, example, memory, settings)
-        stage = settings.pop("stage")
+    given: dict[str, Any] = {**settings}
+    if given.get("offload") == AUTO:
+        given |= _choose(model, optimizer, stage, example, memory, given)
+        stage = given.pop("stage")
     elif example is not None or memory:
         raise ValueError('example and memory are for offload="auto"')
-    return api.shard(model, optimizer, lr, 3 if stage is None else stage, **settings)
+    return api.shard(model, optimizer, lr, 3 if stage is None else stage, **given)
+
+
+def _whole_signature() -> inspect.Signature:
+    """Return the signature of `shard` with all its keywords, for help() and completion in a notebook."""
+    named = inspect.signature(shard)
+    *first, rest = named.parameters.values()
+    fields = [f for f in dataclasses.fields(Settings) if f.name not in named.parameters]
+    defaults = {f.name: {} if f.default is dataclasses.MISSING else f.default for f in fields}
+    more = [rest.replace(name=n, kind=rest.KEYWORD_ONLY, default=d, annotation=rest.empty) for n, d in defaults.items()]
+    return named.replace(parameters=[*first, *more, rest.replace(name="optimizer_arguments", annotation=rest.empty)])
+
+
+shard.__signature__ = _whole_signature()  # type: ignore[attr-defined]
 
 
 def _choose(

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from offload.placement import Placement
 from zerocli.config import AUTO, Config, sharding_of
 from zerocli.engine.precision import precision
-from zerocli.engine.startup import STARTUP
 from zerocli.errors import UserError
 from zerocli.layout.recompute import WHOLE, Recompute
 from zerocli.plan.factory import build_foreign
@@ -26,6 +25,7 @@ from zerocli.plan.model import Model
 from zerocli.plan.recompute import decide, room_here
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.traced import TRACED, Traced
+from zerocli.ranks.startup import STARTUP
 
 NOT_TRACED = "it was not traced"
 _ROUNDS = itertools.count()

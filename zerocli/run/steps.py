@@ -14,18 +14,18 @@ from zerocli.checkpoint.best import Best
 from zerocli.config import Config, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say
+from zerocli.data.batches import Batch, Batches, Prefetcher
 from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, UserError
 from zerocli.garbage import long_lived
 from zerocli.profile.lines import History, Line
-from zerocli.run import report
 from zerocli.run.between import Between
-from zerocli.run.data import Batch, Batches, Prefetcher
-from zerocli.run.launch import saves
-from zerocli.run.metrics import MetricsFile, Recorder
-from zerocli.run.preempt import Preemption
-from zerocli.run.watchdog import Watchdog
-from zerocli.run.writers import Writers
+from zerocli.run.output import report
+from zerocli.run.output.metrics import MetricsFile, Recorder
+from zerocli.run.output.writers import Writers
+from zerocli.run.processes.launch import saves
+from zerocli.run.processes.preempt import Preemption
+from zerocli.run.processes.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from zerocli.checkpoint.saver import Saver

@@ -28,14 +28,14 @@ from zerocli.checkpoint.folder import Folder
 from zerocli.config import AUTO, Config, notes_of, num_micro_steps, sharding_of, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say, show, show_if_unfit, show_json
+from zerocli.data.batches import Batches
+from zerocli.data.held_out import describe, open_held_out, split_share
+from zerocli.data.sources import check_data, epochs_line, open_batches, refuse_without_positions, with_epochs
 from zerocli.engine.api import open_process_group
 from zerocli.engine.build import DoesNotFit
-from zerocli.engine.comm import severed
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.engine.settings import Settings
-from zerocli.engine.startup import STARTUP
-from zerocli.engine.store import CONNECT_SECONDS
 from zerocli.engine.tensor_parallel import local_numel
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
 from zerocli.models import Decoder, build_model
@@ -43,13 +43,18 @@ from zerocli.plan.factory import build_foreign
 from zerocli.plan.preflight import preflight, refuse_disks, smallest_change
 from zerocli.plan.traced import Traced
 from zerocli.profile.observer import Observer
+from zerocli.ranks.loss import severed
+from zerocli.ranks.startup import STARTUP
+from zerocli.ranks.store import CONNECT_SECONDS
+from zerocli.ranks.worker import job_name
 from zerocli.regular_files import own_folder, sync_folder, write_text
-from zerocli.run import rank_loss, report
 from zerocli.run.automatic import Chosen, choose_or_nearest, choose_together, with_open_batch
 from zerocli.run.between import Between
-from zerocli.run.data import Batches
-from zerocli.run.held_out import describe, open_held_out, split_share
-from zerocli.run.launch import JOB_FILE, open_files
+from zerocli.run.folders.run_lock import lock_run_folder
+from zerocli.run.output import report
+from zerocli.run.processes import rank_loss
+from zerocli.run.processes.launch import JOB_FILE, open_files
+from zerocli.run.processes.watchdog import START_SECONDS, Watchdog, end_process
 from zerocli.run.recompute import (
     NOT_TRACED,
     choose_blocks,
@@ -59,12 +64,8 @@ from zerocli.run.recompute import (
     run_setup,
     trace_factory,
 )
-from zerocli.run.run_lock import lock_run_folder
 from zerocli.run.schedule import make_schedule
-from zerocli.run.sources import check_data, epochs_line, open_batches, refuse_without_positions, with_epochs
 from zerocli.run.steps import Diverged, Run, micro_step, run_steps
-from zerocli.run.watchdog import START_SECONDS, Watchdog, end_process
-from zerocli.worker import job_name
 
 
 def work(config: Config, options: RunOptions, observer: Observer | None = None) -> int:
@@ -81,7 +82,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
     traced = trace_factory(config, options.auto)
     watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir))
     try:
-        with watchdog, STARTUP.events.including(options.events):
+        with watchdog, STARTUP.reporting_to(options.events):
             join_ranks(config, watchdog)
             # Our own launcher has locked the folder already; under torchrun or SLURM, rank 0 locks it.
             first = "ZEROCLI_PARENT" not in os.environ and (not dist.is_initialized() or dist.get_rank() == 0)
@@ -113,7 +114,7 @@ def join_ranks(config: Config, watchdog: Watchdog) -> None:
 
     def met(store: dist.Store) -> None:
         watchdog.connect(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store)
-        STARTUP.events.start("opening the process group")
+        STARTUP.report("opening the process group")
 
     limit = config.train.watchdog
     with STARTUP.waiting("opening the process group"):
@@ -311,7 +312,7 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
     """Load the run's starting state into the engine; return its first step. Collective."""
     if not options.resume and not config.train.init_from:
         return 1
-    from zerocli.run import resume  # imports torch's checkpoints, which takes a second
+    from zerocli.run.folders import resume  # imports torch's checkpoints, which takes a second
 
     return resume.begin(config, options, engine, batches, say if rank == 0 else (lambda text: None))
 

@@ -1,0 +1,169 @@
+"""Held-out data: which part of the data is never trained on, and its batches in order, each token once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from zerocli.config import Config
+from zerocli.data.tokens import TokenSource
+from zerocli.errors import UserError
+from zerocli.layout.sizes import count_of
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED = -100
+"""A target of this value is not counted (zerocli.models.loss.IGNORED)."""
+DEFAULT_SPLIT = 0.05
+"""Share that is held out if evaluations are asked for and no data is named for them."""
+
+
+class HeldOut(Protocol):
+    """Batches of held-out data: (tokens, targets) or (tokens, targets, positions), int64 of shape (batch, seq)."""
+
+    num_batches: int
+    positions: bool
+    """Whether batches have positions."""
+
+    def batch(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Return batch `index`; together the batches have each held-out target once."""
+        ...
+
+
+class Section(TokenSource):
+    """The tokens start..stop-1 of a source, as a source of its own."""
+
+    def __init__(self, whole: TokenSource, start: int, stop: int) -> None:
+        super().__init__([], whole.vocab)
+        self.whole, self.start, self.stop = whole, start, stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def max_id(self) -> int:
+        return self.whole.max_id
+
+    def slice(self, start: int, length: int) -> np.ndarray:
+        if not 0 <= start <= start + length <= len(self):
+            raise IndexError(f"tokens {start}..{start + length} of a section of {len(self)}")
+        return self.whole.slice(self.start + start, length)
+
+    def check(self) -> None:
+        self.whole.check()
+
+    def rest(self) -> Section:
+        """Return the tokens after this section."""
+        return Section(self.whole, self.stop, len(self.whole))
+
+
+def evaluates(config: Config) -> bool:
+    """Return whether a run has held-out data."""
+    return bool(config.data.validation or split_share(config))
+
+
+def split_share(config: Config) -> float:
+    """Return the share of `data.path` that is held out."""
+    if config.data.validation or config.data.split:
+        return config.data.split
+    return DEFAULT_SPLIT if config.train.eval_every else 0.0
+
+
+def training_part(source: TokenSource, config: Config) -> TokenSource:
+    """Return the tokens to train on: all, or those before the held-out share; raise UserError if either is too short.
+
+    Where the data is cut is a pure function of the config, so a resumed run never trains on what was held out.
+    """
+    share, seq = split_share(config), config.train.seq
+    if not share:
+        return source
+    held = round(len(source) * share)
+    if held < 2 or len(source) - held < seq + 1:
+        raise UserError(
+            f"{config.data.path or 'the data'}: {len(source)} tokens are too few to hold out {share:g} of them: "
+            f"{len(source) - held} are left to train on, {held} to evaluate; one sequence needs {seq + 1} (seq + 1)",
+            hint="--set data.validation=FILE, or another --set data.split=...",
+        )
+    return Section(source, 0, len(source) - held)
+
+
+def describe(config: Config, held_out: HeldOut) -> str:
+    """Return the line that says what is held out, and when it is evaluated."""
+    data, train = config.data, config.train
+    what = data.validation or f"the last {data.split:.4g} of the data (data.split), which is not trained on"
+    when = f"every {train.eval_every} steps and at the end" if train.eval_every else "at the end"
+    batches = min(held_out.num_batches, train.eval_batches or held_out.num_batches)
+    sequences = f"{batches} x {count_of(train.batch, 'sequence')} of {train.seq} tokens"
+    return f"evaluation {when}: {what}; {sequences}"
+
+
+class TokenPass:
+    """A token source in consecutive windows of `seq` targets; the remainder is a last, shorter batch of its own."""
+
+    def __init__(self, source: TokenSource, batch: int, seq: int) -> None:
+        self._source, self._batch, self._seq = source, batch, seq
+        self._whole = (len(source) - 1) // seq
+        self._rest = len(source) - 1 - self._whole * seq
+        self.num_batches = -(-self._whole // batch) + (self._rest > 0)
+        self.positions = False
+
+    def batch(self, index: int) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        first = index * self._batch
+        if first >= self._whole:
+            windows = self._source.slice(self._whole * self._seq, self._rest + 1)[None]
+        else:
+            last = min(first + self._batch, self._whole)
+            windows = np.stack([self._source.slice(at * self._seq, self._seq + 1) for at in range(first, last)])
+        return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+
+
+class Samples(Protocol):
+    """Samples by global index, as those of training; one pass is samples 0..num_windows-1."""
+
+    num_windows: int
+
+    @property
+    def positions(self) -> bool: ...
+
+    def take(self, samples: range) -> tuple[torch.Tensor, ...]: ...
+
+
+class SamplePass:
+    """One pass over samples that are addressed by global index, such as packed documents."""
+
+    def __init__(self, samples: Samples, batch: int) -> None:
+        self._samples, self._batch = samples, batch
+        self.num_batches = -(-samples.num_windows // batch)
+        self.positions = samples.positions
+
+    def batch(self, index: int) -> tuple[torch.Tensor, ...]:
+        first = index * self._batch
+        return self._samples.take(range(first, min(first + self._batch, self._samples.num_windows)))
+
+
+class Data(Protocol):
+    """What training reads, as far as evaluation asks: see `run.data.Batches`."""
+
+    def one_pass(self, batch: int) -> HeldOut: ...
+
+    def held_out(self, batch: int) -> HeldOut | None: ...
+
+
+def open_held_out(
+    config: Config, batches: Data, open_batches: Callable[[Config, bool], Data], check: bool = True
+) -> HeldOut | None:
+    """Return the batches to evaluate on: of `data.validation`, or the part of the data that `batches` leaves out."""
+    if not evaluates(config):
+        return None
+    train = config.train
+    if not config.data.validation:
+        return batches.held_out(train.batch)
+    data = dataclasses.replace(config.data, path=config.data.validation, validation="", split=0.0)
+    alone = dataclasses.replace(config, data=data, train=dataclasses.replace(train, eval_every=0))
+    return open_batches(alone, check).one_pass(train.batch)

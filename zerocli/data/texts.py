@@ -1,0 +1,56 @@
+"""Text to token ids and back: a tokenizer.json, or bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from zerocli.config import Config
+from zerocli.data.encoder import BYTES, Encoder, find_tokenizer, open_encoder
+from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular
+
+
+class Codec:
+    """Encodes a prompt and decodes what a model generates; `ends` are the ids that end a text."""
+
+    def __init__(self, encoder: Encoder, ends: frozenset[int] = frozenset()) -> None:
+        self.ends, self._encoder = ends, encoder
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a prompt, with those that the tokenizer puts before a text."""
+        whole = text.encode("utf-8", "replace").decode()  # a terminal may give half a character
+        return [int(each) for each in self._encoder.encode_prompts([whole])[0]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoder.decode(ids)
+
+    def continuation(self, prompt: Sequence[int], made: Sequence[int]) -> str:
+        """Return the text of `made` as it follows `prompt`: alone, tokenizers drop a space at its beginning."""
+        before, whole = self.decode(prompt), self.decode([*prompt, *made])
+        return whole[len(before) :] if whole.startswith(before) else self.decode(made)
+
+
+def open_codec(config: Config, folder: str = "") -> Codec:
+    """Return the codec of a run or of a model's folder: its tokenizer.json, or bytes if it has none."""
+    # A run may ask for bytes; of a folder that has a tokenizer nobody does.
+    asked = "" if folder and config.data.tokenizer == BYTES else config.data.tokenizer
+    folder = folder or config.model.folder
+    tokenizer, _ = find_tokenizer(asked, folder)
+    folder = os.path.dirname(folder) if os.path.isfile(folder) else folder
+    return Codec(open_encoder(tokenizer), end_ids(folder) if folder else frozenset())
+
+
+def end_ids(folder: str) -> frozenset[int]:
+    """Return the ids that end a text, as generation_config.json or config.json of a folder says."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder, name)
+        try:
+            found = json.loads(read_regular(path, MAX_CONFIG_NBYTES)).get("eos_token_id") if path.is_file() else None
+        except (ValueError, AttributeError, OSError):
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+            return frozenset(ids)
+    return frozenset()

@@ -1,0 +1,38 @@
+"""What the parts of one engine share: its device and ranks, the sizes of its buffers, and whom it reports to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from offload import Placement
+from offload.mover import Mover
+from offload.tierset import TierSet
+from zerocli.engine.comm import Collectives
+from zerocli.engine.events import Events
+from zerocli.engine.streams import Waits
+from zerocli.engine.tensor_parallel import TensorParallel
+from zerocli.layout.flats import Sizing
+
+
+@dataclass(frozen=True)
+class Context:
+    """Given to every part of an engine that issues work."""
+
+    device: torch.device
+    collectives: Collectives
+    """Of the data-parallel ranks."""
+    tensor_parallel: TensorParallel
+    waits: Waits
+    events: Events
+    sizing: Sizing
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where states are kept beside the device."""
+
+    placement: Placement
+    tiers: TierSet
+    mover: Mover

@@ -1,0 +1,149 @@
+"""What a trial of an optimizer must see and leave alone outside of parameters and states: hooks, attributes, classes,
+random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerocli.engine.optimizer.copies import HOOKS, METHODS, SHARED_HOOKS, Source
+
+PRIVATE = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "state", "param_groups")
+"""Attributes of every optimizer that say nothing of its rule."""
+
+
+@contextlib.contextmanager
+def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep torch from running step hooks: the engine runs them itself, once per step."""
+    shared = (*SHARED_HOOKS.values(), *(vars(optimizer).get(name, {}) for name in HOOKS[:2]))
+    kept = [(hooks, dict(hooks)) for hooks in shared if hooks]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, entries in kept:
+            hooks.update(entries)
+
+
+def frozen(value: Any, depth: int = 4) -> Any:
+    """Return something that differs if the value was changed."""
+    if isinstance(value, torch.Tensor):
+        return (id(value), value._version)
+    if isinstance(value, str | bytes | int | float | complex | None):
+        return repr(value)
+    if depth and isinstance(value, dict):
+        return tuple((frozen(k, 0), frozen(v, depth - 1)) for k, v in value.items())
+    if depth and isinstance(value, list | tuple | set | frozenset) or type(value).__name__ == "deque":
+        return tuple(frozen(each, depth - 1) for each in value)
+    if depth and hasattr(value, "__dict__") and not isinstance(value, type | types.FunctionType | types.ModuleType):
+        return (id(value), *(frozen(each, depth - 1) for each in vars(value).values()))
+    return id(value)
+
+
+def kept_outside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer keeps on itself, in its groups and on its class, by the words of a message."""
+    found = {f"self.{k}": frozen(v) for k, v in vars(optimizer).items() if k not in (*PRIVATE, *HOOKS, *METHODS)}
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if key != "params":
+                word = f'param_groups[...]["{key}"]'
+                found[word] = (found.get(word), frozen(value))
+    for kind in _classes(type(optimizer)):
+        for key, value in vars(kind).items():
+            if isinstance(value, int | float | list | dict | set | torch.Tensor) and not key.startswith("__"):
+                found[f"{kind.__name__}.{key}"] = frozen(value)
+    loose = {key: v for key, v in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return found | {"self.state": frozen(loose)}
+
+
+def _classes(kind: type) -> list[type]:
+    return [
+        k for k in kind.__mro__ if k not in (torch.optim.Optimizer, object) and not k.__module__.startswith("torch.")
+    ]
+
+
+@contextlib.contextmanager
+def random_restored() -> Iterator[set[str]]:
+    """Leave all random numbers as they are; afterwards the set says whose were drawn, other than torch's."""
+    drawn: set[str] = set()
+    before, numpys = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield drawn
+    if random.getstate() != before:
+        drawn.add("Python's random")
+        random.setstate(before)
+    if not all(np.array_equal(a, b) for a, b in zip(numpys, np.random.get_state(), strict=True)):
+        drawn.add("numpy.random")
+        np.random.set_state(numpys)
+
+
+@contextlib.contextmanager
+def class_restored(kind: Any) -> Iterator[None]:
+    """Undo what a trial changes on the user's class: counts and the like."""
+    kinds = _classes(kind) if isinstance(kind, type) else []
+    plain = (int, float, list, dict, set, torch.Tensor)
+    kept = [(k, n, v, _copied(v)) for k in kinds for n, v in vars(k).items() if isinstance(v, plain) and n[:2] != "__"]
+    try:
+        yield
+    finally:
+        for owner, name, value, copy in kept:
+            if isinstance(value, list):
+                value[:] = copy
+            elif isinstance(value, dict | set):
+                value.clear()
+                value.update(copy)
+            elif isinstance(value, torch.Tensor):
+                value.data.copy_(copy)
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return type(value)(value) if isinstance(value, list | dict | set) else value
+
+
+def constants(source: Source) -> set[int]:
+    """Return the whole numbers in the code and the options of an optimizer: a rule may change after so many steps."""
+    found: set[int] = set()
+    for kind in _classes(source.kind) if isinstance(source.kind, type) else []:
+        for value in vars(kind).values():
+            function = getattr(value, "__wrapped__", value)
+            if isinstance(function, types.FunctionType):
+                _constants(function.__code__, function.__globals__, found, 2)
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                found |= _whole(value)
+    if source.instance is not None:
+        for value in vars(source.instance).values():
+            found |= _whole(value)
+    for group in source.groups:
+        for value in group.values():
+            found |= _whole(value)
+    return found
+
+
+def _whole(value: Any) -> set[int]:
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 1 < value < 1e7 and value == int(value)
+    return {int(value)} if fits else set()
+
+
+def _constants(code: types.CodeType, names: Mapping[str, Any], found: set[int], depth: int) -> None:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            _constants(constant, names, found, depth)
+        else:
+            found |= _whole(constant)
+    for name in code.co_names:
+        value = names.get(name)
+        found |= _whole(value)
+        if depth and isinstance(value, types.FunctionType) and not value.__module__.startswith("torch"):
+            _constants(value.__code__, value.__globals__, found, depth - 1)

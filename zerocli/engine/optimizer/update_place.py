@@ -1,0 +1,81 @@
+"""Where offloaded states are updated: on the CPU or through the device, by measuring both."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from tiers.pages import Pages, Registrar
+from zerocli.engine.comm import Collectives
+from zerocli.engine.optimizer.counts import Counts
+from zerocli.engine.optimizer.optim import FusedAdam, Group, StepValues
+from zerocli.engine.optimizer.update import Updater
+from zerocli.engine.units.master import REMAINDER
+from zerocli.engine.units.unit import MASTER
+from zerocli.layout.flats import Sizing
+from zerocli.layout.shards import Span
+from zerocli.layout.stage import STAGES
+
+
+def choose_update(asked: str, device: torch.device, offloaded: bool, split: bool = False) -> tuple[bool, str]:
+    """Return whether offloaded states are updated on the CPU, and why."""
+    if asked not in ("auto", "cpu", "stream"):
+        raise ValueError(f"update {asked!r} is not one of auto, cpu, stream")
+    if asked != "auto" or not offloaded:
+        return asked == "cpu", "as asked"
+    if device.type == "cpu":
+        return True, "the device is the CPU"
+    stream, cpu = measure_stream(device, 10 if split else 12), measure_cpu(split)
+    facts = f"{stream * 1e9:.2f} s for a billion parameters through the GPU, {cpu * 1e9:.2f} s on the CPU, measured"
+    return cpu < stream, facts
+
+
+def measure_stream(device: torch.device, width: int, nbytes: int = 64 << 20) -> float:
+    """Return the seconds per parameter to copy its `width` bytes of states in both directions at once, pinned.
+
+    torch would round its own pinned memory up to a power of two and keep it.
+    """
+    pages = [Pages(nbytes), Pages(nbytes)]
+    for each in pages:
+        each.pin(Registrar())
+    host = [each.bytes for each in pages]
+    there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    best = float("inf")
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        with torch.cuda.stream(up):
+            there[0].copy_(host[0], non_blocking=True)
+        with torch.cuda.stream(down):
+            host[1].copy_(there[1], non_blocking=True)
+        torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    for each in pages:
+        each.release()
+    return best / (nbytes / width)
+
+
+def measure_cpu(split: bool, numel: int = 16 << 20) -> float:
+    """Return the seconds per parameter of a fused Adam update on this host, casts and memory reads included.
+
+    So many parameters are beyond a cache, and take less memory (0.2 GiB) than the first step of any model.
+    """
+    arrays = {name: torch.rand(numel) for name in ("exp_avg", "exp_avg_sq", *(() if split else (MASTER,)))}
+    grad, out = torch.rand(numel).bfloat16(), torch.rand(numel).bfloat16()
+    if split:
+        arrays[REMAINDER] = torch.zeros(numel, dtype=torch.int16)
+    one = torch.ones(())
+    rule, cpu = FusedAdam(True), torch.device("cpu")
+    group = Group(1e-4, 0.0, rule.defaults)
+    sizing = Sizing(STAGES[1], device="cpu", update_on_cpu=True, split_master=split)
+    updater = Updater(rule, Counts(cpu), Collectives.alone(cpu), cpu, sizing)
+    values = StepValues((group,), torch.ones(1), one, torch.zeros(()))
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        for span in Span(0, numel).pieces(sizing.update_chunk(out.itemsize, "cpu")):
+            updater.update_piece(slice(span.start, span.stop), arrays, grad, out, values, group, values.at(0))
+        best = min(best, time.perf_counter() - began)
+    return best / numel

@@ -1,0 +1,1 @@
+"""Recomputation: activation checkpoints, selective and compiled blocks, and forwards that change state."""

@@ -1,0 +1,108 @@
+"""Relayout: parameters that are unfrozen after `shard` get gradients and optimizer states, and move to another flat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from offload import Store
+from zerocli.engine.build import Builder
+from zerocli.engine.comm import Collectives
+from zerocli.engine.guards.aliases import Aliases
+from zerocli.engine.states import states
+from zerocli.engine.units.unit import Flat, Unit
+
+
+def unfrozen(units: list[Unit]) -> list[Unit]:
+    """Return the units with a parameter that was frozen when it was laid out and now requires a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():  # released parameters dispatch to Python, which is slow
+        return [
+            unit
+            for unit in units
+            if any(p.requires_grad for flat in unit.flats if not flat.trainable for p in flat.parameters)
+        ]
+
+
+def unfrozen_names(unit: Unit) -> list[str]:
+    """Return the names of the unit's parameters that were frozen when they were laid out and now need a gradient."""
+    flats = [flat for flat in unit.flats if not flat.trainable]
+    return [e.name for f in flats for e, p in zip(f.layout.entries, f.parameters, strict=True) if p.requires_grad]
+
+
+@torch.no_grad()
+def refit(
+    model: nn.Module,
+    units: list[Unit],
+    changed: list[Unit],
+    builder: Builder,
+    state_names: Sequence[str],
+    collectives: Collectives,
+) -> None:
+    """Lay out the `changed` units again; values and states stay, states of unfrozen parameters start at zero.
+
+    Every rank calls this before the same forward. Parameters that were trained before keep their states, even while
+    they are frozen.
+    """
+    saved = {}
+    aliases = Aliases(model, collectives.device)
+    aliases.find_in(flat for unit in changed for flat in unit.flats)
+    for unit in changed:
+        for flat in unit.flats:
+            saved.update(_whole_values(flat, state_names, collectives))
+            _give_back(flat)
+        trained = {id(p) for flat in unit.trainable for p in flat.parameters}
+        names = {
+            id(p): e.name for flat in unit.flats for e, p in zip(flat.layout.entries, flat.parameters, strict=True)
+        }
+        named = [(names[id(p)], p) for p in model.parameters() if id(p) in names]
+        unit.flats.clear()
+        builder.lay_out(unit, named, lambda p, trained=trained: p.requires_grad or id(p) in trained)  # type: ignore[misc]
+
+    def values(flat: Flat) -> torch.Tensor:
+        return _joined(flat, [saved[id(p)][0] for p in flat.parameters], collectives.device)
+
+    builder.place(units, [flat for unit in changed for flat in unit.flats], values)
+    for unit in changed:
+        for flat in unit.trainable:
+            for name in state_names:
+                parts = [saved[id(p)][1].get(name) for p in flat.parameters]
+                whole = _joined(flat, parts, collectives.device)
+                states.write_held(flat, name, whole[flat.held.start : flat.held.stop])
+    aliases.settle(flat for unit in units for flat in unit.flats)
+
+
+_Saved = dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def _whole_values(flat: Flat, state_names: Sequence[str], collectives: Collectives) -> _Saved:
+    """Return each parameter's whole value and optimizer states, on the CPU, by the parameter's id. Collective."""
+    values = flat.views(states.whole_parameters(collectives, flat))
+    arrays: dict[str, list[torch.Tensor]] = {}
+    if flat.trainable:
+        for name in state_names:
+            held = states.read_held(flat, name, collectives.device)
+            arrays[name] = flat.views(states.join_parts(collectives, flat, held))
+    return {
+        id(parameter): (values[i].clone(), {name: views[i].clone() for name, views in arrays.items()})
+        for i, parameter in enumerate(flat.parameters)
+    }
+
+
+def _joined(flat: Flat, values: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """Return a whole flat of these values, in fp32 if floating-point; zero for missing values."""
+    dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
+    whole = torch.zeros(flat.layout.total, dtype=dtype, device=device)
+    for view, value in zip(flat.views(whole), values, strict=True):
+        if value is not None:
+            view.copy_(value)
+    return whole
+
+
+def _give_back(flat: Flat) -> None:
+    """Free a flat's memory on other tiers; its device memory is freed with the last reference."""
+    stores: list[Store | None] = [flat.param_store, flat.grad_store, flat.record.store if flat.record else None]
+    for store in stores:
+        if store is not None:
+            store.free()

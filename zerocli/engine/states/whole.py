@@ -1,0 +1,135 @@
+"""Whole parameters and gradients for user code, gathered from all ranks and tiers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from zerocli.engine.comm import Collectives
+from zerocli.engine.states import states
+from zerocli.engine.tensor_parallel import TensorParallel
+from zerocli.engine.units.gather import Gatherer
+from zerocli.engine.units.reduce import Reducer
+from zerocli.engine.units.unit import Flat, Unit
+from zerocli.errors import Refused, closest
+
+
+@contextlib.contextmanager
+def gathered(
+    flats: list[Flat],
+    gatherer: Gatherer,
+    collectives: Collectives,
+    cannot_follow: Callable[[Unit], None],
+    write: bool,
+) -> Iterator[None]:
+    """See `Engine.gathered`; `cannot_follow` is called with each unit whose gradients may come from the body."""
+    with contextlib.ExitStack() as stack:
+        for unit in dict.fromkeys(flat.unit for flat in flats):
+            stack.enter_context(gatherer.pinned(unit))
+            gatherer.need(unit)
+            if torch.is_grad_enabled():
+                cannot_follow(unit)
+        for flat in flats:
+            flat.note_values()
+        changed: list[str] = []
+        try:
+            with gatherer.saving():
+                yield
+            for flat in flats:
+                if write:
+                    _keep(flat, collectives)
+                elif flat.resident is None:
+                    changed += flat.changed_while_whole()
+        finally:
+            for flat in flats:
+                if flat.resident is None:
+                    flat.note_values()
+    gatherer.release_all()
+    if changed:
+        raise Refused(
+            f"{changed[0]} was changed inside engine.gathered(...): pass write=True to keep the change on every rank"
+        )
+
+
+@torch.no_grad()
+def _keep(flat: Flat, collectives: Collectives) -> None:
+    """Set a gathered flat on every rank to rank 0's values."""
+    flat.restore_moved()
+    values = flat.resident if flat.resident is not None else flat.buffer
+    assert values is not None
+    collectives.broadcast(values)
+    states.adopt(flat, values, collectives.device)
+    flat.note_values()
+
+
+def choose(model: nn.Module, flats: list[Flat], what: Sequence[str | nn.Parameter | nn.Module]) -> list[Flat]:
+    """Return the flats that hold the given parameters, or all, in the same order on every rank."""
+    if not what:
+        return flats
+    wanted: set[int] = set()
+    named = {entry.name: p for flat in flats for entry, p in zip(flat.layout.entries, flat.parameters, strict=True)}
+    aliases = dict(model.named_parameters(remove_duplicate=False))
+    for each in what:
+        if isinstance(each, nn.Module):
+            wanted.update(id(p) for p in each.parameters())
+        elif isinstance(each, str):
+            found = named.get(each, aliases.get(each))
+            if found is None:
+                raise Refused(_unknown(each, aliases))
+            wanted.add(id(found))
+        else:
+            wanted.add(id(each))
+    return [flat for flat in flats if any(id(p) in wanted for p in flat.parameters)]
+
+
+def _unknown(name: str, known: dict[str, nn.Parameter]) -> str:
+    meant = closest(name, known)
+    return f"the model has no parameter {name!r}" + (f"; did you mean {meant!r}?" if meant else "")
+
+
+@torch.no_grad()
+def gradient(
+    model: nn.Module,
+    flats: list[Flat],
+    reducer: Reducer,
+    collectives: Collectives,
+    tensor_parallel: TensorParallel,
+    name: str,
+    divisor: torch.Tensor | float | None,
+) -> torch.Tensor | None:
+    """See `Engine.grad`; `divisor` turns accumulated gradients into averages, None if there are none."""
+    aliases = dict(model.named_parameters(remove_duplicate=False))
+    if name not in aliases:
+        raise Refused(_unknown(name, aliases))
+    if divisor is None:
+        raise Refused(f"there is no gradient of {name}: it exists between engine.backward(loss) and engine.step()")
+    for flat in flats:
+        for index, (entry, parameter) in enumerate(zip(flat.layout.entries, flat.parameters, strict=True)):
+            if parameter is aliases[name]:
+                mine = torch.tensor(float(index in reducer.received(flat)), device=collectives.device)
+                if not collectives.sum_control(mine).item():
+                    return None
+                found = _whole_gradient(flat, reducer, collectives)
+                whole = found[entry.offset : entry.offset + entry.numel].view(entry.shape)
+                return tensor_parallel.join(entry.name, whole.float()) / float(divisor)
+    return None
+
+
+def _whole_gradient(flat: Flat, reducer: Reducer, collectives: Collectives) -> torch.Tensor:
+    """Return a flat's gradient on the CPU, summed over the ranks but not yet divided."""
+    if flat.grad_full is not None and not reducer.reduced:
+        total = flat.grad_full.float()
+        collectives.all_reduce(total).wait()
+        collectives.take_nbytes()
+        return total.cpu()
+    held = flat.grad
+    if held is None:
+        assert flat.grad_store is not None
+        held = torch.empty(flat.held.numel, dtype=flat.grad_store.dtype, device=collectives.device)
+        flat.grad_store.fetch(0, held).synchronize()
+    found = states.join_parts(collectives, flat, held)
+    collectives.take_nbytes()
+    return found

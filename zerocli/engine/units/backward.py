@@ -1,0 +1,173 @@
+"""The backward passes of a step: how one begins, ends, and is cleaned up after a failure.
+
+Several engines may take part in one pass: if the loss of one engine depends on another, the other one joins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from zerocli.engine.comm import Disagreed
+from zerocli.engine.guards.parameters import Gradients
+from zerocli.errors import Refused
+from zerocli.ranks.loss import Severed
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
+
+_UNDER_WAY: list[Backward] = []
+"""Participants of the current backward pass; `run` was called on the first."""
+
+
+class Backward:
+    """Runs the backward passes of one engine and counts them."""
+
+    def __init__(self, engine: Engine, accumulate: int) -> None:
+        self._engine, self._accumulate = engine, accumulate
+        self.gradients = Gradients()
+        """Gradient status, shared with the engine's parameters."""
+        self.count = 0
+        """Number of passes since the last step."""
+
+    def run(self, loss: torch.Tensor, retain_graph: bool, create_graph: bool) -> None:
+        """Accumulate the gradients of a loss in this engine and in all engines that the loss depends on."""
+        if _UNDER_WAY:
+            raise Refused("backward was called inside another backward")
+        self._engine.agreement.begin_pass(self.count)
+        try:
+            self._check(loss, create_graph)
+            self._begin()
+            _UNDER_WAY.append(self)
+            if loss.requires_grad:
+                loss.register_hook(lambda grad: self._engine.reducer.outermost())
+            seed = self._seed()
+            if seed is None:
+                loss.backward(retain_graph=retain_graph)
+            else:
+                with self._engine.hooks.unscaled_outside(loss, seed):
+                    (loss * seed).backward(retain_graph=retain_graph)
+            self._engine.reducer.launch_rest()
+            for each in self._participants():
+                each._end()
+        except BaseException as error:
+            refusal = self._engine.hooks.explained(error)
+            try:
+                self._tell(refusal or error)
+            finally:
+                for each in _UNDER_WAY:
+                    each._abandon()
+            if refusal is not None:
+                raise refusal from error
+            raise
+        finally:
+            _UNDER_WAY.clear()
+
+    def _check(self, loss: torch.Tensor, create_graph: bool) -> None:
+        if loss.numel() != 1:
+            raise ValueError(f"backward needs a loss of one element, not of shape {tuple(loss.shape)}")
+        if create_graph:
+            raise Refused(
+                "gradients of gradients are taken with torch.autograd.grad(..., create_graph=True) in the loss; "
+                "engine.backward(loss) then trains with them"
+            )
+
+    def _participants(self) -> list[Backward]:
+        """Return the engines that take part in this pass on any rank, in the same order on all ranks. Collective.
+
+        The loss of one rank may depend on an engine that another rank's does not: that rank then adds no gradient.
+        """
+        agreement = self._engine.agreement
+        if agreement.channel is None:
+            return list(_UNDER_WAY)
+        slots = sum(1 << each._engine.seat.slot for each in _UNDER_WAY)
+        anywhere = agreement.end_pass(slots)
+        by_slot = {each._engine.seat.slot: each for each in _UNDER_WAY}
+        for slot in range(agreement.channel.num_slots):
+            if anywhere >> slot & 1 and slot not in by_slot:
+                seat = agreement.channel.seat(slot)
+                if seat is None or seat.passes is None:
+                    raise Refused("another rank's loss depends on a model whose engine is closed on this rank")
+                seat.passes._begin(joining=True)
+                _UNDER_WAY.append(seat.passes)
+                by_slot[slot] = seat.passes
+        return [by_slot[slot] for slot in sorted(by_slot)]
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell the other ranks of this rank's error: they raise Disagreed at the end of their pass and name it.
+
+        If they have not called backward at all, raise Disagreed here.
+        """
+        known = isinstance(error, Severed | Disagreed) or not isinstance(error, Exception)
+        if not known and self._engine.agreement.channel is not None:
+            self._engine.agreement.channel.settle()
+            with contextlib.suppress(Exception):  # the original error is the one to raise
+                self._engine.reducer.launch_rest()
+                self._engine.agreement.fail_pass(error)
+
+    def join(self, name: str) -> None:
+        """Join another engine's pass whose loss depends on this engine's parameter `name`; refuse if there is none."""
+        if not _UNDER_WAY:
+            raise Refused(
+                f"a gradient of {name} arrived outside engine.backward(loss): call it instead of loss.backward()"
+            )
+        if self._engine.loss_scale.active or _UNDER_WAY[0]._engine.loss_scale.active:
+            raise Refused("two engines under one loss have one loss scale each under fp16: use bf16 or fp32")
+        self._begin(joining=True)
+        self._engine.reducer.outermost()
+        _UNDER_WAY.append(self)
+
+    def forget(self) -> None:
+        """Reset the count: the step is done, or its gradients were dropped."""
+        self.count = 0
+        self.gradients.in_backward = self.gradients.pending = False
+
+    @property
+    def divisor(self) -> torch.Tensor | float:
+        """The divisor that turns this step's accumulated gradients into averages."""
+        scale = self._engine.loss_scale
+        if scale.active:
+            return scale.value * self.count
+        return float(self._engine.collectives.world * self.count)
+
+    def _seed(self) -> torch.Tensor | None:
+        """Return the factor that the loss is multiplied by before backward; None for no scaling.
+
+        Gradients are summed over ranks and micro-steps, and divided by `divisor` in the update. Only fp16, whose
+        maximum is 65504, divides by the world size before the sum.
+        """
+        scale = self._engine.loss_scale
+        return scale.value / self._engine.collectives.world if scale.active else None
+
+    def _begin(self, joining: bool = False) -> None:
+        engine, accumulate = self._engine, self._accumulate
+        if self.count >= accumulate:
+            raise RuntimeError(
+                f"backward was called {self.count + 1} times before step(); shard(..., accumulate={self.count + 1}) "
+                "adds the gradients of several backward passes"
+            )
+        with engine.waits.waiting("optimizer"):
+            engine.updater.issue_updates()  # of units that forward did not use, before their gradients are overwritten
+        if self.count == 0 and not joining:
+            engine.verified.issue()
+        engine.reducer.begin(first=self.count == 0, last=self.count == accumulate - 1, joining=joining)
+        self.gradients.in_backward = True
+
+    def _end(self) -> None:
+        engine = self._engine
+        engine.reducer.finish()
+        engine.hooks.end_backward()
+        engine.gatherer.release_all()
+        self.count += 1
+        self.gradients.in_backward, self.gradients.pending = False, True
+
+    def _abandon(self) -> None:
+        """Clean up after an exception; the step's gradients are lost."""
+        engine = self._engine
+        engine.reducer.abandon()
+        engine.hooks.abandon()
+        engine.gatherer.release_all(quietly=True)
+        engine.activations.abandon()
+        self.forget()

@@ -1,0 +1,290 @@
+"""Reducing: gradients are reduced to the ranks that own them, overlapped with the rest of backward.
+
+Gradients that are not partitioned are kept whole in flat buffers and reduced in place on the last micro-step.
+Partitioned gradients are reduce-scattered on every micro-step and then freed. This module follows which gradients have
+arrived, and when a flat may be launched; reductions.py reduces it. All ranks launch the units in the same order, even
+if they use different parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zerocli.engine.context import Context
+from zerocli.engine.guards.parameters import drop_grad, has_grad, take_grad
+from zerocli.engine.units.buckets import BucketPlans
+from zerocli.engine.units.norms import GradientNorms
+from zerocli.engine.units.reductions import Reductions
+from zerocli.engine.units.unit import Flat, Unit
+from zerocli.errors import Refused
+
+
+class Reducer:
+    """Reduces gradients as autograd accumulates them, so that each rank ends with the sum of its own slices."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        context: Context,
+        eager: bool,
+        together: Callable[[], bool],
+        settle: Callable[[], None],
+        unexpected: Callable[[str], None],
+    ) -> None:
+        self._stage, self._collectives, self._device = context.sizing.stage, context.collectives, context.device
+        self._eager, self._is_together, self._settle, self._unexpected = eager, together, settle, unexpected
+        self._together = False
+        """Whether reductions of this pass are launched only where ranks agree on them, and at its end."""
+        self._flats = [flat for unit in units for flat in unit.trainable]
+        plans = BucketPlans(self._flats, context.sizing, context.collectives.world)
+        self.norms = GradientNorms(self._flats, plans, context.tensor_parallel, context.device)
+        """Norms of the reduced gradients, measured by the step's last pass."""
+        self._reductions = Reductions(self._flats, context, plans, self.norms)
+        self._order = list(reversed(self._flats))
+        self._ordered_by_use = False
+        self._arrived: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
+        self._nested: set[int] = set()
+        """Flats that got a gradient from a nested backward: they are complete only when the outer backward ends."""
+        self._held: set[int] = set()
+        """Flats of units that a reentrant checkpoint ran in this step: some of their gradients come in a nested
+        backward, after others that are complete by count."""
+        self._graph_task: int | None = None
+        self._received: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
+        """Parameters of each flat that got a gradient on this rank in any of the step's micro-steps."""
+        self._zeros: dict[int, set[int]] = {}
+        """Parameters that have a zero gradient in this step even if backward brings none."""
+        self._completed: list[Flat] = []
+        self._done: set[int] = set()
+        """The flats in `_completed`."""
+        self._launched: set[int] = set()
+        """Flats whose reduction was launched in this pass: no gradient can be added to them any more."""
+        self._next = 0
+        self._first = self._last = True
+        self.active = False
+        self.reduced = False
+        """Whether gradients that are kept whole have been summed over the ranks."""
+        self._handles = [self._register(flat, index) for flat in self._flats for index in range(len(flat.parameters))]
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, first: bool, last: bool, joining: bool = False) -> None:
+        """Begin a backward pass: `first` or `last` of the step's micro-steps; `joining` another engine's pass."""
+        self._first, self._last, self.active = first, last, True
+        # Which engines join a pass, and when, may differ between ranks: theirs follow at its end, in one order.
+        self._together = joining or self._is_together()
+        self.reduced = False
+        self._next, self._completed = 0, []
+        self._done.clear()
+        self._launched.clear()
+        self._nested.clear()
+        self._graph_task = None
+        self._reductions.begin(first, last)
+        self.norms.clear()
+        for arrived in self._arrived.values():
+            arrived.clear()
+        if first:
+            for received in self._received.values():
+                received.clear()
+        if not joining:
+            self.drop_grads()
+
+    def hold(self, unit: Unit) -> None:
+        """Treat the unit's gradients as complete only when backward ends, in this step."""
+        self._held.update(id(flat) for flat in unit.trainable)
+
+    def outermost(self) -> None:
+        """Record autograd's current graph task as the outermost one; others are nested in it."""
+        self._graph_task = torch._C._current_graph_task_id()
+
+    def _register(self, flat: Flat, index: int) -> RemovableHandle:
+        """Register the gradient hook of a parameter, even if it is currently frozen."""
+        parameter = flat.parameters[index]
+        trains = parameter.requires_grad
+        handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(
+            self._hook(flat, index)
+        )
+        parameter.requires_grad_(trains)
+        return handle
+
+    def _hook(self, flat: Flat, index: int) -> Callable[[nn.Parameter], None]:
+        # Python's garbage collector does not traverse a parameter's hooks: a strong reference would leak the reducer.
+        reducer, place = weakref.ref(self), self._flats.index(flat)
+
+        def accumulated(parameter: nn.Parameter) -> None:
+            alive = reducer()
+            if alive is not None:
+                alive._accumulated(alive._flats[place], index, parameter)
+
+        return accumulated
+
+    def _accumulated(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
+        if not has_grad(parameter):  # autograd calls the hook for undefined gradients too
+            return
+        if not self.active:
+            try:
+                self._unexpected(flat.layout.entries[index].name)
+            except BaseException:
+                self.drop_grads()
+                raise
+        arrived = self._arrived[id(flat)]
+        if id(flat) in self._launched:
+            raise Refused(
+                f"a gradient of {flat.layout.entries[index].name} arrived after those of its unit were reduced: its "
+                "module runs both inside and outside of a reentrant checkpoint; use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        if self._graph_task is not None and torch._C._current_graph_task_id() != self._graph_task:
+            self._nested.add(id(flat))
+        if flat.whole_grad:
+            self._keep(flat, index, parameter, add=not self._first or index in arrived)
+        arrived.add(index)
+        if (
+            self._eager
+            and len(arrived) == len(flat.parameters)
+            and id(flat) not in self._nested
+            and id(flat) not in self._held
+        ):
+            self.complete(flat)
+
+    def _keep(self, flat: Flat, index: int, parameter: nn.Parameter, add: bool) -> None:
+        """Move a parameter's gradient into the flat's whole gradient."""
+        grad = take_grad(parameter)
+        flat.open_grad(self._device)
+        assert flat.grad_full is not None and grad is not None
+        flat.grad_views = flat.grad_views or flat.views(flat.grad_full)
+        if add:
+            flat.grad_views[index].add_(grad)
+        else:
+            flat.grad_views[index].copy_(grad)
+
+    def drop_grads(self) -> None:
+        """Drop all gradients that autograd has accumulated in the parameters."""
+        for flat in self._flats:
+            for parameter in flat.parameters:
+                drop_grad(parameter)
+
+    def free_grads(self) -> None:
+        """Drop all gradients of the step and free their memory."""
+        self.drop_grads()
+        for flat in self._flats:
+            flat.close_grad()
+
+    def complete(self, flat: Flat) -> None:
+        """Mark the flat's gradients as complete for this backward; gradients that have not arrived count as zero."""
+        if flat.whole_grad and self._first and len(self._arrived[id(flat)]) < len(flat.parameters):
+            flat.open_grad(self._device)
+            assert flat.grad_full is not None
+            for index, entry in enumerate(flat.layout.entries):
+                if index not in self._arrived[id(flat)]:
+                    flat.grad_full[entry.offset : entry.offset + entry.numel].zero_()
+        self._completed.append(flat)
+        self._done.add(id(flat))
+        if not self._together:
+            self.launch(self.ready)
+
+    @property
+    def ready(self) -> int:
+        """Number of flats, counted from the start of the launch order, whose gradients are complete in this pass."""
+        if not self.active:
+            return 0
+        at = self._next
+        while at < len(self._order) and id(self._order[at]) in self._done:
+            at += 1
+        return at
+
+    @property
+    def newest(self) -> Flat | None:
+        """The flat whose reduction was launched last in the current pass."""
+        return self._order[self._next - 1] if self.active and self._next else None
+
+    def launch(self, upto: int) -> None:
+        """Launch the reductions of the first `upto` flats of the launch order that are not launched yet."""
+        while self._next < upto:
+            flat = self._order[self._next]
+            if self._last or not flat.whole_grad:
+                self._settle()
+                self._launched.add(id(flat))
+                self._reductions.launch(flat)
+            self._next += 1
+
+    def launch_rest(self) -> None:
+        """Launch all remaining reductions unless ranks agree on each: others may wait for them to end their pass."""
+        if self.active and not self._together:
+            self._launch_all()
+
+    def _launch_all(self) -> None:
+        """Launch all remaining reductions; gradients that have not arrived count as zero."""
+        for flat in [flat for flat in self._order if id(flat) not in self._done]:
+            self.complete(flat)
+        self.launch(len(self._order))
+
+    def finish(self) -> None:
+        """End the backward pass: reduce all remaining gradients, counting those that never arrived as zero."""
+        self._launch_all()
+        self._reductions.finish()
+        for flat in self._flats:
+            self._received[id(flat)] |= self._arrived[id(flat)]
+        if self._last:
+            self.norms.measure_on_device()  # offloaded gradients were measured as they were written
+            self._held.clear()
+        self.active, self.reduced = False, self._last or self._stage.gradients
+        if not self._ordered_by_use:
+            self._adopt_order()
+
+    def finish_early(self) -> None:
+        """End the step's accumulation early: do the reductions and norms that wait for the last micro-step."""
+        if not self._stage.gradients:
+            self.begin(first=False, last=True)
+            self.finish()
+            return
+        self.norms.measure_on_device()
+        self.norms.measure_offloaded()
+
+    def received(self, flat: Flat) -> set[int]:
+        """Return the indices of the flat's parameters that got a gradient on this rank in this step."""
+        return self._received[id(flat)] | self._zeros.get(id(flat), set())
+
+    def keep_zeros(self, keep: bool) -> None:
+        """Give parameters that have a gradient now a zero one in the next step; if not `keep`, none."""
+        self._zeros = {id(flat): self.received(flat) for flat in self._flats} if keep else {}
+
+    def end_step(self) -> None:
+        for key, indices in self._zeros.items():
+            self._received[key] |= indices
+        self._zeros = {}
+
+    def abandon(self) -> None:
+        """Drop all gradients after an exception in backward; the step's gradients are lost."""
+        self._reductions.abandon()
+        self.free_grads()
+        self.active = False
+
+    def _adopt_order(self) -> None:
+        """Adopt the order in which rank 0's first backward completed the units as the launch order."""
+        place = {id(flat): i for i, flat in enumerate(self._flats)}
+        order = self._collectives.broadcast_indices([place[id(flat)] for flat in self._completed])
+        self._order = [self._flats[i] for i in order]
+        self._ordered_by_use = True
+
+    def order(self) -> list[int] | None:
+        """Return the launch order as indices of flats; None before the first backward."""
+        place = {id(flat): i for i, flat in enumerate(self._flats)}
+        return [place[id(flat)] for flat in self._order] if self._ordered_by_use else None
+
+    def adopt(self, order: list[int] | None) -> None:
+        """Adopt the launch order of another run: with three or more ranks the rounding of sums depends on it."""
+        if order is not None and sorted(order) == list(range(len(self._flats))):
+            self._order = [self._flats[i] for i in order]
+            self._ordered_by_use = True
+
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (category, name, tensor) of the reduction buckets."""
+        return self._reductions.holdings()

@@ -1,0 +1,197 @@
+"""Reductions: how the gradients of one flat are summed over the ranks, and what of that is still in flight.
+
+Whole gradients are reduced in place; neighbours in memory are all-reduced together. Partitioned gradients are
+reduce-scattered through buckets into the gradient shard, or through the bucket to another tier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from zerocli.engine.context import Context
+from zerocli.engine.guards.parameters import take_grad
+from zerocli.engine.streams import SideStream
+from zerocli.engine.units.buckets import BucketPlan, BucketPlans, Completion, Pool, fill
+from zerocli.engine.units.norms import GradientNorms
+from zerocli.engine.units.unit import Flat, Unit
+from zerocli.layout.buffers import BUCKETS, bucket_limit
+from zerocli.layout.shards import Span
+
+
+class Reductions:
+    """Launches the reduction of one flat at a time on a side stream; `finish` completes all of them."""
+
+    def __init__(self, flats: list[Flat], context: Context, plans: BucketPlans, norms: GradientNorms) -> None:
+        sizing, device, waits = context.sizing, context.device, context.waits
+        self._stage, self._plans, self._norms = sizing.stage, plans, norms
+        self._collectives, self._device = context.collectives, device
+        self._waits, self._events = waits, context.events
+        self._side = SideStream(device)
+        # Whole gradients are reduced in pieces with the same number of elements in fp32 as in the compute dtype.
+        self._limits: dict[torch.dtype, int] = {}
+        for flat in flats:
+            if flat.whole_grad:
+                elements = max(1, sizing.bucket_nbytes // plans.dtype(flat).itemsize)
+                self._limits[flat.grad_dtype] = min(elements, self._limits.get(flat.grad_dtype, elements))
+        count = bucket_limit([flat.spec for flat in flats], sizing)
+        self._buckets, self._lift = Pool(count, device, waits), Pool(count, device, waits)
+        self._run: list[torch.Tensor] = []
+        """Gradients that are contiguous in memory and still to be all-reduced together."""
+        self._newest_in_run: Unit
+        """The unit of the last gradient in the run."""
+        self._unfinished: list[Completion] = []
+        self._first = self._last = True
+
+    def begin(self, first: bool, last: bool) -> None:
+        """Begin a backward pass: the `first` overwrites gradients, others add to them; the `last` measures norms."""
+        self._first, self._last = first, last
+
+    def launch(self, flat: Flat) -> None:
+        """Launch the reduction of a flat's gradients, all of which have arrived or count as zero."""
+        flat.open_grad(self._device)  # on the stream of backward; the reduction has another
+        if flat.whole_grad:
+            self._reduce_whole(flat)
+        else:
+            self._reduce_buckets(flat)
+
+    def finish(self) -> None:
+        """Launch what is still held back, and complete all reductions."""
+        self._reduce_run()
+        for cause, rests in itertools.groupby(self._unfinished, key=lambda rest: rest.cause):
+            with self._waits.waiting(cause):
+                for rest in rests:
+                    rest.run()
+        self._forget()
+
+    def abandon(self) -> None:
+        """Complete what is in flight after an exception; its results are not used."""
+        for rest in self._unfinished:
+            with contextlib.suppress(Exception):  # the original exception is the one to report
+                rest.run()
+        self._forget()
+        self._run = []
+
+    def _forget(self) -> None:
+        self._unfinished.clear()
+        self._buckets.clear()
+        self._lift.clear()
+
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (category, name, tensor) of the reduction buckets."""
+        for bucket in (*self._buckets.all(), *self._lift.all()):
+            yield "buffers", BUCKETS, bucket.memory
+
+    # -- whole gradients -------------------------------------------------------------------------------------------
+
+    def _reduce_whole(self, flat: Flat) -> None:
+        """Reduce a gradient that is kept whole, in place."""
+        assert flat.grad_full is not None and flat.grad is not None
+        if self._stage.optimizer:
+            with self._side.run(), self._events.reduce(flat.unit):
+                pending = self._collectives.reduce_scatter(flat.grad, flat.grad_full, _what(flat))
+            self._unfinished.append(Completion(pending.wait))
+            return
+        if self._run and not _adjoin(self._run[-1], flat.grad_full):
+            self._reduce_run()
+        self._run.append(flat.grad_full)
+        self._newest_in_run = flat.unit
+        if sum(part.nbytes for part in self._run) >= self._limits[flat.grad_full.dtype] * flat.grad_full.itemsize:
+            self._reduce_run()
+
+    def _reduce_run(self) -> None:
+        """All-reduce a run of contiguous gradients in pieces of at most one bucket."""
+        if not self._run:
+            return
+        numel = sum(part.numel() for part in self._run)
+        whole = self._run[0].as_strided((numel,), (1,))
+        self._run = []
+        with self._side.run(), self._events.reduce(self._newest_in_run):
+            for piece in Span(0, numel).pieces(self._limits[whole.dtype]):
+                pending = self._collectives.all_reduce(whole[piece.start : piece.stop], "gradients")
+                self._unfinished.append(Completion(pending.wait))
+
+    # -- partitioned gradients -------------------------------------------------------------------------------------
+
+    def _reduce_buckets(self, flat: Flat) -> None:
+        """Reduce-scatter the flat's gradients bucket by bucket, and free them."""
+        sources: list[torch.Tensor | None] = []
+        for parameter in flat.parameters:
+            grad = take_grad(parameter)
+            sources.append(None if grad is None else grad.reshape(-1))
+        plans = self._plans.of(flat)
+        if self._collectives.world == 1 and flat.grad is not None:
+            # With one rank the gradient shard itself serves as the bucket.
+            for plan in plans:
+                part = flat.grad[plan.columns.start : plan.columns.stop]
+                fill(part, plan, sources, add=not self._first)
+            return
+        for plan in plans:
+            bucket = self._buckets.take(self._plans.numel(flat), self._plans.dtype(flat))
+            memory = bucket.memory[: plan.numel]
+            fill(memory, plan, sources)
+            with self._side.run(), self._events.reduce(flat.unit):
+                finish = self._scatter(flat, plan, memory)
+            bucket.busy = Completion(finish, "transfers" if flat.grad_store is not None else "collectives")
+            self._unfinished.append(bucket.busy)
+
+    def _scatter(self, flat: Flat, plan: BucketPlan, memory: torch.Tensor) -> Callable[[], None]:
+        """Reduce-scatter one bucket into its columns of the gradient shard; return the function that completes it."""
+        target = flat.grad[plan.columns.start : plan.columns.stop] if flat.grad is not None else None
+        if target is not None and self._first and target.dtype == memory.dtype:
+            return self._collectives.reduce_scatter(target, memory, _what(flat)).wait
+        # The sum goes into the bucket's own slice: the bucket is not read after the reduce-scatter.
+        rank = self._collectives.rank
+        part = memory[rank * plan.columns.numel : (rank + 1) * plan.columns.numel]
+        pending = self._collectives.reduce_scatter(part, memory, _what(flat))
+
+        def merge() -> Callable[[], None]:
+            if target is None:
+                return self._send(flat, plan, part)
+            target.copy_(part) if self._first else target.add_(part)
+            return self._collectives.reached().wait
+
+        if self._device.type == "cuda":  # ordered by the stream that this runs on
+            return merge()
+
+        def finish() -> None:
+            pending.wait()
+            merge()()
+
+        return finish
+
+    def _send(self, flat: Flat, plan: BucketPlan, part: torch.Tensor) -> Callable[[], None]:
+        """Add a reduced piece to the offloaded gradient; return the function that waits for the write."""
+        store = flat.grad_store
+        assert store is not None
+        if not self._first or part.dtype != store.dtype:
+            lift = self._lift.take(self._plans.numel(flat) // self._collectives.world, store.dtype)
+            piece = lift.memory[: part.numel()]
+            if self._first:
+                piece.copy_(part)
+            else:
+                with self._waits.waiting("transfers"):
+                    store.fetch(plan.columns.start, piece).wait()
+                piece.add_(part)
+        else:
+            lift, piece = None, part
+        if self._last:
+            self._norms.measure_piece(flat, plan.columns, piece)
+        done = store.put(plan.columns.start, piece).wait
+        if lift is not None:
+            lift.busy = Completion(done, "transfers")
+            self._unfinished.append(lift.busy)
+        return done
+
+
+def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether `right` starts where `left` ends, in the same storage."""
+    same = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    return same and right.storage_offset() == left.storage_offset() + left.numel()
+
+
+def _what(flat: Flat) -> str:
+    return f"gradients of {flat.unit.title}"

@@ -1,0 +1,495 @@
+"""Units: the parameters that are gathered, computed with and released together.
+
+A unit's parameters live in flat buffers: one per dtype of the trainable ones, one per dtype of the frozen ones. Each
+rank owns one contiguous, aligned slice of each. Parameters are views of the gathered flat, so no copy-out is needed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from offload import Record, Store
+from tiers.streams import current_stream
+from zerocli.engine.comm import Collectives, Pending
+from zerocli.engine.guards.holders import is_own, live_tensors, on_storages, storage_of
+from zerocli.engine.guards.parameters import (
+    attach,
+    count_change,
+    edited,
+    edited_in_place,
+    expect_update,
+    is_sharded,
+    moved,
+    note_values,
+    release,
+)
+from zerocli.engine.streams import StreamEvent
+from zerocli.engine.units.master import REMAINDER
+from zerocli.errors import Refused
+from zerocli.layout.flats import FlatSpec, flat_spec
+from zerocli.layout.recompute import Recompute, read_recompute
+from zerocli.layout.shards import Layout, Span, lay_out
+from zerocli.layout.stage import Stage
+
+MASTER = "master"
+"""Name of the fp32 copy of parameters whose compute dtype is bf16 or fp16."""
+
+REPLICATED = 1 << 16
+"""Added to the group of parameters that are replicated over tensor-parallel ranks; they come last in a flat."""
+
+
+class State(enum.Enum):
+    """Where a flat's parameters are; each docstring says what that costs on the device."""
+
+    RESIDENT = enum.auto()
+    """Whole at all times, because not partitioned or there is one rank. Costs the whole flat."""
+    SHARDED = enum.auto()
+    """Parameters have no values. Costs this rank's slice, or nothing if the slice is offloaded."""
+    GATHERING = enum.auto()
+    """A gather is in flight; no values yet. Costs the slice and a buffer as large as the flat."""
+    GATHERED = enum.auto()
+    """Whole in a gather buffer. Costs the slice and a buffer as large as the flat."""
+
+
+@dataclass(eq=False)
+class Flat:
+    """One flat buffer of a unit: its layout, this rank's slice, and where its states currently are."""
+
+    unit: Unit
+    spec: FlatSpec
+    """Its layout, this rank's slices, and the tiers of its pieces."""
+    parameters: list[nn.Parameter]
+    dtype: torch.dtype
+    """Compute dtype: the dtype of the gathered parameters."""
+
+    resident: torch.Tensor | None = None
+    """The whole buffer, if parameters are not partitioned."""
+    shard: torch.Tensor | None = None
+    """This rank's slice in the compute dtype; a view of `resident` if that is set."""
+    written: StreamEvent | None = None
+    """The optimizer's last write to `shard`; a gather starts after it."""
+    master: torch.Tensor | None = None
+    """`held` in fp32; shares memory with the parameters if they are fp32. None if it is split or offloaded."""
+    remainder: torch.Tensor | None = None
+    """A split master's low bits of `held`, unless they are offloaded; the parameters are its high bits."""
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Optimizer states of `held`, by name."""
+    grad_full: torch.Tensor | None = None
+    """The whole gradient, if gradients are not partitioned and it is allocated now."""
+    grad: torch.Tensor | None = None
+    """The gradient of `held`, reduced over the ranks at the end of backward, if it is allocated now."""
+    grad_dtype: torch.dtype = torch.float32
+    whole_grad: bool = False
+    """Whether gradients are not partitioned: the whole one is kept until it is reduced."""
+    keeps_grad: bool = True
+    """Whether the gradient on the device stays allocated between steps."""
+    spent: torch.Tensor | None = None
+    """A gradient whose last reader is another stream: `let_go` frees it once its own stream waits for that."""
+    home: torch.cuda.Stream | None = None
+    """The stream that the gradient's memory belongs to: backward's."""
+    grad_views: list[torch.Tensor] = field(default_factory=list)
+    """The parameters' parts of `grad_full`, made on first use."""
+
+    param_store: Store | None = None
+    """`own` in the compute dtype, if parameters are offloaded; `shard` is None then."""
+    grad_store: Store | None = None
+    """The gradient of `own`, if gradients are offloaded; `grad` is None then."""
+    record: Record | None = None
+    """Optimizer states, and the master if there is one, if they are offloaded."""
+
+    buffer: torch.Tensor | None = None
+    """The buffer that the parameters are currently views of; None while they are released."""
+    guarded: bool = False
+    """Whether its parameters have the classes of parameters.py; fake ones have not."""
+    pending: Pending | None = None
+    """A gather that is in flight."""
+    num_changes: int = 0
+    """How often an update, a load or a write has changed the parameters' values: older graphs are refused."""
+    unread: bool = False
+    """Whether a deferred update makes reads of the whole parameters wrong until the unit is used."""
+
+    @property
+    def state(self) -> State:
+        """Where the parameters are now."""
+        if self.resident is not None:
+            return State.RESIDENT
+        if self.buffer is not None:
+            return State.GATHERED
+        return State.SHARDED if self.pending is None else State.GATHERING
+
+    @property
+    def layout(self) -> Layout:
+        return self.spec.layout
+
+    @property
+    def trainable(self) -> bool:
+        return self.spec.trainable
+
+    @property
+    def own(self) -> Span:
+        """The slice that this rank owns."""
+        return self.spec.own
+
+    @property
+    def held(self) -> Span:
+        """The span that this rank keeps optimizer states for."""
+        return self.spec.held
+
+    @property
+    def replicated(self) -> int:
+        """Offset of the first parameter replicated over tensor-parallel ranks; the flat's end if there is none."""
+        return self.layout.start_of(REPLICATED)
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether any of its states is offloaded."""
+        return self.spec.offloaded
+
+    @property
+    def split(self) -> bool:
+        """Whether its master is split: see master.py."""
+        return self.remainder is not None or (self.record is not None and REMAINDER in self.record.arrays)
+
+    @property
+    def held_parameters(self) -> torch.Tensor | None:
+        """`held` in the compute dtype, on the device; None if it is offloaded."""
+        return self.shard if self.held == self.own else self.resident
+
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (category, name, tensor) of its tensors on the device; of several on one storage the first counts."""
+        unit = self.unit.name or "rest"
+        for category, tensor in (
+            ("parameters", self.resident),
+            ("parameters", self.shard),
+            ("gradients", self.grad_full),
+            ("gradients", self.grad),
+            ("gradients", self.spent),
+            ("optimizer_states", self.master),
+            ("optimizer_states", self.remainder),
+            *(("optimizer_states", state) for state in self.states.values()),
+        ):
+            if tensor is not None and tensor.numel():
+                yield category, f"{unit} {category}", tensor
+
+    def scalars(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (category, name, tensor) of the one-element placeholder of released parameters."""
+        if self._hollow:
+            yield "buffers", "released parameters", self._hollow[0]
+
+    def open_grad(self, device: torch.device) -> None:
+        """Allocate the gradient on the device unless it is there or offloaded; the padding of a whole one is zero."""
+        if self.grad is not None or self.grad_store is not None:
+            return
+        if self.spent is not None:  # of a unit that forward did not use
+            assert self.written is not None
+            self.written.wait()
+            self.let_go()
+        self.home = current_stream(device) if device.type == "cuda" else None
+        if not self.whole_grad:
+            self.grad = torch.empty(self.held.numel, dtype=self.grad_dtype, device=device)
+            return
+        self.grad_full = torch.empty(self.layout.total, dtype=self.grad_dtype, device=device)
+        for gap in self.layout.gaps():
+            self.grad_full[gap.start : gap.stop].zero_()
+        self.grad = self.grad_full[self.held.start : self.held.stop]
+
+    def close_grad(self, elsewhere: bool = False) -> None:
+        """Free the gradient after its last use, unless it stays allocated.
+
+        If another stream than its own used it last, `elsewhere`, it is freed by `let_go`, and not whenever that stream
+        is done: how much memory a step takes must not depend on how far ahead the host is.
+        """
+        if self.grad is None or self.keeps_grad:
+            return
+        if elsewhere and self.grad.is_cuda:
+            self.spent = self.grad
+        self.grad, self.grad_full, self.grad_views = None, None, []
+
+    def let_go(self) -> None:
+        """Free the gradient of the last update, for which the current stream waits by now."""
+        if self.spent is None:
+            return
+        assert self.home is not None and self.written is not None
+        if current_stream(self.spent.device).cuda_stream != self.home.cuda_stream:  # in a stream of the user's own
+            self.written.wait(self.home)
+        self.spent = None
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters as views of a buffer of the flat's length."""
+        return [buffer[e.offset : e.offset + e.numel].view(e.shape) for e in self.layout.entries]
+
+    def attach(self, buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        """Make the parameters views of `buffer`."""
+        if self.guarded:
+            self.refuse_swapped()
+        for parameter, view in zip(self.parameters, views, strict=True):
+            attach(parameter, view)
+            note_values(parameter)
+        self.buffer = buffer
+
+    def refuse_swapped(self) -> None:
+        """Raise Refused if a parameter's object has become another tensor."""
+        for entry, parameter in zip(self.layout.entries, self.parameters, strict=True):
+            if not is_sharded(parameter):
+                raise Refused(
+                    f"{entry.name} was exchanged with another tensor after shard, as torch.utils.swap_tensors does: "
+                    f"copy values into it inside `with engine.gathered({entry.name!r}, write=True)`"
+                )
+
+    def detach(self) -> None:
+        """Leave the parameters with their shape but no values: reading one raises an error with its name."""
+        for parameter, hollow in zip(self.parameters, self._hollow, strict=True):
+            release(parameter, hollow)
+        self.buffer = None
+
+    def edited(self) -> list[str]:
+        """Return the names of parameters whose values may have been changed in place."""
+        return [e.name for e, p in zip(self.layout.entries, self.parameters, strict=True) if edited(p)]
+
+    def restore_moved(self) -> None:
+        """Copy parameters that were moved to other memory back into the flat, keeping their new values."""
+        memory = self.resident if self.resident is not None else self.buffer
+        assert memory is not None
+        if self.guarded:
+            self.refuse_swapped()
+        for entry, parameter in zip(self.layout.entries, self.parameters, strict=True):
+            if moved(parameter):
+                view = memory[entry.offset : entry.offset + entry.numel].view(entry.shape)
+                self._refuse_kept(entry.name, view)
+                view.copy_(parameter.detach())
+                attach(parameter, view)
+                note_values(parameter, kept=True)
+
+    def _refuse_kept(self, name: str, view: torch.Tensor) -> None:
+        """Raise Refused if the user keeps the old values of a parameter whose `data` was replaced."""
+        spans = {(tensor.data_ptr(), tensor.nbytes) for _, _, tensor in self.holdings()}
+        start, stop = view.data_ptr(), view.data_ptr() + view.nbytes
+        for tensor in on_storages(live_tensors(), {storage_of(view)}).get(storage_of(view), ()):
+            at = tensor.data_ptr()
+            known = tensor is view or is_own(tensor) or is_sharded(tensor) or (at, tensor.nbytes) in spans
+            if not known and start <= at and at + tensor.nbytes <= stop:
+                raise Refused(
+                    f"{name}.data was replaced while another tensor keeps its old values, which lie in the engine's "
+                    "memory: keep a copy of them (p.data.clone()), and copy new values in by p.data.copy_(values)"
+                )
+
+    def changed_while_whole(self) -> list[str]:
+        """Return the names of gathered parameters that were changed; `p.data` and moved ones are compared by value."""
+        if not any(edited(p) or moved(p) for p in self.parameters):
+            return []
+        assert self.buffer is not None
+        rows = list(zip(self.layout.entries, self.parameters, self.views(self.buffer), strict=True))
+        if elsewhere := [e.name for e, p, view in rows if moved(p) and not torch.equal(p.detach(), view)]:
+            return elsewhere
+        if not (names := self.edited()):
+            return []
+        known = [e.name for e, p, _ in rows if edited_in_place(p) and not moved(p)]
+        if known or (self.shard is None and self.param_store is None):
+            return known
+        kept = self.shard
+        if kept is None:
+            assert self.param_store is not None
+            kept = torch.empty(self.own.numel, dtype=self.dtype, device=self.buffer.device)
+            self.param_store.fetch(0, kept).synchronize()
+        gathered = self.buffer[self.own.start : self.own.stop]
+        return [] if torch.equal(gathered.view(torch.uint8), kept.view(torch.uint8)) else names
+
+    def note_values(self) -> None:
+        """Record the parameters' current values as known, so that later edits are detected."""
+        for parameter in self.parameters:
+            note_values(parameter, kept=self.resident is not None)
+
+    def note_change(self) -> None:
+        """Record that the parameters' values were changed: autograd refuses graphs that were made with the old ones."""
+        self.num_changes += 1
+        if self.resident is not None:
+            count_change(self.parameters)
+
+    def forbid_reads(self, unread: bool) -> None:
+        """Refuse reads of whole parameters until a deferred update is done; not `unread`: allow them again."""
+        if self.unread != unread and self.resident is not None:
+            self.unread = unread
+            for parameter in self.parameters:
+                expect_update(parameter, unread)
+
+    def __post_init__(self) -> None:
+        device = self.parameters[0].device
+        kind = torch.device("cpu") if device.type == "meta" else device
+        fill = float("nan") if self.dtype.is_floating_point else 0
+        one = torch.full((1,), fill, dtype=self.dtype, device=kind)
+        # NaN, so that code which bypasses the check for released parameters never reads stale values.
+        self._hollow = [one.expand(entry.shape) if entry.shape else one[0] for entry in self.layout.entries]
+
+
+class Unit:
+    """A module whose parameters are gathered and released together."""
+
+    def __init__(self, index: int, name: str, module: nn.Module) -> None:
+        self.index, self.name, self.module = index, name, module
+        self.flats: list[Flat] = []
+
+    @property
+    def trainable(self) -> list[Flat]:
+        """Its flats of trainable parameters, one per dtype."""
+        return [flat for flat in self.flats if flat.trainable]
+
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return self.name or "the rest"
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name or 'rest'})"
+
+
+UnitChoice = Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.Module] | None
+
+
+def chooses(choice: Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.Module]) -> Callable[[nn.Module], bool]:
+    """Return a predicate on modules from a class, a predicate, or a list of modules."""
+    if isinstance(choice, type):
+        return lambda module: isinstance(module, choice)
+    if callable(choice):
+        return choice
+    ids = {id(module) for module in choice}
+    return lambda module: id(module) in ids
+
+
+def recomputed_units(units: Sequence[Unit], choice: bool | int | str | Recompute | UnitChoice) -> dict[Unit, bool]:
+    """Return the units that are recomputed, each with whether selectively: those chosen, or the first repeated blocks.
+
+    Repeated blocks are units that share their class with another unit; if there are none, the members of a list of
+    modules (a model of one block), and else all units but the rest. An embedding has next to no activations to save.
+    Layers after the last block are needed again as soon as backward begins, so recomputing them would only double their
+    cost. For the same reason a number of blocks means the first ones: backward needs them last.
+    """
+    inner = [unit for unit in units if unit.index > 0]
+    asked = read_recompute(choice)
+    if isinstance(asked, str):
+        raise ValueError(f"recompute={choice!r}: pass True, False, 'selective', a number of blocks, or the units")
+    if isinstance(asked, Recompute):
+        classes = [type(unit.module) for unit in inner]
+        blocks = [unit for unit in inner if classes.count(type(unit.module)) > 1]
+        blocks = blocks or [unit for unit in inner if unit.name.rpartition(".")[2].isdigit()] or inner
+        asked = asked.of(len(blocks))
+        return {unit: at >= asked.whole for at, unit in enumerate(blocks[: asked.count])}
+    chosen = [unit for unit in inner if chooses(asked)(unit.module)]
+    if not chosen:
+        raise ValueError(f"no unit of the model matches recompute={choice!r}")
+    return dict.fromkeys(chosen, False)
+
+
+def find_units(model: nn.Module, choice: UnitChoice = None) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of the modules that become units, in the model's order; the rest is the model itself.
+
+    By default these are the modules that the model's own `unit_modules()` returns, as that of a built-in model does;
+    without it repeated blocks: two or more children of one class in a ModuleList, ModuleDict or Sequential. `choice`
+    selects others: a class, a predicate, or a list of modules. The rest comes first, named "".
+    """
+    chosen: list[tuple[str, nn.Module]] = [("", model)]
+    if choice is None and callable(own := getattr(model, "unit_modules", None)):
+        choice = own()
+    if choice is None:
+        return [*chosen, *repeated_blocks(model)]
+    wanted = chooses(choice)
+    for name, module in model.named_modules():
+        if module is not model and wanted(module) and any(True for _ in module.parameters()):
+            chosen.append((name, module))
+    if len(chosen) == 1:
+        raise ValueError(f"no module of {type(model).__name__} matches units={choice!r}")
+    return chosen
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of two or more children of one class in a ModuleList, ModuleDict or Sequential."""
+    found: list[tuple[str, nn.Module]] = []
+    _walk_blocks(model, "", found)
+    return found
+
+
+def _walk_blocks(module: nn.Module, prefix: str, chosen: list[tuple[str, nn.Module]]) -> None:
+    children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
+    classes = [type(child) for _, child in children]
+    container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    for name, child in children:
+        path = f"{prefix}.{name}" if prefix else name
+        listed = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if container and classes.count(type(child)) >= 2 and not listed:
+            if not any(child is other for _, other in chosen):  # a block may be in several places
+                chosen.append((path, child))
+        else:
+            _walk_blocks(child, path, chosen)
+
+
+def claim_parameters(
+    model: nn.Module, found: Sequence[tuple[str, nn.Module]]
+) -> list[tuple[Unit, list[tuple[str, nn.Parameter]]]]:
+    """Assign each parameter to the innermost unit that holds it; one held by several units goes to the rest."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    holder: dict[int, int] = {}
+    inner_first = sorted(range(1, len(found)), key=lambda i: -found[i][0].count("."))
+    for i in inner_first:
+        for p in found[i][1].parameters():
+            before = holder.get(id(p))
+            if before is None:
+                holder[id(p)] = i
+            elif not _inside(found[before][1], found[i][1]):
+                holder[id(p)] = 0
+    # A weight tied between a unit and a module outside all units is needed by both, so it goes to the rest.
+    for module in outside(model, {id(unit) for name, unit in found if name}):
+        for p in module.parameters(recurse=False):
+            holder[id(p)] = 0
+    claimed: list[tuple[Unit, list[tuple[str, nn.Parameter]]]] = []
+    for i, (name, module) in enumerate(found):
+        mine = [(names[id(p)], p) for p in model.parameters() if holder.get(id(p), 0) == i]
+        claimed.append((Unit(i, name, module), mine))
+    return claimed
+
+
+def outside(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
+    """Yield the module and its submodules that are not inside one of the units (given by id)."""
+    seen: set[int] = set()
+    left = [module]
+    while left:
+        here = left.pop()
+        if id(here) not in seen and id(here) not in units:
+            seen.add(id(here))
+            yield here
+            left.extend(here.children())
+
+
+def _inside(inner: nn.Module, outer: nn.Module) -> bool:
+    return any(module is inner for module in outer.modules())
+
+
+def build_flats(
+    unit: Unit,
+    named: Sequence[tuple[str, nn.Parameter]],
+    group_of: Callable[[str, nn.Parameter], int],
+    dtype_of: Callable[[str, nn.Parameter], torch.dtype],
+    trains: Callable[[nn.Parameter], bool],
+    stage: Stage,
+    collectives: Collectives,
+) -> None:
+    """Lay out the unit's parameters in flats for this rank; allocates nothing."""
+    kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    for name, p in named:
+        if trains(p) and not p.dtype.is_floating_point:
+            raise Refused(
+                f"{name} is {p.dtype}: only real floating-point parameters can be trained; keep a complex one as a "
+                "real tensor of shape (..., 2) and use torch.view_as_complex in forward"
+            )
+        kinds.setdefault((trains(p), dtype_of(name, p)), []).append((name, p))
+    for (trainable, dtype), members in kinds.items():
+        groups = [group_of(name, p) if trainable else 0 for name, p in members]
+        layout = lay_out([(n, tuple(p.shape), g) for (n, p), g in zip(members, groups, strict=True)], collectives.world)
+        by_name = dict(members)
+        ordered = [by_name[entry.name] for entry in layout.entries]
+        ranks = (collectives.world, collectives.rank)
+        spec = flat_spec(unit.name or "rest", layout, dtype.itemsize, stage, *ranks, trainable)
+        unit.flats.append(Flat(unit, spec, ordered, dtype))

@@ -1,0 +1,1 @@
+"""Ranks as processes: how they start, find each other, exchange values, wait and end."""

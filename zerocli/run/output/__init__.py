@@ -1,0 +1,1 @@
+"""What a run writes and says: metrics, their writers, the report."""

@@ -1,0 +1,297 @@
+"""A run's output to the user: the opening lines, progress, the closing summary, the dry run's table."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from typing import Any
+
+import torch
+
+from zerocli.config import Config, to_dict
+from zerocli.config.options import RunOptions
+from zerocli.console import say
+from zerocli.engine.engine import Engine
+from zerocli.engine.optimizer.rates import slower_than_fp32
+from zerocli.engine.precision import precision
+from zerocli.layout.categories import HELD, model_states
+from zerocli.layout.flats import grad_width
+from zerocli.layout.sizes import count_of, format_bytes, format_count
+from zerocli.plan.setup import setup_of
+from zerocli.profile import table
+from zerocli.profile.lines import History, Line
+
+SLOW = 1.5
+"""From so many times fp32's time on, a precision is called slow: less may be the noise of a short measurement."""
+
+
+def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
+    """Return the lines that open a run: what is trained, and each automatic choice with its reason.
+
+    `recomputed` is the choice of `activations.policy=auto`.
+    """
+    _, reason = precision(config.train.precision, engine.device)
+    if engine.device.type == "cpu" and engine.precision.name != "fp32":
+        slower = slower_than_fp32(engine.precision.compute)
+        if slower > SLOW:
+            reason += f"; a product takes this CPU {slower:.3g} times as long as in fp32"
+    world, tp, train = engine.collectives.world, engine.tensor_parallel.world, config.train
+    tokens = train.batch * train.accumulate * world * train.seq
+    axes = f" ({world} data-parallel x {tp} tensor-parallel)" if tp > 1 else ""
+    each = "data-parallel ranks" if tp > 1 else "ranks"
+    update = f"; update {'on the CPU' if engine.updater.on_cpu else 'through the device'} ({engine.update_reason})"
+    offload = [f"offload {config.offload.placement}{update if any(f.offloaded for f in engine.flats()) else ''}"]
+    return "\n".join(
+        [
+            f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "
+            f"{config.zero.stage}, {count_of(world * tp, 'rank')}{axes} on {engine.device.type}",
+            *_origin(config, engine),
+            f"precision {engine.precision.name} ({reason})",
+            f"compile {'true' if engine.hooks.blocks.on else 'false'} ({engine.hooks.blocks.reason})",
+            *([f"activations: {recomputed}"] if recomputed else []),
+            *_vocabulary(config, engine),
+            f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {world} {each} x accumulate "
+            f"{train.accumulate} x seq {train.seq}",
+            *([*offload, *engine.tiers.notes] if engine.placement.tiers else []),
+        ]
+    )
+
+
+def _origin(config: Config, engine: Engine) -> list[str]:
+    """Return whose code a Hugging Face model runs with, and whether its weights are the folder's or random."""
+    if not config.model.folder:
+        return []
+    ours = config.model.code != "transformers"
+    code = f"zerocli's {config.model.family}" if ours else f"transformers' {type(engine.model).__name__}"
+    start = f"weights from {config.train.init_from}" if config.train.init_from else "random weights (a config alone)"
+    return [f"model from {config.model.folder}: code of {code}, {start}"]
+
+
+def _vocabulary(config: Config, engine: Engine) -> list[str]:
+    """Return how tensor parallelism split the vocabulary, and why; nothing without tensor parallelism."""
+    tp, vocab = engine.tensor_parallel, config.model.vocab
+    if tp.world == 1 or config.model.foreign:
+        return []
+    if "head.weight" in tp.cuts:
+        return [f"vocabulary split, {vocab // tp.world} tokens per rank (tp {tp.world} divides {vocab})"]
+    return [f"vocabulary whole on every rank (tp {tp.world} does not divide {vocab})"]
+
+
+MAX_SKIPPED_LINES = 5
+
+
+class Progress:
+    """A bar on a terminal, a line every `every` steps elsewhere; silent on other ranks."""
+
+    def __init__(self, steps: int, every: int, active: bool) -> None:
+        self._steps, self._every, self._active = steps, every, active
+        self._bar: Any = None
+        self._skipped = 0
+
+    def __enter__(self) -> Progress:
+        if self._active and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._steps, unit="step", dynamic_ncols=True)
+        return self
+
+    def show(self, line: Line) -> None:
+        if not self._active:
+            return
+        if line.skipped:
+            self._say_skipped(line)
+        text = f"loss {line.loss:.4f}  grad {line.grad_norm:.3f}  {line.tokens_per_second:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+        elif line.step == 1 or line.step % self._every == 0 or line.step == self._steps:
+            say(f"step {line.step}/{self._steps}  {text}  lr {line.lr:.2e}")
+
+    def _say_skipped(self, line: Line) -> None:
+        """Say that a step was not applied, for the first few; the closing summary counts them."""
+        self._skipped += 1
+        if self._skipped > MAX_SKIPPED_LINES:
+            return
+        more = "; further ones are only counted" if self._skipped == MAX_SKIPPED_LINES else ""
+        text = (
+            f"step {line.step} was not applied: its gradients are not finite (in fp16 the loss scale is halved){more}"
+        )
+        if self._bar is None:
+            say(text)
+        else:
+            self._bar.write(text, file=sys.stderr)
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def gather_memory(engine: Engine) -> dict[str, int]:
+    """Return the most bytes any rank holds, by category. Collective."""
+    mine = torch.tensor([engine.memory()[c] for c in HELD], dtype=torch.float64, device=engine.device)
+    most = engine.gather_control(mine).amax(0)
+    return dict(zip(HELD, (int(value) for value in most.tolist()), strict=True))
+
+
+def summary(
+    config: Config,
+    options: RunOptions,
+    engine: Engine,
+    lines: History,
+    held: dict[str, int],
+    checked: dict[str, Any] | None,
+    profile: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the closing summary as one JSON document; `profile` is what the run recorded of its memory."""
+    settled = lines[1:] or lines  # the first step also warms up
+    width = engine.precision.compute.itemsize
+    grads = grad_width(width, config.train.accumulate, config.zero.reduce)
+    whole = model_states(engine.numel, 0, 1, width, grads, engine.sizing.state_width(width))
+    return {
+        "schema": 1,
+        "run_dir": options.run_dir,
+        "config": config.name,
+        "stage": config.zero.stage,
+        "ranks": engine.collectives.world * engine.tensor_parallel.world,
+        "tp": engine.tensor_parallel.world,
+        "parameters": engine.numel,
+        "steps": lines.num_steps,
+        "first_loss": lines[0].loss,
+        "final_loss": lines[-1].loss,
+        "tokens_per_second": sum(x.tokens for x in settled) / sum(x.seconds for x in settled),
+        "memory": {c: {"held": held[c], "stage_0": whole.get(c, 0)} for c in HELD},
+        "peak": lines[-1].peak,
+        "at_peak": at_peak(profile) if profile else None,
+        "skipped": sum(line.skipped for line in lines),
+        "precision": engine.precision.name,
+        "check": checked,
+        "next": next_command(config, options.source),
+    }
+
+
+def next_command(config: Config, source: str) -> str:
+    """Return the command to suggest after this one."""
+    tp = f" --tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
+    if config.zero.stage < 3:
+        return f"zerocli train {shlex.quote(source)} --stage 3{tp}"
+    if not config.offload.placement:
+        return f"zerocli train {shlex.quote(source)} --stage 3{tp} --offload cpu"
+    return f"zerocli train {shlex.quote(source)} --stage 3{tp} --check 10"
+
+
+def _title(what: str, stage: int, tp: int) -> str:
+    """Return the head of a memory table that compares this run with unsharded training."""
+    return f"{what:<20}{f'stage {stage}' + (f' tp {tp}' if tp > 1 else ''):>14}{'stage 0':>14}"
+
+
+def _row(category: str, held: int, stage_0: int) -> str:
+    return f"{category.replace('_', ' '):<20}{format_bytes(held):>14}{format_bytes(stage_0):>14}"
+
+
+LARGEST_HOLDERS = 4
+"""Categories of memory that the closing summary shows of the peak."""
+
+
+def at_peak(profile: dict[str, Any]) -> dict[str, Any]:
+    """Return the device's peak, measured and predicted, and its categories, the largest first.
+
+    Without a GPU nothing counts all of the device's memory, so `measured` is None.
+    """
+    rows = [
+        {"category": row["category"], "measured": table.seen(profile, row), "predicted": row["predicted"]}
+        for row in profile["rows"]
+        if row["tier"] == "hbm"
+    ]
+    rows.sort(key=lambda row: -(row["predicted"] or row["measured"] or 0))
+    peak = profile["peak"]["hbm"]
+    return {
+        "measured": peak["measured"] if table.whole(profile, "hbm") else None,
+        "predicted": peak["predicted"],
+        "rows": rows,
+        "rss_peak": profile["system"]["rss_peak"],
+    }
+
+
+def _peak_lines(peak: dict[str, Any] | None) -> list[str]:
+    """Return the table of the peak: its largest holders, of which activations are often the first."""
+    if peak is None:
+        return []
+
+    def row(name: str, found: dict[str, Any]) -> str:
+        shown = [format_bytes(found[key]) if found[key] is not None else "-" for key in ("measured", "predicted")]
+        return f"{name:<20}{shown[0]:>14}{shown[1]:>14}"
+
+    shown = [each for each in peak["rows"] if each["predicted"] or each["measured"]][:LARGEST_HOLDERS]
+    return [
+        "",
+        f"{'peak of a rank':<20}{'measured':>14}{'predicted':>14}",
+        *(row(each["category"].replace("_", " "), each) for each in shown),
+        row("all", peak),
+        f"OS view, largest rank: {format_bytes(peak['rss_peak'])} of host memory at most",
+    ]
+
+
+def skipped_line(summary: dict[str, Any]) -> list[str]:
+    """Return a note on steps whose gradients were not finite; nothing if there were none."""
+    count, steps = summary["skipped"], summary["steps"]
+    if not count:
+        return []
+    fp16 = summary["precision"] == "fp16"
+    why = "gradients overflowed in fp16, and the loss scale was halved" if fp16 else "gradients were not finite"
+    what = "no step was applied" if count == steps else f"{count} of {steps} steps were not applied"
+    return [f"note: {what}: {why}" + ("; --precision bf16 needs no scale" if fp16 else ""), ""]
+
+
+def closing(summary: dict[str, Any]) -> str:
+    """Return the summary as readable text."""
+    rows = [*skipped_line(summary), _title("held between steps", summary["stage"], summary["tp"])]
+    totals = [0, 0]
+    for category, row in summary["memory"].items():
+        totals = [totals[0] + row["held"], totals[1] + row["stage_0"]]
+        if row["held"] or row["stage_0"]:
+            rows.append(_row(category, row["held"], row["stage_0"]))
+    rows.append(_row("total", *totals))
+    rows += _peak_lines(summary["at_peak"])
+    head = (
+        f"\nloss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f} in {summary['steps']} steps, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s on {count_of(summary['ranks'], 'rank')}\n"
+    )
+    others = [f"{tier} {format_bytes(n)}" for tier, n in summary["peak"].items() if n and tier != "hbm"]
+    tail = [f"on other tiers: {', '.join(others)}"] if others else []
+    tail.append(f"\nmetrics: {summary['run_dir']}/metrics.jsonl")
+    if summary["check"] is not None:
+        tail.append(check_line(summary["check"]))
+    return "\n".join([head, *rows, *tail, f"try: {summary['next']}"])
+
+
+def check_line(check: dict[str, Any]) -> str:
+    """Return the result of the comparison with unsharded training."""
+    verdict = "equal to unsharded training" if check["equal"] else "NOT equal to unsharded training"
+    return (
+        f"check: {verdict} over {check['steps']} steps: largest difference in loss "
+        f"{check['largest_difference']:.3g} ({check['largest_relative_difference']:.2g} relative, "
+        f"tolerance {check['tolerance']:g})"
+    )
+
+
+def planned_memory(config: Config, numel: int, local: int) -> dict[str, dict[str, int]]:
+    """Return the model states that each rank would hold, and those of stage 0, by arithmetic alone.
+
+    `local` of the `numel` parameters are a rank's own share under tensor parallelism.
+    """
+    setup = setup_of(config, device="cuda" if torch.cuda.is_available() else "cpu")
+    common = (setup.width, setup.grad_width, setup.state_width)
+    held = model_states(local, config.zero.stage, config.parallel.ranks // config.parallel.tp, *common)
+    whole = model_states(numel, 0, 1, *common)
+    return {category: {"held": held[category], "stage_0": whole[category]} for category in held}
+
+
+def dry(config: Config, numel: int, held: dict[str, dict[str, int]]) -> str:
+    """Return the dry run's text."""
+    rows = [_row(category, row["held"], row["stage_0"]) for category, row in held.items()]
+    title = _title("each rank holds", config.zero.stage, config.parallel.tp)
+    shown = json.dumps(to_dict(config), indent=2)
+    ranks = count_of(config.parallel.ranks, "rank")
+    where = f"{format_count(numel)} parameters on {ranks} (activations and buffers not counted)"
+    return "\n".join([shown, "", where, title, *rows])

@@ -1,0 +1,132 @@
+"""Choose the number of ranks for this machine, start them and wait for them; no process is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zerocli import machine
+from zerocli.config import Config
+from zerocli.config.options import RunOptions
+from zerocli.console import say
+from zerocli.errors import DOES_NOT_FIT, INTERRUPTED, USAGE, UserError
+from zerocli.plan import preflight
+from zerocli.run import automatic
+from zerocli.run.folders.folder import run_folder
+from zerocli.run.folders.run_lock import lock_run_folder
+from zerocli.run.processes.job import Job
+
+JOB_FILE = "job"
+"""In the run folder: the name of the elastic job that wrote its checkpoints."""
+
+
+def launch(
+    config: Any,
+    options: RunOptions,
+    arguments: Sequence[str] = ("train",),
+    *,
+    fresh: bool = False,
+    worker: Sequence[str] | None = None,
+) -> int:
+    """Run one process per rank on this machine until all have ended; return the exit code of the run.
+
+    `arguments` are zerocli's own (the command first); `fresh` asks for a run folder that no other run has taken;
+    `worker` is the command of a rank, for tests.
+    """
+    gpus = machine.gpus()
+    num_ranks, reason = choose_ranks(config.parallel.ranks or 0, config.parallel.tp or 1, len(gpus))
+    machine.allow_open_files(open_files(num_ranks))
+    if isinstance(config, Config):
+        refuse_missing(config.train.log_to)
+        preflight.refuse_disks(config, options.auto)
+        config = automatic.choose_here(with_ranks(config, num_ranks), options).config
+        preflight.refuse(config, gpus)
+        from zerocli.data.preview import refuse_data  # imports numpy, which --help does not need
+
+        refuse_data(config)
+    with run_folder(options.run_dir, fresh) as folder:
+        say(f"ranks {num_ranks} ({reason})")
+        say(f"equivalent torchrun command: {torchrun_line(num_ranks, arguments)}")
+        say(f"run folder: {folder.path}")
+        command = list(worker or [sys.executable, "-m", "zerocli", *arguments])
+        with lock_run_folder(folder.path):
+            job = Job(command, num_ranks, folder.path, saves=saves(config))
+            code = job.run()
+        job.report()
+        if code in (USAGE, DOES_NOT_FIT, INTERRUPTED):  # other failures are explained by the logs
+            folder.discard()
+    return code
+
+
+def with_ranks(config: Config, num_ranks: int) -> Config:
+    """Return the config with its number of ranks filled in."""
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=num_ranks))
+
+
+def refuse_worker(config: Config, options: RunOptions, worker: Mapping[str, str]) -> None:
+    """Compare the plan with this node, on its first rank, unless the launcher has done so.
+
+    Under SLURM a task may see only its own part of the host's memory, so that is not compared.
+    """
+    if "ZEROCLI_PARENT" in os.environ or worker.get("LOCAL_RANK") != "0":
+        return
+    refuse_missing(config.train.log_to)
+    preflight.refuse_disks(config, options.auto)
+    local = math.gcd(int(worker["WORLD_SIZE"]), int(worker.get("LOCAL_WORLD_SIZE", worker["WORLD_SIZE"])))
+    if not options.auto:  # else the ranks choose what fits, together
+        preflight.refuse(config, machine.gpus(), local, host="SLURM_PROCID" not in os.environ)
+
+
+def refuse_missing(names: Sequence[str]) -> None:
+    """Raise UserError if a package for `train.log_to`, which has its name, is not installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(
+            f"train.log_to={','.join(names)}: {' and '.join(missing)} {verb} not installed",
+            hint=f"pip install {' '.join(name for name in missing)}",
+        )
+
+
+def open_files(num_ranks: int) -> int:
+    """Return how many files a process of a run may open: twice the observed number, plus connections to each rank."""
+    return 128 + 8 * num_ranks
+
+
+def saves(config: Any) -> bool:
+    """Return whether a run saves checkpoints; if so, it also saves when told to stop, and needs time for that."""
+    checkpoint = getattr(config, "checkpoint", None)
+    return checkpoint is not None and (checkpoint.every > 0 or checkpoint.time_limit > 0 or checkpoint.best)
+
+
+def choose_ranks(asked: int, tp: int, num_gpus: int) -> tuple[int, str]:
+    """Return (number of ranks, the reason); refuse more ranks than GPUs unless ZEROCLI_SHARE_GPU=1."""
+    if asked and num_gpus and asked > num_gpus:
+        if os.environ.get("ZEROCLI_SHARE_GPU") != "1":
+            raise UserError(
+                f"{asked} ranks, but {num_gpus} GPU{'s' if num_gpus > 1 else ''} on this machine",
+                hint=f"--ranks {num_gpus}, or several machines with torchrun\n"
+                "ZEROCLI_SHARE_GPU=1 lets ranks share a GPU over gloo (slow, for tests)\n"
+                "CUDA_VISIBLE_DEVICES= trains on the CPU",
+            )
+        return asked, f"as asked; they share {num_gpus} GPU{'s' if num_gpus > 1 else ''} over gloo"
+    if asked:
+        return asked, "as asked"
+    if num_gpus % tp:
+        raise UserError(
+            f"tp {tp} does not divide the {num_gpus} GPUs of this machine", hint=f"--ranks {num_gpus // tp * tp or tp}"
+        )
+    if num_gpus:
+        return num_gpus, "one process per GPU"
+    return tp * math.ceil(2 / tp), "no GPU: two processes so that partitioning is real" if tp <= 2 else "no GPU: --tp"
+
+
+def torchrun_line(num_ranks: int, arguments: Sequence[str]) -> str:
+    """Return the torchrun command that starts the same ranks, ready for pasting into a shell."""
+    return shlex.join(["torchrun", "--standalone", "--nproc-per-node", str(num_ranks), "-m", "zerocli", *arguments])

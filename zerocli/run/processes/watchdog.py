@@ -1,0 +1,298 @@
+"""The watchdog: ends a run whose start, collective, transfer or save is stuck, and reports which ranks are missing.
+
+All ranks begin the same collectives of an axis in one order and publish how many they have begun. So when a collective
+has been open for too long, the ranks whose count is below its number have not arrived, and ranks whose heartbeats have
+stopped are dead or unreachable. A rank that has not arrived but makes progress (its update waits for a slow disk that
+a save is writing to) is waited for: its own watchdog monitors it.
+
+It runs from the moment the ranks' store is reached: a run's start, like a save, is a sequence of stages, in each of
+which a rank works by itself or waits for the others.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+
+from tiers.transfer import WAITED_FOR
+from zerocli.console import say
+from zerocli.engine.engine import Engine
+from zerocli.errors import FAILURE
+from zerocli.ranks.issued import Issued
+from zerocli.ranks.loss import Severed, severed
+from zerocli.ranks.progress import Progress
+from zerocli.ranks.startup import STARTUP
+from zerocli.ranks.worker import record_failure, within
+from zerocli.run.processes.heartbeats import Heartbeat, Heartbeats, cloned, lost_ranks, no_store, silent_words
+from zerocli.run.processes.rank_loss import PATIENCE_SECONDS, standing
+
+START_SECONDS = 30.0
+"""Minimum wait for a rank that has sent no heartbeat yet: processes do not all start at once."""
+
+
+class Shared(Protocol):
+    """A sequence that ranks go through together, in one order: an axis' collectives, or the stages of saves."""
+
+    issued: int
+    open: deque[Issued]
+    moved: float
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Ranks that go through a shared sequence, by their global numbers."""
+
+    name: str
+    shared: Shared
+    ranks: tuple[int, ...]
+
+    def absent(self, said: dict[int, Heartbeat], silent: set[int], number: int, waited: float) -> str:
+        """Return, in words, which ranks have not reached entry `number`; nothing if the late ranks still make progress.
+
+        This rank has waited for `waited` seconds; a rank that made progress in the second half of that is only slow.
+        """
+        speaking = {rank: beat for rank, beat in said.items() if rank not in silent}
+        gone = [silent_words(rank, said.get(rank)) for rank in sorted(silent)]
+        if not gone and any(beat.alone and beat.idle < waited / 2 for beat in speaking.values()):
+            return ""  # a save makes progress; updates may wait for it, and ranks for those
+        staged = isinstance(self.shared, Progress)  # a rank that arrived may still work alone (the commit)
+        late = {
+            rank: beat
+            for rank, beat in speaking.items()
+            if rank in self.ranks and (beat.counts.get(self.name, 0) < number or (staged and beat.alone))
+        }
+        stuck = [
+            f"rank {rank} had not arrived ({beat.doing})" for rank, beat in late.items() if beat.idle >= waited / 2
+        ]
+        if gone or stuck:
+            return "; ".join([*gone, *stuck])
+        just_came = any(beat.idle < waited / 2 for rank, beat in speaking.items() if rank in self.ranks)
+        return "" if late or just_came else "all ranks had arrived: the link between them is stuck"
+
+
+class Watchdog(threading.Thread):
+    """Monitors a run's start, collectives, transfers and saves until it is closed; `limit` in seconds, 0 is never.
+
+    Without an engine it begins with the start: `meet` gives it the ranks' store, and `attach` the engine.
+    """
+
+    def __init__(self, engine: Engine | None, limit: float, end: Callable[[str], None] | None = None) -> None:
+        super().__init__(name="zerocli-watchdog", daemon=True)
+        self._limit, self._end = limit, end or end_process
+        self._interval = min(1.0, limit / 20)
+        # Querying the other ranks takes at most this long; it begins this long before the limit.
+        self._lead = 2 * PATIENCE_SECONDS + 3 * self._interval
+        self._closed = threading.Event()
+        self._axes: list[Axis] = []
+        self._engine_axes: list[Axis] = []
+        self._saves: Progress | None = None
+        self._last_words: tuple[str, bool] = ("", False)
+        self._heartbeats: Heartbeats | None = None
+        self.missing = ""
+        """The ranks that were gone when this rank failed because it had lost another."""
+        if engine is not None:
+            self.attach(engine)
+            self._heartbeats = Heartbeats(dist.get_rank(), engine.ranks) if self._axes and limit else None
+
+    def connect(self, rank: int, world: int, store: dist.Store | None = None) -> None:
+        """Also monitor the run's start, and exchange heartbeats through `store` or the process group's store."""
+        if world > 1 and self._limit and self._heartbeats is None:
+            self._axes = [*self._axes, Axis("start", STARTUP, tuple(range(world)))]
+            self._heartbeats = Heartbeats(rank, range(world), None if store is None else cloned(store))
+            STARTUP.restart_wait()  # so far this rank waited only for the store
+            self._heartbeats.say(self._heartbeat())
+
+    def attach(self, engine: Engine) -> None:
+        """Also monitor an engine's collectives; only its axes need to be open."""
+        self._engine_axes = [
+            Axis(name, axis, tuple(dist.get_process_group_ranks(axis.group or dist.group.WORLD)))
+            for name, axis in (("data", engine.collectives), ("tensor", engine.tensor_parallel))
+            if axis.world > 1
+        ]
+        self._axes = [*self._axes, *self._engine_axes]
+
+    def watch(self, saves: Progress) -> None:
+        """Also monitor a run's saves."""
+        self._saves = saves
+        if self._heartbeats is not None:
+            self._axes = [*self._axes, Axis("saves", saves, self._heartbeats.ranks)]
+
+    def __enter__(self) -> Watchdog:
+        if self._limit:
+            self.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop monitoring; publish the error that this rank ends with. Further calls do nothing."""
+        if self._closed.is_set():
+            return
+        if error is not None and self._heartbeats is not None:
+            gone = severed(error)
+            self._say_why(str(error).partition("\n")[0], gone is not None)
+            if gone is not None:
+                self.missing = self._who_is_gone(self._heartbeats)
+            if isinstance(error, Severed):
+                error.missing = self.missing
+        self._closed.set()
+        if self.is_alive():
+            self.join(PATIENCE_SECONDS)
+
+    def run(self) -> None:
+        publisher = threading.Thread(target=self._publish, name="zerocli-heartbeat", daemon=True)
+        publisher.start()
+        while not self._closed.wait(self._interval):
+            text = self._stuck_transfer() or self._stuck_alone() or self._stuck_axis()
+            if text and not self._closed.is_set():
+                self._say_why(text, by_loss=False)
+                self._end(text)
+                return
+        publisher.join(self._interval + PATIENCE_SECONDS)
+
+    # -- what is stuck ---------------------------------------------------------------------------------------------
+
+    def _stuck_transfer(self) -> str:
+        for transfer, since in list(WAITED_FOR.values()):
+            seconds = time.monotonic() - since
+            if seconds > self._limit:
+                what = transfer.what or "states"
+                size = f"{transfer.nbytes} bytes, {transfer.tier}"
+                return f"a transfer of {what} ({size}) has been stuck for {seconds:.0f} s"
+        return ""
+
+    def _stuck_alone(self) -> str:
+        """Return what this rank is stuck in by itself, without any progress for the limit."""
+        where = f" on rank {self._heartbeats.rank}" if self._heartbeats is not None else ""
+        for what, moved in self._alone():
+            seconds = time.monotonic() - moved
+            if seconds > self._limit:
+                return f"{staged(what)} has been stuck for {seconds:.0f} s{where}"
+        return ""
+
+    def _alone(self) -> list[tuple[str, float]]:
+        """Return the work that this rank does by itself, and when it last made progress."""
+        found = [(self._saves.alone, self._saves.moved)] if self._saves is not None and self._saves.alone else []
+        # During its start a rank may be in an engine's collective, where it is not alone, or wait for a transfer.
+        inside = any(oldest_open(axis.shared) is not None for axis in self._engine_axes)
+        if STARTUP.alone and not inside:
+            others = [axis.shared.moved for axis in self._engine_axes]
+            found.append(
+                (STARTUP.alone, max([STARTUP.moved, *others, *(since for _, since in list(WAITED_FOR.values()))]))
+            )
+        return found
+
+    def _stuck_axis(self) -> str:
+        for axis in self._axes:
+            itself = isinstance(axis.shared, Progress) and axis.shared.alone
+            if not itself and (text := self._stuck_together(axis)):
+                return text
+        return ""
+
+    def _stuck_together(self, axis: Axis) -> str:
+        entry = oldest_open(axis.shared)
+        since = entry.since if entry is not None else math.inf
+        waited = time.monotonic() - since
+        if entry is None or waited <= max(self._limit / 4, self._limit - self._lead):
+            return ""
+        assert self._heartbeats is not None
+        heard = self._heartbeats.ask_twice(self._pause)
+        if heard is not None and waited < START_SECONDS and len(heard[0]) + 1 < len(self._heartbeats.ranks):
+            return ""  # a rank has sent no heartbeat: it may still be starting
+        absent = axis.absent(*heard, entry.number, waited) if heard is not None else no_store(self._heartbeats)
+        if not absent:  # late ranks make progress: ask again later, to spare the store in a large job
+            self._closed.wait(self._limit / 20)
+            return ""
+        self._closed.wait(max(0.0, since + self._limit - time.monotonic()))
+        if entry.over or entry.since > since or self._closed.is_set():
+            return ""  # it completed, or its host stopped waiting, during the query
+        seconds = time.monotonic() - since
+        if not entry.kind:  # a stage of a save, or of the start
+            return f"{staged(str(entry))} has been stuck for {seconds:.0f} s: {absent}"
+        return f"{entry} has been stuck for {seconds:.0f} s (collective {entry.number} of this run): {absent}"
+
+    # -- what the others hear --------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        while not self._closed.wait(self._interval):
+            if self._heartbeats is not None and not self._heartbeats.gone:
+                self._heartbeats.say(self._heartbeat())
+
+    def _heartbeat(self) -> Heartbeat:
+        shared, moment = [axis.shared for axis in self._axes], time.monotonic()
+        together = [each for each in shared if not (isinstance(each, Progress) and each.alone)]
+        entries = [entry for each in together if (entry := oldest_open(each)) is not None]
+        waiting = [f"waiting for a transfer of {t.what or 'states'}" for t, _ in list(WAITED_FOR.values())]
+        alone = next((what for what, _ in self._alone()), "")
+        inside = [f"in {entry}" for entry in sorted(entries, key=lambda entry: entry.since)]
+        count = max((axis.shared.issued for axis in self._engine_axes), default=0)
+        after = f"after collective {count}" if count else "between two stages of its start"
+        return Heartbeat(
+            time=moment,
+            idle=moment - max(each.moved for each in shared),
+            counts={axis.name: axis.shared.issued for axis in self._axes},
+            doing=next(iter([*waiting, *inside, *([f"in {alone}"] if alone else [])]), after),
+            alone=alone,
+            ended=self._last_words[0],
+            by_loss=self._last_words[1],
+        )
+
+    def _say_why(self, text: str, by_loss: bool) -> None:
+        self._last_words = (text[:200], by_loss)
+        beats = self._heartbeats
+        if beats is not None:
+            within(PATIENCE_SECONDS, lambda: beats.say(self._heartbeat()))
+
+    def _who_is_gone(self, beats: Heartbeats) -> str:
+        """Return which ranks are gone; nothing if the launcher, which knows, ends this rank first."""
+        hurry = threading.Event()
+        here = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGTERM, lambda *_: hurry.set()) if here else None
+        try:
+            found = lost_ranks(beats, lambda: hurry.wait(3 * self._interval))
+        finally:
+            if here:
+                signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        return "" if hurry.is_set() else found
+
+    def _pause(self) -> None:
+        self._closed.wait(3 * self._interval)
+
+
+def oldest_open(shared: Shared) -> Issued | None:
+    """Return the open entry that this rank has waited for the longest; the main thread may add entries meanwhile."""
+    while True:
+        try:
+            waited_for = [entry for entry in shared.open if not entry.over and entry.since < math.inf]
+            return min(waited_for, key=lambda entry: entry.since, default=None)
+        except RuntimeError:  # the deque changed during iteration
+            continue
+
+
+def staged(stage: str) -> str:
+    """Return a stage's words as the subject of a sentence; those that contain a comma get a closing one."""
+    return f"{stage}," if "," in stage else stage
+
+
+def end_process(text: str, run_dir: str = "") -> None:
+    """Report the reason and what is saved to the launcher or the log, and end this rank: its main thread is stuck."""
+    fact, hint = standing(run_dir) if run_dir else ("", "")
+    lines = [f"error: {'; '.join(filter(None, (text, fact)))}", *([f"try: {hint}"] if hint else [])]
+    lines.append("try: --set train.watchdog=SECONDS for a longer limit, if it was only slow")
+
+    def tell() -> None:
+        if not record_failure("\n".join(lines), FAILURE):
+            say("\n".join(lines))
+
+    within(PATIENCE_SECONDS, tell)  # the disk of the run folder may be what is stuck
+    os._exit(FAILURE)
