@@ -19,7 +19,7 @@ from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
 from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
-from zerocli.plan import formula
+from zerocli.plan import formula, recompute
 from zerocli.plan.build import plan_model
 from zerocli.plan.choose import choose
 from zerocli.plan.counted import Counted
