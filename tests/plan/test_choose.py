@@ -19,11 +19,9 @@ from zerocli.config import load as load_config
 from zerocli.config.options import AUTOMATIC, automatic_keys
 from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute, read_recompute
-from zerocli.plan import checks
 from zerocli.plan.automatic import choose_setup, flags, keywords, may_compile, with_choice
 from zerocli.plan.build import plan_model
-from zerocli.plan.checks import COMPILING
-from zerocli.plan.choose import HOST_MARGIN, Choice, _Search, choose
+from zerocli.plan.choose import COMPILING, HOST_MARGIN, Choice, _Search, choose, with_margins
 from zerocli.plan.formula import Formula
 from zerocli.plan.hardware import PRESETS, Hardware
 from zerocli.plan.inputs import shape_of
@@ -36,6 +34,7 @@ from zerocli.plan.traced import Traced
 
 LARGE = ModelConfig(layers=32, hidden=2560, heads=20, vocab=50304, tie=False)
 THIRTEEN = ModelConfig(family="llama", layers=40, hidden=5120, heads=40, vocab=32000, mlp_hidden=13824, tie=False)
+LLAMA_7B = ModelConfig(family="llama", layers=32, hidden=4096, heads=32, vocab=32000)
 ONE = dataclasses.replace(
     PRESETS["h200"], pcie=54.3, both_ways=0.9, gpus=1, host_memory=115 << 30, nvme_space=50 << 30, disk=3.0
 )
@@ -110,7 +109,7 @@ def test_stages_that_cannot_fit_are_left_out_and_nothing_else_is(gib, monkeypatc
         return choose_setup(Formula(shape_of(model, 1024)), asked, machine, FREE)
 
     some = found()
-    monkeypatch.setattr("zerocli.plan.choose.TOO_HIGH", math.inf)
+    monkeypatch.setattr(_Search, "_may_fit", lambda *_: True)
     every = found()
     assert [each.setup for each in some.fitting] == [each.setup for each in every.fitting]
     assert (some.nearest and some.nearest.setup) == (every.nearest and every.nearest.setup)
@@ -184,6 +183,17 @@ def test_what_fits_with_all_states_off_the_device_is_not_refused(seed):
     small = dataclasses.replace(hardware, gpu_memory=int(needed * draw.uniform(1.001, 1.1)))
     choice = choose_setup(Formula(shape), asked, small, FREE)
     assert choice.best is not None and choice.best.cost <= least.cost * 1.001
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_no_choice_is_slower_than_a_plain_placement_that_fits(tie):
+    """Fragmentation of a mixture of whole and selective blocks says nothing about blocks that are all whole."""
+    model = Formula(shape_of(dataclasses.replace(LLAMA_7B, tie=tie), 2048))
+    asked = setup(ranks=1, batch=4, seq=2048, recompute="auto")
+    machine = dataclasses.replace(capped(31, PRESETS["h200"]), host_memory=115 << 30, nvme_space=0)
+    best = choose_setup(model, asked, machine, FREE).best
+    plain = weigh(model, dataclasses.replace(asked, offload="optimizer=cpu", recompute=True), with_margins(machine))
+    assert best is not None and plain.fits and best.cost <= plain.cost
 
 
 def test_what_only_lacks_the_margin_is_said_to_lack_memory(capsys):
@@ -383,7 +393,7 @@ def test_the_update_runs_where_it_is_faster_by_measured_rates():
 def test_a_choice_needs_few_exact_plans_and_few_replays(monkeypatch):
     """An exact plan takes some 30 ms and the replay of a step 5, so a choice among all stages takes a second."""
     exact, replays, run = [], [], Replay.run_step
-    monkeypatch.setattr(checks, "weigh", lambda *args: exact.append(1) or weigh(*args))
+    monkeypatch.setattr("zerocli.plan.choose.weigh", lambda *args: exact.append(1) or weigh(*args))
     monkeypatch.setattr(Replay, "run_step", lambda replay: replays.append(1) or run(replay))
     choice = choose(Formula(shape_of(LARGE, 1024)), setup(ranks=8, recompute="auto"), capped(20), (0, 1, 2, 3))
     assert choice.number > 50

@@ -18,8 +18,7 @@ from zerocli.console import colours, printable, show_if_unfit, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError, quote
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
 from zerocli.plan import automatic, largest, search
-from zerocli.plan.checks import kind_of
-from zerocli.plan.choose import with_budgets, with_margins
+from zerocli.plan.choose import kind_of, with_budgets, with_margins
 from zerocli.plan.counted import Counted
 from zerocli.plan.formula import Formula
 from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine

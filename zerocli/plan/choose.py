@@ -4,29 +4,30 @@ For each stage and number of recomputed blocks, states leave the device in a fix
 states, then gradients and parameters (or these first), and of the last kind that leaves only as much as must. Optimizer
 states free most bytes for each byte that crosses the host link: they are 10 to 12 bytes per parameter and cross it
 twice in a step, parameters are 2 and cross it four times. What host memory cannot hold of them goes to disks.
-Of these candidates the one with the fewest estimated seconds is chosen. The search goes by rough plans (rough.py); the
-fastest are then checked by exact ones (checks.py).
+
+Quick plans (`Model.quick_plan`) find these candidates. Their seconds are exact, as these do not depend on the device's
+peak; what they guess is the allocator's fragmentation. So candidates are then taken from the fastest on, and the first
+that fits by its exact plan is the choice. One that does not fit is replaced by one that needs less. The placements of a
+table (`search.PLACEMENTS`) with nothing, all blocks selectively or all blocks whole recomputed are candidates too, and
+none of them that may fit is passed over: no choice is slower than a plain placement that fits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.placement import ACTIVATIONS, HBM, Placement, Share
 from zerocli.config import AUTO
 from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, Recompute
-from zerocli.plan.checks import GRAIN, Checks, key_of, kind_of, rounded
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.model import TREATED_ALIKE, Model
 from zerocli.plan.recompute import MARGIN, choices, needed_by, whole_choices
-from zerocli.plan.rough import TOO_HIGH
-from zerocli.plan.search import Candidate, judge, lightest_setups, may_fit
+from zerocli.plan.search import Candidate, judge, lightest_setups, may_fit, setups, weigh
 from zerocli.plan.setup import Setup
 
 HOST_MARGIN = 0.05
@@ -38,16 +39,21 @@ LEVELS, FINEST = 6, 64
 one part in so many."""
 FEW = 12
 """After so many exact plans, the fastest two are enough for a table of the best."""
+CHANGES = 3
+"""How often a candidate is changed until its exact plan fits."""
 WORTH = 0.02
 """A placement with budgets is shown if it is faster than the others by more than this share."""
 NEAR = 6
-"""Where no rough plan fits, so many that exceed the machine least are made exactly."""
-SEARCHES = 3
-"""The search is repeated up to so many times in all if no exact plan fits.
-
-A repetition keeps as much of the device free as exact plans were above rough ones."""
+"""Where nothing fits, so many that exceed the machine least are planned exactly."""
 ORDERS = (("optimizer", "gradients", "parameters"), ("optimizer", "parameters", "gradients"))
 """Kinds of states in the orders in which they leave the device."""
+GRAIN, COARSE, LARGE = 64 << 20, 1 << 30, 100 << 30
+"""Budgets are multiples of the first many bytes, or of the second from the third on."""
+CPU_ESTIMATE = 0.8
+"""An update on the CPU is chosen if it is estimated to take less than this: estimates of it are that much too short."""
+COMPILING = 15.0
+"""Seconds that compiling the blocks takes at most (measured on an H200: 3 to 12)."""
+Key = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -92,21 +98,11 @@ def choose(
 
     def searched(setup: Setup, steps: int) -> Choice:
         whole = setup.batch * setup.accumulate
-        setups = [
-            replace(setup, stage=stage, batch=size, accumulate=whole // size)
-            for size in batches or (setup.batch,)
-            for stage in sorted(stages, reverse=True)  # the last one is the likeliest to fit
-        ]
-        kept_free = 0
-        for _ in range(SEARCHES):
-            search = _Search(model, setup, hardware, offload is None, steps, kept_free)
-            for each in setups:
-                search.stage(each, offload)
-            choice = search.choice(shown)
-            if choice.best is not None or search.beyond <= kept_free:
-                break
-            kept_free = search.beyond
-        return choice if choice.best is not None else search.last_resort(choice, setups, offload)
+        search = _Search(model, setup, hardware, offload is None, steps)
+        for size in batches or (setup.batch,):
+            for stage in sorted(stages, reverse=True):  # the last one is the likeliest to fit
+                search.stage(replace(setup, stage=stage, batch=size, accumulate=whole // size), offload)
+        return search.choice(shown)
 
     found = searched(setup, steps)
     if not steps or found.best is None or not found.best.setup.compiled:
@@ -141,87 +137,118 @@ def with_margins(hardware: Hardware) -> Hardware:
 class _Search:
     """Collects the candidates of one model on one machine."""
 
-    def __init__(
-        self,
-        model: Model,
-        setup: Setup,
-        hardware: Hardware,
-        places: bool,
-        steps: int,
-        kept_free: int,
-    ) -> None:
-        """Take `places` to choose placements too, and the `steps` of a run that may be compiled.
-
-        Quick plans leave `kept_free` bytes of the device.
-        """
+    def __init__(self, model: Model, setup: Setup, hardware: Hardware, places: bool, steps: int) -> None:
+        """Take `places` to choose placements too, and the `steps` of a run that may be compiled."""
         self._model, self._setup, self._hardware = model, setup, hardware
-        limits = with_margins(hardware)
-        self._limits = replace(limits, gpu_memory=limits.gpu_memory - kept_free)
+        self._places, self._steps = places, steps
+        self._limits = with_margins(hardware)
         self._off = "dram" if setup.device == "cuda" else "nvme"
         """The tier that states leave the device for; without a GPU, host memory is the device's."""
-        self._roughly: dict[tuple[object, ...], Candidate] = {}
-        self._found: dict[tuple[object, ...], Candidate] = {}
-        self._orders: dict[tuple[object, ...], list[Recompute]] = {}
+        self._quick: dict[Key, Candidate] = {}
+        """All candidates that were planned, by quick plans."""
+        self._found: dict[Key, Candidate] = {}
+        """Those of them that may be chosen."""
+        self._exact: dict[Key, Candidate] = {}
+        self._plain: dict[Key, Candidate] = {}
+        """Plain placements that may fit: each is planned exactly before a slower candidate is chosen."""
+        self._beyond: dict[Key, int] = {}
+        """By how much exact plans were above quick ones, by kind of candidate."""
+        self._orders: dict[Key, list[Recompute]] = {}
         """What may be recomputed, by stage and batch."""
         self._refused: list[UserError] = []
-        self._checks = Checks(model, limits, self._amounts, self._weigh_roughly, places, self._with_spilled, steps)
         self._best = float("inf")
         """The fewest seconds of a candidate that fits."""
 
     def choice(self, shown: int) -> Choice:
-        """Return the choice, with so many of its kinds as are to be shown."""
+        """Return the choice on the machine without margins, with so many of its kinds as are to be shown."""
         if not self._found:
             raise self._refused[0] if self._refused else UserError("there is nothing to choose from")
         fitting = self._checked(shown)
-        nearest = fitting[0] if fitting else None
-        if not fitting:  # rough plans may be too high
-            near = sorted(self._found.values(), key=lambda each: sum(each.over.values()))[:NEAR]
-            fitting, nearest = self._exactly(each.setup for each in near)
-        return self._choice(fitting, nearest)
-
-    @property
-    def beyond(self) -> int:
-        """The most bytes by which an exact plan was above its rough one."""
-        return self._checks.beyond
-
-    def last_resort(self, choice: Choice, setups: Sequence[Setup], offload: Placement | None) -> Choice:
-        """Return a choice among the setups that need least memory; `choice`, which has none, if none of them fits."""
-        tried = []
-        for setup in setups:
-            for each in lightest_setups(setup, (setup.stage,), offload):
-                with contextlib.suppress(UserError):  # the search has said why
-                    if may_fit(self._model, each, self._checks.limits):
-                        tried.append(each)
-        fitting, nearest = self._exactly(tried)
-        return self._choice(fitting, nearest) if fitting else choice
-
-    def _exactly(self, setups: Iterable[Setup]) -> tuple[list[Candidate], Candidate | None]:
-        """Return the setups that fit by exact plans, best first, and that which exceeds the machine least."""
-        exact = sorted((self._checks.exact(each) for each in setups), key=lambda each: sum(each.over.values()))
-        fitting = sorted((self._checks.finished(each) for each in exact if each.fits), key=_rank)
-        return fitting, exact[0] if exact else None
-
-    def _choice(self, fitting: list[Candidate], nearest: Candidate | None) -> Choice:
-        """Return the choice on the machine without margins."""
+        if not fitting:
+            for each in sorted(self._found.values(), key=_excess)[:NEAR]:
+                self._exactly(each.setup)
+            fitting = sorted(map(self._finished, (each for each in self._exact.values() if each.fits)), key=_rank)
+        nearest = fitting[0] if fitting else min(self._exact.values(), key=_excess)
         without_margins = tuple(each.on(self._hardware) for each in fitting)
-        return Choice(without_margins, nearest.on(self._hardware) if nearest else None, len(self._found))
+        return Choice(without_margins, nearest.on(self._hardware), len(self._found))
 
     def _checked(self, shown: int) -> list[Candidate]:
         """Return the fastest that fit by exact plans, best first, one of each kind; after `FEW` plans, only two."""
-        waiting = [(_rank(each), number, False, each) for number, each in enumerate(self._found.values()) if each.fits]
+        found = {key: each for key, each in self._found.items() if each.fits} | self._plain
+        waiting = [(_rank(each), number, 0, each) for number, each in enumerate(found.values())]
+        numbers = itertools.count(len(waiting))
         heapq.heapify(waiting)
-        fitting: dict[tuple[object, ...], Candidate] = {}
-        while waiting and len(fitting) < (shown if self._checks.number < FEW else min(shown, 2)):
-            rank, number, exact, candidate = heapq.heappop(waiting)
-            kind = kind_of(candidate.setup)
-            if exact:
+        fitting: dict[Key, Candidate] = {}
+        checked: set[Key] = set()
+
+        def wait(candidate: Candidate, changes: int) -> None:
+            heapq.heappush(waiting, (_rank(candidate), next(numbers), changes, candidate))
+
+        while waiting and len(fitting) < (shown if len(self._exact) < FEW else min(shown, 2)):
+            rank, _, changes, candidate = heapq.heappop(waiting)
+            kind, key = kind_of(candidate.setup), key_of(candidate.setup, candidate.setup.offload)
+            if changes < 0:
                 fitting.setdefault(kind, candidate)
-            elif kind not in fitting and (likely := self._checks.corrected(candidate)) is not None:
-                if _rank(likely) > rank:  # by what exact plans of others have shown; another may come first now
-                    heapq.heappush(waiting, (_rank(likely), number, False, likely))
-                elif (found := self._checks.fitted(likely)) is not None:
-                    heapq.heappush(waiting, (_rank(found), number, True, found))
+                continue
+            if kind in fitting or key in checked:
+                continue
+            likely = candidate if key in self._plain else self._changed(candidate)
+            if likely is None:
+                continue
+            if _rank(likely) > rank:  # by what exact plans of others have shown; another may come first now
+                wait(likely, changes)
+                continue
+            checked.add(key)
+            exact = self._exactly(likely.setup)
+            if exact.fits:
+                wait(self._finished(exact), -1)
+            elif changes < CHANGES and (less := self._changed(likely)) is not None:
+                wait(less, changes + 1)
         return list(fitting.values())
+
+    def _exactly(self, setup: Setup) -> Candidate:
+        """Return the candidate of a setup by its exact plan, and remember how far the quick one was off."""
+        key, kind = key_of(setup, setup.offload), kind_of(setup)
+        if key not in self._exact:
+            self._exact[key] = weigh(self._model, setup, self._limits)
+            beyond = needed_by(self._exact[key].plan) - needed_by(self._weigh_quickly(setup).plan)
+            self._beyond[kind] = max(self._beyond.get(kind, 0), beyond)
+        return self._exact[key]
+
+    def _changed(self, candidate: Candidate) -> Candidate | None:
+        """Return a candidate that needs less if its quick plan is known to be too low; None if nothing can change."""
+        setup = candidate.setup
+        beyond = self._beyond.get(kind_of(setup), 0)
+
+        def over(changed: Setup) -> int:
+            return needed_by(self._weigh_quickly(changed).plan) + beyond - self._limits.gpu_memory
+
+        missing = over(setup)
+        if missing <= 0:
+            return candidate
+        if self._places and (smaller := with_less(setup, missing)) is not None:
+            return self._weigh_quickly(replace(smaller, offload=self._spilled(smaller, smaller.offload)))
+        order = self._amounts(setup)
+        if setup.recomputed not in order:
+            return None
+        low, high = order.index(setup.recomputed), len(order)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if over(replace(setup, recompute=order[middle])) > 0 else (low, middle)
+        return self._weigh_quickly(replace(setup, recompute=order[high])) if high < len(order) else None
+
+    def _finished(self, candidate: Candidate) -> Candidate:
+        """Return a candidate that fits, with its update where it is faster, and compiled if that pays."""
+        setup, plan = candidate.setup, candidate.plan
+        away = any(plan.of("optimizer_states", tier) for tier in plan.tiers if tier != HBM)
+        if away and setup.device == "cuda" and setup.update == AUTO and self._limits.products:
+            there = weigh(self._model, replace(setup, update="cpu"), self._limits)
+            candidate = there if there.fits and there.cost < candidate.cost * CPU_ESTIMATE else candidate
+        if not self._steps or not self._model.whole:
+            return candidate
+        plan = replace(candidate.plan, setup=replace(candidate.setup, compiled=True))  # they need no more memory
+        compiled = judge(self._model, plan, self._limits)
+        return compiled if (candidate.cost - compiled.cost) * self._steps > COMPILING else candidate
 
     def stage(self, setup: Setup, offload: Placement | None) -> None:
         """Try the setup's stage and batch with all amounts of recomputation that are worth it."""
@@ -234,6 +261,7 @@ class _Search:
             if 0 <= at < len(order) and at not in tried:
                 tried[at] = self._place(replace(setup, recompute=order[at]), offload)
 
+        self._place_plainly(setup, order, offload)
         step = max(1, len(order) // LEVELS)
         for at in (*range(0, len(order), step), len(order) - 1):
             attempt(at)
@@ -242,6 +270,21 @@ class _Search:
             step //= 2
             attempt(best - step)
             attempt(best + step)
+
+    def _place_plainly(self, setup: Setup, order: Sequence[Recompute], offload: Placement | None) -> None:
+        """Find the plain placements of a stage that may fit, with every block kept, selective or whole."""
+        layers = self._model.blocks
+        alike = (NOTHING, Recompute(0, layers), Recompute(layers)) if layers else TREATED_ALIKE
+        ways = alike if len(order) > 1 else order
+        tried = [each for way in ways for each in setups(replace(setup, recompute=way), (setup.stage,), offload)]
+        tried += lightest_setups(replace(setup, recompute=order[-1]), (setup.stage,), offload)
+        for each in tried:
+            near = {share.tier for shares in each.offload.shares.values() for share in shares}
+            if offload is None and self._off != "dram" and (near or each.offload.policy) and near != {"nvme"}:
+                continue  # without a GPU, host memory is the device's
+            found = self._weigh(each, each.offload)
+            if found is not None and may_fit(found):
+                self._plain[key_of(each, each.offload)] = found
 
     def _may_fit(self, setup: Setup, offload: Placement | None) -> bool:
         """Whether a device may have room for a stage that recomputes all it may, with all off the device that may be.
@@ -253,10 +296,10 @@ class _Search:
         kinds += [ACTIVATIONS] if setup.recomputed.count else []
         least = Placement(dict.fromkeys(kinds, away)) if offload is None else offload
         try:
-            found = self._weigh_roughly(replace(setup, offload=least))
+            found = self._weigh_quickly(replace(setup, offload=least))
         except UserError:  # the search says why
             return True
-        if found.over.get(HBM, 0) <= TOO_HIGH * self._limits.gpu_memory:
+        if may_fit(found, (HBM,)):
             return True
         self._weigh(setup, least)
         return False
@@ -280,7 +323,7 @@ class _Search:
         """
         ways = (NOTHING, Recompute(0, layers), Recompute(layers))
         try:
-            found = [self._weigh_roughly(replace(setup, recompute=each, offload=Placement({}))) for each in ways]
+            found = [self._weigh_quickly(replace(setup, recompute=each, offload=Placement({}))) for each in ways]
         except UserError:  # the search says why
             return choices(layers)
         kept, partly, whole = found
@@ -356,21 +399,18 @@ class _Search:
             over += max(GRAIN, found.over["dram"])
         return spilled
 
-    def _with_spilled(self, setup: Setup) -> Setup:
-        return replace(setup, offload=self._spilled(setup, setup.offload))
-
-    def _weigh_roughly(self, setup: Setup) -> Candidate:
+    def _weigh_quickly(self, setup: Setup) -> Candidate:
         key = key_of(setup, setup.offload)
-        if key not in self._roughly:
-            self._roughly[key] = judge(self._model, self._model.quick_plan(setup), self._limits)
-        return self._roughly[key]
+        if key not in self._quick:
+            self._quick[key] = judge(self._model, self._model.quick_plan(setup), self._limits)
+        return self._quick[key]
 
     def _weigh(self, setup: Setup, placement: Placement) -> Candidate | None:
         """Return the candidate of a placement; None if the setup does not allow it."""
         key = key_of(setup, placement)
         if key not in self._found:
             try:
-                self._found[key] = self._weigh_roughly(replace(setup, offload=placement))
+                self._found[key] = self._weigh_quickly(replace(setup, offload=placement))
             except UserError as error:
                 self._refused.append(error)
                 return None
@@ -380,3 +420,38 @@ class _Search:
 def _rank(candidate: Candidate) -> tuple[int, int, int]:
     """Return the order of candidates: by seconds, and of about equal ones the roomier first."""
     return round(math.log(max(candidate.cost, 1e-9)) / TIE), candidate.plan.needed(HBM), candidate.plan.needed("dram")
+
+
+def _excess(candidate: Candidate) -> int:
+    return sum(candidate.over.values())
+
+
+def kind_of(setup: Setup) -> Key:
+    """Return what distinguishes two choices other than numbers: stage, tiers of each kind, whether it recomputes."""
+    tiers = tuple(
+        (kind, tuple(share.tier for share in shares)) for kind, shares in sorted(setup.offload.shares.items())
+    )
+    recompute = setup.recomputed
+    return setup.stage, setup.batch, setup.offload.policy, tiers, bool(recompute.whole), bool(recompute.selective)
+
+
+def key_of(setup: Setup, placement: Placement) -> Key:
+    """Return what two candidates of a search differ in."""
+    return setup.stage, setup.batch, str(placement), setup.recompute
+
+
+def rounded(nbytes: int) -> int:
+    """Return the largest budget of at most `nbytes`."""
+    grain = COARSE if nbytes >= LARGE else GRAIN
+    return nbytes // grain * grain
+
+
+def with_less(setup: Setup, nbytes: int) -> Setup | None:
+    """Return the setup with `nbytes` less in a budget of the device; None without such a budget."""
+    for kind, shares in setup.offload.shares.items():
+        first = shares[0]
+        if first.tier == HBM and first.budget is not None:
+            left = rounded(first.budget - nbytes)
+            kept = (Share(HBM, left),) if left > 0 else ()
+            return replace(setup, offload=Placement({**setup.offload.shares, kind: (*kept, *shares[1:])}))
+    return None

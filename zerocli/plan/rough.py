@@ -20,9 +20,6 @@ from zerocli.plan.setup import Setup
 from zerocli.plan.shape import Shape
 from zerocli.plan.step import Peaks, Replay, StepPeak
 
-TOO_HIGH = 0.1
-"""Share of a tier's memory by which a rough plan may be too high."""
-
 
 class RoughPlans:
     """Plans of one model."""

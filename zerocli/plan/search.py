@@ -14,7 +14,6 @@ from zerocli.plan.counted import Counted
 from zerocli.plan.hardware import Hardware
 from zerocli.plan.model import Model
 from zerocli.plan.recompute import decide, needed_by
-from zerocli.plan.rough import TOO_HIGH
 from zerocli.plan.rows import TIERS as OWN_TIERS
 from zerocli.plan.rows import Plan
 from zerocli.plan.seconds import Estimate, estimate
@@ -27,6 +26,8 @@ PLACEMENTS = {
     3: ("", "optimizer=cpu", "cpu", "params=cpu,grads=cpu,optimizer=nvme", "nvme"),
 }
 """The placements to try at each stage, those closest to the device first."""
+QUICK = 0.02
+"""Share of a device's memory by which a quick plan without fragmentation may be too high."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str
     """Return the smallest change of the setup that fits, as command-line arguments, and its candidate."""
     for words, changed in changes(model, setup):
         try:
-            if not states_fit(model, changed, hardware) or not may_fit(model, changed, hardware):
+            if not states_fit(model, changed, hardware) or not may_fit(quickly(model, changed, hardware)):
                 continue
             candidate = weigh(model, changed, hardware)
         except UserError:
@@ -190,11 +191,19 @@ def states_fit(model: Model, setup: Setup, hardware: Hardware) -> bool:
     return weigh(Counted(count), replace(setup, recompute=False), hardware).fits
 
 
-def may_fit(model: Model, setup: Setup, hardware: Hardware) -> bool:
-    """Whether a plan may fit, by a rough one that takes a fraction of its time; `auto` can recompute all blocks."""
+def quickly(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
+    """Return the candidate of a quick plan, without seconds; `auto` can recompute all blocks."""
     plan = model.quick_plan(lightest(setup))
-    over = Candidate(plan, {tier: hardware.room.get(tier) for tier in plan.tiers}, None).over
-    return all(nbytes <= TOO_HIGH * (hardware.room[tier] or 0) for tier, nbytes in over.items())
+    return Candidate(plan, {tier: hardware.room.get(tier) for tier in plan.tiers}, None)
+
+
+def may_fit(candidate: Candidate, tiers: Sequence[str] = ()) -> bool:
+    """Whether the exact plan of a candidate may fit these tiers (by default all).
+
+    A quick plan guesses the fragmentation of the device's memory; beside that it is exact to a per cent or two.
+    """
+    slack = {HBM: candidate.plan.fragments + QUICK * (candidate.available.get(HBM) or 0)}
+    return all(nbytes <= slack.get(tier, 0) for tier, nbytes in candidate.over.items() if not tiers or tier in tiers)
 
 
 def changes(model: Model, setup: Setup) -> Iterator[tuple[str, Setup]]:

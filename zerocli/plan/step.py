@@ -81,7 +81,7 @@ class StepPeak:
 
 
 def _is_matrix(entry: Entry) -> bool:
-    """Whether Muon updates a parameter: it leaves embeddings and vectors to AdamW."""
+    """Whether a rule of whole matrices updates a parameter: embeddings and vectors are left to AdamW."""
     return len(entry.shape) == 2 and entry.name not in ("tokens", "positions")
 
 
@@ -187,7 +187,7 @@ class Replay(Initialisation):
         if not self._owes:  # the first one makes scratch memory
             streamed = any(flat.offloaded for flat in self._trainable)
             self._keep(*buffers.update_scratch(self._trainable, self._sizing), stream=UPDATES if streamed else COMPUTE)
-        if setup.optimizer.lower() == "muon":
+        if setup.updates_whole:
             self._update_whole()
         self._update(self._trainable, offloaded=False, count=setup.num_temporaries[self._owes])
         self._owes = True
@@ -244,7 +244,7 @@ class Replay(Initialisation):
             left -= left // number
 
     def _update_whole(self) -> None:
-        """Replay Muon's updates of whole matrices, wherever their states are; the first one makes a state of each."""
+        """Replay updates of whole matrices, wherever their states are; the first one makes a state of each."""
         made = bool(self._setup.options.get("nesterov", True)) + (not self._owes)
         rounding = ROUNDING.get(self._setup.precision, 0)
         held = []
