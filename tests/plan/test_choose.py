@@ -19,18 +19,18 @@ from zerocli.config import load as load_config
 from zerocli.config.options import AUTOMATIC, automatic_keys
 from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute, read_recompute
-from zerocli.plan.automatic import choose_setup, flags, keywords, may_compile, with_choice
-from zerocli.plan.build import plan_model
-from zerocli.plan.choose import COMPILING, HOST_MARGIN, Choice, _Search, choose, with_margins
-from zerocli.plan.formula import Formula
-from zerocli.plan.hardware import PRESETS, Hardware
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import MARGIN
-from zerocli.plan.rough import RoughPlans
-from zerocli.plan.search import weigh
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.memory.quick import RoughPlans
+from zerocli.plan.memory.step import Replay
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.models.traced import Traced
+from zerocli.plan.search.auto import COMPILING, HOST_MARGIN, Choice, _Search, choose, with_margins
+from zerocli.plan.search.automatic import choose_setup, flags, keywords, may_compile, with_choice
+from zerocli.plan.search.candidates import weigh
+from zerocli.plan.search.recompute import MARGIN
 from zerocli.plan.setup import Setup
-from zerocli.plan.step import Replay
-from zerocli.plan.traced import Traced
+from zerocli.plan.time.hardware import PRESETS, Hardware
 
 LARGE = ModelConfig(layers=32, hidden=2560, heads=20, vocab=50304, tie=False)
 THIRTEEN = ModelConfig(family="llama", layers=40, hidden=5120, heads=40, vocab=32000, mlp_hidden=13824, tie=False)
@@ -340,7 +340,7 @@ def test_a_global_batch_that_the_ranks_do_not_divide_is_refused(capsys):
 
 def test_the_batch_of_a_trace_is_kept(monkeypatch):
     """Its bytes and times are those of the batch that was traced."""
-    monkeypatch.setattr("zerocli.plan.automatic.choose", lambda *given: given[5])
+    monkeypatch.setattr("zerocli.plan.search.automatic.choose", lambda *given: given[5])
     traced = Traced("some", (), 0, {}, {}, {}, 0)
     assert choose_setup(traced, setup(batch=4, accumulate=4), ONE, FREE, global_batch=16) == [4]
 
@@ -393,7 +393,7 @@ def test_the_update_runs_where_it_is_faster_by_measured_rates():
 def test_a_choice_needs_few_exact_plans_and_few_replays(monkeypatch):
     """An exact plan takes some 30 ms and the replay of a step 5, so a choice among all stages takes a second."""
     exact, replays, run = [], [], Replay.run_step
-    monkeypatch.setattr("zerocli.plan.choose.weigh", lambda *args: exact.append(1) or weigh(*args))
+    monkeypatch.setattr("zerocli.plan.search.auto.weigh", lambda *args: exact.append(1) or weigh(*args))
     monkeypatch.setattr(Replay, "run_step", lambda replay: replays.append(1) or run(replay))
     choice = choose(Formula(shape_of(LARGE, 1024)), setup(ranks=8, recompute="auto"), capped(20), (0, 1, 2, 3))
     assert choice.number > 50

@@ -19,13 +19,13 @@ from zerocli.cli import fit
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
 from zerocli.layout.categories import CATEGORIES
-from zerocli.plan import search
-from zerocli.plan.formula import Formula
-from zerocli.plan.hardware import PRESETS
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.largest import Search, largest_size
-from zerocli.plan.render import command_lines
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.report.text import command_lines
+from zerocli.plan.search import candidates as search
+from zerocli.plan.search.largest import Search, largest_size
 from zerocli.plan.setup import Setup
+from zerocli.plan.time.hardware import PRESETS
 
 
 @pytest.fixture(autouse=True)

@@ -19,18 +19,19 @@ from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
 from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
-from zerocli.plan import formula, recompute
-from zerocli.plan.build import plan_model
-from zerocli.plan.choose import choose
-from zerocli.plan.counted import Counted
-from zerocli.plan.formula import Formula
-from zerocli.plan.hardware import Hardware
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import MARGIN, choices, choose_recompute, decide, needed_by
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.blocks.shape import Shape
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.models import formula
+from zerocli.plan.models.counted import Counted
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.models.trace import step_bytes, trace
+from zerocli.plan.models.traced import TRACED, Traced
+from zerocli.plan.search import recompute
+from zerocli.plan.search.auto import choose
+from zerocli.plan.search.recompute import MARGIN, choices, choose_recompute, decide, needed_by
 from zerocli.plan.setup import Setup
-from zerocli.plan.shape import Shape
-from zerocli.plan.trace import step_bytes, trace
-from zerocli.plan.traced import TRACED, Traced
+from zerocli.plan.time.hardware import Hardware
 
 GIB = 2**30
 
@@ -333,5 +334,5 @@ def test_a_dry_run_prints_the_choice(command, capsys):
 
 
 def test_the_choice_needs_no_torch():
-    code = "import sys, zerocli.plan.recompute, zerocli.plan.search; sys.exit('torch' in sys.modules)"
+    code = "import sys, zerocli.plan.search.recompute, zerocli.plan.search.candidates; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -13,14 +13,14 @@ import torch
 
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
-from zerocli.plan import host_times, seconds
-from zerocli.plan.build import plan_model
-from zerocli.plan.compute import computed, num_chunks, passes
-from zerocli.plan.hardware import HOST, PRESETS, Hardware, HostTimes, this_machine
-from zerocli.plan.host_times import measure_host
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.seconds import DISK, LINK, Estimate, Phase, estimate
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory.build import plan_model
 from zerocli.plan.setup import Setup
+from zerocli.plan.time import host_times, seconds
+from zerocli.plan.time.compute import computed, num_chunks, passes
+from zerocli.plan.time.hardware import HOST, PRESETS, Hardware, HostTimes, this_machine
+from zerocli.plan.time.host_times import measure_host
+from zerocli.plan.time.seconds import DISK, LINK, Estimate, Phase, estimate
 
 MODEL = ModelConfig(layers=24, hidden=2048, heads=16, vocab=50304, tie=False)
 LARGE = dataclasses.replace(MODEL, layers=32, hidden=2560, heads=20)

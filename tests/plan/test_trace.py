@@ -18,13 +18,13 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute
 from zerocli.models import build
 from zerocli.models.hugging import config_json
-from zerocli.plan import hugging
-from zerocli.plan.flats import plan_flats
-from zerocli.plan.inputs import shape_of
+from zerocli.plan.blocks import hugging
+from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.measure import LiveBytes
+from zerocli.plan.memory.flats import plan_flats
+from zerocli.plan.memory.step import Replay
+from zerocli.plan.models.trace import run, trace
 from zerocli.plan.setup import Setup
-from zerocli.plan.step import Replay
-from zerocli.plan.trace import run, trace
 
 MODEL = ModelConfig(layers=4, hidden=128, heads=4, vocab=3000)
 

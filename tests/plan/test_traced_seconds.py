@@ -15,17 +15,17 @@ from zerocli.config import ModelConfig
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE
 from zerocli.models import build
 from zerocli.models.loss import linear_cross_entropy
-from zerocli.plan import hugging
-from zerocli.plan.choose import choose
-from zerocli.plan.compute import BACKWARD_OPS, Work
-from zerocli.plan.formula import Formula
-from zerocli.plan.hardware import PRESETS
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.operations import BALANCE, HOST_OPERATION, Operations
-from zerocli.plan.search import weigh
+from zerocli.plan.blocks import hugging
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.models.operations import BALANCE, HOST_OPERATION, Operations
+from zerocli.plan.models.trace import trace
+from zerocli.plan.models.traced import LOOKED_AT, REPEATED
+from zerocli.plan.search.auto import choose
+from zerocli.plan.search.candidates import weigh
 from zerocli.plan.setup import Setup
-from zerocli.plan.trace import trace
-from zerocli.plan.traced import LOOKED_AT, REPEATED
+from zerocli.plan.time.compute import BACKWARD_OPS, Work
+from zerocli.plan.time.hardware import PRESETS
 
 H200 = PRESETS["h200"]
 SETUP = Setup(stage=3, ranks=1, ranks_per_node=1, batch=8, seq=1024, precision="bf16", device="cuda", recompute=False)

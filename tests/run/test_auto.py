@@ -14,13 +14,13 @@ from runs import TINY, losses, train
 from zerocli import config as configs
 from zerocli.cli import main as cli
 from zerocli.config.options import AUTOMATIC, RunOptions
-from zerocli.plan import automatic
-from zerocli.plan.build import plan_model
-from zerocli.plan.compute import Work
-from zerocli.plan.formula import Formula
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import needed_by
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.search import automatic
+from zerocli.plan.search.recompute import needed_by
 from zerocli.plan.setup import Setup, setup_of
+from zerocli.plan.time.compute import Work
 from zerocli.run.automatic import choose_here, choose_together
 
 FREE = frozenset(AUTOMATIC)
@@ -184,7 +184,7 @@ def test_one_machine_without_a_compiler_decides_for_all(tmp_path, monkeypatch):
 
 
 def automatic_machine():
-    from zerocli.plan.hardware import PRESETS
+    from zerocli.plan.time.hardware import PRESETS
 
     return dataclasses.replace(PRESETS["h100"], pcie=41.5, disk=3.25, products=600.5)
 

@@ -14,10 +14,10 @@ import pytest
 from runs import losses
 
 from zerocli import config as configs
-from zerocli.plan import bench
-from zerocli.plan.build import plan_model
-from zerocli.plan.inputs import shape_of
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory.build import plan_model
 from zerocli.plan.setup import setup_of
+from zerocli.plan.time import bench
 
 pytestmark = pytest.mark.gpu
 

@@ -17,21 +17,22 @@ from zerocli.config.options import automatic_keys
 from zerocli.console import colours, printable, show_if_unfit, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError, quote
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
-from zerocli.plan import automatic, largest, search
-from zerocli.plan.choose import kind_of, with_budgets, with_margins
-from zerocli.plan.counted import Counted
-from zerocli.plan.formula import Formula
-from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
-from zerocli.plan.inputs import Source, model_of, read_source
-from zerocli.plan.lora import Lora, parse_lora
-from zerocli.plan.model import Model
-from zerocli.plan.render import render, render_machines
-from zerocli.plan.resolve import plan_source
+from zerocli.plan.blocks.inputs import Source, model_of, read_source
+from zerocli.plan.blocks.lora import Lora, parse_lora
+from zerocli.plan.memory.runtime import RUNTIME
+from zerocli.plan.memory.saves import SHARED, folder_of
+from zerocli.plan.models.counted import Counted
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.models.model import Model
+from zerocli.plan.models.resolve import plan_source
+from zerocli.plan.report.text import render, render_machines
+from zerocli.plan.report.verdict import Budget, Verdict, document, machines_document, unplanned
 from zerocli.plan.rows import Row
-from zerocli.plan.runtime import RUNTIME
-from zerocli.plan.saves import SHARED, folder_of
+from zerocli.plan.search import automatic, largest
+from zerocli.plan.search import candidates as search
+from zerocli.plan.search.auto import kind_of, with_budgets, with_margins
 from zerocli.plan.setup import Setup, setup_of
-from zerocli.plan.verdict import Budget, Verdict, document, machines_document, unplanned
+from zerocli.plan.time.hardware import PRESETS, RATES, Hardware, preset, this_machine
 
 DEFAULT_HARDWARE = "h100"
 STAGES = (0, 1, 2, 3)
@@ -346,7 +347,7 @@ def choose_hardware(given: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
     if given["hardware"]:
         hardware = preset(given["hardware"])
     else:
-        from zerocli.plan import bench
+        from zerocli.plan.time import bench
 
         here = None
         if gpus := machine.driver_gpus():
@@ -434,7 +435,7 @@ def _model(
         formula = Formula(source.shape, grows=source.file is None and not source.config.model.positions)
         return formula if lora is None else formula.adapted(lora)
     if source.factory:
-        from zerocli.plan.factory import count_both
+        from zerocli.plan.blocks.factory import count_both
 
         notes.append("a factory's model is counted: model states alone; --trace runs it and counts the rest")
         numel, frozen = count_both(source.factory)
@@ -455,8 +456,8 @@ def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> Model:
             f"--trace runs a model, and {source.name} names none that is built in",
             hint="zerocli fit package.module:factory --trace, with a function that builds the model",
         )
-    from zerocli.plan.factory import build_factory
-    from zerocli.plan.trace import kinds_of_step, trace
+    from zerocli.plan.blocks.factory import build_factory
+    from zerocli.plan.models.trace import kinds_of_step, trace
 
     def make() -> Any:
         if built_in is None or shape is None:

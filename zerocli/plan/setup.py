@@ -54,7 +54,7 @@ class Setup(Sharding):
     arrays: tuple[int, tuple[int, int]] | None = None
     """Of an optimizer without a name: `num_states` and `num_temporaries`."""
     runtime: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Overrides of `zerocli.plan.runtime.RUNTIME`, by name."""
+    """Overrides of `zerocli.plan.memory.runtime.RUNTIME`, by name."""
 
     def __post_init__(self) -> None:
         try:

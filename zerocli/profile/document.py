@@ -15,15 +15,15 @@ from typing import Any
 from zerocli.config import Config, to_dict
 from zerocli.errors import UserError
 from zerocli.layout.categories import CATEGORIES
-from zerocli.plan import bench
-from zerocli.plan.counted import Counted
-from zerocli.plan.formula import Formula
-from zerocli.plan.hardware import this_machine
-from zerocli.plan.inputs import shape_of
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.blocks.shape import Shape
+from zerocli.plan.models.counted import Counted
+from zerocli.plan.models.formula import Formula
 from zerocli.plan.rows import Plan
-from zerocli.plan.seconds import estimate
 from zerocli.plan.setup import setup_of
-from zerocli.plan.shape import Shape
+from zerocli.plan.time import bench
+from zerocli.plan.time.hardware import this_machine
+from zerocli.plan.time.seconds import estimate
 from zerocli.profile import rates
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 

@@ -13,14 +13,14 @@ from zerocli import machine
 from zerocli.config import Config, with_dividing_batch
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
-from zerocli.plan import automatic
-from zerocli.plan.choose import Choice
-from zerocli.plan.formula import Formula
-from zerocli.plan.hardware import Hardware
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.model import Model
-from zerocli.plan.recompute import room_here
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.models.model import Model
+from zerocli.plan.search import automatic
+from zerocli.plan.search.auto import Choice
+from zerocli.plan.search.recompute import room_here
 from zerocli.plan.setup import Setup, setup_of
+from zerocli.plan.time.hardware import Hardware
 from zerocli.regular_files import write_text
 
 FILE = "auto.json"

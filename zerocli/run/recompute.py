@@ -18,13 +18,13 @@ from zerocli.config import AUTO, Config, sharding_of
 from zerocli.engine.precision import precision
 from zerocli.errors import UserError
 from zerocli.layout.recompute import WHOLE, Recompute
-from zerocli.plan.factory import build_foreign
-from zerocli.plan.formula import Formula
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.model import Model
-from zerocli.plan.recompute import decide, room_here
+from zerocli.plan.blocks.factory import build_foreign
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.models.model import Model
+from zerocli.plan.models.traced import TRACED, Traced
+from zerocli.plan.search.recompute import decide, room_here
 from zerocli.plan.setup import Setup, setup_of
-from zerocli.plan.traced import TRACED, Traced
 from zerocli.ranks.startup import STARTUP
 
 NOT_TRACED = "it was not traced"
@@ -115,7 +115,7 @@ def trace_factory(config: Config, auto: Collection[str] = ()) -> Traced | str:
     """
     if not config.model.foreign or (config.activations.policy != AUTO and not auto):
         return NOT_TRACED
-    from zerocli.plan.trace import trace
+    from zerocli.plan.models.trace import trace
 
     def make() -> Any:
         return build_foreign(config.model, config.train.seq)

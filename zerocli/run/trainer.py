@@ -39,9 +39,9 @@ from zerocli.engine.settings import Settings
 from zerocli.engine.tensor_parallel import local_numel
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
 from zerocli.models import Decoder, build_model
-from zerocli.plan.factory import build_foreign
-from zerocli.plan.preflight import preflight, refuse_disks, smallest_change
-from zerocli.plan.traced import Traced
+from zerocli.plan.blocks.factory import build_foreign
+from zerocli.plan.models.traced import Traced
+from zerocli.plan.report.preflight import preflight, refuse_disks, smallest_change
 from zerocli.profile.observer import Observer
 from zerocli.ranks.loss import severed
 from zerocli.ranks.startup import STARTUP
