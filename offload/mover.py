@@ -74,6 +74,7 @@ class Mover:
         copy = self._copies.get(store)
         if copy is not None and copy.arriving is not None:
             try:
+                # The bytes must be in host memory before a copy out of them is issued.
                 copy.arriving.wait_for_host()
                 copy.arriving = None
             except Exception:
@@ -148,6 +149,7 @@ class StagedStore(Store):
 
     def _read(self, start: int, target: torch.Tensor) -> Transfer:
         copy = self._mover.copy_of(self)
+        # A copy may be filled only up to `valid`: an update writes it chunk by chunk.
         if copy is None or start + target.numel() > copy.valid:
             return super()._read(start, target)
         return self._mover.cache.read(copy.block, target, start * self.dtype.itemsize)

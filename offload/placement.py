@@ -23,7 +23,7 @@ _KIND_WORDS = {"params": "parameters", "parameters": "parameters", "grads": "gra
     "optim": "optimizer",
     ACTIVATIONS: ACTIVATIONS,
 }
-_SHORT = {"parameters": "params", "gradients": "grads", "dram": "cpu"}
+_SHORT_NAMES = {"parameters": "params", "gradients": "grads", "dram": "cpu"}
 _UNITS = {"TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB": 10**3}
 
 
@@ -46,7 +46,7 @@ class Share:
     budget: int | None = None
 
     def __str__(self) -> str:
-        word = _SHORT.get(self.tier, self.tier)
+        word = _SHORT_NAMES.get(self.tier, self.tier)
         return word if self.budget is None else f"{word}:{_size(self.budget)}"
 
 
@@ -60,8 +60,8 @@ class Placement:
 
     def __str__(self) -> str:
         if self.policy:
-            return _SHORT.get(self.policy, self.policy)
-        return ",".join(f"{_SHORT.get(k, k)}={'+'.join(map(str, shares))}" for k, shares in self.shares.items())
+            return _SHORT_NAMES.get(self.policy, self.policy)
+        return ",".join(f"{_SHORT_NAMES.get(k, k)}={'+'.join(map(str, shares))}" for k, shares in self.shares.items())
 
     def __bool__(self) -> bool:
         return bool(self.policy or self.shares)

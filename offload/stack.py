@@ -71,7 +71,7 @@ class Saved:
         transfer.what = self._what
         return self._sums.fetched(transfer, 0, target, self._what)
 
-    def let_go(self) -> None:
+    def finish_write(self) -> None:
         """Drop the device's copy after the write; raise if the write failed."""
         self._source = None
         if self._write is not None:
@@ -113,6 +113,7 @@ class Stack:
         slot = self._take(source.nbytes)
         saved = Saved(slot, source, what, self._verifier)
         if not slot.near:
+            # Weak: an array that backward has dropped frees its slot, and needs no wait here.
             self._in_flight.append(weakref.ref(saved))
             self._traffic["activations written"] += source.nbytes
         return saved
@@ -130,7 +131,7 @@ class Stack:
         while len(self._in_flight) > left:
             saved = self._in_flight.popleft()()
             if saved is not None:
-                saved.let_go()
+                saved.finish_write()
 
     @property
     def in_flight_nbytes(self) -> int:

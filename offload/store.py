@@ -39,6 +39,7 @@ class Store:
         """Start writing `source` at element `start`, after the caller's current stream."""
         assert source.dtype == self.dtype
         self._traffic[f"{self.kind} written"] += source.nbytes
+        # Before the write begins, from the source: the checksum must not depend on what arrives.
         self._sums.wrote(start * self.dtype.itemsize, source, self.what)
         return self._track(self.tier.write(self.block, source, start * self.dtype.itemsize))
 
@@ -87,6 +88,7 @@ class Store:
 
     def _track(self, transfer: Transfer) -> Transfer:
         transfer.what = self.what
+        # Failed ones stay, so that `finish_transfers` raises their error.
         self._open = [t for t in self._open if not t.done or t.error is not None]
         self._open.append(transfer)
         return transfer

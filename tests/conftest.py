@@ -12,6 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # On ARM torch's allocator is mimalloc, which keeps freed memory for a while: tests look at resident memory.
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
 
+# Else each of some hundred processes would compile all that it imports.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have this environment
     # No test goes by what `zerocli env --bench` has measured on this machine.
     CACHE = tempfile.TemporaryDirectory(prefix="zerocli-cache-")
@@ -25,27 +29,29 @@ def pytest_cmdline_main(config):
     if "PYTEST_XDIST_WORKER" in os.environ:  # which itself must start none
         return
     if whole and getattr(config.option, "numprocesses", 0) is None and not config.option.collectonly:
-        config.option.numprocesses, config.option.dist = 2, "loadfile"
+        config.option.numprocesses, config.option.dist = 2, "worksteal"
 
 
-LONGEST = ("test_zoo.py", "test_offload.py", "test_checkpoint.py", "test_fuzz.py", "test_engine_cases.py")
-"""Files to begin with: one of them alone at the end would leave the other process idle."""
-
-
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     import torch
+    from lengths import LONG, in_third
 
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device on this machine")
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
-    if "ZEROCLI_TEST_LONG" not in os.environ:
+    long = [item for item in items if "long" in item.keywords]
+    if not LONG:
         skip = pytest.mark.skip(reason="takes long: ZEROCLI_TEST_LONG=1")
-        for item in items:
-            if "long" in item.keywords:
-                item.add_marker(skip)
+        for item in long:
+            item.add_marker(skip)
+        return
+    others = {item for item in items if ("long" in item.keywords or "longer" in item.keywords)}
+    others = {item for item in others if not in_third(item.nodeid)}
+    if others:
+        config.hook.pytest_deselected(items=[item for item in items if item in others])
+        items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -53,7 +53,7 @@ class Transfer:
         self._callers = callers
         """The streams that were current when it was requested: it counts as a use of its tensors on them."""
         if future is not None:
-            future.add_done_callback(self._let_go)
+            future.add_done_callback(self._drop_tensors)
 
     @classmethod
     def finished(cls, nbytes: int) -> Transfer:
@@ -130,7 +130,7 @@ class Transfer:
     def _cancelled(self) -> TierError:
         return TierError(f"{self._tier} was closed before {self.nbytes} bytes had moved", tier=self._tier)
 
-    def _let_go(self, _: Future[None]) -> None:
+    def _drop_tensors(self, _: Future[None]) -> None:
         if self.event is None:
             self._hold = ()
 

@@ -354,5 +354,5 @@ def test_a_working_directorys_own_folders_are_not_taken_for_ours(tmp_path):
     )
     assert listed.returncode == 0 and "gpt2-124m" in listed.stdout
     program = "import zerocli, offload.placement, tiers.errors; print(offload.__file__)"
-    found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert Path(found.stdout.strip()).parent.parent == Path(cli.__file__).parents[2], found.stderr

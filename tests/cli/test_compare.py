@@ -19,7 +19,7 @@ def test_contestants_train_alike(tmp_path, model):
     document = tmp_path / "compare.json"
     options = [*SMALL.split(), "--family", *model.split(), "--contestants", "zero3,fsdp2", "--json", str(document)]
     command = [sys.executable, str(COMPARE), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(document.read_text())
     ours, theirs = (result["turns"][name][0]["losses"] for name in ("zero3", "fsdp2"))

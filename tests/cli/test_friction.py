@@ -280,5 +280,5 @@ def test_bash_completes_behind_an_equals_sign(tmp_path, capsys):
     root = str(Path(cli.__file__).parents[2])
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": root}
     environ["SCRIPT"] = capsys.readouterr().out
-    done = subprocess.run(["bash", "-c", TRY], env=environ, text=True, capture_output=True, timeout=120)
+    done = subprocess.run(["bash", "-c", TRY], env=environ, text=True, capture_output=True, timeout=300)
     assert done.stdout.split() == ["true"], done.stderr

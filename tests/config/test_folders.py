@@ -47,7 +47,7 @@ def test_our_own_code_is_taken_where_it_covers_the_config_and_transformers_elsew
     path = folder(MAMBA, "model.safetensors")
     monkeypatch.setattr(hub, "installed", lambda: True)
     made = load(path)
-    assert (made.model.code, made.model.vocab, made.model.foreign) == ("transformers", 96, True)
+    assert (made.model.code, made.model.vocab, made.model.external) == ("transformers", 96, True)
     assert load(folder(LLAMA), ["model.code=transformers"]).model.code == "transformers"
     assert "is not built in" in refused(folder(MAMBA), ["model.code=zerocli"])
     monkeypatch.setattr(hub, "installed", lambda: False)

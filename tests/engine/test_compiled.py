@@ -46,11 +46,9 @@ def _graphs_and_losses(**settings) -> tuple[list[int], list[float]]:
 
 # -- the number of compilations ----------------------------------------------------------------------------------------
 
-STEADY = [
-    {"stage": 2, "recompute": True, "precision": "bf16"},
-    {"stage": 3, "recompute": "selective", "accumulate": 2},
-]
+STEADY = [{"stage": 3, "recompute": "selective", "accumulate": 2}]
 MORE = [
+    {"stage": 2, "recompute": True, "precision": "bf16"},
     {"stage": 0},
     {"stage": 3, "accumulate": 2},
     {"stage": 3, "offload": "params=cpu,optimizer=cpu,activations=cpu"},
@@ -131,14 +129,16 @@ def _numbered(num_blocks: int, broken: bool = False, **settings) -> tuple[Engine
 
 @pytest.mark.parametrize("recompute", MAYBE_RECOMPUTED)
 def test_blocks_that_differ_in_a_number_are_all_compiled_beyond_the_limit_of_one_function(recompute):
-    _, expected = _numbered(12, recompute=recompute)
-    engine, losses = _numbered(12, recompute=recompute, **COMPILED)
+    number = torch._dynamo.config.recompile_limit + 1
+    _, expected = _numbered(number, recompute=recompute)
+    engine, losses = _numbered(number, recompute=recompute, **COMPILED)
     assert losses == expected
-    assert engine.hooks.blocks.num_graphs == 12
-    assert len(engine.hooks.blocks.notes) == 1 and engine.hooks.blocks.notes[0].startswith("compiled 12 blocks in ")
+    assert engine.hooks.blocks.num_graphs == number
+    assert len(engine.hooks.blocks.notes) == 1
+    assert engine.hooks.blocks.notes[0].startswith(f"compiled {number} blocks in ")
 
 
-@pytest.mark.parametrize("recompute", [False, True, "selective"])
+@pytest.mark.parametrize("recompute", [*MAYBE_RECOMPUTED, "selective"])
 def test_a_block_that_breaks_the_graph_is_compiled_in_parts(recompute):
     """One that is recomputed selectively runs eagerly."""
     _, expected = _numbered(2, broken=True, recompute=recompute)
@@ -244,8 +244,8 @@ def test_checkpoints_of_compiled_blocks_go_to_their_tier_and_change_no_number(se
 
 
 def test_dropout_of_compiled_blocks_is_the_same_when_recomputed():
-    runs = [_graphs_and_losses(stage=2, recompute=recompute, **COMPILED)[1] for recompute in (True, True, False)]
-    assert runs[0] == runs[1] == runs[2]
+    runs = [_graphs_and_losses(stage=2, recompute=recompute, **COMPILED)[1] for recompute in (True, False)]
+    assert runs[0] == runs[1]
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_without_a_compiler_blocks_run_eagerly(monkeypatch):
 # -- models and users' own compilation ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_users_own_compilation_leaves_the_loss_out(monkeypatch, sharded):
     forward, compiling = loss._LinearCrossEntropy.forward, []
 

@@ -15,7 +15,7 @@ import ranks
 
 from fuzz.program import WORLD, Program
 
-HANG_SECONDS = 20.0
+HANG_SECONDS = 60.0
 START_SECONDS = 120.0
 LATE_SECONDS = 3.0
 """How long one rank may go on after another has failed: it waits for a collective that never comes."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lengths import LONG
 from ranks import run_ranks
 
 from zerocli.config import ModelConfig
@@ -47,6 +48,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"stage": 3, "offload": "optimizer=hbm:64KiB+cpu,params=cpu", "precision": "bf16", "update": "stream"}),
     ({"tie": False}, {"stage": 3, "offload": "params=cpu,optimizer=nvme", "optimizer": "rmsprop"}),
 ]
+SOME = CASES if LONG else CASES[1::2]
 
 
 def train(model: torch.nn.Module, settings: dict[str, Any]) -> tuple[Engine, int]:
@@ -106,11 +108,12 @@ def planned(changes: dict[str, Any], settings: dict[str, Any], world: int) -> Si
     return specified(persistent(plan_flats(shape, setup).units, setup.sizing))
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_an_engine_keeps_what_is_specified_and_nothing_else_and_a_plan_adds_up_the_same(world, tmp_path):
-    everyone = run_ranks(world, _compare, CASES, str(tmp_path))
+    everyone = run_ranks(world, _compare, SOME, str(tmp_path))
     for rank, found in enumerate(everyone):
-        for (changes, settings), (held, specs, live, stated) in zip(CASES, found, strict=True):
+        for (changes, settings), (held, specs, live, stated) in zip(SOME, found, strict=True):
             assert held == specs, (changes, settings)
             if rank == 0:  # whose part of each flat a plan is of
                 assert specs == planned(changes, settings, world), (changes, settings)
@@ -146,7 +149,7 @@ def _partly_frozen(stage: int) -> tuple[Sizes, Sizes, int, int]:
     return kept(engine), specified(engine.specs()), live, here
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, *(pytest.param(s, marks=pytest.mark.long) for s in (1, 2)), 3])
 def test_frozen_parameters_and_those_of_another_dtype_are_specified_too(stage):
     for held, specs, live, stated in run_ranks(2, _partly_frozen, stage):
         # A second gather buffer is made when one is wanted beside the first, and a frozen block may never want it.

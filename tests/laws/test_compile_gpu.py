@@ -63,8 +63,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("settings", CASES, ids=str)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+IN_SUITE = [("gpt2", CASES[3]), ("llama", CASES[7])]
+LONG = [pytest.param(f, c, marks=pytest.mark.long) for f in ("gpt2", "llama") for c in CASES if (f, c) not in IN_SUITE]
+MAYBE_RECOMPUTED = [pytest.param(False, marks=pytest.mark.long), True]
+
+
+@pytest.mark.parametrize(("family", "settings"), [*IN_SUITE, *LONG], ids=str)
 def test_built_in_models_compile_once_and_train_like_eager_ones(family, settings):
     expected, _, _ = _built_in(family, settings)
     losses, graphs, notes = _built_in(family, settings | {"compile": True})
@@ -78,7 +82,7 @@ def _two_ranks(settings: dict[str, Any]) -> tuple[list[float], list[int]]:
     return losses, graphs
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", MAYBE_RECOMPUTED)
 def test_two_ranks_on_one_gpu_compile_once_at_stage_3(recompute):
     settings = {"stage": 3, "recompute": recompute}
     expected = run_ranks(2, _two_ranks, settings, seconds=300)
@@ -94,7 +98,7 @@ def test_where_checkpoints_are_kept_changes_no_bit_of_compiled_blocks():
     assert moved == kept
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", MAYBE_RECOMPUTED)
 def test_compiled_dropout_is_the_same_twice_with_one_seed(recompute):
     settings = {"stage": 3, "precision": "bf16", "recompute": recompute, "compile": True}
     first, graphs, notes = _built_in("gpt2", settings, dropout=0.1)
@@ -130,7 +134,9 @@ def test_recomputed_compiled_blocks_keep_less_memory():
     assert recomputed < kept
 
 
-@pytest.mark.parametrize("settings", [{"stage": 0}, {"stage": 3, "recompute": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [pytest.param({"stage": 0}, marks=pytest.mark.long), {"stage": 3, "recompute": True}], ids=str
+)
 def test_llama_of_transformers_compiles_once(settings):
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 10, "num_attention_heads": 2}
@@ -145,7 +151,7 @@ def test_llama_of_transformers_compiles_once(settings):
     assert losses == pytest.approx(expected, rel=2e-2)
 
 
-@pytest.mark.parametrize("command", ["train", "profile"])
+@pytest.mark.parametrize("command", ["train", pytest.param("profile", marks=pytest.mark.long)])
 def test_commands_with_compiled_blocks_say_what_they_compiled(tmp_path, command):
     words = [command, "tiny", "--ranks", "1", "--steps", "6", "--run-dir", str(tmp_path / "run")]
     result = run(tmp_path, *words, "--set", "model.compile=true")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from typing import Any
@@ -10,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lengths import LONG
 from ranks import _context, run_ranks
 from torch import nn
 
 import zerocli
 
-LONG = "ZEROCLI_TEST_LONG" in os.environ
-SECONDS = 10.0
-"""How long a rank may take to notice."""
+SECONDS = 120.0
+"""How long a rank may take to notice, on a machine with other work: a rank that waits for good takes longer."""
 BETWEEN = ("state_dict", "gathered", "write", "optimizer_state", "load", "ema")
 SETTINGS = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload": "cpu"}, {"stage": 2}]
 
@@ -111,12 +110,13 @@ def _names_ranks_and_calls(text: str) -> bool:
     return "rank 0 " in text and "rank 1 " in text and ("called " in text or "failed" in text)
 
 
+@pytest.mark.longer
 def test_a_call_left_out_or_doubled_on_one_rank_is_named_on_all_ranks():
     """200 drawn loops in the long set: both ranks end alike and within seconds, by an error that names rank and call.
 
     A loop may also end well, if the ranks' numbers are then the same: an additional forward changes nothing.
     """
-    seeds = list(range(200 if LONG else 40))
+    seeds = list(range(200 if LONG else 24))
     results = run_ranks(2, _run, seeds)
     refused = 0
     for seed, ends in zip(seeds, zip(*results, strict=True), strict=True):

@@ -43,7 +43,7 @@ def test_the_examples_run(command):
     if command[0] == "torchrun":
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [*start, str(EXAMPLES / command[1])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "loss" in done.stdout
     if "averaged" not in command[-1]:
@@ -57,6 +57,6 @@ def test_models_that_are_not_causal_train_by_a_factory(tmp_path, factory, seq):
     pytest.importorskip("transformers", reason="transformers is an optional extra")
     flags = ["--steps", "3", "--batch", "2", "--seq", seq, "--stage", "3", "--ranks", "2", "--check", "3"]
     run = [sys.executable, "-m", "zerocli", "train", factory, *flags, "--run-dir", str(tmp_path / "run"), "--json"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=180, cwd=EXAMPLES)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, cwd=EXAMPLES)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["check"]["equal"]

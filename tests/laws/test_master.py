@@ -84,13 +84,13 @@ def _equal(left: dict, right: dict) -> None:
 
 SOME = [
     {"stage": 1, "accumulate": 2},
-    {"stage": 2, "offload": "cpu", "update": "cpu"},
-    {"stage": 3},
     {"stage": 3, "offload": "params=cpu", "optimizer": "sgd", "momentum": 0.9},
     {"stage": 3, "offload": "params=hbm:2KB+cpu,optimizer=hbm:6KB+cpu", "update": "stream"},
 ]
 MORE = [
     {"stage": 0},
+    {"stage": 2, "offload": "cpu", "update": "cpu"},
+    {"stage": 3},
     {"stage": 2, "offload": "optimizer=cpu", "update": "stream"},
     {"stage": 3, "offload": "cpu", "update": "stream"},
     {"stage": 3, "offload": "params=nvme,optimizer=nvme,grads=cpu", "accumulate": 2, "reduce": "fp32"},

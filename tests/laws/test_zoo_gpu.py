@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from lengths import LONG
 from zoo.cases import CASES
 from zoo.server import check_case, serving
 
 pytestmark = pytest.mark.gpu
 PLACES = ("stage2", "stage3", "stage3-cpu")
-RUNS = [(name, place) for name, case in CASES.items() if case.gpu for place in PLACES if place in case.quick]
+ON_GPU = {name: [place for place in PLACES if place in case.quick] for name, case in CASES.items() if case.gpu}
+RUNS = [
+    (name, place)
+    for number, (name, places) in enumerate(ON_GPU.items())
+    for at, place in enumerate(places)
+    if LONG or at == number % len(places)
+]
+"""Each case in one place by turns; in the long set in all of them."""
 
 
 server = pytest.fixture(serving, scope="module")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from bit_flips import KINDS, NAMES, block_of, flip
 from deep import WIDTH, Deep
+from lengths import LONG
 from ranks import run_ranks
 from runs import Death, losses, train
 from toy_tiers import SMALL_DISK
@@ -90,8 +91,16 @@ def differs(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> boo
 BEFORE = {"params": (1, "step"), "optimizer": (1, "step"), "grads": (2, "backward"), "activations": (2, "forward")}
 """When the bit flips: between a write and the next read."""
 READ = {"params": (2, "forward"), "optimizer": (2, "step"), "grads": (2, "step"), "activations": (2, "backward")}
-CASES = [(kind, tier, "stream", "fp32") for kind in KINDS for tier in ("cpu", "nvme")]
-CASES += [("optimizer", "cpu", "cpu", "bf16"), ("params=cpu,optimizer", "cpu", "cpu", "bf16")]
+SOME = {"params": "cpu", "grads": "nvme", "optimizer": "nvme", "activations": "cpu"}
+CASES = [
+    pytest.param(kind, tier, "stream", "fp32", marks=[] if SOME[kind] == tier else pytest.mark.long)
+    for kind in KINDS
+    for tier in ("cpu", "nvme")
+]
+CASES += [
+    pytest.param("optimizer", "cpu", "cpu", "bf16", marks=pytest.mark.long),
+    pytest.param("params=cpu,optimizer", "cpu", "cpu", "bf16"),
+]
 
 
 @pytest.mark.parametrize(("kind", "tier", "update", "precision"), CASES)
@@ -113,8 +122,15 @@ def test_a_flipped_bit_is_found_in_the_step_that_reads_it(tmp_path, kind, tier, 
     assert differs(undisturbed(update, precision), Training(tmp_path, kind, tier, meddle, **about).run())
 
 
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-@pytest.mark.parametrize("kind", ["params", "optimizer"])
+@pytest.mark.parametrize(
+    ("kind", "tier"),
+    [
+        ("params", "nvme"),
+        ("optimizer", "cpu"),
+        pytest.param("params", "cpu", marks=pytest.mark.long),
+        pytest.param("optimizer", "nvme", marks=pytest.mark.long),
+    ],
+)
 def test_a_stale_block_and_one_of_another_piece_are_found(tmp_path, kind, tier):
     kept = {}
 
@@ -161,7 +177,7 @@ def _with_and_without(folder: str) -> list[tuple[list[float], list[float]]]:
     found = []
     disk = {"nvme_path": (folder,), **DISK}
     spill = "params=hbm:2KB+cpu,optimizer=hbm:6KB+cpu:6KB+nvme,grads=hbm:2KB+cpu,activations=cpu"
-    for stage, placement, more in (
+    cases = [
         (0, "activations=cpu", {}),
         (1, "optimizer=nvme", {"update": "stream"}),
         (2, "cpu", {"update": "cpu", "precision": "bf16", "accumulate": 3}),
@@ -169,7 +185,8 @@ def _with_and_without(folder: str) -> list[tuple[list[float], list[float]]]:
         (3, "cpu", {"update": "cpu", "precision": "bf16"}),
         (3, spill, {"update": "stream"}),
         (3, "cpu", {"optimizer": "muon", "lr": 1e-3}),
-    ):
+    ]
+    for stage, placement, more in cases if LONG else cases[1::2]:
         about = {
             "stage": stage,
             "offload": placement,
@@ -183,6 +200,7 @@ def _with_and_without(folder: str) -> list[tuple[list[float], list[float]]]:
     return found
 
 
+@pytest.mark.longer
 def test_verification_changes_no_number(tmp_path):
     for rank in run_ranks(2, _with_and_without, str(tmp_path)):
         for plain, verified in rank:

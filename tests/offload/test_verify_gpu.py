@@ -70,7 +70,7 @@ def test_verified_steps_never_wait_for_the_device():
     run_without_waiting(offload="cpu", verify=True, **STREAM)
 
 
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("tier", ["cpu", pytest.param("nvme", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit_is_found_before_its_step_is_reported(tmp_path, kind, tier):
     """The step that reads it returns, as its results are on the device still; the next one raises at the latest."""

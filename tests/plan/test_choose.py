@@ -21,7 +21,7 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute, read_recompute
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.memory.build import plan_model
-from zerocli.plan.memory.quick import RoughPlans
+from zerocli.plan.memory.quick import QuickPlans
 from zerocli.plan.memory.step import Replay
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.traced import Traced
@@ -99,7 +99,7 @@ def test_what_once_was_faster_by_hand(model, sizes, machine, by_hand):
     assert best.cost <= other.cost * 1.005
 
 
-@pytest.mark.parametrize("gib", [1.5, 3, 6, 12, 40])
+@pytest.mark.parametrize("gib", [3, 12, *(pytest.param(gib, marks=pytest.mark.long) for gib in (1.5, 6, 40))])
 def test_stages_that_cannot_fit_are_left_out_and_nothing_else_is(gib, monkeypatch):
     model = ModelConfig(family="llama", layers=16, hidden=2048, heads=16, vocab=32000, tie=False)
     asked = setup(ranks=8, ranks_per_node=8, batch=1, seq=1024)
@@ -400,10 +400,10 @@ def test_a_choice_needs_few_exact_plans_and_few_replays(monkeypatch):
     assert len(exact) < 25 and len(replays) < 120
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
 def test_rough_plans_are_near_exact_ones(stage):
     """Beside fragmentation, which they do not know."""
-    shape, device = shape_of(LARGE, 1024), RoughPlans(shape_of(LARGE, 1024))
+    shape, device = shape_of(LARGE, 1024), QuickPlans(shape_of(LARGE, 1024))
     states = ["", "optimizer=cpu", "optimizer=hbm:2GiB+cpu", "activations=cpu"]
     states += ["optimizer=cpu,grads=cpu", "optimizer=cpu,grads=hbm:1GiB+cpu"] if stage > 1 else []
     states += ["cpu", "optimizer=cpu,grads=cpu,params=hbm:1GiB+cpu"] if stage > 2 else []

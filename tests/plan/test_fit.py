@@ -161,7 +161,7 @@ def test_hugging_face_configs_are_read_as_data(name, capsys, tmp_path):
     assert all(each["tiers"]["hbm"]["needed"] > 16 * count // 8 / 2 for each in answer["candidates"][:1])
 
 
-@pytest.mark.parametrize("kind", ["count", "file", "folder", "bundled"])
+@pytest.mark.parametrize("kind", ["count", "file", pytest.param("folder", marks=pytest.mark.long), "bundled"])
 def test_the_flags_of_auto_give_its_numbers_for_every_kind_of_model(kind, capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(PUBLISHED["qwen3-8b"][0]))
@@ -185,8 +185,12 @@ def pasted(lines: list[str], start: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "words, auto",
-    [(["rtx4090"], ["--auto"]), (["h100", "--ranks", "1", "--set", "activations.policy=auto"], [])],
-    ids=["auto", "policy=auto"],
+    [
+        pytest.param(["rtx4090"], ["--auto"], id="auto"),
+        pytest.param(
+            ["h100", "--ranks", "1", "--set", "activations.policy=auto"], [], id="policy=auto", marks=pytest.mark.long
+        ),
+    ],
 )
 def test_the_flags_beside_fits_give_the_numbers_shown(words, auto, capsys):
     """In the second case plain `fit` shows a placement with a budget, which is searched with its recomputation."""
@@ -352,9 +356,9 @@ def test_days_and_cost_follow_from_the_tokens(capsys):
             "params=cpu,grads=cpu,optimizer=hbm:2GiB+cpu:9GiB+nvme",
         ],
         ["llama3-70b", "--hardware", "h100,h200,b200,mi300x,l40s,v100", "--tokens", "15T", "--price", "2.5"],
-        ["--max", "--ranks", "64", "--hardware", "v100-32"],
+        pytest.param(["--max", "--ranks", "64", "--hardware", "v100-32"], marks=pytest.mark.long),
         ["llama3-8b", "--max", "batch", "--ranks", "1", "--host-memory", "120GiB"],
-        ["llama3-70b", "--lora", "16:q,v", "--ranks", "1", "--max", "seq"],
+        pytest.param(["llama3-70b", "--lora", "16:q,v", "--ranks", "1", "--max", "seq"], marks=pytest.mark.long),
         pytest.param(
             ["llama3-8b", "--hardware", "t4,h100", "--max", "seq", "--tokens", "1T", "--price", "2"],
             marks=pytest.mark.long,

@@ -23,8 +23,15 @@ def ask(capsys, *words):
     return code, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("kind", ["batch", "seq"])
-@pytest.mark.parametrize("more", [[], ["--stage", "2", "--offload", "optimizer=cpu"], ["--stage", "0"]], ids=str)
+OFFLOADED = ["--stage", "2", "--offload", "optimizer=cpu"]
+LONG = [("batch", OFFLOADED), ("batch", ["--stage", "0"]), ("seq", []), ("seq", ["--stage", "0"])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("batch", []), ("seq", OFFLOADED), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG)],
+    ids=str,
+)
 def test_the_largest_fits_with_the_margin_and_the_next_does_not(kind, more, capsys):
     code, answer = ask(capsys, *SMALL, "--max", kind, *more)
     found = answer["max"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lengths import LONG
 from published import PUBLISHED
 from ranks import run_ranks
 
@@ -236,9 +237,10 @@ def most(ranks: list[list[int]]) -> list[int]:
     return [max(peaks) for peaks in zip(*ranks, strict=True)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.longer
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_plan_is_never_below_the_measured_and_hardly_above_it(world):
-    cases = CASES if world > 1 else CASES[:10:3]
+    cases = CASES[:: 1 if LONG else 2] if world > 1 else CASES[:10:3]
     measured = most(run_ranks(world, _measure_all, cases, 4, 24, "fp32"))
     for (changes, setup), peak in zip(cases, measured, strict=True):
         model = dataclasses.replace(SMALL, **changes)

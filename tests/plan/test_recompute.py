@@ -76,7 +76,7 @@ def test_the_order_is_from_keeping_everything_to_keeping_only_inputs():
     ]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 24))])
 def test_the_choice_is_the_first_in_the_order_that_fits(seed):
     shape, setup = drawn(seed)
     order = choices(shape.layers)

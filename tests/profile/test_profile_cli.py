@@ -49,7 +49,7 @@ def test_profile_gives_what_the_contract_says(tmp_path):
         "--json",
     ]
     done = subprocess.run(
-        [*command, *files, "--run-dir", "run"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+        [*command, *files, "--run-dir", "run"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -225,7 +225,7 @@ def test_a_reader_that_has_had_enough_ends_no_rank():
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, timeout=120)
+        done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, timeout=300)
     finally:
         os.close(writer)
     assert done.returncode == 0 and done.stderr.decode().endswith("met\n")

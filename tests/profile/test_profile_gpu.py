@@ -51,7 +51,11 @@ def _work(folder: Path, sets: tuple[str, ...], plain: bool, exact: bool) -> None
     trainer.train_rank(config, RunOptions(str(folder)), Observer() if plain else Profiler(), Watchdog(None, 0))
 
 
-@pytest.mark.parametrize("way", WAYS)
+SOME = [pytest.param(way, marks=[] if way.startswith("s") else pytest.mark.long) for way in WAYS]
+FEW = [pytest.param(way, marks=[] if way == "stage 3 offload" else pytest.mark.long) for way in WAYS]
+
+
+@pytest.mark.parametrize("way", SOME)
 def test_the_ledger_is_the_allocators_at_every_phase_boundary(tmp_path, way):
     document = run(tmp_path / "on", WAYS[way])
     assert len(document["boundaries"]) >= 7
@@ -60,7 +64,7 @@ def test_the_ledger_is_the_allocators_at_every_phase_boundary(tmp_path, way):
         assert boundary["ledger"] == pytest.approx(boundary["allocator"], rel=0.01, abs=64 << 10), boundary["moment"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FEW)
 def test_books_balance_on_a_gpu(tmp_path, way):
     document = run(tmp_path / "on", WAYS[way])
     for tier, peak in document["peak"].items():

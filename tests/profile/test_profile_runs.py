@@ -226,7 +226,7 @@ def test_a_file_that_is_none_is_told(run, tmp_path, capsys):
 def test_a_finished_run_is_shown_without_torch(run):
     words = ["profile", str(run)]
     program = f"import sys; from zerocli.cli.main import run; run({words!r}); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=300).returncode == 0
 
 
 def test_a_run_that_is_over_is_not_told_what_to_do(run, tmp_path, capsys):

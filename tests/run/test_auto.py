@@ -32,7 +32,7 @@ def needed(sets: list[str], **changes: object) -> int:
     return needed_by(plan_model(shape_of(config.model, config.train.seq), setup))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 20))])
 def test_a_choice_runs_and_changes_no_number(tmp_path, seed):
     """Random models and caps, between what recomputing all needs and what keeping all needs."""
     rng = random.Random(seed)

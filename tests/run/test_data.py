@@ -74,6 +74,11 @@ def test_the_first_token_moves_between_epochs():
     assert len({min(batches.window_start(e * 10 + k) for k in range(10)) for e in range(8)}) > 1
 
 
+def test_each_epoch_has_an_order_of_its_own():
+    batches = Batches(counting(10 * 8 + 1), 1, 8)
+    assert len({tuple(batches.window_start(e * 10 + k) for k in range(10)) for e in range(4)}) == 4
+
+
 def joined(source, batch, world, accumulate, steps, seed):
     batches = Batches(source, batch, 4, accumulate, seed)
     return [

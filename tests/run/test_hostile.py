@@ -301,7 +301,7 @@ def test_a_low_limit_of_open_files_is_told(tmp_path):
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); from zerocli.cli.main import run; "
     )
     program = limited + f"sys.exit(run(['train', '--run-dir', {str(tmp_path / 'run')!r}, '--ranks', '1']))"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2 and "try: ulimit -n 4096" in ended.stderr
     assert "may have 40 files open" in ended.stderr and "bug" not in ended.stderr
 
@@ -386,7 +386,7 @@ def test_an_interrupt_while_importing_gives_no_traceback():
         "main()\n"
     )
     for module in ("zerocli.cli.main", "click", "zerocli.console"):
-        ended = subprocess.run([sys.executable, "-c", program, module], capture_output=True, text=True, timeout=60)
+        ended = subprocess.run([sys.executable, "-c", program, module], capture_output=True, text=True, timeout=300)
         assert (ended.returncode, ended.stderr) == (130, "interrupted\n"), module
 
 
@@ -405,6 +405,6 @@ def test_signals_are_handled_as_before_once_the_program_runs():
         "cli.main = lambda: print(signal.getsignal(2))\n"
         "entry.main()\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert "default_int_handler" in ended.stdout
     assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)

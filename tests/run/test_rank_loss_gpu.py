@@ -16,7 +16,10 @@ pytestmark = [
 SETS = ("zero.stage=3", "train.watchdog=20", "checkpoint.every=0")
 
 
-@pytest.mark.parametrize("where", ["start building", "gather", "reduce", "optimizer"])
+OTHERS = ("start building", "reduce", "optimizer")
+
+
+@pytest.mark.parametrize("where", ["gather", *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS)])
 def test_a_killed_rank_ends_the_others(tmp_path, where):
     """NCCL may end the process that is left itself, by SIGABRT: what counts is that it ends."""
     ended = train(tmp_path / "run", *SETS, death=Death((1,), 1, where), grace=60)
@@ -25,7 +28,9 @@ def test_a_killed_rank_ends_the_others(tmp_path, where):
         assert re.search(r"another rank was lost|has been stuck", ended.said[0]), ended.said[0]
 
 
-@pytest.mark.parametrize("where", ["start opening", "start building", "gather"])
+@pytest.mark.parametrize(
+    "where", ["gather", *(pytest.param(each, marks=pytest.mark.long) for each in ("start opening", "start building"))]
+)
 def test_a_stopped_rank_is_named(tmp_path, where):
     ended = train(tmp_path / "run", *SETS, death=Death((1,), 1, where, signal.SIGSTOP), grace=0.5)
     assert ended.codes == [1, STUCK], ended

@@ -15,6 +15,8 @@ import pytest
 import runs
 from commands import SMALL, lines, run
 
+from zerocli.cli import main as cli
+
 KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second", "peak", "comm", "wait"}
 
 
@@ -55,6 +57,7 @@ def test_stages_worlds_and_splits_see_the_same_data(tmp_path):
         assert values == pytest.approx(losses["two"], rel=1e-5), name
 
 
+@pytest.mark.long
 def test_torchrun_starts_the_same_run(tmp_path):
     sets = ["train.steps=4", "train.seq=32", "model.hidden=32", "model.heads=4", "zero.stage=3", "checkpoint.every=0"]
     here = runs.train(tmp_path / "here", *sets)
@@ -88,11 +91,12 @@ def test_check_compares_with_unsharded_training(tmp_path):
     assert check["equal"] and check["steps"] == 3 and check["largest_relative_difference"] < 1e-5
 
 
-def test_dry_run_trains_nothing(tmp_path):
+def test_dry_run_trains_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     shape = ["gpt2-xl", "--stage", "3", "--ranks", "8", "--precision", "bf16", "--set", "model.vocab=256"]
-    done = run(tmp_path, "train", *shape, "--dry-run", "--json")
-    document = json.loads(done.stdout)
-    assert done.returncode == (0 if document["fits"] else 3), done.stderr  # 34 GiB without a GPU
+    code = cli.run(["train", *shape, "--dry-run", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert code == (0 if document["fits"] else 3)  # 34 GiB without a GPU
     psi = document["parameters"]
     held = {category: row["held"] for category, row in document["memory"].items()}
     assert held == {k: -(-n * psi // 8) for k, n in (("parameters", 2), ("gradients", 2), ("optimizer_states", 10))}
@@ -100,15 +104,15 @@ def test_dry_run_trains_nothing(tmp_path):
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):
-    wild = ["--set", "optimizer.lr=1e30", "--set", "train.clip=0", "--set", "optimizer.warmup=0", "--steps", "30"]
-    done = run(tmp_path, "train", *SMALL, *wild, "--run-dir", "run")
-    assert done.returncode == 1
-    assert "at step" in done.stderr and "no checkpoint" in done.stderr and "Traceback" not in done.stderr
+    wild = ["optimizer.lr=1e30", "train.clip=0", "optimizer.warmup=0", "train.steps=30", "checkpoint.every=0"]
+    ended = runs.train(tmp_path / "run", *wild)
+    assert ended.codes == [1, 1]
+    assert "at step" in ended.said[0] and "no checkpoint" in ended.said[0] and "Traceback" not in ended.said[0]
     last = lines(tmp_path / "run")[-1]
     assert not math.isfinite(last["loss"]) or not math.isfinite(last["grad_norm"])
     assert last["step"] < 30
-    sets = [*(word for word in wild if "=" in word), "train.on_nan=continue", "train.steps=30", "checkpoint.every=0"]
-    assert runs.train(tmp_path / "on", *sets).codes == [0, 0] and lines(tmp_path / "on")[-1]["step"] == 30
+    assert runs.train(tmp_path / "on", *wild, "train.on_nan=continue").codes == [0, 0]
+    assert lines(tmp_path / "on")[-1]["step"] == 30
 
 
 @pytest.fixture
@@ -146,16 +150,21 @@ SLOW = ("global batch", "empty data", "token beyond the vocabulary", "optimizer"
 
 
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.long] * (each in SLOW)) for each in MISTAKES])
-def test_a_users_mistake_gets_facts_and_no_traceback(tmp_path, mistakes, name):
+def test_a_users_mistake_gets_facts_and_no_traceback(tmp_path, mistakes, name, monkeypatch, capfd):
     arguments, facts = mistakes[name]
     plain = [] if arguments[0].endswith((".toml", "factory")) else SMALL
     if "--run-dir" not in arguments:
         arguments = [*arguments, "--run-dir", "run"]
-    done = run(tmp_path, "train", *arguments, *plain)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
+    if name in SLOW:
+        done = run(tmp_path, "train", *arguments, *plain)
+        code, said = done.returncode, done.stderr
+    else:  # nothing is started
+        monkeypatch.chdir(tmp_path)
+        code, said = cli.run(["train", *arguments, *plain]), capfd.readouterr().err
+    assert code == 2, said
+    assert "Traceback" not in said
     for fact in facts:
-        assert fact in done.stderr, done.stderr
+        assert fact in said, said
 
 
 def children(pid: int) -> set[int]:
@@ -173,17 +182,17 @@ def children(pid: int) -> set[int]:
 @pytest.mark.parametrize(
     "how", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM], ids=["ctrl-c", "sigterm"]
 )
-def test_an_interrupt_ends_every_rank_within_seconds(tmp_path, how):
+def test_an_interrupt_ends_every_rank(tmp_path, how):
     command = [sys.executable, "-m", "zerocli", "train", *SMALL, "--steps", "100000", "--run-dir", "run"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True)
     metrics = tmp_path / "run/metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
     ranks = children(process.pid)
     assert len(ranks) >= 2
     process.send_signal(how)
-    assert process.wait(15) == 130
+    assert process.wait(120) == 130
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert all(json.loads(line) for line in metrics.read_text().splitlines())  # whole lines only
 
@@ -191,4 +200,4 @@ def test_an_interrupt_ends_every_rank_within_seconds(tmp_path, how):
 def test_a_run_that_neither_saves_nor_resumes_does_not_wait_for_torchs_checkpoints():
     """Importing them takes longer than many a small run's steps."""
     code = "import sys, zerocli.run.trainer; sys.exit('torch.distributed.checkpoint' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

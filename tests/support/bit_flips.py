@@ -33,6 +33,8 @@ def block_of(engine: Engine, kind: str, unit: int = 2) -> Block:
         engine.mover.forget(flat.param_store)
     if kind == "activations":
         return engine.activations.stack._slots[0].block
-    store = {"params": flat.param_store, "grads": flat.grad_store, "optimizer": flat.record and flat.record.store}[kind]
+    store = {"params": flat.param_store, "grads": flat.gradient.store, "optimizer": flat.record and flat.record.store}[
+        kind
+    ]
     assert store is not None
     return store.block

@@ -19,7 +19,7 @@ def run(folder: Path, *arguments: str, module: str = "zerocli", **environ: str) 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -113,7 +113,7 @@ class Tolerance:
     def norm(self) -> float:
         return max(self.noise.norm, self.rounding)
 
-    def first_beyond(self, found: Differences, factor: float) -> tuple[Gap, float] | None:
+    def first_over(self, found: Differences, factor: float) -> tuple[Gap, float] | None:
         """Return the first tensor, in the model's order, that differs by more than rounding, and what is allowed."""
         for gap, noise in zip(found.gaps, self.noise.gaps, strict=True):
             # Parameters have an fp32 master, whatever they compute in; gradients are rounded to the compute dtype.

@@ -163,10 +163,10 @@ def _compared(found: list[Numbers], reference: list[Numbers], moved: list[Number
         expected = Outcome([], [], right)
         tolerance = Tolerance(FP32_ROUNDING, differences(Outcome([], [], other), expected))
         here = differences(Outcome([], [], mine), expected)
-        beyond = tolerance.first_beyond(here, FACTOR)
+        over = tolerance.first_over(here, FACTOR)
         gaps += [(gap, rank) for gap in here.gaps]
-        if beyond is not None and not first:
-            gap, allowed = beyond
+        if over is not None and not first:
+            gap, allowed = over
             first = f"first to differ: {gap.name} of rank {rank}{_element(mine[gap.name], right[gap.name])}, off by "
             first += f"{number(gap.relative)} of itself (allowed: {number(allowed)})"
     worst, rank = max(gaps, key=lambda each: math.inf if math.isnan(each[0].relative) else each[0].relative)

@@ -28,7 +28,7 @@ from zerocli.engine.api import open_process_group
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
-from zerocli.plan.blocks.factory import build_foreign
+from zerocli.plan.blocks.factory import build_external
 from zerocli.run.steps import micro_step
 from zerocli.run.trainer import cap_device, make_engine, make_model, resolve
 
@@ -100,7 +100,7 @@ class Ranks:
         try:
             engine = self._engine(Row(0))
         except UserError as error:
-            if not self.config.model.foreign or error.exit_code != USAGE:
+            if not self.config.model.external or error.exit_code != USAGE:
                 raise
             self.built = "cpu"
             if self.rank == 0:
@@ -128,8 +128,8 @@ class Ranks:
     def _whole_model(self) -> nn.Module:
         """Return the model with memory, as without sharding."""
         torch.manual_seed(self.config.train.seed)
-        if self.config.model.foreign:
-            return build_foreign(self.config.model, self.config.train.seq, "cpu")
+        if self.config.model.external:
+            return build_external(self.config.model, self.config.train.seq, "cpu")
         return make_model(self.config, "cpu")
 
     # -- runs ------------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class Ranks:
         outcome.parameters = {name: outcome.parameters[name] for name in reference.parameters}  # no buffers
         found = differences(outcome, reference)
         factor = COMPILED_FACTOR if row.compiled else FACTOR
-        tensor, number = tolerance.first_beyond(found, factor), tolerance.first_step(found, factor)
+        tensor, number = tolerance.first_over(found, factor), tolerance.first_step(found, factor)
         result: Result = {"verdict": "equal", "message": "", "first": None, **_numbers(found)}
         result["digest"] = outcome.digest()
         if result["digest"] == reference.digest():

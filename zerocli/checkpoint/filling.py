@@ -44,7 +44,7 @@ class Read:
         return self.numel * self.dtype.itemsize
 
     def cut(self, nbytes: int) -> Iterator[Read]:
-        """Yield reads of at most so many bytes."""
+        """Yield reads of at most `nbytes` bytes."""
         each, width = max(1, nbytes // self.dtype.itemsize), self.dtype.itemsize
         for first in range(0, self.numel, each):
             numel = min(each, self.numel - first)

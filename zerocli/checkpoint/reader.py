@@ -30,7 +30,7 @@ from zerocli.files import pread
 from zerocli.ranks.startup import STARTUP
 
 NUM_THREADS = 4
-AHEAD = 2 * NUM_THREADS
+MAX_READS = 2 * NUM_THREADS
 """Number of boxes that are read concurrently."""
 
 
@@ -43,7 +43,7 @@ class Reader(StorageReader):
         self._fds: dict[str, int] = {}
         self._direct: dict[str, int] = {}
         # Adjacent boxes often share a piece.
-        self._cached = functools.lru_cache(maxsize=AHEAD)(self.piece)
+        self._cached = functools.lru_cache(maxsize=MAX_READS)(self.piece)
 
     def close(self) -> None:
         for fd in (*self._fds.values(), *self._direct.values()):
@@ -146,7 +146,7 @@ class Reader(StorageReader):
                 part = planner.part(group[0])
                 box = part.box(group[0].dest_index)
                 under_way.append((part, box.start, threads.submit(self._assemble, part, box.sizes, group)))
-                if len(under_way) >= AHEAD:
+                if len(under_way) >= MAX_READS:
                     done, start, future = under_way.popleft()
                     yield done, start, future.result()
             for done, start, future in under_way:

@@ -127,7 +127,7 @@ class Saver:
             return
         finally:
             self.progress.arrived()
-            snapshot.let_go()
+            snapshot.stop_holding()
         seconds = time.monotonic() - began
         self.last_seconds, self.longest_seconds = seconds, max(self.longest_seconds, seconds)
         self.saved = step

@@ -239,7 +239,7 @@ class Snapshot:
             with contextlib.suppress(Exception):  # a failure of the save, not of the update: the writer reports it
                 wait()
 
-    def let_go(self) -> None:
+    def stop_holding(self) -> None:
         """Stop holding updates: the writer has finished or failed."""
         with self._changed:
             self._left.clear()

@@ -234,12 +234,12 @@ def _choose(
 
 def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, dict[str, int]]:
     """Return the model's parameters, and the bytes that the unsharded run and the comparison need on each tier."""
-    from zerocli.plan.blocks.factory import count_foreign
+    from zerocli.plan.blocks.factory import count_external
     from zerocli.plan.blocks.inputs import shape_of
     from zerocli.plan.report.preflight import plan_config
 
-    if config.model.foreign:
-        numel = count_foreign(config.model, config.train.seq)
+    if config.model.external:
+        numel = count_external(config.model, config.train.seq)
         whole = 16 * numel  # parameters, gradients and Adam's two moments; activations are not known
     else:
         numel = shape_of(config.model, config.train.seq).numel
@@ -266,7 +266,7 @@ def _fits(config: configs.Config, num_gpus: int, needed: dict[str, int]) -> None
                 f"{config.name} is too large to be trained without sharding here: {what}: {format_bytes(needed[tier])} "
                 f"needed for the unsharded run and its copies, {format_bytes(has[tier])} free",
                 hint="the same model with fewer or smaller layers: --set model.layers=2, --set model.hidden=..."
-                if not config.model.foreign
+                if not config.model.external
                 else "the same model with fewer or smaller layers",
                 exit_code=DOES_NOT_FIT,
             )

@@ -62,7 +62,7 @@ LOWEST_RATE, HIGHEST_RATE = 1e-9, 1e9
 @click.option("--seq", type=int, metavar="N", help="Tokens per sequence.")
 @click.option("--precision", metavar="NAME", help="bf16 (the default), fp16 or fp32.")
 @click.option("--hardware", metavar="NAMES", help=f"Kinds of node, one or several with commas: {', '.join(PRESETS)}.")
-@click.option("--tokens", metavar="N", help="Days and GPU-hours of a run of so many tokens, such as 1T.")
+@click.option("--tokens", metavar="N", help="Days and GPU-hours of a run of N tokens, such as 1T.")
 @click.option("--price", type=FiniteRange(0, min_open=True), metavar="X", help="Price per GPU-hour; with --tokens.")
 @click.option(
     *("--max", "most"),

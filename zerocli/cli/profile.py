@@ -162,9 +162,9 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
         from zerocli.profile.reporter import Reporter, recording
         from zerocli.run import trainer
 
-        teller = Reporter(given["html"] or "", given["trace_file"] or "", before)
+        reporter = Reporter(given["html"] or "", given["trace_file"] or "", before)
         with recording(given["snapshot"] or ""):
-            return trainer.work(config, options, Profiler(teller, follow=config.model.compile is not True))
+            return trainer.work(config, options, Profiler(reporter, follow=config.model.compile is not True))
 
 
 def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:
@@ -177,7 +177,7 @@ def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:
     gpus = machine.gpus()
     ranks, _ = launch.choose_ranks(config.parallel.ranks, config.parallel.tp, len(gpus))
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=ranks))
-    if config.model.foreign:
+    if config.model.external:
         fact = "a model of other code than zerocli's own has no plan before it is built"
         raise UserError(fact, hint="zerocli profile without --dry-run")
     refuse_disks(config, options.auto)

@@ -70,7 +70,7 @@ def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ..
             yield ("model.code",), "code transformers needs a Hugging Face folder or config.json as CONFIG"
         if config.parallel.tp > 1:
             yield ("parallel.tp",), f"tp {config.parallel.tp}: models of transformers are not split over ranks"
-    if model.foreign:
+    if model.external:
         return  # the factory, or the folder's config.json, determines the shape
     if sound("model.heads", "model.hidden", "model.head_dim"):
         size = model.head_dim or model.hidden // model.heads
@@ -88,9 +88,9 @@ def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ..
     if fact := broken_rope(model.rope_scaling):
         yield ("model.rope_scaling",), f"rope_scaling {fact}"
     if sound("model.window_layers", "model.layers") and model.window_layers:
-        beyond = max(parse_ranges(model.window_layers))
-        if beyond >= model.layers:
-            yield ("model.window_layers", "model.layers"), f"window_layers {beyond} is not one of {model.layers} layers"
+        last = max(parse_ranges(model.window_layers))
+        if last >= model.layers:
+            yield ("model.window_layers", "model.layers"), f"window_layers {last} is not one of {model.layers} layers"
     if model.family == "gpt2":
         for key in ("head_dim", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "window", "rope_scaling"):
             if getattr(model, key):
@@ -104,7 +104,7 @@ def _tp_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...],
     """
     model, tp = config.model, config.parallel.tp
     numbers = {"parallel.ranks": config.parallel.ranks}
-    if not model.foreign:  # else its own code decides the shape
+    if not model.external:  # else its own code decides the shape
         numbers["model.kv_heads" if model.kv_heads else "model.heads"] = model.kv_heads or model.heads
         numbers["model.mlp_hidden"] = model.mlp_hidden
     numbers = {key: number for key, number in numbers.items() if number and key not in bad}

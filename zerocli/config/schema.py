@@ -82,13 +82,13 @@ class ModelConfig:
     """Whether the repeated blocks go through torch.compile; auto = on a GPU, in runs of 200 steps or more."""
 
     @property
-    def foreign(self) -> bool:
+    def external(self) -> bool:
         """Whether code other than our own builds the model: then the other keys do not describe its shape."""
         return bool(self.factory) or self.code == "transformers"
 
     @property
     def source(self) -> str:
-        """What a foreign model is built from: the factory, or the folder."""
+        """What an external model is built from: the factory, or the folder."""
         return self.factory or self.folder
 
 

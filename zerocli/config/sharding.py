@@ -54,7 +54,7 @@ class Sharding:
     clip: float | None = TrainConfig.clip
     """Largest global gradient norm; None: gradients are not clipped."""
     recompute: bool | int | str | Recompute = ActivationsConfig.policy
-    """Keep only the input of each repeated block and rerun its forward in backward; a number: of so many blocks, the
+    """Keep only the input of each repeated block and rerun its forward in backward; a number: of that many blocks, the
     first ones; `selective`: but keep the outputs of matrix products and attention; a `Recompute` says how many blocks
     of each. A placement of `activations`, which says where the inputs are kept, implies True. `auto`: not decided yet;
     a plan decides by the device's memory (zerocli/plan/search/recompute.py), and no engine takes it."""

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zerocli.engine.comm import Collectives, Disagreed, gloo_beside
+from zerocli.engine.comm import Collectives, Disagreed, separate_gloo_group
 from zerocli.engine.streams import Readback, Waits
 from zerocli.errors import Refused
 from zerocli.ranks.deadlock import Monitor
@@ -48,8 +48,8 @@ _WANT, _SLOT, _CALL, _NUMBER, _DETAIL, _READY = range(6)
 """Columns of a message. From _READY on: for each engine of the channel, how many of its flats are ready to reduce."""
 
 
-class Seat:
-    """An engine's place in a channel; a message names it by its slot."""
+class Member:
+    """An engine as a member of a channel; a message names it by its slot."""
 
     def __init__(self, title: str) -> None:
         self.title, self.slot = title, 0
@@ -70,8 +70,8 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         with STARTUP.waiting("opening the channel between the ranks"):
-            self.gloo = gloo_beside(group)
-        self._seats: list[weakref.ref[Seat] | None] = []
+            self.gloo = separate_gloo_group(group)
+        self._members: list[weakref.ref[Member] | None] = []
         self._begun: Callable[[], object] | None = None
         """Ends the meeting that `begin` began."""
         self._resize()
@@ -89,28 +89,28 @@ class Channel:
     @property
     def num_slots(self) -> int:
         """Number of engines over these ranks; changes only when one is made, at the same point on all ranks."""
-        return len(self._seats)
+        return len(self._members)
 
-    def _enter(self, seat: Seat, collectives: Collectives) -> None:
+    def _enter(self, member: Member, collectives: Collectives) -> None:
         """Give an engine a slot, the same on all ranks. Collective."""
-        dead = [float(self.seat(slot) is None) for slot in range(self.num_slots)]
+        dead = [float(self.member(slot) is None) for slot in range(self.num_slots)]
         mine = torch.tensor([1.0, *dead])
         # Python frees an engine at another time on each rank: a slot is free if its engine is gone on all of them.
         free = self.gather(mine, collectives).all(0).tolist()
-        self._seats = [None if gone else ref for ref, gone in zip(self._seats, free[1:], strict=True)]
-        while self._seats and self._seats[-1] is None:
-            self._seats.pop()
-        seat.slot = next((slot for slot, ref in enumerate(self._seats) if ref is None), self.num_slots)
-        if seat.slot == self.num_slots:
-            self._seats.append(None)
-        self._seats[seat.slot] = weakref.ref(seat)
+        self._members = [None if gone else ref for ref, gone in zip(self._members, free[1:], strict=True)]
+        while self._members and self._members[-1] is None:
+            self._members.pop()
+        member.slot = next((slot for slot, ref in enumerate(self._members) if ref is None), self.num_slots)
+        if member.slot == self.num_slots:
+            self._members.append(None)
+        self._members[member.slot] = weakref.ref(member)
         self._resize()
 
-    def seat(self, slot: int) -> Seat | None:
-        """Return the engine's seat in a slot; None if that engine is gone or closed on this rank."""
-        found = self._seats[slot]
-        seat = found() if found is not None else None
-        return seat if seat is not None and seat.agreement is not None else None
+    def member(self, slot: int) -> Member | None:
+        """Return the engine in a slot; None if that engine is gone or closed on this rank."""
+        found = self._members[slot]
+        member = found() if found is not None else None
+        return member if member is not None and member.agreement is not None else None
 
     def _resize(self) -> None:
         width = _READY + self.num_slots
@@ -128,8 +128,8 @@ class Channel:
         return self._receive(self._send(row, collectives, about), collectives)
 
     def _send(self, row: tuple[int, ...], collectives: Collectives, about: tuple[str, str]) -> Issued:
-        seats = [self.seat(slot) for slot in range(self.num_slots)]
-        ready = [seat.agreement.ready() if seat is not None and seat.agreement is not None else 0 for seat in seats]
+        members = [self.member(slot) for slot in range(self.num_slots)]
+        ready = [each.agreement.ready() if each is not None and each.agreement is not None else 0 for each in members]
         self._said[:] = (*row, *ready)
         return collectives.send(self._rows, self._mine, self.gloo, *about)
 
@@ -137,9 +137,9 @@ class Channel:
         collectives.receive(sent)
         rows: list[list[int]] = self._everyone.tolist()
         for slot in range(self.num_slots):
-            seat = self.seat(slot)
-            if seat is not None and seat.agreement is not None:
-                seat.agreement.launch(min(each[_READY + slot] for each in rows))
+            member = self.member(slot)
+            if member is not None and member.agreement is not None:
+                member.agreement.launch(min(each[_READY + slot] for each in rows))
         return rows
 
     def begin(
@@ -196,11 +196,11 @@ class Channel:
             "other collective methods equally often, in the same order"
         )
 
-    def meet_to_shard(self, seat: Seat, collectives: Collectives, number: int, say: Callable[[], str]) -> None:
+    def meet_to_shard(self, member: Member, collectives: Collectives, number: int, say: Callable[[], str]) -> None:
         """Give an engine its slot once all ranks shard the same model in the same way. Collective."""
         row = (MEETING, -1, _code("zerocli.shard"), number, 0)
-        self.meet(row, collectives, "zerocli.shard", say, seat.title)
-        self._enter(seat, collectives)
+        self.meet(row, collectives, "zerocli.shard", say, member.title)
+        self._enter(member, collectives)
 
     def gather(self, tensor: torch.Tensor, collectives: Collectives) -> torch.Tensor:
         """Return every rank's copy of a small tensor on the CPU, stacked in rank order. Collective."""
@@ -212,10 +212,10 @@ class Channel:
     def join(self, want: int) -> None:
         """Take part in a gather that another rank needs."""
         slot, place = want >> 32, want & 0xFFFFFFFF
-        seat = self.seat(slot)
-        if seat is None or seat.agreement is None:
+        member = self.member(slot)
+        if member is None or member.agreement is None:
             raise Disagreed("another rank runs a model whose engine is closed on this rank: close it on all ranks")
-        seat.agreement.join(place)
+        member.agreement.join(place)
 
     def words(self, text: str, collectives: Collectives) -> list[str]:
         """Return every rank's text. Collective."""
@@ -230,7 +230,7 @@ class Agreement:
         self,
         collectives: Collectives,
         channel: Channel | None,
-        seat: Seat,
+        member: Member,
         active: bool,
         waits: Waits,
         ready: Callable[[], int],
@@ -239,7 +239,7 @@ class Agreement:
         about: Callable[[int], tuple[str, str]],
         name_of: Callable[[int], str],
     ) -> None:
-        self._collectives, self.channel, self._seat, self._waits = collectives, channel, seat, waits
+        self._collectives, self.channel, self._member, self._waits = collectives, channel, member, waits
         self.active = active
         """Whether ranks exchange what they need before each gather."""
         self.ready, self.launch, self.join = ready, launch, join
@@ -248,7 +248,7 @@ class Agreement:
         """The flats gathered in this step, in order."""
         self._suspect: tuple[Readback, list[int]] | None = None
         """Whether ranks differed in the last step (on its way to the host), and this rank's trace."""
-        seat.agreement = self
+        member.agreement = self
 
     # -- gathers ---------------------------------------------------------------------------------------------------
 
@@ -261,10 +261,10 @@ class Agreement:
         if not self.active:
             self.channel.settle()
             return
-        wanted = self._seat.slot << 32 | want if want >= 0 else want
+        wanted = self._member.slot << 32 | want if want >= 0 else want
         while True:
             with self._waits.waiting("collectives"):
-                rows = self.channel.exchange((wanted, self._seat.slot, 0, 0, 0), self._collectives, self._about(want))
+                rows = self.channel.exchange((wanted, self._member.slot, 0, 0, 0), self._collectives, self._about(want))
             chosen = _most_wanted(rows)
             if chosen is None or chosen == wanted:
                 return
@@ -289,9 +289,9 @@ class Agreement:
         """
         if self.channel is not None:
             call = "engine.backward(loss)"
-            row = (MEETING, self._seat.slot, _code(call), made, 0)
+            row = (MEETING, self._member.slot, _code(call), made, 0)
             say = f"called {call} for pass {made + 1} of its step"
-            self.channel.begin(row, self._collectives, call, lambda: say, self._seat.title)
+            self.channel.begin(row, self._collectives, call, lambda: say, self._member.title)
 
     def end_pass(self, engines: int) -> int:
         """Meet at the end of a backward pass; return the engines that take part in it on any rank, as a set of bits.
@@ -315,9 +315,9 @@ class Agreement:
         """See `Channel.meet`; `about` is (kind, what) of what this rank waits for, by default the call."""
         if self.channel is None:
             return []
-        row = (MEETING, self._seat.slot, _code(call), number, detail)
+        row = (MEETING, self._member.slot, _code(call), number, detail)
         with self._waits.waiting("collectives"):
-            return self.channel.meet(row, self._collectives, call, say, self._seat.title, about)
+            return self.channel.meet(row, self._collectives, call, say, self._member.title, about)
 
     # -- without a channel -----------------------------------------------------------------------------------------
 

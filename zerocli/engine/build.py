@@ -232,24 +232,23 @@ class Builder:
         """
         for flat in flats:
             STARTUP.move()
-            flat.grad_dtype, flat.whole_grad = self._grad_dtype(flat), not self._sizing.stage.gradients
-            flat.keeps_grad = self._sizing.keep_gradients
-            if flat.whole_grad:
+            flat.gradient.dtype, flat.gradient.is_whole = self._grad_dtype(flat), not self._sizing.stage.gradients
+            flat.gradient.stays = self._sizing.keep_gradients
+            if flat.gradient.is_whole:
                 continue
             spec = gradients(flat.spec, self._sizing)
             if spec.tier != HBM:
-                about = (self._tiers.open(spec.tier, "gradients"), "gradients", spec.numel, flat.grad_dtype)
-                flat.grad_store = Store(*about, self._tiers.traffic, self._tiers.verifier)
-                flat.grad_store.what = f"the gradients of {flat.unit.title}"
-            elif flat.keeps_grad:
-                flat.open_grad(self._device)
+                about = (self._tiers.open(spec.tier, "gradients"), "gradients", spec.numel, flat.gradient.dtype)
+                flat.gradient.store = Store(*about, self._tiers.traffic, self._tiers.verifier)
+                flat.gradient.store.what = f"the gradients of {flat.unit.title}"
+            elif flat.gradient.stays:
+                flat.gradient.open(self._device)
         for spec in gradient_arenas([flat.spec for flat in flats], self._sizing):
             alike = [flat for flat in flats if self._sizing.grad_width(flat.spec.width) == spec.width]
-            arena = torch.zeros(spec.numel, dtype=alike[0].grad_dtype, device=self._device)
+            arena = torch.zeros(spec.numel, dtype=alike[0].gradient.dtype, device=self._device)
             at = 0
             for flat in alike:
-                flat.grad_full = arena[at : at + flat.layout.total]
-                flat.grad = flat.grad_full[flat.held.start : flat.held.stop]
+                flat.gradient.place(arena[at : at + flat.layout.total])
                 at += flat.layout.total
 
 

@@ -38,13 +38,13 @@ SENT = frozenset(
 """Dtypes that gloo and NCCL move as they are."""
 
 
-def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def separate_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return gloo over the ranks of a group, apart from the group's own collectives. Collective.
 
     Not by `dist.new_group`, whose names depend on how many groups a rank is in: ranks that differ in that would wait
     for each other forever.
     """
-    number = _beside[group.group_name] = _beside[group.group_name] + 1
+    number = _num_separate[group.group_name] = _num_separate[group.group_name] + 1
     store = dist.PrefixStore(f"zerocli/{number}", dist.distributed_c10d._get_process_group_store(group))
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     gloo = dist.ProcessGroupGloo(store, rank, world, dist.default_pg_timeout)
@@ -63,13 +63,14 @@ def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
-_beside: Counter[str] = Counter()
-"""Number of times that `gloo_beside` was called, by group."""
+_num_separate: Counter[str] = Counter()
+"""Number of times that `separate_gloo_group` was called, by group."""
 
 
 def _done_within(work: dist.Work, seconds: float) -> bool:
     """Wait for a collective on the CPU; return whether it is complete."""
     try:
+        # On a timeout torch raises and the collective goes on: it can be waited for again.
         work.wait(datetime.timedelta(seconds=seconds))
     except RuntimeError as error:
         if work.is_completed() or "timed out" not in str(error):
@@ -129,7 +130,8 @@ class Collectives:
         self.rank = dist.get_rank(group) if here else 0
         self.world = dist.get_world_size(group) if here else 1
         self.backend = dist.get_backend(group) if here and self.world > 1 else ""
-        # Only a CPU needs the future: on a GPU the stream orders the collective.
+        # Only a CPU needs the future. On a GPU torch makes the current stream wait for the collective, not the host: an
+        # event recorded next marks its end.
         self._async = device.type == "cpu"
         self._issuer = group
         """The group that issues the collectives."""
@@ -263,7 +265,7 @@ class Collectives:
         return everyone
 
     def send(self, rows: list[torch.Tensor], mine: torch.Tensor, gloo: Any, kind: str = "", what: str = "") -> Issued:
-        """Begin to fill the rows with every rank's `mine`, on the CPU, by `gloo_beside`; `receive` waits for them."""
+        """Begin to fill the rows with every rank's `mine`, on the CPU, by a separate gloo group; `receive` waits."""
         self.nbytes["control"] += mine.nbytes * len(rows)
         with self._noted(kind or "all_gather" * (not what), what) as entry:
             with torch._C._DisableFuncTorch():  # gloo allocates a tensor, which a transform would wrap

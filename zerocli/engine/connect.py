@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from zerocli.engine.agreement import Agreement, Channel, Seat
+from torch import nn
+
+from zerocli.engine.agreement import Agreement, Channel, Member
 from zerocli.engine.comm import Collectives
 from zerocli.engine.context import Context
+from zerocli.engine.settings import Settings
 from zerocli.engine.units.gather import Gatherer
 from zerocli.engine.units.reduce import Reducer
 from zerocli.engine.units.unit import Flat, Unit
@@ -22,7 +26,7 @@ class Connected(NamedTuple):
 
 
 def open_channel(
-    collectives: Collectives, uneven: bool | None, seat: Seat, number: int, say: Callable[[], str]
+    collectives: Collectives, uneven: bool | None, member: Member, number: int, say: Callable[[], str]
 ) -> Channel | None:
     """Return the channel between the ranks, with a slot for the engine; None where ranks do not exchange messages.
 
@@ -36,7 +40,7 @@ def open_channel(
         # With messages and collectives in one group, neither runs beside the other on the processor that computes.
         # Without messages before each gather, ranks may gather differently: then messages need a group of their own.
         collectives.issue_by(channel.gloo)
-    channel.meet_to_shard(seat, collectives, number, say)
+    channel.meet_to_shard(member, collectives, number, say)
     return channel
 
 
@@ -44,7 +48,7 @@ def connect(
     units: list[Unit],
     context: Context,
     channel: Channel | None,
-    seat: Seat,
+    member: Member,
     uneven: bool | None,
     deferred: bool,
     before_gather: Callable[[Flat], None],
@@ -88,7 +92,7 @@ def connect(
     agreement = Agreement(
         context.collectives,
         channel,
-        seat,
+        member,
         active,
         context.waits,
         ready=lambda: reducer.ready,
@@ -98,3 +102,15 @@ def connect(
         name_of=lambda place: flats[place].unit.title,
     )
     return Connected(gatherer, reducer, agreement)
+
+
+def sharded_as(model: nn.Module, settings: Settings) -> tuple[int, Callable[[], str]]:
+    """Return a number that stands for the settings, which must be equal on all ranks, and their words.
+
+    Whether the models are alike is compared where they are built: see `refuse_different_models`.
+    """
+    names = ("stage", "offload", "precision", "accumulate", "clip", "reduce", "lr", "weight_decay", "seed")
+    given = {name: getattr(settings, name) for name in names}
+    plain = {name: value for name, value in given.items() if isinstance(value, int | float | str | None)}
+    words = ", ".join(f"{name}={value!r}" for name, value in plain.items())
+    return zlib.crc32(words.encode()), lambda: f"shards {type(model).__name__} with {words}"

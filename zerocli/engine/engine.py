@@ -13,8 +13,7 @@ import dataclasses
 import functools
 import math
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,23 +25,24 @@ from offload.mover import Mover, StagedStore
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say
-from zerocli.engine.agreement import Seat
+from zerocli.engine.agreement import Member
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
-from zerocli.engine.connect import connect, open_channel
+from zerocli.engine.connect import connect, open_channel, sharded_as
 from zerocli.engine.context import Context, Storage
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
 from zerocli.engine.guards.accept import refuse_full_graphs, refuse_model, refuse_scripts
-from zerocli.engine.guards.aliases import cut_left
-from zerocli.engine.guards.parameters import Owners, guard, is_sharded, refuse_unsuitable, unguard
+from zerocli.engine.guards.aliases import invalidate_released
+from zerocli.engine.guards.owners import Owners
+from zerocli.engine.guards.parameters import guard, is_sharded, refuse_unsuitable, unguard
 from zerocli.engine.optimizer.counts import Counts
 from zerocli.engine.optimizer.facade import ShardedOptimizer
 from zerocli.engine.optimizer.fused import can_fuse
 from zerocli.engine.optimizer.groups import arrange
-from zerocli.engine.optimizer.optim import FlatOptimizer, Group, StepValues
+from zerocli.engine.optimizer.optim import FlatOptimizer, StepValues
 from zerocli.engine.optimizer.rules import make_optimizer, prove, unsuitable
-from zerocli.engine.optimizer.step import StepResult, exchange_norms, scaling
+from zerocli.engine.optimizer.step import StepResult, called_step, exchange_norms, scaling
 from zerocli.engine.optimizer.update import Updater
 from zerocli.engine.optimizer.update_place import choose_update
 from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
@@ -58,7 +58,7 @@ from zerocli.engine.states.verified import VerifiedReads
 from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes
 from zerocli.engine.units.backward import Backward
-from zerocli.engine.units.gather import Left
+from zerocli.engine.units.gather_buffers import ReleasedBuffer
 from zerocli.engine.units.hooks import Hooks
 from zerocli.engine.units.modules import outside_of_units, register_method
 from zerocli.engine.units.unit import Flat, Unit, recomputed_units
@@ -110,10 +110,10 @@ class Engine:
         self.steps = 0
         self.updates = torch.zeros((), device=self.device)
         self.passes = Backward(self, settings.accumulate)
-        self.seat = Seat(type(self.model).__name__)
-        self.seat.passes = self.passes
+        self.member = Member(type(self.model).__name__)
+        self.member.passes = self.passes
         about = sharded_as(self.model, settings)
-        self.channel = open_channel(self.collectives, settings.uneven, self.seat, *about)
+        self.channel = open_channel(self.collectives, settings.uneven, self.member, *about)
         self.sizing: Sizing
         self._closed = False
         self._held_whole = 0
@@ -186,7 +186,7 @@ class Engine:
             self.units,
             self._context(),
             channel=self.channel,
-            seat=self.seat,
+            member=self.member,
             uneven=self.settings.uneven,
             deferred=self.settings.defer_update,
             before_gather=self._apply_pending_updates,
@@ -281,7 +281,7 @@ class Engine:
 
     def _apply_pending_updates(self, flat: Flat) -> None:
         """Issue the rest of a flat's update; the host may have to wait for states on a disk, which delays compute."""
-        if self.updater.owes(flat):
+        if self.updater.has_pending_update(flat):
             with self.waits.waiting("optimizer"):
                 self.updater.issue_updates(flat)
 
@@ -290,7 +290,7 @@ class Engine:
 
         Parameters that this step or a pending update will still change are not read ahead.
         """
-        soon = [(flat, not self.updater.owes(flat)) for unit in now for flat in unit.flats]
+        soon = [(flat, not self.updater.has_pending_update(flat)) for unit in now for flat in unit.flats]
         later = [(flat, not flat.trainable) for unit in then for flat in unit.flats]
         uses = [(f.param_store, read) for f, read in (*soon, *later) if isinstance(f.param_store, StagedStore)]
         if uses:
@@ -351,19 +351,19 @@ class Engine:
         self.gatherer.end_step()
         self.reducer.end_step()
         self.hooks.end_step()
-        self._cut_views(trained=True)
+        self._invalidate_views(trained=True)
         self.passes.forget()
         return StepResult(self.steps, lr, scaled.norm, scaled.skip)
 
-    def _cut_views(self, trained: bool = False) -> None:
+    def _invalidate_views(self, trained: bool = False) -> None:
         """Refuse further use of views of gathered parameters that have changed, `trained` ones or all."""
         if self.gatherer.moves:
 
-            def left() -> list[Left]:
-                return [each for each in self.gatherer.left() if each.flat.trainable or not trained]
+            def released() -> list[ReleasedBuffer]:
+                return [each for each in self.gatherer.released_with_views() if each.flat.trainable or not trained]
 
             # What is found nowhere is held by a graph; it is not looked for among all objects again and again.
-            if cut_left(self.model, left, thorough=self._searches > 0):
+            if invalidate_released(self.model, released, thorough=self._searches > 0):
                 self._searches = 3
             else:
                 self._searches -= 1
@@ -425,7 +425,7 @@ class Engine:
             return
         self.updater.issue_updates()
         self.gatherer.release_all()
-        self.seat.agreement = None
+        self.member.agreement = None
         self.hooks.close()
         self.reducer.close()
         for flat in self.flats():
@@ -521,7 +521,7 @@ class Engine:
                 yield
             if write:
                 self.hooks.parameters_changed(flats)
-                self._cut_views()
+                self._invalidate_views()
         finally:
             self._held_whole -= 1
 
@@ -562,7 +562,7 @@ class Engine:
         loaded = states.load_model_state(
             self.model, self.flats(), self.collectives, self.tensor_parallel, state, strict
         )
-        self._cut_views()
+        self._invalidate_views()
         return loaded
 
     @torch.no_grad()
@@ -620,22 +620,3 @@ class Engine:
         self.updates = torch.full_like(self.updates, float(saved["updates"]))
         self.loss_scale.load(saved["loss_scale"])
         self.optimizer.load_groups(saved.get("param_groups"), self.steps)
-
-
-def sharded_as(model: nn.Module, settings: Settings) -> tuple[int, Callable[[], str]]:
-    """Return a number that stands for the settings, which must be equal on all ranks, and their words.
-
-    Whether the models are alike is compared where they are built: see `refuse_different_models`.
-    """
-    names = ("stage", "offload", "precision", "accumulate", "clip", "reduce", "lr", "weight_decay", "seed")
-    given = {name: getattr(settings, name) for name in names}
-    plain = {name: value for name, value in given.items() if isinstance(value, int | float | str | None)}
-    words = ", ".join(f"{name}={value!r}" for name, value in plain.items())
-    return zlib.crc32(words.encode()), lambda: f"shards {type(model).__name__} with {words}"
-
-
-def called_step(passes: int, groups: Sequence[Group]) -> str:
-    """Return this rank's call of `step` in words."""
-    rates = sorted({group.lr for group in groups})
-    of = f"{passes} backward pass" + "es" * (passes != 1)
-    return f"called engine.step() after {of} with lr {', '.join(f'{rate:g}' for rate in rates[:3])}"

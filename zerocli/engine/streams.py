@@ -64,9 +64,11 @@ class Readback:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         if tensor.is_cuda:
+            # Pinned: a copy to pageable memory would block the host here instead of in `values`.
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
         else:
+            # The caller may change the tensor before the values are read.
             self._host = tensor.clone()
         self.reached = TimedEvent(tensor.device)
 
@@ -75,6 +77,7 @@ class Readback:
         return self._host
 
 
+# Of each thread: on a GPU autograd runs backward in threads of its own.
 class _Outside(threading.local):
     """The stream that was current when this thread began to issue work on a side stream."""
 
@@ -146,6 +149,7 @@ class Waits:
     def waiting(self, cause: str) -> Iterator[None]:
         """Charge the time that the body delays the compute stream (on a CPU: the host) to `cause`."""
         with self._events.wait(cause):
+            # Not the current stream, which may be a side stream: the time that compute stands still is to be measured.
             stream = compute_stream(self._device) if self._cuda else None
             before = TimedEvent(self._device, stream)
             with self._inside(cause) as around:

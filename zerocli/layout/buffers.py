@@ -131,7 +131,7 @@ def gather_buffers(units: Sequence[Sequence[FlatSpec]], sizing: Sizing) -> Itera
 
 
 def gather_name(numel: int) -> str:
-    """Return the name of gather buffers of so many elements."""
+    """Return the name of gather buffers of `numel` elements."""
     return f"gather buffers of {numel} elements"
 
 

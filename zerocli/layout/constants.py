@@ -39,7 +39,7 @@ PIECE_NUMEL = 4 << 20
 """Largest piece of a saved tensor, in elements. A piece has one checksum, so reading any of it reads all of it."""
 SAVE_SLOT_NBYTES, MAX_SAVE_SLOT_NBYTES = 32 << 20, 128 << 20
 """Bounds on the host memory through which pieces of a save pass together. At the minimum a piece of any dtype fits. Up
-to the maximum copies get fewer and longer: a stream queues only so many copies before the host has to wait."""
+to the maximum copies get fewer and longer: a stream queues a limited number of copies, then the host has to wait."""
 
 
 def padded_vocab(vocab: int) -> int:
@@ -76,5 +76,5 @@ LOAD_SHARE = 25
 
 
 def load_nbytes(kept_nbytes: int, threads: int = LOAD_THREADS) -> int:
-    """Return how much a thread reads at once, for a rank that keeps so many bytes of parameters."""
+    """Return how much a thread reads at once, for a rank that keeps this many bytes of parameters."""
     return min(32 << 20, max(1 << 20, kept_nbytes // (LOAD_SHARE * LOAD_COPIES * threads)))

@@ -67,7 +67,7 @@ POLICY = re.compile(rf"{'|'.join(POLICIES)}|(recompute:(?P<whole>\d+))?\+?({SELE
 def read_recompute(value: Any) -> Any:
     """Return the `Recompute` that a setting means; `auto` and what only an engine knows (modules) as they are.
 
-    True is all blocks, a number the first so many, both whole; a str is a policy. Raises ValueError for another str.
+    True is all blocks, a number N the first N, both whole; a str is a policy. Raises ValueError for another str.
     """
     if isinstance(value, str):
         found = POLICY.fullmatch(value)

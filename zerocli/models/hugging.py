@@ -31,7 +31,7 @@ class Mapping:
 
 def known(model: ModelConfig) -> str:
     """Return why Hugging Face has no such model; empty if it has."""
-    if model.foreign:
+    if model.external:
         return f"{model.source} is not a built-in family"
     if model.family == "gpt2" and model.kv_heads not in (0, model.heads):
         return "its GPT-2 has as many heads of keys and values as of queries"

@@ -183,7 +183,7 @@ def attention_mask(seq: int, window: int, positions: Tensor | None, x: Tensor) -
     """Return what is added to scores, in the type of x: 0 where a token may attend, else -inf.
 
     (seq, seq) for whole rows, (batch, 1, seq, seq) with positions: a document begins wherever a position is not the
-    previous one plus 1. With a window a token attends to so many tokens, itself included.
+    previous one plus 1. With a window a token attends to that many tokens, itself included.
     """
     allowed = torch.ones(seq, seq, dtype=torch.bool, device=x.device).tril_()
     if window:

@@ -40,7 +40,7 @@ def _yarn(plain: Tensor, head_dim: int, theta: float, scaling: Mapping[str, Any]
     """Divide by `factor` what turns less than `beta_slow` times over the original length, and ramp to `beta_fast`."""
 
     def index(turns: float) -> float:
-        """Return which pair of elements makes so many turns over the original length."""
+        """Return which pair of elements makes `turns` turns over the original length."""
         length = scaling["original_max_position_embeddings"]
         return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 

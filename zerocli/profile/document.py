@@ -149,7 +149,7 @@ def expect(config: Config, plan: Plan | None, facts: Mapping[str, Any]) -> dict[
 
 def config_shape(config: Config) -> Shape | None:
     """Return the shape of a config's model; None if other code than ours builds it."""
-    return None if config.model.foreign else shape_of(config.model, config.train.seq)
+    return None if config.model.external else shape_of(config.model, config.train.seq)
 
 
 def rows(record: Mapping[str, Any], tiers: Iterable[str], plan: Plan | None) -> list[dict[str, Any]]:

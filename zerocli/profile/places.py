@@ -32,7 +32,7 @@ def pieces(engine: Engine) -> Iterator[Piece]:
         unit = flat.unit.title
         stores: list[tuple[str, Store | None]] = [
             ("parameters", flat.param_store),
-            ("gradients", flat.grad_store),
+            ("gradients", flat.gradient.store),
             ("optimizer_states", flat.record.store if flat.record is not None else None),
         ]
         for category, store in stores:

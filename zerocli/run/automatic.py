@@ -42,11 +42,11 @@ class Chosen:
 
 def choose_here(config: Config, options: RunOptions, model: Model | None = None) -> Chosen:
     """Return the choice for a config with its ranks set, by what this process knows without torch; exit code 3 if
-    nothing fits. Of a foreign model nothing is known before it is built.
+    nothing fits. Of an external model nothing is known before it is built.
     """
     ranks = max(1, config.parallel.ranks)
     config = with_open_batch(config, options, ranks)
-    if not options.auto or (model is None and config.model.foreign):
+    if not options.auto or (model is None and config.model.external):
         return Chosen(config)
     gpus = machine.gpus()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (min(ranks, len(gpus)) if gpus else ranks)

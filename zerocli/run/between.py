@@ -22,7 +22,7 @@ SAMPLES = "samples.jsonl"
 """In the run folder: one line per sample."""
 
 
-class Between:
+class BetweenSteps:
     """Evaluates and samples when due; all calls are collective."""
 
     def __init__(

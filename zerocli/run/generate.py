@@ -67,7 +67,7 @@ def work(config: Config, weights: Weights, prompt: str, sampling: Sampling, as_j
 
 def refuse_unknown(ids: list[int], config: Config) -> None:
     """Raise UserError if the prompt has ids that the model does not know: the tokenizer is another model's."""
-    if not config.model.foreign and max(ids) >= config.model.vocab:
+    if not config.model.external and max(ids) >= config.model.vocab:
         raise UserError(
             f"the prompt has token id {max(ids)}, and the model knows 0 to {config.model.vocab - 1}: "
             f"its tokenizer is another one than {config.data.tokenizer or 'bytes'}",

@@ -18,7 +18,7 @@ from zerocli.config import AUTO, Config, sharding_of
 from zerocli.engine.precision import precision
 from zerocli.errors import UserError
 from zerocli.layout.recompute import WHOLE, Recompute
-from zerocli.plan.blocks.factory import build_foreign
+from zerocli.plan.blocks.factory import build_external
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
@@ -43,7 +43,7 @@ def choose_blocks(config: Config, traced: Model | str = NOT_TRACED, room: int | 
         return asked, ""
     setup = run_setup(config)
     room = device_room(config.train.gpu_memory, setup) if room is None else room
-    problem = traced if config.model.foreign and isinstance(traced, str) else ""
+    problem = traced if config.model.external and isinstance(traced, str) else ""
     room, problem = _agree(room, problem)
     if problem:
         return WHOLE, f"all blocks recomputed ({problem})"
@@ -109,16 +109,16 @@ def gather_values(value: Any, stage: str) -> list[Any]:
 
 
 def trace_factory(config: Config, auto: Collection[str] = ()) -> Traced | str:
-    """Trace a foreign model each way that `auto` chooses from, if it is asked for; or say why there is no trace.
+    """Trace an external model each way that `auto` chooses from, if it is asked for; or say why there is no trace.
 
     `auto` are the keys that `--auto` chooses. Call it before the process group is opened: a trace has its own.
     """
-    if not config.model.foreign or (config.activations.policy != AUTO and not auto):
+    if not config.model.external or (config.activations.policy != AUTO and not auto):
         return NOT_TRACED
     from zerocli.plan.models.trace import trace
 
     def make() -> Any:
-        return build_foreign(config.model, config.train.seq)
+        return build_external(config.model, config.train.seq)
 
     try:
         setup = replace(run_setup(config), offload=Placement())

@@ -19,7 +19,7 @@ from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, UserError
 from zerocli.garbage import long_lived
 from zerocli.profile.lines import History, Line
-from zerocli.run.between import Between
+from zerocli.run.between import BetweenSteps
 from zerocli.run.output import report
 from zerocli.run.output.metrics import MetricsFile, Recorder
 from zerocli.run.output.writers import Writers
@@ -55,7 +55,7 @@ class Run:
     batches: Batches
     rank: int
     first: int
-    between: Between
+    between: BetweenSteps
     watchdog: Watchdog
     lines: History = field(default_factory=History)
     """One per step that is done, of which the newest are kept."""

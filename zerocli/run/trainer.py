@@ -39,7 +39,7 @@ from zerocli.engine.settings import Settings
 from zerocli.engine.tensor_parallel import local_numel
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
 from zerocli.models import Decoder, build_model
-from zerocli.plan.blocks.factory import build_foreign
+from zerocli.plan.blocks.factory import build_external
 from zerocli.plan.models.traced import Traced
 from zerocli.plan.report.preflight import preflight, refuse_disks, smallest_change
 from zerocli.profile.observer import Observer
@@ -49,7 +49,7 @@ from zerocli.ranks.store import CONNECT_SECONDS
 from zerocli.ranks.worker import job_name
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run.automatic import Chosen, choose_or_nearest, choose_together, with_open_batch
-from zerocli.run.between import Between
+from zerocli.run.between import BetweenSteps
 from zerocli.run.folders.run_lock import lock_run_folder
 from zerocli.run.output import report
 from zerocli.run.processes import rank_loss
@@ -192,7 +192,7 @@ def open_run(config: Config, options: RunOptions, observer: Observer, watchdog: 
         if rank == 0:
             write_folder(config, options.run_dir, engine.model)
             chosen.save(Path(options.run_dir))
-    between = Between(config, options, engine, held_out, rank, first)
+    between = BetweenSteps(config, options, engine, held_out, rank, first)
     return Run(config, options, engine, batches, rank, first, between, watchdog)
 
 
@@ -217,7 +217,7 @@ def choose_run(config: Config, options: RunOptions, traced: Traced | str) -> Cho
     """Return the config with what `--auto` chooses, the same on all ranks. Collective."""
     if not options.auto:
         return Chosen(config)
-    if config.model.foreign and isinstance(traced, str):
+    if config.model.external and isinstance(traced, str):
         raise UserError(f"--auto: {config.model.source}: {traced}", hint="--stage and --offload instead of --auto")
     setup = run_setup(config)
     gathered = functools.partial(gather_values, stage="agreeing on the machine")
@@ -262,7 +262,7 @@ def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
 def make_model(config: Config, device: str = "meta") -> nn.Module:
     """Return the model on `device`; a factory's model is always on meta, without memory."""
     if config.model.factory:
-        return build_foreign(config.model, config.train.seq)
+        return build_external(config.model, config.train.seq)
     return build_model(config.model, config.train.seq, device)
 
 
@@ -391,7 +391,7 @@ def count_parameters(config: Config) -> tuple[int, int]:
         return sum(p.numel() for p in model.parameters()), local_numel(model, config.parallel.tp)
 
     layers = config.model.layers
-    if config.model.foreign or layers < 3:
+    if config.model.external or layers < 3:
         return count(make_model(config))
     counts = [
         count(make_model(dataclasses.replace(config, model=dataclasses.replace(config.model, layers=num))))
@@ -420,7 +420,7 @@ def dry_run(config: Config, options: RunOptions) -> int:
         held = report.planned_memory(config, numel, local)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if config.model.foreign and config.activations.policy == AUTO:
+    if config.model.external and config.activations.policy == AUTO:
         say("activations: chosen when a run starts: the model is traced then")
     document |= {"config": to_dict(config), "parameters": numel, "memory": held}
     local = math.gcd(config.parallel.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.ranks)))

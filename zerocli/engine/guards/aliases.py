@@ -32,17 +32,17 @@ from zerocli.engine.guards.holders import (
     uses,
 )
 from zerocli.engine.guards.parameters import CALLABLE, READABLE, Guarded, derived, may_be_edited
-from zerocli.engine.units.gather import Left
+from zerocli.engine.units.gather_buffers import ReleasedBuffer
 from zerocli.engine.units.unit import Flat
 from zerocli.errors import Refused
 
 _DATA: Any = torch._C.TensorBase.data
-_REASON = "_zerocli_cut"
+_REASON = "_zerocli_invalidated"
 _MEMORY = "_zerocli_memory"
 _INSTEAD = "compute it in forward, keep a copy (.clone()) of its values, or read engine.state_dict()"
 
 
-class Cut:
+class Invalidated:
     """Mixin of the class of a tensor that has lost its values: any use of them is refused."""
 
     @classmethod
@@ -77,33 +77,33 @@ class Reason:
         return f"a tensor of shape {tuple(tensor.shape)}{held} shared memory with {self._name}{self._fact}: {_INSTEAD}"
 
 
-def cut_left(model: nn.Module, buffers: Callable[[], list[Left]], thorough: bool) -> bool:
+def invalidate_released(model: nn.Module, buffers: Callable[[], list[ReleasedBuffer]], thorough: bool) -> bool:
     """Take their values away from views that users keep of released gather buffers; return whether none is left.
 
     Called when parameters have changed: in plain torch such a view follows them. Young objects are searched first,
     and all only if `thorough`.
     """
     for generation in (0, 1, 2):
-        if not (left := {each.storage: each for each in buffers()}):
+        if not (released := {each.storage: each for each in buffers()}):
             return True
         if generation < 2 or thorough:
-            for storage, tensors in on_storages(live_tensors(generation), left).items():
+            for storage, tensors in on_storages(live_tensors(generation), released).items():
                 for tensor in tensors:
-                    if not isinstance(tensor, Guarded | Cut) and not is_own(tensor):
-                        name = _name_at(left[storage], tensor)
-                        cut(tensor, Reason(name, model, ", which has changed since"))
+                    if not isinstance(tensor, Guarded | Invalidated) and not is_own(tensor):
+                        name = _name_at(released[storage], tensor)
+                        invalidate(tensor, Reason(name, model, ", which has changed since"))
             tensors, tensor = [], torch.empty(0)  # hold none
     return not buffers()
 
 
-def _name_at(left: Left, tensor: torch.Tensor) -> str:
-    at = (tensor.data_ptr() - left.start) // left.flat.dtype.itemsize
-    names = [entry.name for entry in left.flat.layout.entries if entry.offset <= at < entry.offset + entry.numel]
-    return names[0] if names else f"parameters of {left.flat.unit.title}"
+def _name_at(released: ReleasedBuffer, tensor: torch.Tensor) -> str:
+    at = (tensor.data_ptr() - released.start) // released.flat.dtype.itemsize
+    names = [entry.name for entry in released.flat.layout.entries if entry.offset <= at < entry.offset + entry.numel]
+    return names[0] if names else f"parameters of {released.flat.unit.title}"
 
 
 def _first_reason(values: Any) -> str:
-    if isinstance(values, Cut):
+    if isinstance(values, Invalidated):
         return str(values.__dict__[_REASON].message(values))
     if isinstance(values, dict):
         values = list(values.values())
@@ -111,13 +111,13 @@ def _first_reason(values: Any) -> str:
     return next((reason for reason in found if reason), "")
 
 
-def cut(tensor: torch.Tensor, reason: Reason) -> None:
+def invalidate(tensor: torch.Tensor, reason: Reason) -> None:
     """Take a tensor's values away, and its memory unless a numpy array may use it; any later use is refused."""
     fill = float("nan") if tensor.dtype.is_floating_point else 0
     one = torch.full((1,), fill, dtype=tensor.dtype, device=tensor.device)
     _move(tensor, one.expand(tensor.shape) if tensor.shape else one[0])
     tensor.__dict__[_REASON] = reason
-    tensor.__class__ = derived(Cut, type(tensor))
+    tensor.__class__ = derived(Invalidated, type(tensor))
 
 
 def _move(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -252,7 +252,7 @@ class Aliases:
                 )
             else:
                 fact = ", which is partitioned now" if flat.resident is None else ", which has moved"
-                cut(alias.tensor, Reason(alias.name, self._model, fact))
+                invalidate(alias.tensor, Reason(alias.name, self._model, fact))
         self._found = []
 
 
@@ -281,7 +281,7 @@ def _alias(tensor: torch.Tensor, members: list[tuple[str, nn.Parameter]], buffer
     """Return how a tensor shares memory with one of the parameters on its storage; None if it does not."""
     if isinstance(tensor, Guarded):
         raise Refused(f"{members[0][0]} shares memory with a parameter of another engine: close that one before shard")
-    if isinstance(tensor, Cut):
+    if isinstance(tensor, Invalidated):
         return None
     start, stop = _span(tensor)
     for name, parameter in members:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -314,31 +314,6 @@ def _plain(parameter: Any, values: torch.Tensor) -> nn.Parameter:
     return made
 
 
-@functools.cache
-def watch_scripts() -> None:
-    """Refuse released parameters as arguments of TorchScript functions, which do not ask a tensor's class.
-
-    A scripted module reads its own parameters in C++ too, so they are looked at before it is called.
-    """
-    jit: Any = torch.jit
-    call, method = jit.ScriptFunction.__call__, jit.RecursiveScriptModule.__call__
-
-    @functools.wraps(call)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if name := first_released((args, kwargs)):
-            raise Refused(no_values(name))
-        return call(self, *args, **kwargs)
-
-    @functools.wraps(method)
-    def checked_module(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if name := first_released((args, kwargs, list(self.parameters()))):
-            raise Refused(no_values(name))
-        return method(self, *args, **kwargs)
-
-    jit.ScriptFunction.__call__ = checked
-    jit.RecursiveScriptModule.__call__ = checked_module
-
-
 def refuse_unsuitable(parameter: nn.Parameter, name: str) -> None:
     """Raise Refused for a parameter whose values are not one dense tensor of its own."""
     kind = type(parameter)
@@ -395,11 +370,10 @@ def attach(parameter: nn.Parameter, values: torch.Tensor) -> None:
     _DATA.__set__(parameter, values)
 
 
-def release(parameter: nn.Parameter, hollow: torch.Tensor) -> None:
-    """Take a parameter's values away; `hollow` has its shape and no memory of its own."""
-    attach(parameter, hollow)
+def release(parameter: nn.Parameter, placeholder: torch.Tensor) -> None:
+    """Take a parameter's values away; `placeholder` has its shape and no memory of its own."""
+    attach(parameter, placeholder)
     if isinstance(parameter, Guarded):
-        watch_scripts()
         parameter.__class__ = derived(Released, parameter._zerocli_class)
 
 
@@ -470,46 +444,3 @@ def expect_update(parameter: nn.Parameter, pending: bool) -> None:
     """Refuse reads of a whole parameter while its update is pending; not `pending`: allow them again."""
     if isinstance(parameter, Whole if pending else Pending):
         parameter.__class__ = derived(Pending if pending else Whole, parameter._zerocli_class)
-
-
-class Owners:
-    """Which module holds each parameter of the model, and which child, as it was when the model was sharded."""
-
-    def __init__(self, model: nn.Module, names: Mapping[int, str]) -> None:
-        self._model, self._names = model, names
-        self._owners = [
-            (module._parameters, key, parameter, names[id(parameter)])
-            for module in model.modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        """(dict of the owning module, key, parameter, name) of each parameter."""
-        self._parts = [part for module in model.modules() for part in (module._parameters, module._modules)]
-        self._contents = [_contents(part) for part in self._parts]
-
-    def refuse_replaced(self) -> None:
-        """Raise Refused if a parameter was added, removed or replaced since."""
-        if [_contents(part) for part in self._parts] == self._contents:
-            return
-        for owner, key, parameter, name in self._owners:
-            if not isinstance(owner, dict) or owner.get(key) is parameter:
-                continue
-            if now := [other for other, held in owner.items() if held is parameter]:
-                raise Refused(
-                    f"{name} was renamed to {now[0]} after shard, as prune, weight_norm and parametrize do: apply them "
-                    "before shard, so that the engine knows the parameters that are there"
-                )
-            raise Refused(
-                f"{name} is not the parameter that was sharded, and would not be trained: copy values into the old "
-                f"one inside `with engine.gathered({name!r}, write=True)`, or change the model before shard"
-            )
-        for name, parameter in self._model.named_parameters():
-            if id(parameter) not in self._names and parameter.requires_grad:
-                raise Refused(
-                    f"{name} was added after shard and would not be trained: add it before shard, or freeze it with "
-                    "requires_grad_(False)"
-                )
-
-
-def _contents(part: Any) -> list[int]:
-    return [*map(id, part.values())]

@@ -113,7 +113,7 @@ def _copied(value: Any) -> Any:
 
 
 def constants(source: Source) -> set[int]:
-    """Return the whole numbers in the code and the options of an optimizer: a rule may change after so many steps."""
+    """Return the whole numbers in the code and the options of an optimizer: a rule may change after that many steps."""
     found: set[int] = set()
     for kind in _classes(source.kind) if isinstance(source.kind, type) else []:
         for value in vars(kind).values():

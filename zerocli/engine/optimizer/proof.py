@@ -29,9 +29,9 @@ SKIPS = 2
 """The step (from 0) in which every other parameter has no gradient."""
 SCALES = (1.0, 1e-3, 40.0, 1e3)
 """Factors on the gradients, by step: a rule may have a threshold."""
-MOST = 32
+MAX_PARAMETERS = 32
 """Parameters in a trial."""
-FEW = 6
+MAX_LATE_PARAMETERS = 6
 """Parameters in its late steps."""
 NUMEL = 1 << 10
 """Elements of a parameter in a trial with values; a larger one's sizes are reduced there, and kept without values."""
@@ -104,10 +104,10 @@ def specimens(named: Iterable[tuple[str, nn.Parameter]], group_of: Mapping[str, 
                 members.append(Specimen(tuple(p.shape), group_of[name], p, p.requires_grad))
     firsts = [members[0] for members in found.values() if members]
     seconds = [members[1] for members in found.values() if len(members) > 1]
-    if len(firsts) > MOST:  # of each group some
+    if len(firsts) > MAX_PARAMETERS:  # of each group some
         keep = {specimen.group: specimen for specimen in firsts}
-        firsts = [*keep.values(), *firsts[:: len(firsts) // MOST + 1]]
-    return [*firsts, *seconds[: max(0, MOST - len(firsts))]]
+        firsts = [*keep.values(), *firsts[:: len(firsts) // MAX_PARAMETERS + 1]]
+    return [*firsts, *seconds[: max(0, MAX_PARAMETERS - len(firsts))]]
 
 
 class Trial:
@@ -258,7 +258,7 @@ def _observe_late(trial: Trial, flow: Dataflow, known: set[int]) -> None:
     counters = _counters(trial)
     near = known | TracedCount.seen | flow.compared | {10, 100, 1000, 10**4, 10**5}
     kinds = {(m.group, len(m.shape)): at for at, m in reversed(list(enumerate(trial.members))) if m.trains}
-    chosen = set(list(kinds.values())[:FEW])
+    chosen = set(list(kinds.values())[:MAX_LATE_PARAMETERS])
     if not any(counters):
         return
     for target in sorted(n for n in near if n > STEPS)[:TARGETS]:

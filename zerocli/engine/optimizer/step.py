@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zerocli.engine.comm import Collectives
+from zerocli.engine.optimizer.optim import Group
 from zerocli.engine.tensor_parallel import TensorParallel
 from zerocli.engine.units.reduce import Reducer
 from zerocli.engine.units.unit import Flat
@@ -75,3 +77,10 @@ def scaling(
         factor = (clip / (norm + 1e-6)).clamp(max=1.0)
     # A skipped step must not divide by NaN, even though its result is ignored.
     return Scaling(norm, torch.where(finite, divisor / factor, torch.ones_like(norm)), skip)
+
+
+def called_step(passes: int, groups: Sequence[Group]) -> str:
+    """Return this rank's call of `step` in words."""
+    rates = sorted({group.lr for group in groups})
+    of = f"{passes} backward pass" + "es" * (passes != 1)
+    return f"called engine.step() after {of} with lr {', '.join(f'{rate:g}' for rate in rates[:3])}"

@@ -144,13 +144,14 @@ class Updater:
         needs them, so that its compute is not queued behind the whole update. Parameters in `inactive` are not
         updated.
         """
+        # Updates of the last step that no forward has needed: they read slots and values that this step replaces.
         self.issue_updates()
         self._inactive = inactive
         flats, all_flats = [], list(flats)
         at_once = isinstance(self._rule, PersistentOptimizer) and self._rule.together
         for flat in all_flats:
             if not at_once and all(entry.name in inactive for entry in flat.layout.entries):
-                flat.close_grad()
+                flat.gradient.close()
             else:
                 flats.append(flat)
         self._values = {place.type: values.to(place) for place in {self._place(flat) for flat in flats}}
@@ -170,7 +171,7 @@ class Updater:
             with self._events.update(flat.unit):
                 update_whole(flat, self._rule, values, self._counts, inactive, self._collectives)
             flat.written = StreamEvent(self._device)
-            flat.close_grad()
+            flat.gradient.close()
         flats = [flat for flat in flats if flat not in together]
         in_place = Slot()
         for flat in flats:
@@ -182,6 +183,7 @@ class Updater:
         self._jobs = [job for flat in flats if flat.offloaded for job in self._jobs_of(flat)]
         self._left = {id(job.flat) for job in self._jobs}
         self._at = 0
+        # Side streams begin here: gradients, the norm and the step's values are complete at this point of the stream.
         self._start = StreamEvent(self._device)
         # Resident parameters may be read without the engine, so their updates are all issued now unless that is
         # `deferred`; others are only started.
@@ -199,7 +201,7 @@ class Updater:
                 update_together(flats, self._rule, values, self._inactive, self._collectives)
         for flat in flats:
             flat.written = StreamEvent(self._device)
-            flat.close_grad()
+            flat.gradient.close()
 
     def _pairs(self, flats: Iterable[Flat]) -> list[tuple[int, int]]:
         """Return the (group, class of counts) pairs of all parameters that are updated."""
@@ -211,7 +213,7 @@ class Updater:
 
     def issue_updates(self, flat: Flat | None = None) -> None:
         """Issue all updates up to and including this flat's, or all that are left if None."""
-        if flat is not None and not self.owes(flat):
+        if flat is not None and not self.has_pending_update(flat):
             return
         while self._at < len(self._jobs) + LEAD:
             i = self._at
@@ -232,12 +234,12 @@ class Updater:
         if flat is None or not self._left:
             self._jobs, self._at = [], LEAD
 
-    def owes(self, flat: Flat) -> bool:
+    def has_pending_update(self, flat: Flat) -> bool:
         """Whether the flat's update has not been fully issued."""
         return id(flat) in self._left
 
     def _close(self, flat: Flat, elsewhere: bool = False) -> None:
-        flat.close_grad(elsewhere)
+        flat.gradient.close(elsewhere)
         flat.written = StreamEvent(self._device)
         self._updated(flat)
 
@@ -291,9 +293,9 @@ class Updater:
             memory = self._take(job, slot, "record", UNIT, flat.record.units(span.start, span.stop))
             slot.arriving.append(flat.record.fetch(span.start, span.stop, memory))
         if "grad" in job.passing:
-            assert flat.grad_store is not None
-            memory = self._take(job, slot, "grad", flat.grad_store.dtype, span.numel)
-            slot.arriving.append(flat.grad_store.fetch(span.start, memory))
+            assert flat.gradient.store is not None
+            memory = self._take(job, slot, "grad", flat.gradient.store.dtype, span.numel)
+            slot.arriving.append(flat.gradient.store.fetch(span.start, memory))
         if "master" in job.passing:  # fp32: the parameters are the master
             assert flat.param_store is not None
             memory = self._take(job, slot, "master", torch.float32, span.numel)
@@ -314,6 +316,7 @@ class Updater:
         return slot.parts[name]
 
     def _allocate(self, numel: int, dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+        # Only copies from and to pinned memory run beside the host.
         pin = place.type == "cpu" and self._device.type == "cuda"
         return torch.empty(numel, dtype=dtype, device=place, pin_memory=pin)
 
@@ -324,6 +327,7 @@ class Updater:
         flat, span, place = job.flat, job.span, self._place(job.flat)
         self.before_update(flat)
         for transfer in slot.arriving:
+            # The CPU computes at once; no stream orders it after the transfer.
             transfer.wait() if place == self._device else transfer.synchronize()
         if not flat.offloaded and not job.arrays:
             job.arrays, job.target = self._arrays(job, slot), self._target(job, slot)
@@ -416,13 +420,13 @@ class Updater:
 
     def _grad(self, job: Job, slot: Slot) -> torch.Tensor:
         flat, span = job.flat, job.span
-        if flat.grad is not None:
-            whole = span.numel == flat.grad.numel() and not self.on_cpu
-            return flat.grad if whole else flat.grad[span.start : span.stop].to(self._place(flat))
-        assert flat.grad_store is not None
+        if flat.gradient.held is not None:
+            whole = span.numel == flat.gradient.held.numel() and not self.on_cpu
+            return flat.gradient.held if whole else flat.gradient.held[span.start : span.stop].to(self._place(flat))
+        assert flat.gradient.store is not None
         if "grad" in slot.parts:
             return slot.parts["grad"]
-        local = flat.grad_store.local(span.start, span.stop)
+        local = flat.gradient.store.local(span.start, span.stop)
         assert local is not None
         return local
 

@@ -60,7 +60,7 @@ def measure_stream(device: torch.device, width: int, nbytes: int = 64 << 20) -> 
 def measure_cpu(split: bool, numel: int = 16 << 20) -> float:
     """Return the seconds per parameter of a fused Adam update on this host, casts and memory reads included.
 
-    So many parameters are beyond a cache, and take less memory (0.2 GiB) than the first step of any model.
+    That many parameters do not fit a cache, and take less memory (0.2 GiB) than the first step of any model.
     """
     arrays = {name: torch.rand(numel) for name in ("exp_avg", "exp_avg_sq", *(() if split else (MASTER,)))}
     grad, out = torch.rand(numel).bfloat16(), torch.rand(numel).bfloat16()

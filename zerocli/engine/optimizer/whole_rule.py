@@ -90,8 +90,8 @@ class PersistentOptimizer(FlatOptimizer):
         self._real = {name: parameters[name] for name in group_of}
         fill = torch.full((1,), float("nan"), device=device)
         for name, p in self._real.items():
-            hollow = fill.expand(p.shape) if p.dim() else fill[0]
-            made = nn.Parameter(hollow, p.requires_grad)
+            placeholder = fill.expand(p.shape) if p.dim() else fill[0]
+            made = nn.Parameter(placeholder, p.requires_grad)
             vars(made).update({key: value for key, value in vars(p).items() if not key.startswith("_zerocli")})
             self._stand_ins[name] = made
         if self._source.instance is not None:
@@ -101,7 +101,7 @@ class PersistentOptimizer(FlatOptimizer):
             rows = [(group_of[name], None, p) for name, p in self._stand_ins.items()]
             self.object = self._source.make(rows)
             self._refuse_values()
-        self._hollow = {name: p.data for name, p in self._stand_ins.items()}
+        self._placeholders = {name: p.data for name, p in self._stand_ins.items()}
         self._states = dict(self.object.state)
         self._names = {id(p): name for name, p in self._stand_ins.items()}
         self._attributes = {key: frozen(value) for key, value in vars(self.object).items()}
@@ -194,7 +194,7 @@ class PersistentOptimizer(FlatOptimizer):
         stand_in = self._stand_ins[row.name]
         if stand_in.data_ptr() != row.master.data_ptr():
             row.master.copy_(stand_in.detach())
-        stand_in.data, stand_in.grad = self._hollow[row.name], None
+        stand_in.data, stand_in.grad = self._placeholders[row.name], None
         state = self._states.get(stand_in, {})
         for key, value in state.items() if isinstance(state, dict) else ():
             if key in row.states and isinstance(value, torch.Tensor):
@@ -256,7 +256,7 @@ class PersistentOptimizer(FlatOptimizer):
         if KEPT not in tensors:
             return
         packed = tensors[KEPT].cpu().numpy().tobytes()
-        found = _unmarked(decode(packed, next(iter(self._hollow.values())).device), self._stand_ins)
+        found = _unmarked(decode(packed, next(iter(self._placeholders.values())).device), self._stand_ins)
         for title, (held, rest) in found["states"].items():
             key = self._stand_ins.get(title, title.removeprefix("other "))
             self._states[key] = {**dict.fromkeys(held, ELSEWHERE), **rest}

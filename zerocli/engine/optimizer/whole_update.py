@@ -96,7 +96,7 @@ def _gather(
     master = together(read_held(flat, MASTER, device))
     grads: Sequence[torch.Tensor | None] = [None] * len(flat.layout.entries)
     if any(entry.name not in inactive for entry in flat.layout.entries):
-        grads = flat.views(together(_gradient(flat, device)).mul_(1 / values.grad_scale))
+        grads = flat.views(together(flat.gradient.read(device)).mul_(1 / values.grad_scale))
     states = {name: together(read_held(flat, name, device)) for name in state_names}
     views = {name: flat.views(array) for name, array in states.items()}
     rows = [
@@ -104,13 +104,3 @@ def _gather(
         for at, (entry, value, grad) in enumerate(zip(flat.layout.entries, flat.views(master), grads, strict=True))
     ]
     return _Whole(flat, master, states, rows)
-
-
-def _gradient(flat: Flat, device: torch.device) -> torch.Tensor:
-    """Return the reduced gradient of what this rank holds, on the device."""
-    if flat.grad is not None:
-        return flat.grad
-    assert flat.grad_store is not None
-    target = torch.empty(flat.held.numel, dtype=flat.grad_store.dtype, device=device)
-    flat.grad_store.fetch(0, target).synchronize()
-    return target

@@ -182,7 +182,7 @@ class Activations:
 
     def _start(self, checkpoint: Checkpoint) -> Arrival:
         slot = checkpoint.saved.slot
-        checkpoint.saved.let_go()  # the copy that is still being written is not needed any more
+        checkpoint.saved.finish_write()  # the copy that is still being written is not needed any more
         full = torch.empty(checkpoint.total, dtype=checkpoint.dtype, device=self._device)
         self._loaded.add(full.untyped_storage())
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)

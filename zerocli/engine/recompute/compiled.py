@@ -8,9 +8,9 @@ parameters as inputs of the graph, and every block of the same structure passes 
 [Note: recomputation of compiled blocks]
 A recomputed block is compiled with the checkpoint inside the graph. torch then partitions the graph so that forward
 saves only the block's inputs, and backward recomputes what it needs and no more. The saved inputs and parameters still
-pass through the saved-tensor hooks that are active at run time (gather.py, activations.py). A block that cannot be one
-graph is checkpointed outside its compiled parts, as an eager block is. Of a block that is recomputed selectively torch
-saves the outputs that selective.py names too; such a block that cannot be one graph runs eagerly.
+pass through the saved-tensor hooks that are active at run time (saved_views.py, activations.py). A block that cannot
+be one graph is checkpointed outside its compiled parts, as an eager block is. Of a block that is recomputed selectively
+torch saves the outputs that selective.py names too; such a block that cannot be one graph runs eagerly.
 
 A failed compilation never ends a run. Backward graphs are compiled in forward too, so a failure comes before the block
 has computed anything; the call is then repeated eagerly.
@@ -257,10 +257,12 @@ def tell_compiler() -> None:
     """
     from torch._dynamo import trace_rules
 
-    package, _, _ = __name__.rpartition(".")  # naming a package would skip all its files, this one too
-    engine = {f"{package}.{each.name}" for each in pkgutil.iter_modules(sys.modules[package].__path__)}
+    import zerocli.engine
+
+    engine = {each.name for each in pkgutil.walk_packages(zerocli.engine.__path__, "zerocli.engine.")}
+    kept = {__name__, __package__, "zerocli.engine"}  # naming a package would skip all its files, this one too
     names = []
-    for name in sorted({*sys.modules, *engine} - {package, __name__}):
+    for name in sorted({*sys.modules, *engine} - kept):
         ours = name.startswith(("zerocli.", "offload.", "tiers.")) and not name.startswith("zerocli.models")
         if ours and (name in engine or sys.modules[name].__spec__ is not None):
             names.append(name)

@@ -2,8 +2,8 @@
 
 [Note: state under recomputation]
 A block may change more than its output: buffers (running statistics, a codebook), attributes (a counter, a cache), the
-state of Python's and numpy's random generators, globals. Before the first run of a call, `Replay` notes the state in
-reach. The recomputation compares it with the present one, and puts what differs back for as long as it runs.
+state of Python's and numpy's random generators, globals. Before the first run of a call, `RecomputedCall` notes the
+state in reach. The recomputation compares it with the present one, and puts back what differs while it runs.
 
 Objects are exchanged, not written to: a module gets a copy of the buffer or list as the first run found it, and its own
 object afterwards. So no version counter changes that another graph depends on.
@@ -30,7 +30,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from zerocli.engine.guards.aliases import Cut
+from zerocli.engine.guards.aliases import Invalidated
 from zerocli.engine.recompute.reach import IGNORED, object_dicts, owned_dicts, variables
 from zerocli.errors import Refused
 
@@ -64,7 +64,7 @@ class Seen(NamedTuple):
     """States of the global random generators; empty if the block does not draw from them."""
 
 
-class Reach:
+class ReachableState:
     """The state that a recomputed block can change: of its own modules, and of `others` outside of all blocks."""
 
     def __init__(self, name: str, module: nn.Module, others: list[nn.Module]) -> None:
@@ -202,10 +202,12 @@ def _is_pure(module: nn.Module) -> bool:
     return kind.startswith("torch.nn.modules.") and not module._buffers and not module._forward_pre_hooks
 
 
-class Replay:
+class RecomputedCall:
     """The two runs of one call of a recomputed block."""
 
-    def __init__(self, reach: Reach, check: Callable[[], None], args: Any, kwargs: Any, leaves: list[Any]) -> None:
+    def __init__(
+        self, reach: ReachableState, check: Callable[[], None], args: Any, kwargs: Any, leaves: list[Any]
+    ) -> None:
         self._reach, self._check = reach, check
         self._seen: Seen | None = None
         self._call: tuple[Any, Any] | None = (args, kwargs)
@@ -249,7 +251,7 @@ def _copied(value: Any, shared: bool = False) -> _Copy | None:
     If `shared`, a tensor's last copy is used again where it has the same values: many blocks have one table in reach.
     """
     if isinstance(value, torch.Tensor):
-        if isinstance(value, Cut) or value.requires_grad or value.layout != torch.strided or value.is_meta:
+        if isinstance(value, Invalidated) or value.requires_grad or value.layout != torch.strided or value.is_meta:
             return None
         newest = _newest.get(id(value)) if shared else None
         content = newest if newest is not None and _same_bits(value, newest) else value.detach().clone()

@@ -42,8 +42,9 @@ _ATTENTIONS = (
     "_flash_attention_forward",
     "_efficient_attention_forward",
 )
-SHORT = 256
-"""A batched product over at most so many elements is cheap: moving its result takes about as long as computing it.
+MAX_CHEAP_INNER = 256
+"""A batched product over an inner dimension of at most this size is cheap: moving its result takes as long as computing
+it.
 
 These are the scores of attention that is written out; they have seq x seq elements per head.
 """
@@ -69,7 +70,7 @@ def is_kept(operation: Any, args: Any, kwargs: Any) -> bool:
     if operation not in EXPENSIVE:
         return False
     if operation in _BATCHED:
-        return int(args[_BATCHED[operation]].shape[-1]) > SHORT
+        return int(args[_BATCHED[operation]].shape[-1]) > MAX_CHEAP_INNER
     place = EXPENSIVE[operation]
     if place is None:
         return True

@@ -45,8 +45,8 @@ def replace_meta(model: nn.Module, device: torch.device) -> Fresh:
         for name, p in module._parameters.items():
             if p is not None and p.is_meta:
                 if id(p) not in swapped:
-                    hollow = torch.zeros(1, dtype=p.dtype, device=device).expand(p.shape)
-                    swapped[id(p)] = nn.Parameter(hollow, requires_grad=p.requires_grad)
+                    placeholder = torch.zeros(1, dtype=p.dtype, device=device).expand(p.shape)
+                    swapped[id(p)] = nn.Parameter(placeholder, requires_grad=p.requires_grad)
                 module._parameters[name] = swapped[id(p)]  # type: ignore[assignment]
         for name, b in module._buffers.items():
             if b is not None and b.is_meta:

@@ -102,7 +102,7 @@ def _joined(flat: Flat, values: Sequence[torch.Tensor | None], device: torch.dev
 
 def _give_back(flat: Flat) -> None:
     """Free a flat's memory on other tiers; its device memory is freed with the last reference."""
-    stores: list[Store | None] = [flat.param_store, flat.grad_store, flat.record.store if flat.record else None]
+    stores: list[Store | None] = [flat.param_store, flat.gradient.store, flat.record.store if flat.record else None]
     for store in stores:
         if store is not None:
             store.free()

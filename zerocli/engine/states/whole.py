@@ -120,16 +120,11 @@ def gradient(
 
 def _whole_gradient(flat: Flat, reducer: Reducer, collectives: Collectives) -> torch.Tensor:
     """Return a flat's gradient on the CPU, summed over the ranks but not yet divided."""
-    if flat.grad_full is not None and not reducer.reduced:
-        total = flat.grad_full.float()
+    if flat.gradient.whole is not None and not reducer.reduced:
+        total = flat.gradient.whole.float()
         collectives.all_reduce(total).wait()
         collectives.take_nbytes()
         return total.cpu()
-    held = flat.grad
-    if held is None:
-        assert flat.grad_store is not None
-        held = torch.empty(flat.held.numel, dtype=flat.grad_store.dtype, device=collectives.device)
-        flat.grad_store.fetch(0, held).synchronize()
-    found = states.join_parts(collectives, flat, held)
+    found = states.join_parts(collectives, flat, flat.gradient.read(collectives.device))
     collectives.take_nbytes()
     return found

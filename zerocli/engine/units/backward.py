@@ -82,17 +82,17 @@ class Backward:
         agreement = self._engine.agreement
         if agreement.channel is None:
             return list(_UNDER_WAY)
-        slots = sum(1 << each._engine.seat.slot for each in _UNDER_WAY)
+        slots = sum(1 << each._engine.member.slot for each in _UNDER_WAY)
         anywhere = agreement.end_pass(slots)
-        by_slot = {each._engine.seat.slot: each for each in _UNDER_WAY}
+        by_slot = {each._engine.member.slot: each for each in _UNDER_WAY}
         for slot in range(agreement.channel.num_slots):
             if anywhere >> slot & 1 and slot not in by_slot:
-                seat = agreement.channel.seat(slot)
-                if seat is None or seat.passes is None:
+                member = agreement.channel.member(slot)
+                if member is None or member.passes is None:
                     raise Refused("another rank's loss depends on a model whose engine is closed on this rank")
-                seat.passes._begin(joining=True)
-                _UNDER_WAY.append(seat.passes)
-                by_slot[slot] = seat.passes
+                member.passes._begin(joining=True)
+                _UNDER_WAY.append(member.passes)
+                by_slot[slot] = member.passes
         return [by_slot[slot] for slot in sorted(by_slot)]
 
     def _tell(self, error: BaseException) -> None:

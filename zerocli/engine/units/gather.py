@@ -1,105 +1,22 @@
-"""Gathering: a unit's parameters are all-gathered just before use, into a small fixed pool of buffers.
-
-[Note: gather buffers and autograd]
-Autograd saves views of weights for backward. A buffer that is refilled with the next unit's parameters would change
-under such a view, so none is ever saved. While a sharded module runs, a saved-tensor hook replaces every view of a
-gather buffer by (flat, offset, shape, stride). Backward recreates the view from the buffer that holds the unit then,
-gathering it if needed. Other tensors go to the hooks that were active before, so recomputation and save-on-CPU hooks
-work inside and outside. Memory is constant, and an unexpected order costs speed, never correctness.
-
-A view kept in another way (an attribute of a custom function's context, a graph for second derivatives) raises the use
-count of the buffer's storage. Such a buffer is never refilled: it is dropped from the pool and replaced by a new one.
-"""
+"""Gathering: a unit's parameters are all-gathered just before use, into a small fixed pool of buffers."""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tiers.events import NOTHING
 from zerocli.engine.comm import Pending
 from zerocli.engine.context import Context
-from zerocli.engine.guards.holders import mark_own
 from zerocli.engine.streams import SideStream, StreamEvent
+from zerocli.engine.units.gather_buffers import Buffer, ReleasedBuffer
+from zerocli.engine.units.saved_views import SavedViews
 from zerocli.engine.units.unit import Flat, State, Unit
 from zerocli.errors import Refused
 from zerocli.layout.buffers import gather_limits, gather_name
-
-STALE = (
-    "this loss was computed with parameters that have changed since, by step() or by loading: run forward again before "
-    "backward"
-)
-_NO_HOOKS = (
-    "torch.func.grad, vjp, jacrev and hessian forbid saved-tensor hooks, by which partitioned parameters are gathered "
-    "again in backward: run them inside `with torch.no_grad(), engine.gathered():`, use torch.autograd.grad, or stage=2"
-)
-
-
-@dataclass(eq=False)
-class Buffer:
-    """One gather buffer of the pool."""
-
-    tensor: torch.Tensor
-    holder: Flat | None = None
-    freed: StreamEvent | None = None
-    """The last compute that reads the buffer ends here; the next gather into it starts after this event."""
-    used_at: int = 0
-    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Parameter views by flat id, created once."""
-    own_uses: int = 0
-    """Use count of the storage without references from outside the gatherer."""
-    last: Flat | None = None
-    """The flat that it holds or has held last."""
-
-    def __post_init__(self) -> None:
-        self.storage = self.tensor.untyped_storage()
-        mark_own(self.tensor)
-
-    @property
-    def uses(self) -> int:
-        return torch._C._storage_Use_Count(self.storage._cdata)
-
-    @property
-    def aliased(self) -> bool:
-        """Whether other code keeps a view of it; only valid while no parameter is a view of it."""
-        return self.uses > self.own_uses
-
-    def views_of(self, flat: Flat) -> list[torch.Tensor]:
-        """Return the flat's parameters as views of the buffer; called while no other code refers to it."""
-        if id(flat) not in self.views:
-            self.views[id(flat)] = flat.views(self.tensor)
-            mark_own(*self.views[id(flat)])
-        self.own_uses, self.last = self.uses, flat
-        return self.views[id(flat)]
-
-
-class Left:
-    """A released buffer that other code keeps views of; does not keep its memory alive."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        assert buffer.last is not None
-        self.flat, self._buffer = buffer.last, weakref.ref(buffer)
-        self._storage = StorageWeakRef(buffer.storage)
-        self.start = buffer.tensor.data_ptr()
-        self.stop = self.start + buffer.tensor.nbytes
-
-    @property
-    def storage(self) -> int:
-        """Identity of its storage, valid while it is held."""
-        return int(self._storage.cdata)
-
-    @property
-    def held(self) -> bool:
-        """Whether other code still keeps a view of it."""
-        buffer = self._buffer()
-        return not self._storage.expired() if buffer is None else buffer.aliased
 
 
 class Pin:
@@ -113,22 +30,6 @@ class Pin:
 
     def __exit__(self, *_: object) -> None:
         self._pins[self._index] -= 1
-
-
-@dataclass(frozen=True)
-class SavedView:
-    """A view of a gather buffer, as autograd saves it: its position in the flat instead of a memory address."""
-
-    flat: Flat
-    offset: int
-    """In elements of `dtype`, which may differ from the flat's (a complex view of real numbers)."""
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    conjugate: bool
-    negative: bool
-    num_changes: int
-    """The flat's counter when the view was saved."""
 
 
 class Gatherer:
@@ -157,10 +58,7 @@ class Gatherer:
         self._seen: list[int] = []
         self._update_order: list[Unit] | None = None
         self._cursor = 0
-        self._hooks: list[tuple[Any, Any]] = []
-        self._outer_hooks: list[Any] = []
-        """Of each of `_hooks`, the hooks that were active before, or None."""
-        self._left: list[Left] = []
+        self._replaced: list[ReleasedBuffer] = []
         self.deferred = deferred
         """Whether the compute stream waits for updated resident parameters only when their unit is used."""
         self.moves = any(flat.state is not State.RESIDENT for unit in units for flat in unit.flats)
@@ -168,6 +66,7 @@ class Gatherer:
         stores = [flat.param_store for unit in units for flat in unit.flats]
         self._far = any(store is not None and not store.tier.addressable for store in stores)
         """Whether any parameters are on a tier that must be read well ahead (a disk)."""
+        self.saved = SavedViews(self._buffers, lambda: self._replaced, self._need_flat, self._all_stay)
 
     # -- the order of use ------------------------------------------------------------------------------------------
 
@@ -217,6 +116,7 @@ class Gatherer:
     def prefetch(self) -> bool:
         """Start gathering the next units while buffers are free; return whether any gather was started."""
         started = False
+        # One buffer fewer than there are: the unit that computes now has one.
         ahead = self._order[self._cursor : self._cursor + self._limit - 1] if self.moves else []
         for index in ahead:
             for flat in self._units[index].flats:
@@ -237,6 +137,7 @@ class Gatherer:
                 self._need_flat(flat)
 
     def _need_flat(self, flat: Flat) -> None:
+        # Whole parameters are not gathered, so a deferred update that has not been issued yet is issued here.
         if self.deferred and flat.resident is not None:
             self._before_gather(flat)
         if flat.state is State.SHARDED:
@@ -251,7 +152,7 @@ class Gatherer:
             buffer = self._buffer_of.get(id(flat))
             if buffer is not None:
                 flat.attach(buffer.tensor, buffer.views[id(flat)])
-        flat.let_go()  # its update came before what was waited for
+        flat.gradient.free_used()  # its update came before what was waited for
         if flat.unread:
             flat.forbid_reads(False)
         self._clock += 1
@@ -273,7 +174,10 @@ class Gatherer:
     def _gather(self, flat: Flat, full: torch.Tensor, freed: StreamEvent | None) -> Pending:
         """Start gathering a flat's parameters into `full`, after the `freed` event of its previous contents."""
         self._before_gather(flat)  # a pending update must be issued before the parameters are read
+        # After the last compute that reads the buffer, not all that was issued: a prefetch overlaps with the unit that
+        # runs now. A new buffer has no event and waits for all: compute may still use the memory it is made from.
         with self._side.run(after=freed):
+            # The update of the slice may have run on another side stream.
             if flat.written is not None:
                 flat.written.wait()
             with self._events.gather(flat.unit):
@@ -289,6 +193,8 @@ class Gatherer:
 
     def join(self, flat: Flat) -> None:
         """Take part in a gather that only other ranks need, and discard the result."""
+        # Allocated on the compute stream, which waits for the gather below: the allocator cannot hand the memory on
+        # while the gather still writes to it.
         full = torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)
         self._gather(flat, full, None).wait()
 
@@ -351,6 +257,7 @@ class Gatherer:
         self._cursor = 0
 
     def _vacate(self, flat: Flat) -> None:
+        # Compared while the parameters are still views of the buffer.
         changed = flat.changed_while_whole()
         buffer = self._buffer_of.pop(id(flat))
         buffer.holder, buffer.freed = None, StreamEvent(self._device)
@@ -381,6 +288,7 @@ class Gatherer:
             return self._grow(buffers, flat)
         # Prefetched buffers that were not used yet come last: they are the likeliest to be needed next.
         buffer = min(idle, key=lambda b: (b.holder is not None and b.holder.pending is not None, b.used_at))
+        # A gather into it may be in flight; two must not write to the same memory.
         assert buffer.holder is not None
         self._need_flat(buffer.holder)
         self._vacate(buffer.holder)
@@ -393,7 +301,7 @@ class Gatherer:
         thread of gloo's may still keep a view on one rank and not on another.
         """
         if buffers[at].aliased:
-            self._left.append(Left(buffers[at]))
+            self._replaced.append(ReleasedBuffer(buffers[at]))
             buffers[at] = self._grow([], flat)
         return buffers[at]
 
@@ -401,110 +309,31 @@ class Gatherer:
         buffers.append(Buffer(torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)))
         return buffers[-1]
 
-    def left(self) -> list[Left]:
+    def released_with_views(self) -> list[ReleasedBuffer]:
         """Return the released buffers that other code keeps views of; called while no unit is gathered."""
         free = [b for buffers in self._pool.values() for b in buffers if b.holder is None and b.last is not None]
-        self._left = [each for each in self._left if each.held]
-        return [*self._left, *(Left(buffer) for buffer in free if buffer.aliased)]
+        self._replaced = [each for each in self._replaced if each.held]
+        return [*self._replaced, *(ReleasedBuffer(buffer) for buffer in free if buffer.aliased)]
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the gather buffers."""
-        for buffers in self._pool.values():
-            for buffer in buffers:
-                yield "gathered", gather_name(buffer.tensor.numel()), buffer.tensor
+        for buffer in self._buffers():
+            yield "gathered", gather_name(buffer.tensor.numel()), buffer.tensor
 
-    # -- saved tensors: see [Note: gather buffers and autograd] ----------------------------------------------------
+    def _buffers(self) -> Iterator[Buffer]:
+        return (buffer for buffers in self._pool.values() for buffer in buffers)
 
-    def locate(self, tensor: torch.Tensor) -> SavedView | None:
-        """Return the position of `tensor` in its flat if it is a view of a gather buffer, else None."""
-        try:
-            address = tensor.data_ptr()
-        except RuntimeError:  # a torch.func wrapper: keeping it keeps a reference to the buffer
-            return None
-        for buffers in self._pool.values():
-            for buffer in buffers:
-                start = buffer.tensor.data_ptr()
-                if start <= address < start + buffer.tensor.nbytes and buffer.last is not None:
-                    return _saved_view(tensor, address - start, buffer.last)
-        for left in self._left:
-            if left.start <= address < left.stop and left.held:
-                return _saved_view(tensor, address - left.start, left.flat)
-        return None
-
-    def resolve(self, saved: SavedView) -> torch.Tensor:
-        """Return the saved view, recreated from the buffer that holds its flat now; refuse changed values."""
-        if saved.num_changes != saved.flat.num_changes:
-            raise Refused(STALE)
-        self._need_flat(saved.flat)
-        buffer = saved.flat.buffer
-        assert buffer is not None
-        if saved.dtype == buffer.dtype:
-            return buffer.as_strided(saved.size, saved.stride, saved.offset)
-        view = torch.empty(0, dtype=saved.dtype, device=buffer.device)
-        start = buffer.storage_offset() * buffer.element_size() // saved.dtype.itemsize
-        view.set_(buffer.untyped_storage(), start + saved.offset, saved.size, saved.stride)
-        view = view.conj() if saved.conjugate else view
-        return torch._neg_view(view) if saved.negative else view
+    def _all_stay(self) -> bool:
+        return all(self._pins[unit.index] > 0 and self.holds(unit) for unit in self._units if unit.flats)
 
     def saving(self) -> contextlib.AbstractContextManager[object]:
         """Keep autograd from saving views of gather buffers while the body runs."""
-        if not self.moves or not torch.is_grad_enabled():
-            return NOTHING
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            self._refuse_without_hooks()
-            return NOTHING
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return NOTHING if outer is not None and outer in self._hooks else self._saving(outer)
-
-    def _refuse_without_hooks(self) -> None:
-        """Raise Refused unless all units stay gathered: autograd would save views of buffers that are refilled."""
-        if any(self._pins[unit.index] == 0 or not self.holds(unit) for unit in self._units if unit.flats):
-            raise Refused(_NO_HOOKS)
-
-    @contextlib.contextmanager
-    def _saving(self, outer: Any) -> Iterator[None]:
-        outer_pack, outer_unpack = outer if outer is not None else (None, None)
-
-        def pack(tensor: torch.Tensor) -> Any:
-            saved = self.locate(tensor)
-            if saved is not None:
-                return saved
-            return tensor if outer_pack is None else outer_pack(tensor)
-
-        def unpack(packed: Any) -> Any:
-            if isinstance(packed, SavedView):
-                return self.resolve(packed)
-            return packed if outer_unpack is None else outer_unpack(packed)
-
-        self._hooks.append((pack, unpack))
-        self._outer_hooks.append(outer)
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                yield
-        except RuntimeError as error:
-            if "saved tensor hooks" in str(error):  # torch.func disables them
-                raise Refused(_NO_HOOKS) from error
-            raise
-        finally:
-            self._hooks.pop()
-            self._outer_hooks.pop()
-
-    def inside_checkpoint(self) -> bool:
-        """Whether a checkpoint of torch's, around the units that run now, keeps what autograd saves."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top in self._hooks:
-            top = self._outer_hooks[self._hooks.index(top)]
-        return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
-
-
-def _saved_view(tensor: torch.Tensor, nbytes: int, flat: Flat) -> SavedView:
-    """Return the position of a view that starts `nbytes` into a buffer of the flat."""
-    bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg(), flat.num_changes)
-    return SavedView(flat, nbytes // tensor.element_size(), tensor.size(), tensor.stride(), *bits)
+        return self.saved.saving() if self.moves else NOTHING
 
 
 def _outside_checkpoints() -> contextlib.AbstractContextManager[object]:
     """Keep a gather out of what torch's selective checkpointing records and replays."""
+    # These modes expect the same operations in forward and recomputation, but a unit may be gathered in one only.
     modes = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
     cached = any(type(mode).__name__ in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode") for mode in modes)
     return _disable_current_modes() if cached else NOTHING

@@ -23,12 +23,12 @@ from tiers.events import NOTHING
 from zerocli.engine import agreement
 from zerocli.engine.events import BACKWARD, FORWARD, RUNNING
 from zerocli.engine.recompute.compiled import NOT_RUN, CompiledBlocks
-from zerocli.engine.recompute.replay import Reach, Replay
+from zerocli.engine.recompute.replay import ReachableState, RecomputedCall
 from zerocli.engine.recompute.selective import KeptOutputs, paused
 from zerocli.engine.units.casts import InputCasts, change_tensors
 from zerocli.engine.units.ends import Ends
-from zerocli.engine.units.gather import STALE
 from zerocli.engine.units.modules import Entry, outside_of_units, unwrap, wrap
+from zerocli.engine.units.saved_views import STALE
 from zerocli.engine.units.unit import Flat, Unit, outside
 from zerocli.errors import Refused
 
@@ -117,11 +117,13 @@ class Hooks:
         outermost = self._depth == 0 and not engine.reducer.active  # else a recomputation in backward
         if outermost:
             engine.before_forward()
+            # before_forward may have made new flats for unfrozen parameters, with another gatherer.
             gatherer, self._records = engine.gatherer, grad
             if grad and engine.loss_scale.active:
                 self._ends.note_inputs((args, kwargs))
         elif self._records and not grad:  # a reentrant checkpoint
             engine.reducer.hold(unit)
+        # A gather is the engine's own work: neither the caller's transforms nor selective recomputation may see it.
         with _plain_tensors(), paused():
             gatherer.enter(unit, record=grad)
         self._depth += 1
@@ -161,16 +163,17 @@ class Hooks:
         """
         engine, body = self.engine, eager if selective else self._compiled(unit, eager)
 
-        reach = Reach(unit.title, unit.module, self._outside)
+        reach = ReachableState(unit.title, unit.module, self._outside)
 
-        def inner(kept: KeptOutputs | None, replay: Replay, spec: TreeSpec, *leaves: Any) -> Any:
-            args, kwargs = replay.arguments(spec, leaves)
+        def inner(kept: KeptOutputs | None, call: RecomputedCall, spec: TreeSpec, *leaves: Any) -> Any:
+            args, kwargs = call.arguments(spec, leaves)
+            # In backward its buffer may have gone to another unit since.
             engine.gatherer.need(unit)
             self._recomputing += 1
             outputs = NOTHING if kept is None else kept.running()
             try:
                 # Inside the checkpoint's own hooks.
-                with replay.running(), outputs, engine.gatherer.pinned(unit), engine.gatherer.saving():
+                with call.running(), outputs, engine.gatherer.pinned(unit), engine.gatherer.saving():
                     return body(*args, **kwargs)
             finally:
                 self._recomputing -= 1
@@ -178,7 +181,7 @@ class Hooks:
         def outer(*args: Any, **kwargs: Any) -> Any:
             # Inside another recomputed unit, or a checkpoint of the user's own, a checkpoint saves nothing; the user's
             # runs the unit again itself, with all that it changes.
-            if self._recomputing or not torch.is_grad_enabled() or engine.gatherer.inside_checkpoint():
+            if self._recomputing or not torch.is_grad_enabled() or engine.gatherer.saved.inside_checkpoint():
                 return body(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
             if not engine.activations.takes(unit.name, leaves):
@@ -189,8 +192,8 @@ class Hooks:
                     if output is not NOT_RUN:
                         return output
                 kept = KeptOutputs() if selective else None
-                replay = Replay(reach, functools.partial(self._check, self.generation), args, kwargs, leaves)
-                return checkpoint(inner, kept, replay, spec, *leaves, use_reentrant=False)
+                call = RecomputedCall(reach, functools.partial(self._check, self.generation), args, kwargs, leaves)
+                return checkpoint(inner, kept, call, spec, *leaves, use_reentrant=False)
 
         return outer
 
@@ -215,7 +218,7 @@ class Hooks:
 
     def _watch(self, unit: Unit, value: torch.Tensor, outermost: bool) -> torch.Tensor:
         engine, generation = self.engine, self.generation
-        if engine.gatherer.moves and engine.gatherer.locate(value) is not None:
+        if engine.gatherer.moves and engine.gatherer.saved.locate(value) is not None:
             value = value.clone()
         if value.grad_fn is not None and torch.is_grad_enabled():  # a hook on a leaf would outlive the call
             if outermost:

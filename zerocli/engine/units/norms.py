@@ -37,15 +37,17 @@ class GradientNorms:
         """Measure all gradients on the device."""
         for flat in self._flats:
             same = Span(flat.replicated, flat.layout.total).intersect(flat.held).shifted(-flat.held.start)
-            if flat.grad is not None and same.numel:
-                self._tensor_parallel.agree_(flat.grad[same.start : same.stop], f"gradients of {flat.unit.title}")
+            if flat.gradient.held is not None and same.numel:
+                self._tensor_parallel.agree_(
+                    flat.gradient.held[same.start : same.stop], f"gradients of {flat.unit.title}"
+                )
         pieces: dict[tuple[int, int], torch.Tensor] = {}
         for index, flat in enumerate(self._flats):
-            if flat.grad is not None:
+            if flat.gradient.held is not None:
                 start = flat.own.start - flat.held.start
                 for plan in self._plans.of(flat):
                     for columns in _measured(flat, plan.columns):
-                        pieces[index, columns.start] = flat.grad[start + columns.start : start + columns.stop]
+                        pieces[index, columns.start] = flat.gradient.held[start + columns.start : start + columns.stop]
         if pieces:
             norms = _norms(list(pieces.values()))
             self._norms.update(zip(pieces, norms, strict=True))
@@ -53,7 +55,7 @@ class GradientNorms:
     def measure_offloaded(self) -> None:
         """Fetch and measure all offloaded gradients, piece by piece; write back those that were made equal."""
         for flat in self._flats:
-            if (store := flat.grad_store) is None:
+            if (store := flat.gradient.store) is None:
                 continue
             for plan in self._plans.of(flat):
                 piece = torch.empty(plan.columns.numel, dtype=store.dtype, device=self._device)

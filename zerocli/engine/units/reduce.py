@@ -107,6 +107,7 @@ class Reducer:
     def _register(self, flat: Flat, index: int) -> RemovableHandle:
         """Register the gradient hook of a parameter, even if it is currently frozen."""
         parameter = flat.parameters[index]
+        # torch refuses this hook on a tensor that does not require a gradient.
         trains = parameter.requires_grad
         handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(
             self._hook(flat, index)
@@ -141,9 +142,10 @@ class Reducer:
                 "module runs both inside and outside of a reentrant checkpoint; use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
+        # A reentrant checkpoint calls backward inside of backward: that is another graph task of autograd's.
         if self._graph_task is not None and torch._C._current_graph_task_id() != self._graph_task:
             self._nested.add(id(flat))
-        if flat.whole_grad:
+        if flat.gradient.is_whole:
             self._keep(flat, index, parameter, add=not self._first or index in arrived)
         arrived.add(index)
         if (
@@ -157,13 +159,12 @@ class Reducer:
     def _keep(self, flat: Flat, index: int, parameter: nn.Parameter, add: bool) -> None:
         """Move a parameter's gradient into the flat's whole gradient."""
         grad = take_grad(parameter)
-        flat.open_grad(self._device)
-        assert flat.grad_full is not None and grad is not None
-        flat.grad_views = flat.grad_views or flat.views(flat.grad_full)
+        flat.gradient.open(self._device)
+        assert grad is not None
         if add:
-            flat.grad_views[index].add_(grad)
+            flat.gradient.part(index).add_(grad)
         else:
-            flat.grad_views[index].copy_(grad)
+            flat.gradient.part(index).copy_(grad)
 
     def drop_grads(self) -> None:
         """Drop all gradients that autograd has accumulated in the parameters."""
@@ -175,16 +176,15 @@ class Reducer:
         """Drop all gradients of the step and free their memory."""
         self.drop_grads()
         for flat in self._flats:
-            flat.close_grad()
+            flat.gradient.close()
 
     def complete(self, flat: Flat) -> None:
         """Mark the flat's gradients as complete for this backward; gradients that have not arrived count as zero."""
-        if flat.whole_grad and self._first and len(self._arrived[id(flat)]) < len(flat.parameters):
-            flat.open_grad(self._device)
-            assert flat.grad_full is not None
-            for index, entry in enumerate(flat.layout.entries):
+        if flat.gradient.is_whole and self._first and len(self._arrived[id(flat)]) < len(flat.parameters):
+            flat.gradient.open(self._device)
+            for index in range(len(flat.parameters)):
                 if index not in self._arrived[id(flat)]:
-                    flat.grad_full[entry.offset : entry.offset + entry.numel].zero_()
+                    flat.gradient.part(index).zero_()
         self._completed.append(flat)
         self._done.add(id(flat))
         if not self._together:
@@ -209,7 +209,8 @@ class Reducer:
         """Launch the reductions of the first `upto` flats of the launch order that are not launched yet."""
         while self._next < upto:
             flat = self._order[self._next]
-            if self._last or not flat.whole_grad:
+            # Whole gradients are summed over the micro-steps on this rank first, and reduced once.
+            if self._last or not flat.gradient.is_whole:
                 self._settle()
                 self._launched.add(id(flat))
                 self._reductions.launch(flat)

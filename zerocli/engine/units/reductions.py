@@ -34,9 +34,9 @@ class Reductions:
         # Whole gradients are reduced in pieces with the same number of elements in fp32 as in the compute dtype.
         self._limits: dict[torch.dtype, int] = {}
         for flat in flats:
-            if flat.whole_grad:
+            if flat.gradient.is_whole:
                 elements = max(1, sizing.bucket_nbytes // plans.dtype(flat).itemsize)
-                self._limits[flat.grad_dtype] = min(elements, self._limits.get(flat.grad_dtype, elements))
+                self._limits[flat.gradient.dtype] = min(elements, self._limits.get(flat.gradient.dtype, elements))
         count = bucket_limit([flat.spec for flat in flats], sizing)
         self._buckets, self._lift = Pool(count, device, waits), Pool(count, device, waits)
         self._run: list[torch.Tensor] = []
@@ -52,8 +52,8 @@ class Reductions:
 
     def launch(self, flat: Flat) -> None:
         """Launch the reduction of a flat's gradients, all of which have arrived or count as zero."""
-        flat.open_grad(self._device)  # on the stream of backward; the reduction has another
-        if flat.whole_grad:
+        flat.gradient.open(self._device)  # on the stream of backward; the reduction has another
+        if flat.gradient.is_whole:
             self._reduce_whole(flat)
         else:
             self._reduce_buckets(flat)
@@ -89,17 +89,18 @@ class Reductions:
 
     def _reduce_whole(self, flat: Flat) -> None:
         """Reduce a gradient that is kept whole, in place."""
-        assert flat.grad_full is not None and flat.grad is not None
+        whole, held = flat.gradient.whole, flat.gradient.held
+        assert whole is not None and held is not None
         if self._stage.optimizer:
             with self._side.run(), self._events.reduce(flat.unit):
-                pending = self._collectives.reduce_scatter(flat.grad, flat.grad_full, _what(flat))
+                pending = self._collectives.reduce_scatter(held, whole, _what(flat))
             self._unfinished.append(Completion(pending.wait))
             return
-        if self._run and not _adjoin(self._run[-1], flat.grad_full):
+        if self._run and not _adjoin(self._run[-1], whole):
             self._reduce_run()
-        self._run.append(flat.grad_full)
+        self._run.append(whole)
         self._newest_in_run = flat.unit
-        if sum(part.nbytes for part in self._run) >= self._limits[flat.grad_full.dtype] * flat.grad_full.itemsize:
+        if sum(part.nbytes for part in self._run) >= self._limits[whole.dtype] * whole.itemsize:
             self._reduce_run()
 
     def _reduce_run(self) -> None:
@@ -107,6 +108,7 @@ class Reductions:
         if not self._run:
             return
         numel = sum(part.numel() for part in self._run)
+        # The parts are neighbours in one storage, so a view of the first one can extend over all of them.
         whole = self._run[0].as_strided((numel,), (1,))
         self._run = []
         with self._side.run(), self._events.reduce(self._newest_in_run):
@@ -123,24 +125,25 @@ class Reductions:
             grad = take_grad(parameter)
             sources.append(None if grad is None else grad.reshape(-1))
         plans = self._plans.of(flat)
-        if self._collectives.world == 1 and flat.grad is not None:
+        if self._collectives.world == 1 and flat.gradient.held is not None:
             # With one rank the gradient shard itself serves as the bucket.
             for plan in plans:
-                part = flat.grad[plan.columns.start : plan.columns.stop]
+                part = flat.gradient.held[plan.columns.start : plan.columns.stop]
                 fill(part, plan, sources, add=not self._first)
             return
         for plan in plans:
             bucket = self._buckets.take(self._plans.numel(flat), self._plans.dtype(flat))
+            # Filled on backward's stream, which owns the gradients: they may be freed before the reduction has run.
             memory = bucket.memory[: plan.numel]
             fill(memory, plan, sources)
             with self._side.run(), self._events.reduce(flat.unit):
                 finish = self._scatter(flat, plan, memory)
-            bucket.busy = Completion(finish, "transfers" if flat.grad_store is not None else "collectives")
+            bucket.busy = Completion(finish, "transfers" if flat.gradient.store is not None else "collectives")
             self._unfinished.append(bucket.busy)
 
     def _scatter(self, flat: Flat, plan: BucketPlan, memory: torch.Tensor) -> Callable[[], None]:
         """Reduce-scatter one bucket into its columns of the gradient shard; return the function that completes it."""
-        target = flat.grad[plan.columns.start : plan.columns.stop] if flat.grad is not None else None
+        target = flat.gradient.held[plan.columns.start : plan.columns.stop] if flat.gradient.held is not None else None
         if target is not None and self._first and target.dtype == memory.dtype:
             return self._collectives.reduce_scatter(target, memory, _what(flat)).wait
         # The sum goes into the bucket's own slice: the bucket is not read after the reduce-scatter.
@@ -157,6 +160,7 @@ class Reductions:
         if self._device.type == "cuda":  # ordered by the stream that this runs on
             return merge()
 
+        # On a CPU the sum is complete only when the host has waited for it.
         def finish() -> None:
             pending.wait()
             merge()()
@@ -165,7 +169,7 @@ class Reductions:
 
     def _send(self, flat: Flat, plan: BucketPlan, part: torch.Tensor) -> Callable[[], None]:
         """Add a reduced piece to the offloaded gradient; return the function that waits for the write."""
-        store = flat.grad_store
+        store = flat.gradient.store
         assert store is not None
         if not self._first or part.dtype != store.dtype:
             lift = self._lift.take(self._plans.numel(flat) // self._collectives.world, store.dtype)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from offload import Record, Store
-from tiers.streams import current_stream
 from zerocli.engine.comm import Collectives, Pending
 from zerocli.engine.guards.holders import is_own, live_tensors, on_storages, storage_of
 from zerocli.engine.guards.parameters import (
@@ -28,7 +27,9 @@ from zerocli.engine.guards.parameters import (
     note_values,
     release,
 )
+from zerocli.engine.guards.scripts import watch_scripts
 from zerocli.engine.streams import StreamEvent
+from zerocli.engine.units.gradient import FlatGradient
 from zerocli.engine.units.master import REMAINDER
 from zerocli.errors import Refused
 from zerocli.layout.flats import FlatSpec, flat_spec
@@ -79,26 +80,9 @@ class Flat:
     """A split master's low bits of `held`, unless they are offloaded; the parameters are its high bits."""
     states: dict[str, torch.Tensor] = field(default_factory=dict)
     """Optimizer states of `held`, by name."""
-    grad_full: torch.Tensor | None = None
-    """The whole gradient, if gradients are not partitioned and it is allocated now."""
-    grad: torch.Tensor | None = None
-    """The gradient of `held`, reduced over the ranks at the end of backward, if it is allocated now."""
-    grad_dtype: torch.dtype = torch.float32
-    whole_grad: bool = False
-    """Whether gradients are not partitioned: the whole one is kept until it is reduced."""
-    keeps_grad: bool = True
-    """Whether the gradient on the device stays allocated between steps."""
-    spent: torch.Tensor | None = None
-    """A gradient whose last reader is another stream: `let_go` frees it once its own stream waits for that."""
-    home: torch.cuda.Stream | None = None
-    """The stream that the gradient's memory belongs to: backward's."""
-    grad_views: list[torch.Tensor] = field(default_factory=list)
-    """The parameters' parts of `grad_full`, made on first use."""
 
     param_store: Store | None = None
     """`own` in the compute dtype, if parameters are offloaded; `shard` is None then."""
-    grad_store: Store | None = None
-    """The gradient of `own`, if gradients are offloaded; `grad` is None then."""
     record: Record | None = None
     """Optimizer states, and the master if there is one, if they are offloaded."""
 
@@ -166,9 +150,9 @@ class Flat:
         for category, tensor in (
             ("parameters", self.resident),
             ("parameters", self.shard),
-            ("gradients", self.grad_full),
-            ("gradients", self.grad),
-            ("gradients", self.spent),
+            ("gradients", self.gradient.whole),
+            ("gradients", self.gradient.held),
+            ("gradients", self.gradient.to_free),
             ("optimizer_states", self.master),
             ("optimizer_states", self.remainder),
             *(("optimizer_states", state) for state in self.states.values()),
@@ -178,46 +162,8 @@ class Flat:
 
     def scalars(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the one-element placeholder of released parameters."""
-        if self._hollow:
-            yield "buffers", "released parameters", self._hollow[0]
-
-    def open_grad(self, device: torch.device) -> None:
-        """Allocate the gradient on the device unless it is there or offloaded; the padding of a whole one is zero."""
-        if self.grad is not None or self.grad_store is not None:
-            return
-        if self.spent is not None:  # of a unit that forward did not use
-            assert self.written is not None
-            self.written.wait()
-            self.let_go()
-        self.home = current_stream(device) if device.type == "cuda" else None
-        if not self.whole_grad:
-            self.grad = torch.empty(self.held.numel, dtype=self.grad_dtype, device=device)
-            return
-        self.grad_full = torch.empty(self.layout.total, dtype=self.grad_dtype, device=device)
-        for gap in self.layout.gaps():
-            self.grad_full[gap.start : gap.stop].zero_()
-        self.grad = self.grad_full[self.held.start : self.held.stop]
-
-    def close_grad(self, elsewhere: bool = False) -> None:
-        """Free the gradient after its last use, unless it stays allocated.
-
-        If another stream than its own used it last, `elsewhere`, it is freed by `let_go`, and not whenever that stream
-        is done: how much memory a step takes must not depend on how far ahead the host is.
-        """
-        if self.grad is None or self.keeps_grad:
-            return
-        if elsewhere and self.grad.is_cuda:
-            self.spent = self.grad
-        self.grad, self.grad_full, self.grad_views = None, None, []
-
-    def let_go(self) -> None:
-        """Free the gradient of the last update, for which the current stream waits by now."""
-        if self.spent is None:
-            return
-        assert self.home is not None and self.written is not None
-        if current_stream(self.spent.device).cuda_stream != self.home.cuda_stream:  # in a stream of the user's own
-            self.written.wait(self.home)
-        self.spent = None
+        if self._placeholders:
+            yield "buffers", "released parameters", self._placeholders[0]
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters as views of a buffer of the flat's length."""
@@ -243,8 +189,9 @@ class Flat:
 
     def detach(self) -> None:
         """Leave the parameters with their shape but no values: reading one raises an error with its name."""
-        for parameter, hollow in zip(self.parameters, self._hollow, strict=True):
-            release(parameter, hollow)
+        watch_scripts()
+        for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
+            release(parameter, placeholder)
         self.buffer = None
 
     def edited(self) -> list[str]:
@@ -318,12 +265,13 @@ class Flat:
                 expect_update(parameter, unread)
 
     def __post_init__(self) -> None:
+        self.gradient = FlatGradient(self)
         device = self.parameters[0].device
         kind = torch.device("cpu") if device.type == "meta" else device
         fill = float("nan") if self.dtype.is_floating_point else 0
         one = torch.full((1,), fill, dtype=self.dtype, device=kind)
         # NaN, so that code which bypasses the check for released parameters never reads stale values.
-        self._hollow = [one.expand(entry.shape) if entry.shape else one[0] for entry in self.layout.entries]
+        self._placeholders = [one.expand(entry.shape) if entry.shape else one[0] for entry in self.layout.entries]
 
 
 class Unit:

@@ -45,7 +45,7 @@ def build_factory(factory: str, device: str = "meta") -> nn.Module:
     return model
 
 
-def build_foreign(model: ModelConfig, seq: int, device: str = "meta") -> nn.Module:
+def build_external(model: ModelConfig, seq: int, device: str = "meta") -> nn.Module:
     """Return the model that a factory or transformers builds, by default on meta; UserError if it cannot."""
     if model.factory:
         return build_factory(model.factory, device)
@@ -54,9 +54,9 @@ def build_foreign(model: ModelConfig, seq: int, device: str = "meta") -> nn.Modu
     return build_model(model, seq, device)
 
 
-def count_foreign(model: ModelConfig, seq: int) -> int:
+def count_external(model: ModelConfig, seq: int) -> int:
     """Return the parameters of the model that a factory or transformers builds."""
-    return sum(each.numel() for each in build_foreign(model, seq).parameters())
+    return sum(each.numel() for each in build_external(model, seq).parameters())
 
 
 def count_factory(factory: str) -> int:

@@ -21,7 +21,7 @@ from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 
 
-class RoughPlans:
+class QuickPlans:
     """Plans of one model."""
 
     def __init__(self, shape: Shape) -> None:

@@ -86,7 +86,7 @@ def preflight(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, nume
     means all ranks, or with GPUs one per GPU.
     """
     setup, there = _here(config, gpus, ranks_per_node)
-    if config.model.foreign:
+    if config.model.external:
         return Preflight(setup, None, _compare(setup, _states(setup, numel), there))
     plan = plan_here(Formula(shape_of(config.model, config.train.seq)), setup, _room(config, setup, there))
     return Preflight(plan.setup, plan, _compare(setup, _certain(plan, config), there))
@@ -113,7 +113,7 @@ def plan_here(model: Model, setup: Setup, room: int) -> Plan:
 
 def plan_config(config: Config, device: str) -> Plan | None:
     """Return the plan of a training config on one node of such devices; None for a foreign model."""
-    if config.model.foreign:
+    if config.model.external:
         return None
     ranks = max(1, config.parallel.ranks)
     setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=ranks)
@@ -126,10 +126,10 @@ def plan_config(config: Config, device: str) -> Plan | None:
 def refuse(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, host: bool = True) -> None:
     """Raise UserError with exit code 3 if the plan says that a run cannot fit this machine.
 
-    Of a foreign model only what its config.json says is known before it is built. Without `host`, host memory is not
+    Of an external model only what its config.json says is known before it is built. Without `host`, host memory is not
     compared.
     """
-    if config.model.foreign:
+    if config.model.external:
         _refuse_inputs(config, gpus, ranks_per_node, host)
         return
     try:
@@ -204,7 +204,7 @@ def refuse_folders(paths: Sequence[str]) -> None:
 def smallest_change(config: Config, setup: Setup, gpus: Sequence[Gpu]) -> str:
     """Return arguments with which the run fits this machine; if there are none, the command that shows others."""
     other = f"zerocli fit {quoted(config.model.source or config.name)} --hardware h100, for another machine"
-    if config.model.foreign:
+    if config.model.external:
         return other
     there = _available(config, setup, gpus)
     model = Formula(shape_of(config.model, config.train.seq))

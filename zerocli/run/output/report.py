@@ -23,7 +23,7 @@ from zerocli.profile import table
 from zerocli.profile.lines import History, Line
 
 SLOW = 1.5
-"""From so many times fp32's time on, a precision is called slow: less may be the noise of a short measurement."""
+"""A precision is called slow from this multiple of fp32's time on: less may be the noise of a short measurement."""
 
 
 def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
@@ -71,7 +71,7 @@ def _origin(config: Config, engine: Engine) -> list[str]:
 def _vocabulary(config: Config, engine: Engine) -> list[str]:
     """Return how tensor parallelism split the vocabulary, and why; nothing without tensor parallelism."""
     tp, vocab = engine.tensor_parallel, config.model.vocab
-    if tp.world == 1 or config.model.foreign:
+    if tp.world == 1 or config.model.external:
         return []
     if "head.weight" in tp.cuts:
         return [f"vocabulary split, {vocab // tp.world} tokens per rank (tp {tp.world} divides {vocab})"]

@@ -1,0 +1,154 @@
+"""Saved views: what autograd saves of a gather buffer is its place in the flat, not the memory.
+
+[Note: gather buffers and autograd]
+Autograd saves views of weights for backward. A buffer that is refilled with the next unit's parameters would change
+under such a view, so none is ever saved. While a sharded module runs, a saved-tensor hook replaces every view of a
+gather buffer by (flat, offset, shape, stride). Backward recreates the view from the buffer that holds the unit then,
+gathering it if needed. Other tensors go to the hooks that were active before, so recomputation and save-on-CPU hooks
+work inside and outside. Memory is constant, and an unexpected order costs speed, never correctness.
+
+A view kept in another way (an attribute of a custom function's context, a graph for second derivatives) raises the use
+count of the buffer's storage. Such a buffer is never refilled: it is dropped from the pool and replaced by a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiers.events import NOTHING
+from zerocli.engine.units.gather_buffers import Buffer, ReleasedBuffer
+from zerocli.engine.units.unit import Flat
+from zerocli.errors import Refused
+
+STALE = (
+    "this loss was computed with parameters that have changed since, by step() or by loading: run forward again before "
+    "backward"
+)
+_NO_HOOKS = (
+    "torch.func.grad, vjp, jacrev and hessian forbid saved-tensor hooks, by which partitioned parameters are gathered "
+    "again in backward: run them inside `with torch.no_grad(), engine.gathered():`, use torch.autograd.grad, or stage=2"
+)
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """A view of a gather buffer, as autograd saves it: its position in the flat instead of a memory address."""
+
+    flat: Flat
+    offset: int
+    """In elements of `dtype`, which may differ from the flat's (a complex view of real numbers)."""
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    conjugate: bool
+    negative: bool
+    num_changes: int
+    """The flat's counter when the view was saved."""
+
+
+class SavedViews:
+    """Replaces views of gather buffers in what autograd saves, and recreates them in backward.
+
+    `buffers` are those of the pool, `replaced` those that were dropped from it; `need` gathers a flat; `all_stay` says
+    whether all units stay gathered for now.
+    """
+
+    def __init__(
+        self,
+        buffers: Callable[[], Iterable[Buffer]],
+        replaced: Callable[[], Iterable[ReleasedBuffer]],
+        need: Callable[[Flat], None],
+        all_stay: Callable[[], bool],
+    ) -> None:
+        self._buffers, self._replaced, self._need, self._all_stay = buffers, replaced, need, all_stay
+        self._hooks: list[tuple[Any, Any]] = []
+        self._outer_hooks: list[Any] = []
+        """Of each of `_hooks`, the hooks that were active before, or None."""
+
+    def locate(self, tensor: torch.Tensor) -> SavedView | None:
+        """Return the position of `tensor` in its flat if it is a view of a gather buffer, else None."""
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a torch.func wrapper: keeping it keeps a reference to the buffer
+            return None
+        for buffer in self._buffers():
+            start = buffer.tensor.data_ptr()
+            if start <= address < start + buffer.tensor.nbytes and buffer.last is not None:
+                return _saved_view(tensor, address - start, buffer.last)
+        for released in self._replaced():
+            if released.start <= address < released.stop and released.held:
+                return _saved_view(tensor, address - released.start, released.flat)
+        return None
+
+    def resolve(self, saved: SavedView) -> torch.Tensor:
+        """Return the saved view, recreated from the buffer that holds its flat now; refuse changed values."""
+        if saved.num_changes != saved.flat.num_changes:
+            raise Refused(STALE)
+        self._need(saved.flat)
+        buffer = saved.flat.buffer
+        assert buffer is not None
+        if saved.dtype == buffer.dtype:
+            return buffer.as_strided(saved.size, saved.stride, saved.offset)
+        view = torch.empty(0, dtype=saved.dtype, device=buffer.device)
+        start = buffer.storage_offset() * buffer.element_size() // saved.dtype.itemsize
+        view.set_(buffer.untyped_storage(), start + saved.offset, saved.size, saved.stride)
+        view = view.conj() if saved.conjugate else view
+        return torch._neg_view(view) if saved.negative else view
+
+    def saving(self) -> contextlib.AbstractContextManager[object]:
+        """Keep autograd from saving views of gather buffers while the body runs."""
+        if not torch.is_grad_enabled():
+            return NOTHING
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            if not self._all_stay():  # autograd would save views of buffers that are refilled
+                raise Refused(_NO_HOOKS)
+            return NOTHING
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # Ours may be on top already, of the unit around this one.
+        return NOTHING if outer is not None and outer in self._hooks else self._saving(outer)
+
+    @contextlib.contextmanager
+    def _saving(self, outer: Any) -> Iterator[None]:
+        outer_pack, outer_unpack = outer if outer is not None else (None, None)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            saved = self.locate(tensor)
+            if saved is not None:
+                return saved
+            return tensor if outer_pack is None else outer_pack(tensor)
+
+        def unpack(packed: Any) -> Any:
+            if isinstance(packed, SavedView):
+                return self.resolve(packed)
+            return packed if outer_unpack is None else outer_unpack(packed)
+
+        self._hooks.append((pack, unpack))
+        self._outer_hooks.append(outer)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                yield
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):  # torch.func disables them
+                raise Refused(_NO_HOOKS) from error
+            raise
+        finally:
+            self._hooks.pop()
+            self._outer_hooks.pop()
+
+    def inside_checkpoint(self) -> bool:
+        """Whether a checkpoint of torch's, around the units that run now, keeps what autograd saves."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top in self._hooks:
+            top = self._outer_hooks[self._hooks.index(top)]
+        return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def _saved_view(tensor: torch.Tensor, nbytes: int, flat: Flat) -> SavedView:
+    """Return the position of a view that starts `nbytes` into a buffer of the flat."""
+    bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg(), flat.num_changes)
+    return SavedView(flat, nbytes // tensor.element_size(), tensor.size(), tensor.stride(), *bits)
