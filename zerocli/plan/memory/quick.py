@@ -1,4 +1,4 @@
-"""Plans for a search among many placements: within some per cent of `plan_model`, and several times as fast.
+"""Quick plans, for a search among many placements: exact but for fragmentation and a per cent, and far faster.
 
 What a step allocates beside states and buffers hardly depends on where those rest. So one replay of a step, without the
 allocator's arenas, serves all placements; what is kept is counted for each.
