@@ -139,7 +139,10 @@ def test_a_factorys_model_is_traced(monkeypatch):
     traced = trace_factory(factory("Stack"))
     assert isinstance(traced, Traced)
     assert torch.equal(torch.get_rng_state(), before)
-    for room, chosen, said in ((1 << 40, NOTHING, "nothing recomputed"), (1, WHOLE, "blocks recomputed")):
+    for room, chosen, said in (
+        (1 << 40, NOTHING, "nothing recomputed"),
+        (1, Recompute(traced.blocks), "blocks recomputed"),
+    ):
         recompute, reason = choose_blocks(factory("Stack"), traced, room)
         assert recompute == chosen and said in reason
 
