@@ -40,9 +40,9 @@ from zerocli.config import ModelConfig
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
 from zerocli.models import build
-from zerocli.plan.build import plan_model
-from zerocli.plan.inputs import shape_of
+from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.measure import LiveBytes
+from zerocli.plan.memory.build import plan_model
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 

@@ -26,8 +26,9 @@ from seconds import GIB, Case, machine_here, measure  # noqa: E402
 from zerocli.config import ModelConfig  # noqa: E402
 from zerocli.config.options import AUTOMATIC  # noqa: E402
 from zerocli.layout.recompute import read_recompute  # noqa: E402
-from zerocli.plan.automatic import choose_setup, flags  # noqa: E402
-from zerocli.plan.inputs import shape_of  # noqa: E402
+from zerocli.plan.blocks.inputs import shape_of  # noqa: E402
+from zerocli.plan.models.formula import Formula  # noqa: E402
+from zerocli.plan.search.automatic import choose_setup, flags  # noqa: E402
 
 GRID = (
     ("", "keep"),
@@ -95,7 +96,7 @@ def main(
         cap = int(float(text) * GIB)
         hardware = machine_here(nvme_path, cap)
         started = time.perf_counter()
-        choice = choose_setup(shape_of(config, seq), base.setup(device), hardware, frozenset(AUTOMATIC))
+        choice = choose_setup(Formula(shape_of(config, seq)), base.setup(device), hardware, frozenset(AUTOMATIC))
         if choice.best is None:
             click.echo(f"{text} GiB: nothing fits")
             continue

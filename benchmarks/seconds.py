@@ -29,13 +29,14 @@ import zerocli  # noqa: E402
 from zerocli.config import ModelConfig  # noqa: E402
 from zerocli.garbage import long_lived  # noqa: E402
 from zerocli.models import build  # noqa: E402
-from zerocli.plan.automatic import hardware_here  # noqa: E402
-from zerocli.plan.build import plan_model  # noqa: E402
-from zerocli.plan.hardware import Hardware  # noqa: E402
-from zerocli.plan.inputs import shape_of  # noqa: E402
-from zerocli.plan.recompute import room_here  # noqa: E402
-from zerocli.plan.seconds import Estimate, estimate  # noqa: E402
+from zerocli.plan.blocks.inputs import shape_of  # noqa: E402
+from zerocli.plan.memory.build import plan_model  # noqa: E402
+from zerocli.plan.search.automatic import hardware_here  # noqa: E402
+from zerocli.plan.search.recompute import room_here  # noqa: E402
 from zerocli.plan.setup import Setup  # noqa: E402
+from zerocli.plan.time.compute import computed  # noqa: E402
+from zerocli.plan.time.hardware import Hardware  # noqa: E402
+from zerocli.plan.time.seconds import Estimate, estimate  # noqa: E402
 
 GIB = 2**30
 
@@ -79,7 +80,7 @@ def predict(case: Case, hardware: Hardware) -> tuple[Estimate, int]:
     setup = case.setup("cuda" if torch.cuda.is_available() else "cpu")
     shape = shape_of(case.model, case.seq)
     plan = plan_model(shape, setup)
-    return estimate(plan, shape, hardware), plan.needed("hbm")
+    return estimate(plan, computed(shape, setup, hardware.host), hardware), plan.needed("hbm")
 
 
 def measure(case: Case, nvme_path: tuple[str, ...], steps: int, warmup: int, cap: int = 0) -> dict[str, Any]:

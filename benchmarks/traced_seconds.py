@@ -27,10 +27,11 @@ from seconds import machine_here  # noqa: E402
 
 import zerocli  # noqa: E402
 from zerocli.garbage import long_lived  # noqa: E402
-from zerocli.plan import hugging, resolve  # noqa: E402
-from zerocli.plan.search import weigh  # noqa: E402
+from zerocli.plan.blocks import hugging  # noqa: E402
+from zerocli.plan.models import resolve  # noqa: E402
+from zerocli.plan.models.trace import kinds_of_step, trace  # noqa: E402
+from zerocli.plan.search.candidates import weigh  # noqa: E402
 from zerocli.plan.setup import Setup  # noqa: E402
-from zerocli.plan.trace import kinds_of_step, trace  # noqa: E402
 
 FAMILIES = ("llama", "qwen3", "gpt_neox", "opt", "gemma2", "olmo2", "starcoder2", "phi", "bloom", "stablelm", "gpt2")
 

@@ -17,7 +17,7 @@ from zerocli.cli import main as cli
 from zerocli.cli import train
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
-from zerocli.plan import bench as plan_bench
+from zerocli.plan.time import bench as plan_bench
 from zerocli.run.processes import launch
 
 

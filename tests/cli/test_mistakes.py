@@ -319,7 +319,7 @@ def test_variables_of_a_launcher_are_checked(changes, words, here, monkeypatch, 
 
 def test_a_deliberate_bug_is_still_called_one(here, monkeypatch, capsys):
     """The rows above could pass because everything is taken for a user's error."""
-    monkeypatch.setitem(sys.modules, "zerocli.plan.preflight", None)
+    monkeypatch.setitem(sys.modules, "zerocli.plan.report.preflight", None)
     monkeypatch.setattr("zerocli.run.processes.launch.choose_ranks", lambda *_: 1 / 0)
     assert cli.run(["train", "tiny"]) == 1
     assert "a bug in zerocli" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from zerocli.cli import main as cli
 from zerocli.config import from_dict, load, placement_at, read_placement, refuse_placement, to_dict
 from zerocli.engine.settings import Settings
 from zerocli.errors import UserError
-from zerocli.plan.inputs import read_source
+from zerocli.plan.blocks.inputs import read_source
 from zerocli.plan.setup import Setup, setup_of
 
 some = settings(max_examples=300 if "ZEROCLI_TEST_LONG" in os.environ else 40, deadline=None)

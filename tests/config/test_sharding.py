@@ -25,7 +25,7 @@ from zerocli.engine import api
 from zerocli.engine.api import settings_of
 from zerocli.engine.settings import Keywords, Settings
 from zerocli.errors import UserError
-from zerocli.plan import trace
+from zerocli.plan.models import trace
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.run import trainer
 

@@ -17,9 +17,9 @@ from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
 from zerocli.layout.buffers import persistent
 from zerocli.models import build
-from zerocli.plan.flats import plan_flats
-from zerocli.plan.inputs import shape_of
+from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.measure import LiveBytes
+from zerocli.plan.memory.flats import plan_flats
 from zerocli.plan.setup import Setup
 from zerocli.profile import places
 

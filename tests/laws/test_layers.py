@@ -16,6 +16,8 @@ ROOMS = (
     *("cli", "check", "run", "data", "profile", "checkpoint", "plan", "models", "engine", "ranks", "config", "layout"),
 )
 """The same for the packages of zerocli. The modules beside them are below all, but for those that start the program."""
+PLAN = ("report", "search", "models", "time", "memory", "blocks")
+"""The same for the rooms of the plan; `memory` and `time` do not know each other."""
 START = ("zerocli", "zerocli.__main__", "zerocli.entry")
 TORCH_FREE = ("config", "layout")
 
@@ -53,6 +55,22 @@ def climbs(room: str, path: Path) -> list[str]:
     """Return what a file in a room imports from rooms above it."""
     above = ROOMS[: ROOMS.index(room)] if room else ROOMS
     return [name for name in imports(path) if room_of(name) in above]
+
+
+@pytest.mark.parametrize("room", ["", *PLAN])
+def test_no_room_of_the_plan_imports_one_above_it(room):
+    """Modules beside the rooms (setup, rows, measure) are below all of them; the package itself offers names of all."""
+    above = {*(PLAN[: PLAN.index(room)] if room else PLAN), *(("memory",) if room == "time" else ())}
+    folder = ROOT / "zerocli" / "plan" / room
+    files = [path for path in folder.glob("*.py") if room or path.name != "__init__.py"]
+    assert files
+    found = {path.name: [name for name in imports(path) if plan_room(name) in above] for path in files}
+    assert not {name: climbed for name, climbed in found.items() if climbed}
+
+
+def plan_room(name: str) -> str | None:
+    parts = name.split(".")
+    return parts[2] if parts[:2] == ["zerocli", "plan"] and len(parts) > 2 else None
 
 
 @pytest.mark.parametrize("layer", LAYERS)

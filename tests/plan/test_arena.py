@@ -12,11 +12,11 @@ import pytest
 
 from zerocli import config as configs
 from zerocli.layout.recompute import read_recompute
-from zerocli.plan.arena import PAGE_NBYTES, Arena, Arenas
-from zerocli.plan.build import plan_model
-from zerocli.plan.column_sums import column_sums_nbytes
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.ledger import Ledger, Storage
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory.arena import PAGE_NBYTES, Arena, Arenas
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.memory.column_sums import column_sums_nbytes
+from zerocli.plan.memory.ledger import Ledger, Storage
 from zerocli.plan.setup import setup_of
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -16,10 +16,10 @@ from zerocli.config import ModelConfig
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
 from zerocli.models import build
-from zerocli.plan.build import plan_model
-from zerocli.plan.flats import plan_flats
-from zerocli.plan.inputs import model_of, read_source, shape_of
+from zerocli.plan.blocks.inputs import model_of, read_source, shape_of
 from zerocli.plan.measure import LiveBytes
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.memory.flats import plan_flats
 from zerocli.plan.setup import Setup
 
 

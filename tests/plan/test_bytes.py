@@ -17,12 +17,12 @@ from zerocli.engine.settings import Settings
 from zerocli.engine.streams import Waits
 from zerocli.engine.units.buckets import Completion, Pool
 from zerocli.models import build
-from zerocli.plan.build import plan_model
-from zerocli.plan.flats import plan_flats
-from zerocli.plan.inputs import shape_of
+from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.measure import LiveBytes, update_arrays
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.memory.flats import plan_flats
+from zerocli.plan.memory.step import ROUNDING
 from zerocli.plan.setup import Setup
-from zerocli.plan.step import ROUNDING
 
 MODEL = ModelConfig(layers=3, hidden=64, heads=4, vocab=600, tie=False)
 SEQ = 8

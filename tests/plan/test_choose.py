@@ -19,22 +19,22 @@ from zerocli.config import load as load_config
 from zerocli.config.options import AUTOMATIC, automatic_keys
 from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute, read_recompute
-from zerocli.plan import checks
-from zerocli.plan.automatic import choose_setup, flags, keywords, may_compile, with_choice
-from zerocli.plan.build import plan_model
-from zerocli.plan.checks import COMPILING
-from zerocli.plan.choose import HOST_MARGIN, Choice, _Search, choose
-from zerocli.plan.hardware import PRESETS, Hardware
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import MARGIN
-from zerocli.plan.rough import RoughPlans
-from zerocli.plan.search import weigh
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.memory.quick import QuickPlans
+from zerocli.plan.memory.step import Replay
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.models.traced import Traced
+from zerocli.plan.search.auto import COMPILING, HOST_MARGIN, Choice, _Search, choose, with_margins
+from zerocli.plan.search.automatic import choose_setup, flags, keywords, may_compile, with_choice
+from zerocli.plan.search.candidates import weigh
+from zerocli.plan.search.recompute import MARGIN
 from zerocli.plan.setup import Setup
-from zerocli.plan.step import Replay
-from zerocli.plan.traced import Traced
+from zerocli.plan.time.hardware import PRESETS, Hardware
 
 LARGE = ModelConfig(layers=32, hidden=2560, heads=20, vocab=50304, tie=False)
 THIRTEEN = ModelConfig(family="llama", layers=40, hidden=5120, heads=40, vocab=32000, mlp_hidden=13824, tie=False)
+LLAMA_7B = ModelConfig(family="llama", layers=32, hidden=4096, heads=32, vocab=32000)
 ONE = dataclasses.replace(
     PRESETS["h200"], pcie=54.3, both_ways=0.9, gpus=1, host_memory=115 << 30, nvme_space=50 << 30, disk=3.0
 )
@@ -52,7 +52,7 @@ def capped(gib: float, hardware: Hardware = ONE) -> Hardware:
 @pytest.mark.parametrize("gib", [32, *(pytest.param(gib, marks=pytest.mark.long) for gib in (8, 12, 16, 24, 48, 139))])
 def test_no_placement_by_hand_is_faster(gib):
     shape, hardware = shape_of(LARGE, 1024), capped(gib)
-    best = choose_setup(shape, setup(), hardware, FREE).best
+    best = choose_setup(Formula(shape), setup(), hardware, FREE).best
     assert best is not None and best.estimate is not None
     assert best.plan.needed("hbm") <= hardware.gpu_memory * (1 - MARGIN)
     assert best.plan.needed("dram") <= hardware.host_memory * (1 - HOST_MARGIN)
@@ -61,7 +61,9 @@ def test_no_placement_by_hand_is_faster(gib):
     placements += [f"optimizer=hbm:{size}GiB+cpu,activations=cpu" for size in (4, 8, 16, 20)]
     placements += ["params=hbm:3GiB+cpu,grads=cpu,optimizer=cpu,activations=cpu"]
     for text, policy in itertools.product(placements, ("keep", "selective", "recompute", "recompute:16")):
-        by_hand = weigh(shape, setup(offload=text, recompute=read_recompute(policy)), capped(gib * (1 - MARGIN)))
+        by_hand = weigh(
+            Formula(shape), setup(offload=text, recompute=read_recompute(policy)), capped(gib * (1 - MARGIN))
+        )
         if by_hand.fits and by_hand.estimate is not None:
             assert best.estimate.seconds <= by_hand.estimate.seconds * 1.02, (text, policy)
 
@@ -91,8 +93,8 @@ def test_what_once_was_faster_by_hand(model, sizes, machine, by_hand):
     shape = shape_of(model, sizes["seq"])
     hardware = capped(gib, dataclasses.replace(PRESETS[name], gpus=ranks, host_memory=host << 30))
     asked = setup(**sizes, ranks_per_node=ranks)
-    best = choose_setup(shape, asked, hardware, FREE).best
-    other = weigh(shape, dataclasses.replace(asked, **by_hand), capped(gib * (1 - MARGIN), hardware))
+    best = choose_setup(Formula(shape), asked, hardware, FREE).best
+    other = weigh(Formula(shape), dataclasses.replace(asked, **by_hand), capped(gib * (1 - MARGIN), hardware))
     assert best is not None and best.fits and other.fits
     assert best.cost <= other.cost * 1.005
 
@@ -104,14 +106,14 @@ def test_stages_that_cannot_fit_are_left_out_and_nothing_else_is(gib, monkeypatc
     machine = capped(gib, dataclasses.replace(PRESETS["h100"], host_memory=60 << 30))
 
     def found() -> Choice:
-        return choose_setup(shape_of(model, 1024), asked, machine, FREE)
+        return choose_setup(Formula(shape_of(model, 1024)), asked, machine, FREE)
 
     some = found()
-    monkeypatch.setattr("zerocli.plan.choose.TOO_HIGH", math.inf)
+    monkeypatch.setattr(_Search, "_may_fit", lambda *_: True)
     every = found()
     assert [each.setup for each in some.fitting] == [each.setup for each in every.fitting]
     assert (some.nearest and some.nearest.setup) == (every.nearest and every.nearest.setup)
-    stages = {stage: weigh(shape_of(model, 1024), lean(asked, stage), machine).fits for stage in (0, 1, 2, 3)}
+    stages = {stage: weigh(Formula(shape_of(model, 1024)), lean(asked, stage), machine).fits for stage in (0, 1, 2, 3)}
     assert some.number < every.number or all(stages.values())
 
 
@@ -143,7 +145,7 @@ def test_no_placement_by_hand_is_faster_for_random_models(seed):
         nvme_space=int(states * local * rng.uniform(0, 3)),
     )
     asked = setup(ranks=ranks, ranks_per_node=local, batch=batch, seq=seq)
-    best = choose_setup(shape, asked, hardware, FREE).best
+    best = choose_setup(Formula(shape), asked, hardware, FREE).best
     limits = dataclasses.replace(
         hardware,
         gpu_memory=int(hardware.gpu_memory * (1 - MARGIN)),
@@ -159,7 +161,7 @@ def test_no_placement_by_hand_is_faster_for_random_models(seed):
     for stage, text, policy in itertools.product((1, 2, 3) if ranks > 1 else (3,), placements, policies):
         tried = dataclasses.replace(asked, stage=stage, offload=text, recompute=read_recompute(policy))
         with contextlib.suppress(UserError):  # a stage without that placement
-            by_hand = weigh(shape, tried, limits)
+            by_hand = weigh(Formula(shape), tried, limits)
             if by_hand.fits:
                 assert best is not None and best.cost <= by_hand.cost * 1.02, (stage, text, policy)
 
@@ -176,11 +178,22 @@ def test_what_fits_with_all_states_off_the_device_is_not_refused(seed):
     asked = setup(ranks=draw.choice([1, 8]), ranks_per_node=8, batch=draw.choice([8, 32, 64]), seq=4096)
     shape, hardware = shape_of(model, 4096), dataclasses.replace(PRESETS["h200"], host_memory=8 << 40)
     kinds = dict.fromkeys(("parameters", "gradients", "optimizer", ACTIVATIONS), (Share("dram"),))
-    least = weigh(shape, dataclasses.replace(asked, recompute=True, offload=Placement(kinds)), hardware)
+    least = weigh(Formula(shape), dataclasses.replace(asked, recompute=True, offload=Placement(kinds)), hardware)
     needed = least.plan.needed("hbm") / (1 - MARGIN)
     small = dataclasses.replace(hardware, gpu_memory=int(needed * draw.uniform(1.001, 1.1)))
-    choice = choose_setup(shape, asked, small, FREE)
+    choice = choose_setup(Formula(shape), asked, small, FREE)
     assert choice.best is not None and choice.best.cost <= least.cost * 1.001
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_no_choice_is_slower_than_a_plain_placement_that_fits(tie):
+    """Fragmentation of a mixture of whole and selective blocks says nothing about blocks that are all whole."""
+    model = Formula(shape_of(dataclasses.replace(LLAMA_7B, tie=tie), 2048))
+    asked = setup(ranks=1, batch=4, seq=2048, recompute="auto")
+    machine = dataclasses.replace(capped(31, PRESETS["h200"]), host_memory=115 << 30, nvme_space=0)
+    best = choose_setup(model, asked, machine, FREE).best
+    plain = weigh(model, dataclasses.replace(asked, offload="optimizer=cpu", recompute=True), with_margins(machine))
+    assert best is not None and plain.fits and best.cost <= plain.cost
 
 
 def test_what_only_lacks_the_margin_is_said_to_lack_memory(capsys):
@@ -223,12 +236,12 @@ def test_the_same_inputs_give_the_same_choice_by_its_own_flags():
     rng = random.Random(5)
     for _ in range(2):
         shape, hardware = shape_of(LARGE, 1024), capped(rng.uniform(6, 60))
-        one, two = (choose_setup(shape, setup(), hardware, FREE).best for _ in range(2))
+        one, two = (choose_setup(Formula(shape), setup(), hardware, FREE).best for _ in range(2))
         assert one is not None and two is not None and flags(one) == flags(two)
         words = flags(one).split()
         policy = words[-1].partition("=")[2]
         text = words[words.index("--offload") + 1] if "--offload" in words else ""
-        again = weigh(shape, setup(offload=text, recompute=read_recompute(policy)), hardware)
+        again = weigh(Formula(shape), setup(offload=text, recompute=read_recompute(policy)), hardware)
         assert again.plan.rows == one.plan.rows and again.estimate == one.estimate
 
 
@@ -239,17 +252,19 @@ def test_what_the_command_line_sets_is_kept():
     assert automatic_keys(("activations.policy=keep", "model.compile=auto"), flags_given) == free
     assert automatic_keys(("activations.policy=keep", "model.compile=true"), flags_given) == free - {"model.compile"}
     shape = shape_of(LARGE, 1024)
-    kept = choose_setup(shape, setup(stage=2, recompute=False), capped(60), FREE - {"zero.stage", "activations.policy"})
+    kept = choose_setup(
+        Formula(shape), setup(stage=2, recompute=False), capped(60), FREE - {"zero.stage", "activations.policy"}
+    )
     assert {each.setup.stage for each in kept.fitting} == {2}
     assert {each.setup.recomputed for each in kept.fitting} == {Recompute()}
     asked = setup(offload="optimizer=cpu")
-    fixed = choose_setup(shape, asked, capped(60), FREE - {"offload.placement"})
+    fixed = choose_setup(Formula(shape), asked, capped(60), FREE - {"offload.placement"})
     assert {str(each.setup.offload) for each in fixed.fitting} == {"optimizer=cpu"}
     # At caps around what it needs a budget by hand stays as it is, or nothing fits.
     asked = setup(offload="optimizer=hbm:8GiB+cpu", recompute=True)
     least = plan_model(shape, asked).needed("hbm") / 2**30 / (1 - MARGIN)
     for cap in (least * 0.97, least * 1.001, least * 1.03):
-        kept = choose_setup(shape, asked, capped(cap), FREE - {"offload.placement", "activations.policy"})
+        kept = choose_setup(Formula(shape), asked, capped(cap), FREE - {"offload.placement", "activations.policy"})
         assert {str(each.setup.offload) for each in kept.fitting} <= {str(asked.offload)}
         assert bool(kept.fitting) == (cap > least)
 
@@ -257,7 +272,9 @@ def test_what_the_command_line_sets_is_kept():
 def test_where_only_exact_plans_fit_the_choice_is_compiled_too(monkeypatch):
     monkeypatch.setattr(_Search, "_checked", lambda *_: [])  # as if no rough plan had fitted
     shape = shape_of(NARROW, 1024)
-    eager, long = (choose_setup(shape, setup(batch=8), capped(3.5), FREE, steps=steps).best for steps in (1, 100_000))
+    eager, long = (
+        choose_setup(Formula(shape), setup(batch=8), capped(3.5), FREE, steps=steps).best for steps in (1, 100_000)
+    )
     assert eager is not None and long is not None
     assert not eager.setup.compiled and long.setup.compiled and long.cost < eager.cost
 
@@ -267,7 +284,7 @@ NARROW = ModelConfig(layers=40, hidden=512, heads=8, vocab=32000, tie=False)
 
 def test_blocks_are_compiled_where_that_pays_for_itself():
     """Recomputation of narrow blocks is bound by the host, which compiled ones need less of."""
-    shape, small = shape_of(NARROW, 1024), capped(3.5)
+    shape, small = Formula(shape_of(NARROW, 1024)), capped(3.5)
 
     def chosen(steps: int, hardware: Hardware = small, model: Any = shape) -> Any:
         return choose_setup(model, setup(batch=8), hardware, FREE, steps=steps).best
@@ -282,7 +299,7 @@ def test_blocks_are_compiled_where_that_pays_for_itself():
     # Compiled blocks are recomputed at another price: what is best for eager ones is not for these.
     assert alike.fits and long.cost < alike.cost and long.setup.recompute != eager.setup.recompute
     # Wide blocks that are kept: the host's time is hidden, and a compiled one moves few bytes less.
-    wide = shape_of(LARGE, 1024)
+    wide = Formula(shape_of(LARGE, 1024))
     assert not chosen(200, capped(139), wide).setup.compiled
 
 
@@ -293,7 +310,7 @@ def test_only_what_is_left_open_is_compiled_by_choice():
     assert may_compile(config, setup(device="cpu"), FREE) == 0
     fixed = load_config("tiny", sets=("model.compile=false",))
     assert may_compile(fixed, asked, FREE) == 0
-    best = choose_setup(shape_of(NARROW, 1024), setup(batch=8), capped(3.5), FREE, steps=100_000).best
+    best = choose_setup(Formula(shape_of(NARROW, 1024)), setup(batch=8), capped(3.5), FREE, steps=100_000).best
     assert best is not None
     assert with_choice(config, best, 1000).model.compile is True and with_choice(config, best).model.compile == "auto"
 
@@ -323,7 +340,7 @@ def test_a_global_batch_that_the_ranks_do_not_divide_is_refused(capsys):
 
 def test_the_batch_of_a_trace_is_kept(monkeypatch):
     """Its bytes and times are those of the batch that was traced."""
-    monkeypatch.setattr("zerocli.plan.automatic.choose", lambda *given: given[5])
+    monkeypatch.setattr("zerocli.plan.search.automatic.choose", lambda *given: given[5])
     traced = Traced("some", (), 0, {}, {}, {}, 0)
     assert choose_setup(traced, setup(batch=4, accumulate=4), ONE, FREE, global_batch=16) == [4]
 
@@ -332,7 +349,7 @@ def test_a_smaller_micro_batch_is_tried_where_no_half_fits():
     """A part of 9 has no halves: without 1 among the choices nothing would fit."""
     shape = shape_of(load_config("llama3-8b").model, 8192)
     asked = setup(ranks=8, ranks_per_node=8, batch=9, seq=8192)
-    best = choose_setup(shape, asked, PRESETS["rtx4090"], FREE, global_batch=72).best
+    best = choose_setup(Formula(shape), asked, PRESETS["rtx4090"], FREE, global_batch=72).best
     assert best is not None and best.setup.batch == 1 and best.setup.accumulate == 9
 
 
@@ -340,9 +357,9 @@ def test_a_smaller_micro_batch_is_tried_where_no_half_fits():
 def test_a_global_batch_is_divided_into_micro_batches():
     shape = shape_of(LARGE, 1024)
     asked = setup(batch=16, accumulate=4)
-    best = choose_setup(shape, asked, capped(24), FREE, global_batch=64).best
+    best = choose_setup(Formula(shape), asked, capped(24), FREE, global_batch=64).best
     assert best is not None and best.setup.batch * best.setup.accumulate == 64
-    one = choose_setup(shape, asked, capped(24), FREE - {"train.batch"}, global_batch=64).best
+    one = choose_setup(Formula(shape), asked, capped(24), FREE - {"train.batch"}, global_batch=64).best
     assert one is not None and one.setup.batch == 16
     assert best.cost <= one.cost * 1.001
 
@@ -350,10 +367,10 @@ def test_a_global_batch_is_divided_into_micro_batches():
 @pytest.mark.long
 def test_host_memory_that_is_too_small_spills_to_disks():
     hardware = dataclasses.replace(capped(16), host_memory=24 << 30, nvme_space=200 << 30)
-    best = choose_setup(shape_of(LARGE, 1024), setup(), hardware, FREE).best
+    best = choose_setup(Formula(shape_of(LARGE, 1024)), setup(), hardware, FREE).best
     assert best is not None and best.plan.needed("nvme") > 0
     assert best.plan.needed("dram") <= hardware.host_memory * (1 - HOST_MARGIN)
-    nothing = choose_setup(shape_of(LARGE, 1024), setup(), dataclasses.replace(hardware, nvme_space=0), FREE)
+    nothing = choose_setup(Formula(shape_of(LARGE, 1024)), setup(), dataclasses.replace(hardware, nvme_space=0), FREE)
     assert nothing.best is None and nothing.nearest is not None and nothing.nearest.over
 
 
@@ -363,7 +380,7 @@ def test_the_update_runs_where_it_is_faster_by_measured_rates():
     slow = dataclasses.replace(capped(16), pcie=4.0, adam=20.0)
     measured = dataclasses.replace(slow, products=700.0)
     few = dataclasses.replace(measured, adam=0.3)
-    best, usual, here = (choose_setup(shape, setup(), each, FREE).best for each in (measured, few, slow))
+    best, usual, here = (choose_setup(Formula(shape), setup(), each, FREE).best for each in (measured, few, slow))
     assert best is not None and usual is not None and here is not None
     assert (best.setup.update, usual.setup.update, here.setup.update) == ("cpu", "auto", "auto")
     assert best.cost < 0.8 * usual.cost and best.plan.needed("hbm") <= 16 * 2**30 * (1 - MARGIN)
@@ -376,9 +393,9 @@ def test_the_update_runs_where_it_is_faster_by_measured_rates():
 def test_a_choice_needs_few_exact_plans_and_few_replays(monkeypatch):
     """An exact plan takes some 30 ms and the replay of a step 5, so a choice among all stages takes a second."""
     exact, replays, run = [], [], Replay.run_step
-    monkeypatch.setattr(checks, "weigh", lambda *args: exact.append(1) or weigh(*args))
+    monkeypatch.setattr("zerocli.plan.search.auto.weigh", lambda *args: exact.append(1) or weigh(*args))
     monkeypatch.setattr(Replay, "run_step", lambda replay: replays.append(1) or run(replay))
-    choice = choose(shape_of(LARGE, 1024), setup(ranks=8, recompute="auto"), capped(20), (0, 1, 2, 3))
+    choice = choose(Formula(shape_of(LARGE, 1024)), setup(ranks=8, recompute="auto"), capped(20), (0, 1, 2, 3))
     assert choice.number > 50
     assert len(exact) < 25 and len(replays) < 120
 
@@ -386,7 +403,7 @@ def test_a_choice_needs_few_exact_plans_and_few_replays(monkeypatch):
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
 def test_rough_plans_are_near_exact_ones(stage):
     """Beside fragmentation, which they do not know."""
-    shape, device = shape_of(LARGE, 1024), RoughPlans(shape_of(LARGE, 1024))
+    shape, device = shape_of(LARGE, 1024), QuickPlans(shape_of(LARGE, 1024))
     states = ["", "optimizer=cpu", "optimizer=hbm:2GiB+cpu", "activations=cpu"]
     states += ["optimizer=cpu,grads=cpu", "optimizer=cpu,grads=hbm:1GiB+cpu"] if stage > 1 else []
     states += ["cpu", "optimizer=cpu,grads=cpu,params=hbm:1GiB+cpu"] if stage > 2 else []

@@ -19,12 +19,13 @@ from zerocli.cli import fit
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
 from zerocli.layout.categories import CATEGORIES
-from zerocli.plan import search
-from zerocli.plan.hardware import PRESETS
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.largest import Search, largest_shape, sized
-from zerocli.plan.render import command_lines
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.report.text import command_lines
+from zerocli.plan.search import candidates as search
+from zerocli.plan.search.largest import Search, largest_size
 from zerocli.plan.setup import Setup
+from zerocli.plan.time.hardware import PRESETS
 
 
 @pytest.fixture(autouse=True)
@@ -129,14 +130,14 @@ def test_a_change_that_fits_is_not_left_out_by_its_rough_plan(seed, monkeypatch)
     model = ModelConfig(family=draw.choice(["gpt2", "llama"]), vocab=draw.choice([1000, 50304]), **sizes)
     setup = Setup(stage=1, ranks=draw.choice([1, 4]), batch=8, seq=1024, recompute=draw.choice(["auto", False]))
     shape = shape_of(model, 1024)
-    needed = search.weigh(shape, setup, PRESETS["h100"]).plan.needed("hbm")
+    needed = search.weigh(Formula(shape), setup, PRESETS["h100"]).plan.needed("hbm")
     for share in (0.9, 0.3):
         host = draw.choice([8, 512]) << 30
         small = dataclasses.replace(PRESETS["h100"], gpu_memory=int(share * needed), host_memory=host)
-        found = search.smallest_change(shape, setup, small)
+        found = search.smallest_change(Formula(shape), setup, small)
         with monkeypatch.context() as patch:
             patch.setattr(search, "may_fit", lambda *_: True)
-            assert search.smallest_change(shape, setup, small) == found
+            assert search.smallest_change(Formula(shape), setup, small) == found
 
 
 def test_the_table_marks_the_fastest_and_explains_every_row(capsys):
@@ -573,7 +574,7 @@ def test_one_block_more_than_the_largest_model_does_not_fit():
     setup = Setup(stage=0, ranks=1, batch=1, seq=128, recompute=True)
     shape = shape_of(ModelConfig(layers=12, hidden=768, heads=12, vocab=1000), setup.seq)
     hardware = dataclasses.replace(PRESETS["h200"], gpus=1, gpu_memory=20 * 2**30)
-    largest = largest_shape(shape, Search(setup, hardware, hardware, [0], Placement()))
+    largest = largest_size(Formula(shape), Search(setup, hardware, hardware, [0], Placement()))
     assert largest is not None and search.weigh(largest, setup, hardware).fits
-    deeper = sized(shape, setup, largest.layers + 1, largest.hidden)
+    deeper = largest.sized(setup, largest.blocks + 1, largest.dimensions["hidden"])
     assert not search.weigh(deeper, setup, hardware).fits

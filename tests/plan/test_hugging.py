@@ -16,10 +16,10 @@ from hf_drawn import draw
 
 from zerocli.cli import main as cli
 from zerocli.errors import ConfigError, UserError
-from zerocli.plan import hugging
-from zerocli.plan.families import FAMILIES, read_shape
-from zerocli.plan.fields import NoFormula
-from zerocli.plan.inputs import read_source
+from zerocli.plan.blocks import hugging
+from zerocli.plan.blocks.families import FAMILIES, read_shape
+from zerocli.plan.blocks.fields import NoFormula
+from zerocli.plan.blocks.inputs import read_source
 from zerocli.plan.setup import Setup
 
 pytest.importorskip("transformers")
@@ -251,7 +251,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path, capsys):
 
 def test_a_model_that_cannot_be_traced_is_counted(tmp_path, capsys, monkeypatch):
     """Mamba without its kernels loops over tokens: too many operations for fake tensors."""
-    monkeypatch.setattr("zerocli.plan.trace.MAX_OPERATIONS", 100)
+    monkeypatch.setattr("zerocli.plan.models.trace.MAX_OPERATIONS", 100)
     code, answer, _ = fit(CONFIGS["mamba"], tmp_path, capsys, "--seq", "16")
     assert code == 0 and answer["model"]["parameters"] == count(CONFIGS["mamba"]) and not answer["model"]["whole"]
     assert any("activations are not counted" in note for note in answer["notes"])
@@ -260,10 +260,10 @@ def test_a_model_that_cannot_be_traced_is_counted(tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize("most", range(288, 294))
 def test_a_trace_that_is_too_long_ends_with_an_error_wherever_it_is(most, monkeypatch):
     """From inside some operations an exception would end the process: here every other number of operations did."""
-    from zerocli.plan.resolve import loss
-    from zerocli.plan.trace import trace
+    from zerocli.plan.models.resolve import loss
+    from zerocli.plan.models.trace import trace
 
-    monkeypatch.setattr("zerocli.plan.trace.MAX_OPERATIONS", most)
+    monkeypatch.setattr("zerocli.plan.models.trace.MAX_OPERATIONS", most)
     config = hugging.read_config(hugging.ConfigFile(CONFIGS["mamba"], {}, "config.json"))
     with pytest.raises(UserError, match=f"more than {most} operations"):
         trace("mamba", lambda: hugging.build(config), [Setup(ranks=2, stage=3, batch=2, seq=16)], loss, whole=False)
@@ -278,9 +278,9 @@ def test_sizes_that_no_model_has_are_refused():
 @pytest.mark.parametrize("recompute", [False, True, "selective"])
 @pytest.mark.parametrize("name", some(["gemma2", "deepseek_v3", "t5", "vit"], ("vit",)))
 def test_a_shallow_trace_gives_the_bytes_of_the_whole_model(name, recompute):
-    from zerocli.plan.depth import KEPT, ROUNDED
-    from zerocli.plan.resolve import loss
-    from zerocli.plan.trace import trace
+    from zerocli.plan.models.depth import KEPT, ROUNDED
+    from zerocli.plan.models.resolve import loss
+    from zerocli.plan.models.trace import trace
 
     deep = {key: 9 for key in ("num_hidden_layers", "num_layers") if key in CONFIGS[name]}
     config = hugging.read_config(hugging.ConfigFile(CONFIGS[name] | deep, {}, "config.json"))

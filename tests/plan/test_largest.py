@@ -7,7 +7,7 @@ import json
 import pytest
 
 from zerocli.cli import main as cli
-from zerocli.plan.recompute import MARGIN
+from zerocli.plan.search.recompute import MARGIN
 
 SMALL = ("gpt2-124m", "--ranks", "2", "--hardware", "rtx4090")
 

@@ -16,9 +16,9 @@ from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
 from zerocli.layout import constants
 from zerocli.models import build
-from zerocli.plan.build import plan_model
-from zerocli.plan.inputs import shape_of
+from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.measure import LiveBytes
+from zerocli.plan.memory.build import plan_model
 from zerocli.plan.setup import Setup
 
 SMALL = ModelConfig(layers=2, hidden=64, heads=4, vocab=3000)

@@ -17,18 +17,18 @@ from zerocli.config import ModelConfig
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
 from zerocli.models import build
-from zerocli.plan import tape
-from zerocli.plan.build import plan_model, plan_traced
-from zerocli.plan.decoder import Batch, Decoder
-from zerocli.plan.families import read_shape
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.ledger import Ledger, Storage
-from zerocli.plan.lora import Lora, parse_lora
+from zerocli.plan.blocks.families import read_shape
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.blocks.lora import Lora, parse_lora
+from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.measure import LiveBytes
+from zerocli.plan.memory import tape
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.memory.decoder import Batch, Decoder
+from zerocli.plan.memory.ledger import Ledger, Storage
+from zerocli.plan.models.trace import trace
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
-from zerocli.plan.shape import Shape
-from zerocli.plan.trace import trace
 
 SMALL = ModelConfig(layers=4, hidden=32, heads=4, vocab=150)
 
@@ -277,6 +277,6 @@ def test_a_traced_factory_with_frozen_parameters_is_what_the_engine_takes(stage)
             return frozen_factory()
 
     traced = trace("frozen", make, [asked])
-    plan = plan_traced(traced, asked)
+    plan = traced.plan(asked)
     assert traced.trainable_numel == shape_of(SMALL, 24).adapted(parse_lora("4:q,v")).trainable_numel
     assert peak * 0.99 <= plan.allocated <= peak * 1.02, (peak, plan.allocated)

@@ -27,16 +27,16 @@ from zerocli.layout import constants
 from zerocli.layout.categories import CATEGORIES
 from zerocli.layout.recompute import Recompute
 from zerocli.models import build
-from zerocli.plan.build import plan_model
-from zerocli.plan.decoder import Batch, Decoder
-from zerocli.plan.families import read_shape
-from zerocli.plan.flats import arenas, plan_flats
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.ledger import Ledger, Storage
+from zerocli.plan.blocks.families import read_shape
+from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.measure import LiveBytes
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.memory.decoder import Batch, Decoder
+from zerocli.plan.memory.flats import arenas, plan_flats
+from zerocli.plan.memory.ledger import Ledger, Storage
+from zerocli.plan.memory.step import Replay
+from zerocli.plan.memory.tape import INPUT, SHARED, Tape, Tensor
 from zerocli.plan.setup import Setup, setup_of
-from zerocli.plan.step import Replay
-from zerocli.plan.tape import INPUT, SHARED, Tape, Tensor
 
 SMALL = ModelConfig(layers=3, hidden=32, heads=4, vocab=150)
 
@@ -326,7 +326,7 @@ def test_arenas_are_those_that_host_memory_maps(sizes):
 
 def test_swap_files_are_as_large_as_planned(tmp_path):
     from tiers.nvme import NvmeTier
-    from zerocli.plan.flats import swap
+    from zerocli.plan.memory.flats import swap
 
     for sizes in ([1000], [5 << 20, 30 << 20, 100, 9 << 20], [70 << 20], [8 << 20] * 3):
         with NvmeTier(paths=[tmp_path]) as tier:

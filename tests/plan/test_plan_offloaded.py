@@ -19,12 +19,12 @@ from zerocli.engine.events import Probe
 from zerocli.engine.settings import Settings
 from zerocli.layout import constants
 from zerocli.models import build
-from zerocli.plan.build import plan_model
-from zerocli.plan.flats import plan_flats
-from zerocli.plan.inputs import shape_of
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.memory.flats import plan_flats
+from zerocli.plan.memory.runtime import DISK_THREADS
+from zerocli.plan.memory.saves import buffer
 from zerocli.plan.rows import Plan
-from zerocli.plan.runtime import DISK_THREADS
-from zerocli.plan.saves import buffer
 from zerocli.plan.setup import Setup
 from zerocli.profile import places
 
@@ -170,8 +170,8 @@ def test_saved_checkpoints_are_as_large_as_planned(stage, tp, tmp_path):
 
 def test_a_saves_buffer_is_within_its_key():
     setup = Setup(stage=3, ranks=8, checkpoints=3, checkpoint_buffer=1 << 30)
-    from zerocli.plan.families import read_shape
-    from zerocli.plan.flats import plan_flats
+    from zerocli.plan.blocks.families import read_shape
+    from zerocli.plan.memory.flats import plan_flats
 
     flats = plan_flats(read_shape({"model_type": "llama"}, {}, "llama"), setup)
     assert buffer(setup, flats) == 1 << 30 and constants.SAVE_SLOT_NBYTES == 32 << 20

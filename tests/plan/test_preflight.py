@@ -11,7 +11,7 @@ from zerocli import machine
 from zerocli.cli import main as cli
 from zerocli.errors import UserError
 from zerocli.machine import Gpu
-from zerocli.plan.preflight import ACCURACY, preflight, refuse
+from zerocli.plan.report.preflight import ACCURACY, preflight, refuse
 
 GIB = 2**30
 

@@ -19,16 +19,19 @@ from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
 from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
-from zerocli.plan import recompute
-from zerocli.plan.build import plan_model, plan_traced
-from zerocli.plan.choose import choose
-from zerocli.plan.hardware import Hardware
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import MARGIN, choices, choose_recompute, decide, needed_by
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.blocks.shape import Shape
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.models import formula
+from zerocli.plan.models.counted import Counted
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.models.trace import step_bytes, trace
+from zerocli.plan.models.traced import TRACED, Traced
+from zerocli.plan.search import recompute
+from zerocli.plan.search.auto import choose
+from zerocli.plan.search.recompute import MARGIN, choices, choose_recompute, decide, needed_by
 from zerocli.plan.setup import Setup
-from zerocli.plan.shape import Shape
-from zerocli.plan.trace import step_bytes, trace
-from zerocli.plan.traced import TRACED, Traced
+from zerocli.plan.time.hardware import Hardware
 
 GIB = 2**30
 
@@ -88,7 +91,7 @@ def test_the_choice_is_the_first_in_the_order_that_fits(seed):
     for limit in {*needed, min(needed) - 1, max(needed) + 1}:
         room = -int(-limit // (1 - MARGIN))
         allowed = int(room * (1 - MARGIN))
-        chosen, reason = choose_recompute(shape, setup, room)
+        chosen, reason = choose_recompute(Formula(shape), setup, room)
         fitting = [each for each, nbytes in zip(order, needed, strict=True) if nbytes <= allowed]
         if fitting:
             assert chosen == fitting[0], (limit, needed)
@@ -107,8 +110,8 @@ def test_a_hundred_layers_take_two_dozen_plans(monkeypatch):
         plans.append(given)
         return plan_model(*given)
 
-    monkeypatch.setattr(recompute, "plan_model", counted)
-    chosen = {room: choose_recompute(shape, setup, room * GIB)[0] for room in (8, 16, 24, 32, 48, 64, 80)}
+    monkeypatch.setattr(formula, "plan_model", counted)
+    chosen = {room: choose_recompute(Formula(shape), setup, room * GIB)[0] for room in (8, 16, 24, 32, 48, 64, 80)}
     places = [choices(100).index(each) for each in chosen.values()]
     assert places == sorted(places, reverse=True)
     assert 0 < chosen[24].whole < 100 == chosen[24].count and chosen[80] == NOTHING
@@ -128,8 +131,8 @@ def test_the_reason_names_what_is_kept_and_the_bytes():
         needed = needed_by(plan_model(shape, dataclasses.replace(setup, recompute=chosen)))
         room = int(needed / (1 - MARGIN)) + 1
         comparison = f"{needed / GIB:.1f} GiB of {room / GIB:.1f} GiB"
-        assert choose_recompute(shape, setup, room) == (chosen, f"{words} ({comparison})")
-    assert choose_recompute(shape, setup, GIB)[1].startswith("all 24 blocks recomputed (")
+        assert choose_recompute(Formula(shape), setup, room) == (chosen, f"{words} ({comparison})")
+    assert choose_recompute(Formula(shape), setup, GIB)[1].startswith("all 24 blocks recomputed (")
     assert recompute.describe(Recompute(0, 24), 24) == "all 24 blocks recomputed selectively"
     assert (
         recompute.describe(Recompute(2, 3), 24) == "19 of 24 blocks kept, 2 recomputed whole, 3 recomputed selectively"
@@ -139,15 +142,15 @@ def test_the_reason_names_what_is_kept_and_the_bytes():
 def test_checkpoints_with_a_place_of_their_own_are_of_all_blocks():
     shape = shape_of(ModelConfig(layers=4), 128)
     setup = Setup(stage=1, recompute="auto", offload="activations=cpu")
-    chosen, reason = choose_recompute(shape, setup, 1 << 50)
+    chosen, reason = choose_recompute(Formula(shape), setup, 1 << 50)
     assert chosen == Recompute(4) and reason.startswith("all 4 blocks recomputed (--offload activations=cpu")
 
 
 def test_only_auto_is_decided_and_an_undecided_plan_is_refused():
     shape = shape_of(ModelConfig(layers=4), 128)
     for asked in (True, False, 3, "selective", Recompute(1, 2)):
-        assert decide(shape, Setup(recompute=asked), 1) == (Setup(recompute=asked), "")
-    assert decide(10**9, Setup(recompute="auto"), 1) == (Setup(recompute=False), "")
+        assert decide(Formula(shape), Setup(recompute=asked), 1) == (Setup(recompute=asked), "")
+    assert decide(Counted(10**9), Setup(recompute="auto"), 1) == (Setup(recompute=False), "")
     with pytest.raises(UserError, match="decided by a device's memory"):
         plan_model(shape, Setup(recompute="auto"))
     for asked, words in ((5, "5"), (-1, "-1"), (Recompute(3, 2), "3 whole and 2 selective")):
@@ -235,7 +238,7 @@ def test_a_traced_model_recomputes_as_little_as_must_be():
     traced = traced_model(setup)
 
     def needed(recompute: Recompute) -> int:
-        return needed_by(plan_traced(traced, dataclasses.replace(setup, recompute=recompute)))
+        return needed_by(traced.plan(dataclasses.replace(setup, recompute=recompute)))
 
     order = choices(5)
     for each in order:
@@ -244,13 +247,13 @@ def test_a_traced_model_recomputes_as_little_as_must_be():
         assert decided.recompute == next(other for other in order if needed(other) <= limit)
         assert ("nothing recomputed" in reason) == (decided.recompute == NOTHING)
     assert len({needed(each) for each in order}) >= 9  # finer than all or nothing
-    assert decide(traced, setup, 1)[0].recompute == WHOLE
+    assert decide(traced, setup, 1)[0].recomputed == Recompute(5)
 
 
 def test_stages_whose_steps_were_not_traced_are_no_choices():
     setup = Setup(stage=2, ranks=2, ranks_per_node=2, batch=8, seq=128, device="cpu", recompute="auto")
     traced = traced_model(setup)
-    room = needed_by(plan_traced(traced, dataclasses.replace(setup, recompute=Recompute(3, 2))))
+    room = needed_by(traced.plan(dataclasses.replace(setup, recompute=Recompute(3, 2))))
     machine = Hardware("cpu", int(room / (1 - MARGIN)) + 1, 1.0, 10.0, 10.0, host_memory=GIB, nvme_space=0)
     found = choose(traced, setup, machine, (0, 1, 2, 3)).best
     assert found is not None and found.fits and found.setup.stage in (2, 3)
@@ -331,5 +334,5 @@ def test_a_dry_run_prints_the_choice(command, capsys):
 
 
 def test_the_choice_needs_no_torch():
-    code = "import sys, zerocli.plan.recompute, zerocli.plan.search; sys.exit('torch' in sys.modules)"
+    code = "import sys, zerocli.plan.search.recompute, zerocli.plan.search.candidates; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

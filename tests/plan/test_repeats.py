@@ -11,16 +11,16 @@ import pytest
 from zerocli.errors import UserError
 from zerocli.layout.flats import place
 from zerocli.layout.recompute import Recompute
-from zerocli.plan import flats as plan_flats_module
-from zerocli.plan import initialisation, step
-from zerocli.plan.arena import PAGE_NBYTES
-from zerocli.plan.build import plan_model
-from zerocli.plan.flats import plan_flats
-from zerocli.plan.lora import Lora
-from zerocli.plan.repeats import replayed
+from zerocli.plan.blocks.lora import Lora
+from zerocli.plan.blocks.shape import Shape
+from zerocli.plan.memory import flats as plan_flats_module
+from zerocli.plan.memory import initialisation, step
+from zerocli.plan.memory.arena import PAGE_NBYTES
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.memory.flats import plan_flats
+from zerocli.plan.memory.repeats import replayed
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
-from zerocli.plan.shape import Shape
 
 KINDS: dict[int, list[str]] = {0: [], 1: ["optimizer"], 2: ["optimizer", "grads"], 3: ["optimizer", "grads", "params"]}
 

@@ -13,14 +13,14 @@ import torch
 
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
-from zerocli.plan import host_times, seconds
-from zerocli.plan.build import plan_model
-from zerocli.plan.compute import passes
-from zerocli.plan.hardware import HOST, PRESETS, Hardware, HostTimes, this_machine
-from zerocli.plan.host_times import measure_host
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.seconds import DISK, LINK, Estimate, Phase, estimate, num_chunks
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory.build import plan_model
 from zerocli.plan.setup import Setup
+from zerocli.plan.time import host_times, seconds
+from zerocli.plan.time.compute import computed, num_chunks, passes
+from zerocli.plan.time.hardware import HOST, PRESETS, Hardware, HostTimes, this_machine
+from zerocli.plan.time.host_times import measure_host
+from zerocli.plan.time.seconds import DISK, LINK, Estimate, Phase, estimate
 
 MODEL = ModelConfig(layers=24, hidden=2048, heads=16, vocab=50304, tie=False)
 LARGE = dataclasses.replace(MODEL, layers=32, hidden=2560, heads=20)
@@ -33,7 +33,7 @@ MACHINE = dataclasses.replace(NODE, pcie=55.0, disk=4.05, adam=2.5)
 def timed(model: ModelConfig = MODEL, hardware: Hardware = NODE, **setup: Any) -> Estimate:
     asked = Setup(**(ALONE | setup))
     shape = shape_of(model, asked.seq)
-    return estimate(plan_model(shape, asked), shape, hardware)
+    return estimate(plan_model(shape, asked), computed(shape, asked, hardware.host), hardware)
 
 
 LLAMA = ModelConfig(family="llama", layers=16, hidden=2048, heads=32, vocab=50304, tie=False)
@@ -157,7 +157,7 @@ def test_chunks_of_a_streamed_update_cost_the_host_time():
     """Less staging makes more chunks; each has five transfers if everything is offloaded, two for states alone."""
     narrow = {"model": dataclasses.replace(MODEL, hidden=512, heads=8), "batch": 1, "seq": 128, "offload": "cpu"}
     shape = shape_of(narrow["model"], 128)
-    few, many = (num_chunks(shape, Setup(**ALONE, staging_nbytes=size << 20)) for size in (512, 64))
+    few, many = (num_chunks(shape.units(), Setup(**ALONE, staging_nbytes=size << 20)) for size in (512, 64))
     for offload, transfers in (("optimizer=cpu", 2), ("optimizer=cpu,grads=cpu", 3), ("cpu", 5)):
         case = narrow | {"offload": offload}
         took = {size: timed(**case, staging_nbytes=size << 20) for size in (512, 64)}

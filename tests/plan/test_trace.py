@@ -18,14 +18,13 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute
 from zerocli.models import build
 from zerocli.models.hugging import config_json
-from zerocli.plan import hugging
-from zerocli.plan.build import plan_traced
-from zerocli.plan.flats import plan_flats
-from zerocli.plan.inputs import shape_of
+from zerocli.plan.blocks import hugging
+from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.measure import LiveBytes
+from zerocli.plan.memory.flats import plan_flats
+from zerocli.plan.memory.step import Replay
+from zerocli.plan.models.trace import run, trace
 from zerocli.plan.setup import Setup
-from zerocli.plan.step import Replay
-from zerocli.plan.trace import run, trace
 
 MODEL = ModelConfig(layers=4, hidden=128, heads=4, vocab=3000)
 
@@ -200,7 +199,7 @@ def _mostly_frozen() -> nn.Module:
 def test_frozen_parameters_are_planned_as_frozen(stage, precision, offload):
     given = {"stage": stage, "precision": precision, "offload": offload}
     setup = Setup(ranks=1, ranks_per_node=1, batch=2, seq=32, device="cpu", **given)
-    planned = plan_traced(trace("frozen", _mostly_frozen, [setup]), setup).allocated
+    planned = trace("frozen", _mostly_frozen, [setup]).plan(setup).allocated
     live = LiveBytes()
     with torch.backends.mkldnn.flags(enabled=False), live:  # its refusal of bf16 on old cores costs more than matmuls
         decoder = _mostly_frozen()

@@ -15,16 +15,17 @@ from zerocli.config import ModelConfig
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE
 from zerocli.models import build
 from zerocli.models.loss import linear_cross_entropy
-from zerocli.plan import hugging
-from zerocli.plan.choose import choose
-from zerocli.plan.compute import BACKWARD_OPS, Work
-from zerocli.plan.hardware import PRESETS
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.operations import BALANCE, HOST_OPERATION, Operations
-from zerocli.plan.search import weigh
+from zerocli.plan.blocks import hugging
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.models.operations import BALANCE, HOST_OPERATION, Operations
+from zerocli.plan.models.trace import trace
+from zerocli.plan.models.traced import LOOKED_AT, REPEATED
+from zerocli.plan.search.auto import choose
+from zerocli.plan.search.candidates import weigh
 from zerocli.plan.setup import Setup
-from zerocli.plan.trace import trace
-from zerocli.plan.traced import LOOKED_AT, REPEATED
+from zerocli.plan.time.compute import BACKWARD_OPS, Work
+from zerocli.plan.time.hardware import PRESETS
 
 H200 = PRESETS["h200"]
 SETUP = Setup(stage=3, ranks=1, ranks_per_node=1, batch=8, seq=1024, precision="bf16", device="cuda", recompute=False)
@@ -140,7 +141,7 @@ def test_a_trace_of_a_model_with_a_formula_takes_as_long(layers):
     model = ModelConfig(family="gpt2", layers=layers, hidden=4096, heads=32, vocab=32000, tie=False)
     shape, traced = shape_of(model, 1024), trace("gpt2", lambda: build(model, 1024, "meta"), WAYS)
     for setup in WAYS:
-        formula, ours = (weigh(each, setup, H200).estimate for each in (shape, traced))
+        formula, ours = (weigh(each, setup, H200).estimate for each in (Formula(shape), traced))
         assert formula and ours
         assert ours.parts["compute"] == pytest.approx(formula.parts["compute"], rel=0.05), setup.recompute
         # A trace has a CPU's operations, of which kernels of ours on a GPU join several.

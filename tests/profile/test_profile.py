@@ -19,9 +19,9 @@ from zerocli.engine.events import Probe
 from zerocli.engine.streams import Waits
 from zerocli.layout.categories import CATEGORIES
 from zerocli.layout.recompute import Recompute
-from zerocli.plan.build import plan_model
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import MARGIN, needed_by
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.search.recompute import MARGIN, needed_by
 from zerocli.plan.setup import setup_of
 from zerocli.profile import clock as clocks
 from zerocli.profile.clock import Segment, Span
@@ -115,7 +115,7 @@ def test_the_system_is_asked_too(documents):
 def padded(document):
     """Elements of the units with their padding: (of one block, of the rest)."""
     model = document["settings"]["model"]
-    from zerocli.plan.flats import plan_flats
+    from zerocli.plan.memory.flats import plan_flats
     from zerocli.plan.setup import Setup
 
     shape = shape_of(ModelConfig(**model), 32)

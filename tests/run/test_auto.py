@@ -14,12 +14,13 @@ from runs import TINY, losses, train
 from zerocli import config as configs
 from zerocli.cli import main as cli
 from zerocli.config.options import AUTOMATIC, RunOptions
-from zerocli.plan import automatic
-from zerocli.plan.compute import Work
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import needed_by
-from zerocli.plan.search import plan_of
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.search import automatic
+from zerocli.plan.search.recompute import needed_by
 from zerocli.plan.setup import Setup, setup_of
+from zerocli.plan.time.compute import Work
 from zerocli.run.automatic import choose_here, choose_together
 
 FREE = frozenset(AUTOMATIC)
@@ -28,7 +29,7 @@ FREE = frozenset(AUTOMATIC)
 def needed(sets: list[str], **changes: object) -> int:
     config = configs.load("tiny", sets)
     setup = setup_of(config, ranks=2, ranks_per_node=2, device="cpu", **changes)
-    return needed_by(plan_of(shape_of(config.model, config.train.seq), setup))
+    return needed_by(plan_model(shape_of(config.model, config.train.seq), setup))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 20))])
@@ -110,7 +111,9 @@ def test_a_choice_is_replayed_by_its_command(tmp_path, capsys):
     setup = setup_of(config, ranks=1, ranks_per_node=1, precision="bf16")
     hardware = dataclasses.replace(automatic_machine(), gpu_memory=5 << 30, host_memory=20 << 30, nvme_space=1 << 40)
     steps = automatic.may_compile(config, setup, FREE)
-    choice = automatic.choose_setup(shape_of(config.model, config.train.seq), setup, hardware, FREE, steps=steps)
+    choice = automatic.choose_setup(
+        Formula(shape_of(config.model, config.train.seq)), setup, hardware, FREE, steps=steps
+    )
     assert choice.best is not None
     # The run folder's config has the choice; the command leaves open again what was.
     (tmp_path / "config.json").write_text(
@@ -181,7 +184,7 @@ def test_one_machine_without_a_compiler_decides_for_all(tmp_path, monkeypatch):
 
 
 def automatic_machine():
-    from zerocli.plan.hardware import PRESETS
+    from zerocli.plan.time.hardware import PRESETS
 
     return dataclasses.replace(PRESETS["h100"], pcie=41.5, disk=3.25, products=600.5)
 

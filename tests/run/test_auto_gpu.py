@@ -14,10 +14,10 @@ import pytest
 from runs import losses
 
 from zerocli import config as configs
-from zerocli.plan import bench
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.search import plan_of
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory.build import plan_model
 from zerocli.plan.setup import setup_of
+from zerocli.plan.time import bench
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ def draw(seed: int, folder: Path) -> tuple[list[str], int]:
             config, ranks=1, ranks_per_node=1, device="cuda", stage=3, offload=offload, recompute=recompute,
             update="stream",
         )  # fmt: skip
-        needs.append(plan_of(shape_of(config.model, config.train.seq), setup).needed("hbm"))
+        needs.append(plan_model(shape_of(config.model, config.train.seq), setup).needed("hbm"))
     return sets, int(rng.uniform(needs[0] * 1.1, max(needs[0] * 1.2, needs[1] * 1.1)))
 
 

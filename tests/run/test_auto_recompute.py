@@ -16,11 +16,11 @@ from torch import nn
 from zerocli import config as configs
 from zerocli.config import Config
 from zerocli.layout.recompute import NOTHING, WHOLE, Recompute
-from zerocli.plan.build import plan_model
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import MARGIN, describe, needed_by
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.models.traced import Traced
+from zerocli.plan.search.recompute import MARGIN, describe, needed_by
 from zerocli.plan.setup import setup_of
-from zerocli.plan.traced import Traced
 from zerocli.run.recompute import choose_blocks, trace_factory
 
 SETS = ("model.layers=4", "model.dropout=0.1", "train.seq=64")
@@ -139,7 +139,10 @@ def test_a_factorys_model_is_traced(monkeypatch):
     traced = trace_factory(factory("Stack"))
     assert isinstance(traced, Traced)
     assert torch.equal(torch.get_rng_state(), before)
-    for room, chosen, said in ((1 << 40, NOTHING, "nothing recomputed"), (1, WHOLE, "blocks recomputed")):
+    for room, chosen, said in (
+        (1 << 40, NOTHING, "nothing recomputed"),
+        (1, Recompute(traced.blocks), "blocks recomputed"),
+    ):
         recompute, reason = choose_blocks(factory("Stack"), traced, room)
         assert recompute == chosen and said in reason
 

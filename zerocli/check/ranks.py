@@ -28,7 +28,7 @@ from zerocli.engine.api import open_process_group
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
-from zerocli.plan.factory import build_external
+from zerocli.plan.blocks.factory import build_external
 from zerocli.run.steps import micro_step
 from zerocli.run.trainer import cap_device, make_engine, make_model, resolve
 

@@ -25,7 +25,7 @@ from zerocli.cli.train import arguments
 from zerocli.console import say, show, show_json
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, UserError
 from zerocli.layout.sizes import format_bytes
-from zerocli.plan.preflight import refuse_folders
+from zerocli.plan.report.preflight import refuse_folders
 from zerocli.ranks.worker import die_with_parent, worker_environment
 from zerocli.run.processes import launch
 from zerocli.run.processes.job import Job
@@ -234,8 +234,9 @@ def _choose(
 
 def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, dict[str, int]]:
     """Return the model's parameters, and the bytes that the unsharded run and the comparison need on each tier."""
-    from zerocli.plan.factory import count_external
-    from zerocli.plan.inputs import plan_config, shape_of
+    from zerocli.plan.blocks.factory import count_external
+    from zerocli.plan.blocks.inputs import shape_of
+    from zerocli.plan.report.preflight import plan_config
 
     if config.model.external:
         numel = count_external(config.model, config.train.seq)

@@ -14,7 +14,7 @@ from click.shell_completion import BashComplete, CompletionItem, FishComplete, Z
 
 from zerocli.config.file import bundled
 from zerocli.config.schema import FIELDS
-from zerocli.plan.hardware import ALIASES, PRESETS
+from zerocli.plan.time.hardware import ALIASES, PRESETS
 
 FILES = {"data", "html", "trace_file", "snapshot", "compare", "deepspeed", "eval_data"}
 FOLDERS = {"run_dir", "init_from", "nvme_path", "run", "out", "folder", "other"}

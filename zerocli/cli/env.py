@@ -8,9 +8,9 @@ import click
 
 from zerocli.console import show_json
 from zerocli.errors import OK
-from zerocli.plan import bench
-from zerocli.plan.hardware import HOST
-from zerocli.plan.preflight import refuse_folders
+from zerocli.plan.report.preflight import refuse_folders
+from zerocli.plan.time import bench
+from zerocli.plan.time.hardware import HOST
 
 
 @click.command()

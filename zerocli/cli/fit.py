@@ -17,20 +17,22 @@ from zerocli.config.options import automatic_keys
 from zerocli.console import colours, printable, show_if_unfit, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError, quote
 from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
-from zerocli.plan import automatic, largest, search
-from zerocli.plan.checks import kind_of
-from zerocli.plan.choose import with_budgets, with_margins
-from zerocli.plan.hardware import PRESETS, RATES, Hardware, preset, this_machine
-from zerocli.plan.inputs import Source, model_of, read_source
-from zerocli.plan.lora import Lora, parse_lora
-from zerocli.plan.render import render, render_machines
-from zerocli.plan.resolve import plan_source
+from zerocli.plan.blocks.inputs import Source, model_of, read_source
+from zerocli.plan.blocks.lora import Lora, parse_lora
+from zerocli.plan.memory.runtime import RUNTIME
+from zerocli.plan.memory.saves import SHARED, folder_of
+from zerocli.plan.models.counted import Counted
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.models.model import Model
+from zerocli.plan.models.resolve import plan_source
+from zerocli.plan.report.text import render, render_machines
+from zerocli.plan.report.verdict import Budget, Verdict, document, machines_document, unplanned
 from zerocli.plan.rows import Row
-from zerocli.plan.runtime import RUNTIME
-from zerocli.plan.saves import SHARED, folder_of
+from zerocli.plan.search import automatic, largest
+from zerocli.plan.search import candidates as search
+from zerocli.plan.search.auto import kind_of, with_budgets, with_margins
 from zerocli.plan.setup import Setup, setup_of
-from zerocli.plan.shape import Shape
-from zerocli.plan.verdict import Budget, Verdict, document, machines_document, unplanned
+from zerocli.plan.time.hardware import PRESETS, RATES, Hardware, preset, this_machine
 
 DEFAULT_HARDWARE = "h100"
 STAGES = (0, 1, 2, 3)
@@ -123,7 +125,8 @@ class Question:
 
 def _unplanned(source: Source, hardware: Hardware, notes: list[str]) -> dict[str, Any]:
     """Return the document for states that have no place in the budgets of `--offload`: nothing can be planned."""
-    return unplanned(printable(source.name), source.shape or source.count or None, hardware, notes)
+    model: Model | None = Formula(source.shape) if source.shape else Counted(source.count) if source.count else None
+    return unplanned(printable(source.name), model, hardware, notes)
 
 
 def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
@@ -143,18 +146,9 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     if lora is not None:
         _refuse_lora(source, ask.trace, setup)
     planned = _model(source, ask.trace, _undecided(setup, free), stages, notes, lora, chooses=bool(given["auto"]))
-    if lora is not None and isinstance(planned, Shape):
-        notes.append(
-            f"LoRA of rank {lora.rank} on {', '.join(lora.of(*planned.projections()))}: "
-            f"{planned.trainable_numel:,} parameters are trained, in {setup.precision}; the others are frozen"
-        )
-        notes += [
-            f"{planned.family} of transformers has {', '.join(names)} in one matrix: peft makes one adapter for it, "
-            f"of {theirs:,} parameters instead of {own:,}"
-            for names, (own, theirs) in planned.adapters_in_common().items()
-        ]
+    notes += planned.notes(setup)
     if ask.largest:
-        if not isinstance(planned, Shape):
+        if not planned.resizable:
             notes.append("--max counts model states alone; with a MODEL that has a shape it counts everything")
         verdict = _largest(ask, planned, _undecided(setup, free), hardware, stages, offload)
         if ask.largest == "seq" and source.shape is not None and 0 < source.shape.max_positions < _value(verdict):
@@ -178,7 +172,7 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
 
 def _largest(
     ask: Question,
-    planned: search.Model,
+    planned: Model,
     setup: Setup,
     hardware: Hardware,
     stages: tuple[int, ...],
@@ -186,19 +180,18 @@ def _largest(
 ) -> Verdict:
     """Return the verdict on the largest model, batch or sequence."""
     count = largest.largest_count(setup, hardware, stages, offload)
-    room = largest.with_margin(hardware) if isinstance(planned, Shape) else hardware
+    room = largest.with_margin(hardware) if planned.resizable else hardware
     found = largest.find(
         ask.largest,
         planned,
         largest.Search(setup, hardware, room, stages, offload),
         count,
-        grows=ask.source.file is None and not ask.source.config.model.positions,
         whole=ask.source.config.train.global_batch,
     )
     name = printable(ask.source.name)
     if ask.largest == "model":
         name = "the largest"
-        if isinstance(planned, Shape):
+        if planned.family:
             name = f"the {'largest' if found.value else 'smallest'} {planned.family}"
     return Verdict(found.model, name, room, found.candidates, found.best, None, largest=found)
 
@@ -207,13 +200,13 @@ def _value(verdict: Verdict) -> int:
     return verdict.largest.value if verdict.largest else 0
 
 
-def _chosen(ask: Question, model: search.Model, setup: Setup, hardware: Hardware, notes: list[str]) -> Verdict:
+def _chosen(ask: Question, model: Model, setup: Setup, hardware: Hardware, notes: list[str]) -> Verdict:
     """Return the verdict of `--auto`: the best few choices."""
     given, free = ask.given, _free(ask.given)
     config = ask.source.config
     whole = setup.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
     setup = dataclasses.replace(setup, stage=given["stage"] if given["stage"] is not None else setup.stage)
-    steps = 0 if isinstance(model, int) else automatic.may_compile(config, setup, free)  # a count has no times
+    steps = automatic.may_compile(config, setup, free) if model.whole else 0  # a count has no times
     choice = automatic.choose_setup(model, setup, hardware, free, whole, steps)
     named = automatic.named_keys(free, whole, steps)
     if choice.best is not None:
@@ -354,7 +347,7 @@ def choose_hardware(given: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
     if given["hardware"]:
         hardware = preset(given["hardware"])
     else:
-        from zerocli.plan import bench
+        from zerocli.plan.time import bench
 
         here = None
         if gpus := machine.driver_gpus():
@@ -430,7 +423,7 @@ def _model(
     notes: list[str],
     lora: Lora | None = None,
     chooses: bool = False,
-) -> search.Model:
+) -> Model:
     """Return what is planned; a factory's model is traced if something `chooses` by its memory and time."""
     traced = traced or (chooses and bool(source.factory))
     if (found := plan_source(source, traced, setup, stages, notes)) is not None:
@@ -439,9 +432,10 @@ def _model(
         notes.append("traced: the real engine on tensors without memory, with a CPU's operations and a GPU's chunks")
         return _trace(source, setup, stages)
     if source.shape is not None:
-        return source.shape if lora is None else source.shape.adapted(lora)
+        formula = Formula(source.shape, grows=source.file is None and not source.config.model.positions)
+        return formula if lora is None else formula.adapted(lora)
     if source.factory:
-        from zerocli.plan.factory import count_both
+        from zerocli.plan.blocks.factory import count_both
 
         notes.append("a factory's model is counted: model states alone; --trace runs it and counts the rest")
         numel, frozen = count_both(source.factory)
@@ -449,11 +443,11 @@ def _model(
             notes.append(
                 f"{frozen:,} parameters are frozen, and counted here as if they were trained; --trace is exact"
             )
-        return numel
-    return source.count
+        return Counted(numel)
+    return Counted(source.count)
 
 
-def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Model:
+def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> Model:
     """Trace the model once for each kind of step that the stages have."""
     shape = source.shape
     built_in = model_of(shape) if shape is not None else None
@@ -462,8 +456,8 @@ def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> search.Mode
             f"--trace runs a model, and {source.name} names none that is built in",
             hint="zerocli fit package.module:factory --trace, with a function that builds the model",
         )
-    from zerocli.plan.factory import build_factory
-    from zerocli.plan.trace import kinds_of_step, trace
+    from zerocli.plan.blocks.factory import build_factory
+    from zerocli.plan.models.trace import kinds_of_step, trace
 
     def make() -> Any:
         if built_in is None or shape is None:

@@ -169,7 +169,7 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
 
 def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:
     """Print the plan and whether this machine has what it needs; return 0, or 3 if not. Needs no torch."""
-    from zerocli.plan.preflight import preflight, refuse_disks, smallest_change
+    from zerocli.plan.report.preflight import preflight, refuse_disks, smallest_change
     from zerocli.profile import table
 
     if worker and os.environ.get("RANK", "0") != "0":

@@ -57,7 +57,7 @@ class Sharding:
     """Keep only the input of each repeated block and rerun its forward in backward; a number: of that many blocks, the
     first ones; `selective`: but keep the outputs of matrix products and attention; a `Recompute` says how many blocks
     of each. A placement of `activations`, which says where the inputs are kept, implies True. `auto`: not decided yet;
-    a plan decides by the device's memory (zerocli/plan/recompute.py), and no engine takes it."""
+    a plan decides by the device's memory (zerocli/plan/search/recompute.py), and no engine takes it."""
     partition_activations: bool = ActivationsConfig.partition
     """Whether tensor-parallel ranks, whose inputs are equal, each keep only a part of them."""
     bucket_nbytes: int = ZeroConfig.bucket

@@ -59,7 +59,7 @@ NOTHING = Recompute()
 WHOLE = Recompute(ALL)
 SELECTIVELY = Recompute(0, ALL)
 POLICIES: dict[str, Recompute | str] = {"keep": NOTHING, SELECTIVE: SELECTIVELY, "recompute": WHOLE, AUTO: AUTO}
-"""What `activations.policy` stands for. `auto` is decided by a device's memory: see zerocli/plan/recompute.py."""
+"""What `activations.policy` stands for. `auto` is decided by a device's memory (zerocli/plan/search/recompute.py)."""
 POLICY = re.compile(rf"{'|'.join(POLICIES)}|(recompute:(?P<whole>\d+))?\+?({SELECTIVE}:(?P<selective>\d+))?")
 """The texts of `activations.policy`: a word for all blocks, or numbers of blocks such as recompute:12+selective:20."""
 

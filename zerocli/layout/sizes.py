@@ -87,3 +87,11 @@ def format_count(count: int) -> str:
 def count_of(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `2 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration with three digits, in the unit that suits it."""
+    for limit, unit, scale in ((1e-3, "us", 1e6), (1.0, "ms", 1e3), (600.0, "s", 1.0)):
+        if seconds < limit:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds / 60:.3g} min"

@@ -12,18 +12,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerocli.plan.build import plan_model as plan_model
+    from zerocli.plan.blocks.shape import Shape as Shape
+    from zerocli.plan.memory.build import plan_model as plan_model
     from zerocli.plan.rows import Plan as Plan
     from zerocli.plan.rows import Row as Row
     from zerocli.plan.setup import Setup as Setup
-    from zerocli.plan.shape import Shape as Shape
 
 _HOMES = {
     "Plan": "zerocli.plan.rows",
     "Row": "zerocli.plan.rows",
     "Setup": "zerocli.plan.setup",
-    "Shape": "zerocli.plan.shape",
-    "plan_model": "zerocli.plan.build",
+    "Shape": "zerocli.plan.blocks.shape",
+    "plan_model": "zerocli.plan.memory.build",
 }
 __all__ = ["plan", *sorted(_HOMES)]
 
@@ -34,22 +34,23 @@ def plan(model: Any, **settings: Any) -> Plan:
     `settings` are fields of `Setup` (stage, offload, ranks, tp, batch, seq, precision, recompute, ...), named as
     `zerocli.shard` has them; others come from the config. Raises `zerocli.errors.UserError` for an impossible setup.
     """
-    from zerocli.plan.inputs import read_source
-    from zerocli.plan.search import plan_of
+    from zerocli.plan.blocks.inputs import read_source
+    from zerocli.plan.blocks.shape import Shape
+    from zerocli.plan.models.counted import Counted
+    from zerocli.plan.models.formula import Formula
     from zerocli.plan.setup import Setup, setup_of
-    from zerocli.plan.shape import Shape
 
     if isinstance(model, Shape):
-        return plan_of(model, Setup(**settings))
+        return Formula(model).plan(Setup(**settings))
     source = read_source(
         str(model), (), {f"train.{name}": settings.get(name) for name in ("batch", "seq", "precision")}
     )
     setup = setup_of(source.config, **settings)
     if source.factory:
-        from zerocli.plan.factory import count_factory
+        from zerocli.plan.blocks.factory import count_factory
 
-        return plan_of(count_factory(source.factory), setup)
-    return plan_of(source.count if source.shape is None else source.shape, setup)
+        return Counted(count_factory(source.factory)).plan(setup)
+    return (Counted(source.count) if source.shape is None else Formula(source.shape)).plan(setup)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload.placement import ACTIVATIONS, Placement, Share, per_rank
 from zerocli.config import (
@@ -54,7 +54,7 @@ class Setup(Sharding):
     arrays: tuple[int, tuple[int, int]] | None = None
     """Of an optimizer without a name: `num_states` and `num_temporaries`."""
     runtime: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Overrides of `zerocli.plan.runtime.RUNTIME`, by name."""
+    """Overrides of `zerocli.plan.memory.runtime.RUNTIME`, by name."""
 
     def __post_init__(self) -> None:
         try:
@@ -144,6 +144,11 @@ class Setup(Sharding):
         the first time, and later."""
         return num_temporaries(self)
 
+    @functools.cached_property
+    def updates_whole(self) -> bool:
+        """Whether the optimizer updates whole matrices, in their own shapes, not pieces of flats."""
+        return not _known(self) and _count(self).whole
+
     @property
     def state_width(self) -> int:
         """Bytes per parameter of the optimizer's arrays and the master."""
@@ -173,7 +178,7 @@ def num_states(sharding: Setup) -> int:
         return 2
     if name == "sgd" and options.keys() <= {"momentum"}:
         return int(options.get("momentum", 0) != 0)
-    return _count(sharding)[0]
+    return _count(sharding).states
 
 
 def num_temporaries(sharding: Setup) -> tuple[int, int]:
@@ -182,11 +187,24 @@ def num_temporaries(sharding: Setup) -> tuple[int, int]:
     """
     if sharding.arrays is not None:
         return sharding.arrays[1]
-    return (0, 0) if sharding.optimizer.lower() in ("adamw", "adam", "sgd") else _count(sharding)[1]
+    return (0, 0) if _known(sharding) else _count(sharding).temporaries
 
 
-def _count(sharding: Sharding) -> tuple[int, tuple[int, int]]:
-    """Construct an optimizer and return how many arrays it keeps, and how many it allocates while it updates."""
+def _known(sharding: Setup) -> bool:
+    """Whether an optimizer's update is known without constructing it; `arrays` are of one that updates pieces."""
+    return sharding.arrays is not None or sharding.optimizer.lower() in ("adamw", "adam", "sgd")
+
+
+class _Counted(NamedTuple):
+    """What an optimizer says of itself."""
+
+    states: int
+    temporaries: tuple[int, int]
+    whole: bool
+
+
+def _count(sharding: Sharding) -> _Counted:
+    """Construct an optimizer and return how many arrays it keeps, how many an update allocates, whether it is whole."""
     name, options = sharding.optimizer.lower(), sharding.options
     key = (name, repr(sorted(options.items())))
     if key not in _counted:
@@ -197,11 +215,11 @@ def _count(sharding: Sharding) -> tuple[int, tuple[int, int]]:
             rule = make_optimizer(sharding.optimizer, options)
         except (ValueError, TypeError) as error:
             raise UserError(str(error), hint="--set optimizer.name=adamw") from error
-        _counted[key] = len(rule.state_names), update_arrays(rule)
+        _counted[key] = _Counted(len(rule.state_names), update_arrays(rule), rule.whole)
     return _counted[key]
 
 
-_counted: dict[tuple[str, str], tuple[int, tuple[int, int]]] = {}
+_counted: dict[tuple[str, str], _Counted] = {}
 
 
 def num_checkpoints(config: Config) -> int:

@@ -15,14 +15,15 @@ from typing import Any
 from zerocli.config import Config, to_dict
 from zerocli.errors import UserError
 from zerocli.layout.categories import CATEGORIES
-from zerocli.plan import bench
-from zerocli.plan.hardware import this_machine
-from zerocli.plan.inputs import shape_of
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.blocks.shape import Shape
+from zerocli.plan.models.counted import Counted
+from zerocli.plan.models.formula import Formula
 from zerocli.plan.rows import Plan
-from zerocli.plan.search import plan_of
-from zerocli.plan.seconds import estimate
 from zerocli.plan.setup import setup_of
-from zerocli.plan.shape import Shape
+from zerocli.plan.time import bench
+from zerocli.plan.time.hardware import this_machine
+from zerocli.plan.time.seconds import estimate
 from zerocli.profile import rates
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 
@@ -124,8 +125,9 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
     if facts["device"] == "cuda":
         changes["update"] = "cpu" if facts["update_on_cpu"] else "stream"
     try:
-        model = config_shape(config)
-        plan = plan_of(facts["parameters"] if model is None else model, setup_of(config, **changes))
+        shape = config_shape(config)
+        model = Counted(facts["parameters"]) if shape is None else Formula(shape)
+        plan = model.plan(setup_of(config, **changes))
     except UserError as error:
         return None, f"nothing is predicted: {error}"
     return plan, "" if plan.whole else "of a model of other code than zerocli's own, only model states are predicted"
@@ -141,7 +143,7 @@ def expect(config: Config, plan: Plan | None, facts: Mapping[str, Any]) -> dict[
     hardware = this_machine(known, bench.remembered(known, paths))
     if hardware is None:
         return None
-    timed = estimate(plan, shape, hardware)
+    timed = estimate(plan, Formula(shape).computed(plan.setup, hardware.host), hardware)
     return {"seconds": timed.seconds, "phases": timed.phases, "bound": timed.bound, "rates": hardware.source}
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from zerocli.config import Config
 from zerocli.config.options import RunOptions
 from zerocli.engine.engine import Engine
-from zerocli.plan import bench
+from zerocli.plan.time import bench
 from zerocli.profile import clock as clocks
 from zerocli.profile import places, rates
 from zerocli.profile.clock import Clock, Segment, Span

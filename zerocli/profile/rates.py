@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from zerocli.plan.shape import Shape
+from zerocli.plan.blocks.shape import Shape
 
 _TFLOPS: tuple[tuple[str, float, float], ...] = (
     # (pattern of the driver's name, dense bf16, dense fp16), from the data sheets, in TFLOPS; 0: not supported

@@ -13,13 +13,14 @@ from zerocli import machine
 from zerocli.config import Config, with_dividing_batch
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
-from zerocli.plan import automatic
-from zerocli.plan.choose import Choice
-from zerocli.plan.hardware import Hardware
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import room_here
-from zerocli.plan.search import Model
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.models.model import Model
+from zerocli.plan.search import automatic
+from zerocli.plan.search.auto import Choice
+from zerocli.plan.search.recompute import room_here
 from zerocli.plan.setup import Setup, setup_of
+from zerocli.plan.time.hardware import Hardware
 from zerocli.regular_files import write_text
 
 FILE = "auto.json"
@@ -102,7 +103,7 @@ def least_of_all(hardware: Hardware, gather: Any) -> Hardware:
 def _choose(
     config: Config, options: RunOptions, setup: Setup, hardware: Hardware, model: Model | None, steps: int
 ) -> Chosen:
-    model = shape_of(config.model, config.train.seq) if model is None else model
+    model = Formula(shape_of(config.model, config.train.seq)) if model is None else model
     setup = dataclasses.replace(setup, checkpoints=0)  # those are in the run folder, not on the nvme tier
     whole = config.train.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
     choice: Choice = automatic.choose_setup(model, setup, hardware, options.auto, whole, steps)

@@ -28,8 +28,8 @@ from zerocli.engine.units.unit import find_units
 from zerocli.errors import Refused, UserError
 
 if TYPE_CHECKING:
+    from zerocli.plan.models.traced import Traced
     from zerocli.plan.setup import Setup
-    from zerocli.plan.traced import Traced
 
 Example = Callable[[nn.Module], torch.Tensor]
 
@@ -89,7 +89,7 @@ def _choose(
     settings: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the settings that are chosen, the same on all ranks. Collective."""
-    from zerocli.plan import automatic
+    from zerocli.plan.search import automatic
     from zerocli.run.automatic import least_of_all
     from zerocli.run.recompute import device_room, gather_values
 
@@ -149,7 +149,7 @@ def _trace(
     model: nn.Module, example: Example | None, setup: Setup, stages: Sequence[int], settings: dict[str, Any]
 ) -> Traced:
     """Trace a copy of the model without memory; ValueError if that fails."""
-    from zerocli.plan.trace import kinds_of_step, trace
+    from zerocli.plan.models.trace import kinds_of_step, trace
 
     if example is None:
         raise ValueError(

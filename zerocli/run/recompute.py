@@ -18,11 +18,13 @@ from zerocli.config import AUTO, Config, sharding_of
 from zerocli.engine.precision import precision
 from zerocli.errors import UserError
 from zerocli.layout.recompute import WHOLE, Recompute
-from zerocli.plan.factory import build_external
-from zerocli.plan.inputs import shape_of
-from zerocli.plan.recompute import decide, room_here
+from zerocli.plan.blocks.factory import build_external
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.models.formula import Formula
+from zerocli.plan.models.model import Model
+from zerocli.plan.models.traced import TRACED, Traced
+from zerocli.plan.search.recompute import decide, room_here
 from zerocli.plan.setup import Setup, setup_of
-from zerocli.plan.traced import TRACED, Traced
 from zerocli.ranks.startup import STARTUP
 
 NOT_TRACED = "it was not traced"
@@ -30,7 +32,7 @@ _ROUNDS = itertools.count()
 """Every rank chooses equally often; each number is used once in the store."""
 
 
-def choose_blocks(config: Config, traced: Traced | str = NOT_TRACED, room: int | None = None) -> tuple[Recompute, str]:
+def choose_blocks(config: Config, traced: Model | str = NOT_TRACED, room: int | None = None) -> tuple[Recompute, str]:
     """Return which blocks a run recomputes, and why ("" unless the policy is `auto`).
 
     The same on all ranks: the smallest device decides. `traced` is what `trace_factory` returned, for a factory's
@@ -46,7 +48,7 @@ def choose_blocks(config: Config, traced: Traced | str = NOT_TRACED, room: int |
     if problem:
         return WHOLE, f"all blocks recomputed ({problem})"
     try:
-        model = traced if isinstance(traced, Traced) else shape_of(config.model, config.train.seq)
+        model = Formula(shape_of(config.model, config.train.seq)) if isinstance(traced, str) else traced
         decided, reason = decide(model, setup, room)
     except UserError as error:  # the engine says it in its own words, or knows better
         return WHOLE, f"all blocks recomputed (there is no plan: {error})"
@@ -113,7 +115,7 @@ def trace_factory(config: Config, auto: Collection[str] = ()) -> Traced | str:
     """
     if not config.model.external or (config.activations.policy != AUTO and not auto):
         return NOT_TRACED
-    from zerocli.plan.trace import trace
+    from zerocli.plan.models.trace import trace
 
     def make() -> Any:
         return build_external(config.model, config.train.seq)

@@ -39,9 +39,9 @@ from zerocli.engine.settings import Settings
 from zerocli.engine.tensor_parallel import local_numel
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
 from zerocli.models import Decoder, build_model
-from zerocli.plan.factory import build_external
-from zerocli.plan.preflight import preflight, refuse_disks, smallest_change
-from zerocli.plan.traced import Traced
+from zerocli.plan.blocks.factory import build_external
+from zerocli.plan.models.traced import Traced
+from zerocli.plan.report.preflight import preflight, refuse_disks, smallest_change
 from zerocli.profile.observer import Observer
 from zerocli.ranks.loss import severed
 from zerocli.ranks.startup import STARTUP
@@ -221,7 +221,7 @@ def choose_run(config: Config, options: RunOptions, traced: Traced | str) -> Cho
         raise UserError(f"--auto: {config.model.source}: {traced}", hint="--stage and --offload instead of --auto")
     setup = run_setup(config)
     gathered = functools.partial(gather_values, stage="agreeing on the machine")
-    model = traced if isinstance(traced, Traced) else None
+    model = None if isinstance(traced, str) else traced
     return choose_together(config, options, setup, device_room(config.train.gpu_memory, setup), gathered, model)
 
 

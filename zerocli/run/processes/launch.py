@@ -16,7 +16,7 @@ from zerocli.config import Config
 from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.errors import DOES_NOT_FIT, INTERRUPTED, USAGE, UserError
-from zerocli.plan import preflight
+from zerocli.plan.report import preflight
 from zerocli.run import automatic
 from zerocli.run.folders.folder import run_folder
 from zerocli.run.folders.run_lock import lock_run_folder

@@ -1,0 +1,493 @@
+"""The plan function: from a model's shape and a setup to bytes on every tier. Pure; nothing is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from offload.placement import HBM
+from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.layout import constants
+from zerocli.layout.buffers import (
+    SlotKey,
+    bucket_limit,
+    chunk_runs,
+    growing_slots,
+    persistent,
+    update_scratch,
+    update_temporaries,
+)
+from zerocli.layout.categories import model_states
+from zerocli.layout.flats import FP32, FlatSpec
+from zerocli.layout.sizes import format_bytes, format_count
+from zerocli.plan.blocks.shape import Shape
+from zerocli.plan.memory import saves
+from zerocli.plan.memory.flats import Flats, HasUnits, arenas, fullest_flats, pages, swap
+from zerocli.plan.memory.ledger import Peak
+from zerocli.plan.memory.loading import host_nbytes
+from zerocli.plan.memory.runtime import DISK_THREADS, LAST_PAGES, SENTENCES, constant, process_nbytes, usual_fragments
+from zerocli.plan.memory.step import ROUNDING, Peaks, Replay
+from zerocli.plan.rows import Plan, Row
+from zerocli.plan.setup import Setup
+
+_GATHERED = "{} buffers for each size of unit, whole, {} B per parameter"
+WORDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer_states"}
+
+
+def check(setup: Setup, shape: Shape | None = None) -> None:
+    """Raise UserError for an impossible setup: numbers below 1, or numbers that do not divide each other."""
+    for name in ("ranks", "tp", "ranks_per_node", "batch", "seq", "accumulate"):
+        if getattr(setup, name) < 1:
+            raise UserError(f"{name.replace('_', ' ')} {getattr(setup, name)} is below 1")
+    if setup.ranks % setup.tp:
+        raise UserError(
+            f"tp {setup.tp} does not divide ranks {setup.ranks}", hint=f"--ranks {_up(setup.ranks, setup.tp)}"
+        )
+    if setup.ranks > setup.ranks_per_node and setup.ranks % setup.ranks_per_node:
+        raise UserError(
+            f"{setup.ranks_per_node} ranks per node do not divide ranks {setup.ranks}",
+            hint=f"--ranks {_up(setup.ranks, setup.ranks_per_node)}",
+        )
+    if shape is None:
+        return
+    widths = {"heads": shape.heads, "kv_heads": shape.kv_heads or shape.heads, "the MLP's width": shape.mlp_hidden}
+    for name, number in widths.items():
+        if number % setup.tp:
+            raise UserError(f"tp {setup.tp} does not divide {name} {number}")
+    if shape.positions and setup.seq > shape.positions:
+        raise UserError(f"seq {setup.seq} is beyond the {shape.positions} positions the model was made for")
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def plan_model(shape: Shape, setup: Setup) -> Plan:
+    """Return the bytes that one step of this model needs on every tier."""
+    if setup.compiled:  # which takes less time, and is planned with the memory of eager blocks
+        return dataclasses.replace(_plan_eager(shape, dataclasses.replace(setup, compiled=False)), setup=setup)
+    return _plan_eager(shape, setup)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_eager(shape: Shape, setup: Setup) -> Plan:
+    """Return the plan of a model whose blocks are not compiled.
+
+    A search asks for some setups again, also for another machine; replaying a step takes tens of milliseconds.
+    """
+    check(setup, shape)
+    flats = fullest_flats(shape, setup)
+    peaks = Replay(shape, setup, flats).run()
+    if setup.device == "cpu" and setup.dp > 1:
+        with_gloo = Replay(shape, setup, flats, with_gloo=True).run().highest.nbytes
+        peaks = dataclasses.replace(peaks, gloo_nbytes=with_gloo - peaks.highest.nbytes)
+    return plan_peaks(shape, setup, flats, peaks)
+
+
+def plan_peaks(shape: Shape, setup: Setup, flats: Flats, peaks: Peaks) -> Plan:
+    """Return the plan of a model whose device memory has these peaks."""
+    kept = saves.saved(shape.numel, setup, flats, shape.numel - shape.trainable_numel)
+    process = process_nbytes(setup, shape.rotary)
+    rows = [*_device_rows(shape, setup, peaks), *_host_rows(setup, flats, peaks, process)]
+    rows += _disk_rows(setup, flats, peaks, kept)
+    phases = {
+        "initialisation": peaks.initialisation.nbytes,
+        "first_step": peaks.first_step.nbytes,
+        "steady": peaks.steady.nbytes,
+    }
+    if setup.device == "cuda":
+        workspace = constant("workspace", setup.runtime)
+        phases = {name: nbytes + workspace * (name != "initialisation") for name, nbytes in phases.items()}
+    moment, trained = peaks.highest.moment, shape.trainable_numel
+    transposes = shape.family == "gpt2"
+    initialised, built = peaks.initialisation.nbytes, peaks.built
+    if setup.device == "cuda":
+        initialised = built = process
+    loading = host_nbytes(setup, flats, initialised, built, transposes)
+    return Plan(
+        setup,
+        shape.numel,
+        tuple(rows),
+        phases,
+        moment,
+        saved=kept,
+        loading=loading,
+        trained=trained,
+        fragments=_fragments(setup, peaks),
+    )
+
+
+def plan_measured(model: HasUnits, setup: Setup, moving: int, own_buffers: int) -> Plan:
+    """Return the plan of a model whose step was measured: its states by arithmetic, `moving` temporary bytes at most.
+
+    `own_buffers` are the bytes of the model's own buffers.
+    """
+    check(setup)
+    flats = fullest_flats(model, setup)
+    sizes = [(each.numel * times, each.trainable) for unit, times in model.units() for each in unit.parameters]
+    numel, trained = sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
+    held: Counter[str] = Counter()
+    # A traced engine keeps its gradients, so all of them count, also where they are freed after the update.
+    for spec in persistent(flats.units, dataclasses.replace(setup.sizing, keep_gradients=True)):
+        held[spec.category] += spec.nbytes * (spec.tier == HBM)
+    rows = [
+        Row(
+            category,
+            "hbm",
+            held[category],
+            _states_formula(
+                category,
+                numel if kind == "parameters" else trained,
+                setup,
+                getattr(setup.zero, kind),
+                setup.state_width,
+            ),
+        )
+        for kind, category in WORDS.items()
+    ]
+    buffers = held["buffers"] + own_buffers
+    rows += [
+        Row("gathered", "hbm", held["gathered"], _GATHERED.format(setup.gather_buffers, setup.width)),
+        Row("activations", "hbm", moving, "peak of temporary memory in a traced step"),
+        Row("buffers", "hbm", buffers, "reduction buckets, update slots and scratch, the model's own"),
+    ]
+    allocated = sum(row.nbytes for row in rows)
+    peaks = Peaks(Peak(), Peak(), Peak(allocated, "a traced step", {row.category: row.nbytes for row in rows}), {})
+    kept = saves.saved(numel, setup, flats, numel - trained)
+    rows += [
+        *_runtime_rows(setup, constant("fragments", setup.runtime) or usual_fragments(allocated)),
+        *_host_rows(setup, flats, peaks, process_nbytes(setup)),
+    ]
+    rows += _disk_rows(setup, flats, peaks, kept)
+    return Plan(
+        setup,
+        numel,
+        tuple(rows),
+        {"steady": allocated},
+        "a traced step",
+        saved=kept,
+        trained=trained,
+    )
+
+
+def plan_count(numel: int, setup: Setup) -> Plan:
+    """Return the model states of a bare parameter count, as the paper counts them; the rest needs a shape."""
+    check(setup)
+    each = -(-numel // setup.tp)
+    state_width = FP32 * (setup.num_states + (setup.width < FP32))  # the paper's: its master is whole
+    held = model_states(each, setup.stage, setup.dp, setup.width, setup.grad_width, state_width)
+    placement = setup.placement()
+    rows = []
+    for kind, category in WORDS.items():
+        left, split = held[category], getattr(setup.zero, kind)
+        formula = _states_formula(category, each, setup, split, state_width)
+        for share in placement.of(kind):
+            part = left if share.budget is None else min(left, share.budget)
+            left -= part
+            times = 1 if share.tier == HBM else setup.local_ranks
+            if part or share.tier == HBM:
+                rows.append(Row(category, share.tier, part * times, formula + (f" x {times}" if times > 1 else "")))
+        if left:
+            raise UserError(
+                f"{category}: {format_bytes(left)} have no place left in --offload {str(setup.offload)!r}",
+                hint="a tier without a budget at the end",
+                exit_code=DOES_NOT_FIT,
+            )
+    kept = saves.saved(numel, setup, Flats())
+    return Plan(setup, numel, (*rows, *_on_nvme(kept)), {}, "", whole=False, saved=kept)
+
+
+# -- the device --------------------------------------------------------------------------------------------------------
+
+
+def _states_formula(category: str, numel: int, setup: Setup, split: bool, state_width: int) -> str:
+    width = {
+        "parameters": f"{setup.width} B",
+        "gradients": f"{setup.grad_width} B",
+        "optimizer_states": f"{state_width} B",
+    }[category]
+    return f"{width} x {format_count(numel)} parameters" + (f" / {setup.dp} ranks" if split else "")
+
+
+def _device_rows(shape: Shape, setup: Setup, peaks: Peaks) -> list[Row]:
+    peak = peaks.highest
+    sizes = [
+        (math.prod(each.local(setup.tp)) * times, each.trainable)
+        for unit, times in shape.units()
+        for each in unit.parameters
+    ]
+    local = {"parameters": sum(numel for numel, _ in sizes)}
+    trained = sum(numel for numel, trainable in sizes if trainable)
+    formulas = {
+        category: _states_formula(
+            category, local.get(category, trained), setup, getattr(setup.zero, kind), setup.state_width
+        )
+        for kind, category in WORDS.items()
+    }
+    formulas |= {
+        "gathered": _GATHERED.format(setup.gather_buffers, setup.width),
+        "activations": _activation_formula(shape, setup),
+        "logits": _logits_formula(shape, setup),
+        "buffers": "reduction buckets, update slots and scratch, the gradients of the unit in backward, tables",
+    }
+    rows = [
+        Row(category, "hbm", nbytes, f"{formulas[category]} (at the peak: {peak.moment})")
+        if category in ("gradients", "activations", "logits", "buffers")
+        else Row(category, "hbm", nbytes, formulas[category])
+        for category, nbytes in peak.held.items()
+        if category in formulas
+    ]
+    return rows + _runtime_rows(setup, _fragments(setup, peaks))
+
+
+def _fragments(setup: Setup, peaks: Peaks) -> int:
+    """Return what torch's CUDA allocator reserves beyond the live bytes of the peak."""
+    if setup.device != "cuda":
+        return 0
+    beyond = peaks.reserved - peaks.highest.nbytes - constant("workspace", setup.runtime)
+    return constant("fragments", setup.runtime) or max(0, beyond) + LAST_PAGES
+
+
+def _runtime_rows(setup: Setup, fragments: int) -> list[Row]:
+    if setup.device != "cuda":
+        return []
+    given = setup.runtime
+    runtime = {"context": constant("context", given), "workspace": constant("workspace", given)}
+    runtime["nccl"] = constant("nccl", given) if setup.ranks > 1 else 0
+    runtime["fragments"] = fragments
+    return [Row("runtime", "hbm", nbytes, SENTENCES[name]) for name, nbytes in runtime.items()]
+
+
+def _activation_formula(shape: Shape, setup: Setup) -> str:
+    tokens = f"{setup.batch} x {setup.seq} tokens"
+    blocks = setup.blocks(shape.layers)
+    again, kept = blocks.count, shape.layers - blocks.count
+    each = f"for backward of {tokens}, {setup.width} B per element"
+    if not again:
+        return f"what {kept} blocks keep {each}"
+    part = f" / {setup.parts}" if setup.parts > 1 else ""
+    parts = [f"what {kept} blocks keep {each}"] if kept else []
+    if blocks.selective:
+        what = f"the matrix products and attention of {blocks.selective} blocks"
+        parts.append(what if kept else f"{what} {each}")
+    parts.append(f"{again} x {tokens} x {shape.hidden} x {setup.width} B{part}, and one block recomputed")
+    if again < shape.layers or blocks.selective:
+        words = {"recomputed": blocks.whole, "recomputed selectively": blocks.selective}
+        counts = [f"{number} of {shape.layers} blocks are {word}" for word, number in words.items() if number]
+        return f"{'; then '.join(parts)}: {', '.join(counts)}"
+    return parts[0]
+
+
+def _logits_formula(shape: Shape, setup: Setup) -> str:
+    tokens = setup.batch * setup.seq
+    vocab = shape.local_vocab(setup.tp)
+    chunk = min(constants.chunk_tokens(vocab, setup.device), tokens)
+    return (
+        f"{chunk} x {constants.padded_vocab(vocab)} logits at a time, and the two gradients: "
+        f"{tokens} x {shape.hidden} x {setup.width} B, {vocab} x {shape.hidden} x 4 B"
+    )
+
+
+# -- the host and its disks --------------------------------------------------------------------------------------------
+
+
+def _piece_rows(tier: str, sizes: dict[str, list[int]], times: int) -> list[Row]:
+    return [
+        Row(category, tier, sum(blocks) * times, f"{len(blocks)} pieces per rank x {times}")
+        for category, blocks in sizes.items()
+        if blocks
+    ]
+
+
+def _host_rows(setup: Setup, flats: Flats, peaks: Peaks, process: int) -> list[Row]:
+    times, taken = setup.local_ranks, _taken(setup)
+    sizes = flats.pieces(setup.sizing, "dram")
+    parameters, others = flats.tier_objects(setup.sizing, "dram")
+    rows = _piece_rows("dram", sizes, times)
+    rest = taken(parameters) + taken(others) - sum(sum(blocks) for blocks in sizes.values())
+    if rest:
+        rows.append(Row("buffers", "dram", rest * times, f"arenas beyond their pieces x {times}"))
+    kept = peaks.offloaded.get("dram", 0)
+    if kept:
+        rows.append(Row("activations", "dram", kept * times, f"activation checkpoints per rank x {times}"))
+    if rest := taken([kept]) - kept if kept else 0:
+        rows.append(Row("buffers", "dram", rest * times, f"the rest of their arena x {times}"))
+    disks = _disk_tiers(setup, flats, peaks)
+    for sentence, nbytes in _host_buffers(setup, flats, disks).items():
+        if nbytes:
+            rows.append(Row("buffers", "dram", nbytes * times, f"{sentence} x {times}"))
+    if disks:
+        formula = f"threads of {len(disks)} disk tiers x {times}"
+        rows.append(Row("runtime", "dram", len(disks) * DISK_THREADS * times, formula))
+    if peaks.gloo_nbytes:
+        formula = f"gloo's copies of what it reduces, at the process's peak x {times}"
+        rows.append(Row("runtime", "dram", peaks.gloo_nbytes * times, formula))
+    if setup.device == "cuda":
+        rows.append(Row("runtime", "dram", process * times, f"{SENTENCES['python']} x {times}"))
+    return rows
+
+
+def _taken(setup: Setup) -> Callable[[list[int]], int]:
+    """Return what host memory tiers take for blocks: whole arenas where they are pinned, else the pages in use."""
+    return arenas if setup.device == "cuda" else pages
+
+
+def _host_buffers(setup: Setup, flats: Flats, disks: list[Uses]) -> dict[str, int]:
+    """Return the host memory of a rank beyond its arenas of pieces, by purpose."""
+    near = (HBM, "dram", "null")  # a tier of another package is assumed to be prefetched from, too
+    far = flats.sizes(lambda flat: [flat.own.numel * flat.width] * (flat.tiers["parameters"] not in near))
+    budget = -(-setup.read_ahead_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
+    found = {
+        "arenas of parameters read ahead": min(budget, _taken(setup)(far)),
+        "staging buffers for disks, at most": _staging(setup, flats, disks),
+        "buffer for saving checkpoints, at most": saves.buffer(setup, flats),
+    }
+    if setup.device == "cuda":
+        found["page-locked buffers of the update"] = _update_pinned(setup, flats)
+        found["arrays of an update on the CPU"] = _update_arrays(setup, flats) if setup.updates_on_cpu else 0
+    return found
+
+
+Uses = list[tuple[list[int], int]]
+"""Of a tier object: sizes of transfers, and how many are in flight."""
+
+
+def _staging(setup: Setup, flats: Flats, disks: list[Uses]) -> int:
+    """Return the staging memory of a rank's disk tiers: for each tier object, what its transfers in flight use."""
+    whole = any(flat.tiers["parameters"] == "nvme" for flat in flats.distinct)
+    tails = constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES if whole else 0  # of copies read ahead, in place
+    return tails + sum(_buffers(setup, uses) for uses in disks)
+
+
+def _disk_tiers(setup: Setup, flats: Flats, peaks: Peaks) -> list[Uses]:
+    """Return what uses each of a rank's disk tiers: that of parameters, of other states, of activation checkpoints."""
+    if "nvme" not in setup.placement().tiers:
+        return []
+    sizing = setup.sizing
+
+    def chunked(size: Callable[[FlatSpec, int], int]) -> list[int]:
+        """Return a size of each run of equal chunks that the update streams."""
+
+        def of(flat: FlatSpec) -> list[int]:
+            streamed = flat.trainable and flat.offloaded
+            return [size(flat, numel) for _, numel in chunk_runs(flat, sizing.chunk)] if streamed else []
+
+        return flats.sizes(of)
+
+    def reduced(flat: FlatSpec) -> list[int]:
+        """Return the size of what is written of a flat's gradients at once."""
+        if not flat.trainable:
+            return []
+        nbytes = min(flat.own.numel * sizing.grad_width(flat.width), sizing.bucket_nbytes)
+        return [nbytes * (flat.tiers["gradients"] == "nvme")]
+
+    parameters = chunked(lambda flat, numel: numel * flat.width * (flat.tiers["parameters"] == "nvme"))
+    records = chunked(lambda flat, numel: sizing.record_nbytes(flat.width, numel) * (flat.tiers["optimizer"] == "nvme"))
+    fetched = chunked(lambda flat, numel: numel * sizing.grad_width(flat.width) * (flat.tiers["gradients"] == "nvme"))
+    whole = flats.sizes(lambda flat: [flat.own.numel * flat.width * (flat.tiers["parameters"] == "nvme")])
+    written = flats.sizes(reduced)
+    slots = constants.NUM_SLOTS
+    objects: list[Uses] = [
+        # Written back in the update; whole when they are placed; fetched for the next unit while one is computed with.
+        [(parameters, slots), (whole, 2)],
+        [
+            ([sum(each) for each in zip(records, fetched, strict=True)], slots),
+            (written, bucket_limit([flat for flat in flats.distinct if flat.trainable], sizing)),
+        ],
+        [([peaks.checkpoint_nbytes * bool(peaks.offloaded.get("nvme"))] * 3, 3)],  # two written and one read
+    ]
+    return [uses for uses in objects if any(any(sizes) for sizes, _ in uses)]
+
+
+def _buffers(setup: Setup, uses: Uses) -> int:
+    """Return the bytes of the staging buffers of a disk tier.
+
+    A transfer takes a buffer for each of its stripe units, and the buffer that was used as far before is reused first.
+    A pinned buffer counts whole, any other by the pages that it uses.
+    """
+    unit = constants.UNIT_NBYTES
+    most = [0] * (constants.STAGING_NBYTES // unit)
+    for sizes, in_flight in uses:
+        for window in {tuple(sizes[at : at + in_flight]) for at in range(max(1, len(sizes) - in_flight + 1))}:
+            pieces = [min(unit, size - start) for size in window for start in range(0, min(size, 8 * unit), unit)]
+            for rank, piece in enumerate(sorted(pieces, reverse=True)[: len(most)]):
+                most[rank] = max(most[rank], piece)
+    return sum(1 for each in most if each) * unit if setup.device == "cuda" else pages(most)
+
+
+def _update_pinned(setup: Setup, flats: Flats) -> int:
+    """Return the bytes that torch's pinned allocator takes per rank for the update."""
+    total = 0
+    if setup.updates_on_cpu:  # else its buffers are on the device
+        trainable = [flat for unit in flats.enough(setup.sizing) for flat in unit if flat.trainable]
+        total += _pinned((key, spec.nbytes) for key, spec in growing_slots(trainable, setup.sizing) if spec.tier != HBM)
+        total += sum(_power_of_two(s.nbytes) for s in update_scratch(trainable, setup.sizing) if s.tier != HBM)
+    if setup.update == "auto" and any(flat.offloaded for flat in flats.distinct):
+        total += 2 * _power_of_two(96 << 20)  # of the measurement at start-up; torch keeps them
+    return total
+
+
+def _pinned(buffers: Iterable[tuple[SlotKey, int]]) -> int:
+    """Return what torch's pinned allocator takes for buffers, each of which replaces the one of its key.
+
+    It rounds sizes to powers of two, and keeps what is freed for a buffer of the same size.
+    """
+    held: dict[SlotKey, int] = {}
+    kept: Counter[int] = Counter()
+    total = 0
+    for key, nbytes in buffers:
+        size = _power_of_two(nbytes)
+        if key in held:
+            kept[held[key]] += 1
+        held[key] = size
+        if kept[size]:
+            kept[size] -= 1
+        else:
+            total += size
+    return total
+
+
+def _update_arrays(setup: Setup, flats: Flats) -> int:
+    """Return the bytes that the CPU allocates while it updates a piece, beside a GPU."""
+    trainable = [flat for flat in flats.distinct if flat.trainable]
+    arrays = update_temporaries(trainable, setup.sizing, setup.num_temporaries[0], ROUNDING.get(setup.precision, 0))
+    return sum(spec.nbytes for spec in arrays if spec.tier != HBM)
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
+def _on_nvme(kept: Row | None) -> list[Row]:
+    """Return the run folder's row if it is on the node's disks."""
+    return [kept] if kept is not None and kept.tier == "nvme" else []
+
+
+def _disk_rows(setup: Setup, flats: Flats, peaks: Peaks, kept_saves: Row | None) -> list[Row]:
+    times = setup.local_ranks
+    sizes = flats.pieces(setup.sizing, "nvme")
+    parameters, others = flats.tier_objects(setup.sizing, "nvme")
+    rows = _piece_rows("nvme", sizes, times)
+    grown = swap(parameters) + swap(others)
+    if grown:
+        rest = grown - sum(sum(blocks) for blocks in sizes.values())
+        rows.append(Row("buffers", "nvme", rest * times, f"swap files beyond their pieces x {times}"))
+    kept = peaks.offloaded.get("nvme", 0)
+    if kept:
+        rows.append(Row("activations", "nvme", kept * times, f"activation checkpoints per rank x {times}"))
+        rows.append(Row("buffers", "nvme", (swap([kept]) - kept) * times, f"the rest of their swap file x {times}"))
+    return [*rows, *_other_rows(setup, flats, peaks), *_on_nvme(kept_saves)]
+
+
+def _other_rows(setup: Setup, flats: Flats, peaks: Peaks) -> list[Row]:
+    """Return what tiers of other packages hold; their overhead is not known."""
+    times = setup.local_ranks
+    rows = []
+    for tier in (each for each in setup.placement().tiers if each not in ("dram", "nvme")):
+        rows += _piece_rows(tier, flats.pieces(setup.sizing, tier), times)
+        if kept := peaks.offloaded.get(tier, 0):
+            rows.append(Row("activations", tier, kept * times, f"activation checkpoints per rank x {times}"))
+    return rows

@@ -1,0 +1,217 @@
+"""The layout of one rank's model states, as in the engine, and the bytes that tiers allocate for their pieces."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Protocol
+
+from offload.placement import KINDS, Spill
+from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.layout import buffers, constants
+from zerocli.layout.flats import FlatSpec, Sizing, flat_spec, place_alike
+from zerocli.layout.shards import SHARD_ALIGN, lay_out
+from zerocli.plan.blocks.shape import Parameter, Unit
+from zerocli.plan.setup import Setup
+
+WHOLE = 2
+"""Added to the optimizer group of parameters that are replicated over tensor-parallel ranks."""
+MAX_RANKS = 8
+"""Ranks of a small model whose slots are compared."""
+
+
+class HasUnits(Protocol):
+    """A model whose parameters are known by unit."""
+
+    def units(self) -> Iterator[tuple[Unit, int]]:
+        """Yield the units in the engine's order, each with its number of consecutive repeats."""
+
+
+class Flats(list[FlatSpec]):
+    """The flats of all units in the engine's order, and the same as runs of equal units.
+
+    Flats of equal units whose pieces are in the same tiers are one object, so a deep model has few.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[tuple[tuple[FlatSpec, ...], int]] = []
+        """(flats of one unit, number of consecutive units)."""
+        self._pieces: dict[Sizing, dict[tuple[str, str], list[int]]] = {}
+
+    def add(self, unit: tuple[FlatSpec, ...], times: int) -> None:
+        self.runs.append((unit, times))
+        self += unit * times
+
+    @cached_property
+    def distinct(self) -> list[FlatSpec]:
+        return list({id(flat): flat for unit, _ in self.runs for flat in unit}.values())
+
+    def total(self, size: Callable[[FlatSpec], int]) -> int:
+        """Return the sum of a size of every flat."""
+        return sum(times * size(flat) for unit, times in self.runs for flat in unit)
+
+    def sizes(self, of: Callable[[FlatSpec], list[int]]) -> list[int]:
+        """Return sizes of every flat, in order."""
+        found: list[int] = []
+        for unit, times in self.runs:
+            found += [size for flat in unit for size in of(flat)] * times
+        return found
+
+    def pieces(self, sizing: Sizing, tier: str) -> dict[str, list[int]]:
+        """Return the block sizes of model states on a tier by category, in order of allocation."""
+        if sizing not in self._pieces:
+            found: dict[tuple[str, str], list[int]] = defaultdict(list)
+            for unit, times in self.runs:
+                own: dict[tuple[str, str], list[int]] = defaultdict(list)
+                for spec in (spec for flat in unit for spec in buffers.states(flat, sizing)):
+                    own[spec.tier, spec.category].append(spec.nbytes)
+                for key, blocks in own.items():
+                    found[key] += blocks * times
+            for (_, category), blocks in found.items():
+                if category == "gradients":
+                    blocks.reverse()  # in the order of backward
+            self._pieces[sizing] = found
+        return {category: blocks for (where, category), blocks in self._pieces[sizing].items() if where == tier}
+
+    def tier_objects(self, sizing: Sizing, tier: str) -> tuple[list[int], list[int]]:
+        """Return the block sizes of parameters and of other states on a tier: each have a tier object of their own."""
+        found = self.pieces(sizing, tier)
+        return found.get("parameters", []), found.get("optimizer_states", []) + found.get("gradients", [])
+
+    @property
+    def units(self) -> list[tuple[FlatSpec, ...]]:
+        """The flats of each unit, in order."""
+        return [unit for unit, times in self.runs for unit in [unit] * times]
+
+    def enough(self, sizing: Sizing) -> list[tuple[FlatSpec, ...]]:
+        """Return fewer units of each run, such that buffers for gathering, reducing and updating are the same.
+
+        Their numbers are bounded, and chunks of the update take turns in its slots.
+        """
+        slots = constants.NUM_SLOTS
+        least = -(-max(constants.MAX_BUCKETS, sizing.gather_buffers + 1) // slots) * slots
+        chosen: list[tuple[FlatSpec, ...]] = []
+        for unit, times in self.runs:
+            chosen += [unit] * (times if times < least else least + times % slots)
+        return chosen
+
+
+def fullest_flats(model: HasUnits, setup: Setup) -> Flats:
+    """Return the flats of the rank whose update has the largest slots.
+
+    Ranks hold equally much of every flat, but cut into other chunks where the weight decay changes. In a large model
+    all slots are full on all ranks.
+    """
+    best = plan_flats(model, setup)
+    most = _slots_nbytes(best, setup)
+    for rank in range(1, min(setup.dp, MAX_RANKS) if 0 < most < _full_nbytes(best, setup) else 0):
+        flats = plan_flats(model, setup, rank)
+        if (slots := _slots_nbytes(flats, setup)) > most:
+            best, most = flats, slots
+    return best
+
+
+def _slots_nbytes(flats: Flats, setup: Setup) -> int:
+    trainable = [flat for unit in flats.enough(setup.sizing) for flat in unit if flat.trainable]
+    return sum(spec.nbytes for spec in buffers.update_slots(trainable, setup.sizing))
+
+
+def _full_nbytes(flats: Flats, setup: Setup) -> int:
+    """Return the least bytes of slots that are all full, but for the rounding of chunks."""
+    widths = [sum(buffers.slot_widths(flat, setup.sizing).values()) for flat in flats.distinct if flat.trainable]
+    return constants.NUM_SLOTS * (setup.sizing.chunk - SHARD_ALIGN) * max(widths, default=0)
+
+
+def plan_flats(model: HasUnits, setup: Setup, rank: int = 0) -> Flats:
+    """Return a rank's flats of all units in the engine's order; raise UserError if no budget is left for a piece."""
+    sizing = setup.sizing
+    placement = setup.placement()
+    spills = {kind: Spill(kind, placement.of(kind)) for kind in KINDS}
+    flats = Flats()
+    units = list(model.units())  # of equal ones each is the same object
+    members: dict[int, list[FlatSpec]] = {}
+    known: dict[tuple[int, str], tuple[FlatSpec, ...]] = {}
+    try:
+        for unit, times in units:
+            if id(unit) not in members:
+                members[id(unit)] = _flats_of(unit, setup, rank)
+            for placed, number in place_alike(members[id(unit)], times, spills, sizing):
+                tiers = str([flat.tiers for flat in placed])
+                flats.add(known.setdefault((id(unit), tiers), tuple(placed)), number)
+    except ValueError as error:
+        raise UserError(str(error), hint="a tier without a budget at the end", exit_code=DOES_NOT_FIT) from error
+    return flats
+
+
+def _kinds(unit: Unit, setup: Setup) -> dict[tuple[bool, int], list[Parameter]]:
+    """Return a unit's parameters by (trainable, bytes per element): each kind has a flat."""
+    kinds: dict[tuple[bool, int], list[Parameter]] = {}
+    for parameter in unit.parameters:
+        kinds.setdefault((parameter.trainable, parameter.width or setup.width), []).append(parameter)
+    return kinds
+
+
+def _flats_of(unit: Unit, setup: Setup, rank: int) -> list[FlatSpec]:
+    """Return the flats of one unit: trainable parameters apart from frozen ones, each dtype by itself."""
+    found = []
+    for (trainable, width), members in _kinds(unit, setup).items():
+        places = [(p.name, p.local(setup.tp), _group(p, setup.tp) if trainable else 0) for p in members]
+        layout = lay_out(places, setup.dp)
+        found.append(flat_spec(unit.kind, layout, width, setup.zero, setup.dp, rank, trainable))
+    return found
+
+
+def _group(parameter: Parameter, tp: int) -> int:
+    """Return the optimizer group: with or without weight decay, split or replicated over tensor-parallel ranks."""
+    whole = tp > 1 and parameter.local(tp) == parameter.shape
+    return (0 if len(parameter.shape) >= 2 else 1) + WHOLE * whole
+
+
+def arenas(sizes: list[int]) -> int:
+    """Return the bytes that host memory tiers map and pin for blocks of these sizes, taken in this order."""
+    mapped = 0
+    rests: list[int] = []
+    least = min(sizes, default=0)
+    for size, alike in itertools.groupby(sizes):
+        left = len(list(alike))
+        size = -(-size // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
+        if not size:
+            continue
+        for at, rest in enumerate(rests):  # each block goes to the first arena with room: equal ones fill it up
+            taken = min(left, rest // size)
+            rests[at] -= taken * size
+            left -= taken
+        if left and 8 * size >= constants.ARENA_NBYTES:
+            mapped, left = mapped + left * size, 0
+        while left:
+            arena = max(size, min(constants.ARENA_NBYTES, max(constants.FIRST_ARENA_NBYTES, mapped)))
+            taken = min(left, arena // size)
+            mapped += arena
+            rests.append(arena - taken * size)
+            left -= taken
+        rests = [rest for rest in rests if rest >= least]
+    return mapped
+
+
+def pages(sizes: list[int]) -> int:
+    """Return the bytes of host memory that blocks of these sizes take where nothing is pinned: the pages they use."""
+    return sum(-(-size // constants.PAGE_NBYTES) * constants.PAGE_NBYTES for size in sizes)
+
+
+def swap(sizes: list[int]) -> int:
+    """Return the bytes that a swap file grows to for blocks of these sizes, taken in this order."""
+    size = free = 0
+    unit, page = constants.UNIT_NBYTES, constants.PAGE_NBYTES
+    for nbytes, alike in itertools.groupby(sizes):
+        whole, needed = -(-nbytes // unit) * unit, -(-nbytes // page) * page
+        for _ in alike:
+            missing = whole - free
+            if missing > unit:
+                size, free = size + missing, free + missing
+            if free < needed:
+                size, free = size + constants.GROW_NBYTES, free + constants.GROW_NBYTES
+            free -= needed
+    return size

@@ -1,0 +1,439 @@
+"""Training steps, replayed on a ledger in the engine's order of events."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from offload.placement import ACTIVATIONS, HBM
+from zerocli.layout import buffers, constants
+from zerocli.layout.buffers import Spec
+from zerocli.layout.flats import FP32, FlatSpec
+from zerocli.layout.shards import Entry
+from zerocli.plan.blocks.shape import Shape
+from zerocli.plan.memory.arena import COMPUTE
+from zerocli.plan.memory.checkpoints import Checkpoints
+from zerocli.plan.memory.decoder import Batch, Decoder
+from zerocli.plan.memory.flats import Flats
+from zerocli.plan.memory.initialisation import Initialisation
+from zerocli.plan.memory.ledger import Peak, Storage
+from zerocli.plan.memory.repeats import Repeats, replayed
+from zerocli.plan.memory.tape import Tape, Tensor
+from zerocli.plan.setup import Setup
+
+FETCHES, UPDATES, REDUCTIONS = "fetches", "updates", "reductions"
+"""Streams of the engine that allocate device memory, beside the compute stream."""
+TRANSIENT = 3
+"""Blocks of a run after which each further one changes what is held by the same bytes: two checkpoints are in flight,
+and one is prefetched."""
+FOLLOWED = 16
+"""Blocks at each end of a run that are replayed where the allocator is followed: the gaps between their tensors decide
+where others go. With it, plans of 40 random models of 24 to 40 blocks are within 1 % of those with all replayed."""
+DEEP, FOLLOWED_IF_DEEP = 40, 8
+"""Of a model with more blocks than the first, the second many are replayed: its plans take too long otherwise."""
+STEADY = 2
+"""Steps after the first that are replayed where the allocator is followed: all hold the same bytes, but the second of
+them begins with other gaps between what is held."""
+ROUNDING = {"bf16": 6, "fp16": 2}
+"""Bytes per element that rounding a master allocates (`engine.master.narrow`): bf16 has an fp32 copy between."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Peaks of one rank's device memory, and the bytes of activation checkpoints on other tiers."""
+
+    initialisation: Peak
+    first_step: Peak
+    steady: Peak
+    offloaded: dict[str, int]
+    built: int = 0
+    """Bytes held after initialisation."""
+    checkpoint_nbytes: int = 0
+    """Bytes of one activation checkpoint, a rank's part of it."""
+    gloo_nbytes: int = 0
+    """Bytes by which gloo's copies raise the peak of a CPU rank's process."""
+    reserved: int = 0
+    """What torch's CUDA allocator reserves for all of it, cuBLAS's workspaces included."""
+
+    @property
+    def highest(self) -> Peak:
+        return max((self.steady, self.first_step, self.initialisation), key=lambda peak: peak.nbytes)
+
+
+@dataclass(frozen=True)
+class StepPeak:
+    """The peak of what a step allocates."""
+
+    rest: int
+    """Without gradients."""
+    both: int
+    """With all of them on the device."""
+    gradients: int
+    """Bytes of all gradients of this rank."""
+    offloaded: dict[str, int]
+    checkpoint_nbytes: int
+
+    def with_gradients(self, nbytes: int) -> int:
+        """Return the peak, or more, with so many bytes of gradients on the device: it is convex in those."""
+        share = nbytes / self.gradients if self.gradients else 0.0
+        return int(self.rest + share * (self.both - self.rest))
+
+
+def _is_matrix(entry: Entry) -> bool:
+    """Whether a rule of whole matrices updates a parameter: embeddings and vectors are left to AdamW."""
+    return len(entry.shape) == 2 and entry.name not in ("tokens", "positions")
+
+
+class Replay(Initialisation):
+    """One rank's device memory through initialisation and a step."""
+
+    def __init__(self, shape: Shape, setup: Setup, flats: Flats, with_gloo: bool = False, arenas: bool = True) -> None:
+        """Take `with_gloo` to count gloo's copies of what it reduce-scatters, which are in the process's memory."""
+        super().__init__(shape, setup, flats, arenas)
+        self._with_gloo = with_gloo and setup.dp > 1 and setup.zero.optimizer
+        self._copies: deque[Storage] = deque()
+        """gloo's copies: one of each bucket in flight, or of every gradient that is reduced whole."""
+        self._grads: dict[int, list[Storage]] = defaultdict(list)
+        """Gradients of units in backward, until they are reduced."""
+        self._flat_grads: dict[int, list[Storage]] = {}
+        """Gradients of flats, by unit, if they do not stay allocated: from backward to the update."""
+        self._spent: dict[int, list[Storage]] = {}
+        """Those that the next forward's updates read, until it enters their unit."""
+        self._slot_buffers: dict[buffers.SlotKey, Storage] = {}
+        self._tied: list[Storage] = []
+        """The head's part of a tied weight's gradient, which autograd keeps until the embedding's part arrives."""
+        self._checkpoints = Checkpoints(
+            self._ledger, setup, keep_slots=lambda nbytes: self._keep_bytes("activations", nbytes)
+        )
+        self._waiting: dict[tuple[str, int], list[Spec]] = defaultdict(list)
+        self._made: Counter[tuple[str, int]] = Counter()
+        """Gather buffers and buckets that are not there yet, and how many are, by name and bytes per element."""
+        self._lead = (FOLLOWED if shape.layers <= DEEP else FOLLOWED_IF_DEEP) if self._arenas else TRANSIENT
+        """How many blocks are replayed at both ends of a run of equal ones, beside a period."""
+        self._owes = False
+        """Whether the last step's updates of offloaded states are left to this step's forward."""
+        self._entering = False
+        """Whether this forward runs them."""
+        self._recompute = setup.blocks(shape.layers)
+        self._replayed: list[tuple[int, int]] = []
+        """The blocks that are replayed, each with the number of blocks before it that are not."""
+        self._repeats = Repeats(self._ledger)
+        """What the others hold in a step."""
+        self._ends: list[dict[str, int]] = []
+        """What is held after the backward of each replayed block."""
+
+    def run(self) -> Peaks:
+        """Replay initialisation, the first step and later ones."""
+        ledger = self._ledger
+        ledger.begin("initialisation")
+        self.initialise()
+        initialisation, built = ledger.peak, ledger.total
+        ledger.begin("first step")
+        for spec in (
+            *buffers.gather_buffers(self._some, self._sizing),
+            *buffers.buckets(self._trainable, self._sizing),
+        ):
+            self._waiting[spec.name, spec.width].append(spec)
+        self._step()
+        first = ledger.peak
+        ledger.begin("steady state")
+        for name, width in list(self._waiting):  # units are prefetched from now on
+            self._make(name, width, len(self._waiting[name, width]))
+        self._keep_slots()
+        for _ in range(STEADY if self._arenas else 1):
+            self._step()
+        return Peaks(
+            initialisation,
+            first,
+            ledger.peak,
+            dict(self._checkpoints.away),
+            built,
+            self._checkpoints.nbytes,
+            reserved=ledger.reserved,
+        )
+
+    def run_step(self) -> StepPeak:
+        """Replay one step of an engine whose states and buffers take no memory."""
+        if not self._setup.offload.shares.get(ACTIVATIONS):
+            self._lead = 1
+        self._ledger.begin("a step")
+        self._step()
+        gradients = self._flats.total(self._grads_of)
+        both, rest = self._ledger.peak.nbytes, self._ledger.without_gradients
+        away, nbytes = dict(self._checkpoints.away), self._checkpoints.nbytes
+        return StepPeak(rest, both if self._frees_grads else rest + gradients, gradients, away, nbytes)
+
+    def _grads_of(self, flat: FlatSpec) -> int:
+        """Return the bytes of a flat's gradients, wherever they rest."""
+        return buffers.gradients(flat, self._sizing).nbytes if flat.trainable else 0
+
+    def _keep_slots(self) -> None:
+        """Allocate the update's slots, which grow with the chunks of the first update."""
+        for key, spec in buffers.growing_slots(self._trainable, self._sizing):
+            if spec.tier == HBM:
+                stream = UPDATES if spec.name == buffers.WRITTEN_SLOTS else FETCHES
+                self._slot_buffers.pop(key, None)
+                self._slot_buffers[key] = Storage(self._ledger, spec.nbytes, spec.category, stream)
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Replay micro-steps and the update: from the second micro-step on, all find the same gradients there."""
+        setup, ledger = self._setup, self._ledger
+        for number in range(min(2, setup.accumulate)):
+            self._micro_step(first=number == 0)
+        ledger.moment = "update"
+        if not self._owes:  # the first one makes scratch memory
+            streamed = any(flat.offloaded for flat in self._trainable)
+            self._keep(*buffers.update_scratch(self._trainable, self._sizing), stream=UPDATES if streamed else COMPUTE)
+        if setup.updates_whole:
+            self._update_whole()
+        self._update(self._trainable, offloaded=False, count=setup.num_temporaries[self._owes])
+        self._owes = True
+        self._spent = {index: grads for index, grads in self._flat_grads.items() if self._spends(index)}
+        self._flat_grads.clear()
+        self._repeats.end_step()
+        self._ends.clear()
+
+    def _micro_step(self, first: bool) -> None:
+        """Replay a forward and a backward; the first of a step runs updates that the last step has left to it."""
+        setup, shape, ledger = self._setup, self._shape, self._ledger
+        batch = Batch(setup.batch, setup.seq, setup.width, setup.device == "cuda", setup.tp, setup.packed)
+        decoder = Decoder(shape, batch)
+        tape = Tape(ledger, self._on_grad)
+        inputs = [Storage(ledger, 2 * 8 * batch.tokens)]  # token ids and targets
+        inputs += [Storage(ledger, nbytes) for nbytes in decoder.shared_inputs()]
+        if setup.tp > 1:  # an unfinished all-reduce keeps its buffer alive
+            inputs.append(Storage(ledger, decoder.hidden))
+        if not self._replayed:
+            part = -(-decoder.hidden // setup.parts)
+            self._checkpoints.assign(self._recompute.count, part, frozen_input=shape.lora is not None)
+            self._choose_blocks()
+        self._entering = first and self._owes
+        x = self._forward(tape, decoder)
+        ledger.moment = "head and loss"
+        loss = self._head(tape, decoder, x)
+        del x
+        ledger.moment = "backward of the head"
+        root = loss.node
+        assert root is not None
+        del loss
+        tape.backward(root, [Storage(ledger, 4)])
+        for unit in list(self._grads) if setup.zero.gradients else [0]:
+            self._reduce(unit)
+        del inputs
+        self._copies.clear()
+        self._repeats.end_pass()
+        self._ends.clear()
+
+    def _spends(self, unit: int) -> bool:
+        """Whether the next forward's update reads a unit's gradients; without a GPU they are freed before."""
+        return self._setup.device == "cuda" and any(flat.offloaded for flat in self._units[unit] if flat.trainable)
+
+    def _update(self, flats: Iterable[FlatSpec], offloaded: bool, count: int) -> None:
+        """Replay the temporaries of updating flats, `count` arrays at once: states on the device on the compute stream,
+        others on their own.
+        """
+        flats = [flat for flat in flats if flat.trainable and flat.offloaded is offloaded]
+        rounding = ROUNDING.get(self._setup.precision, 0)
+        arrays = buffers.update_temporaries(flats, self._sizing, count, rounding)
+        left, held = sum(spec.nbytes for spec in arrays if spec.tier == HBM), []
+        for number in range(max(1, count), 0, -1):
+            held.append(Storage(self._ledger, left // number, "buffers", UPDATES if offloaded else COMPUTE))
+            left -= left // number
+
+    def _update_whole(self) -> None:
+        """Replay updates of whole matrices, wherever their states are; the first one makes a state of each."""
+        made = bool(self._setup.options.get("nesterov", True)) + (not self._owes)
+        rounding = ROUNDING.get(self._setup.precision, 0)
+        held = []
+        for spec in buffers.whole_update(self._trainable, self._sizing, _is_matrix, made, rounding):
+            held.append(Storage(self._ledger, spec.nbytes, spec.category))
+
+    def _enter(self, unit: int) -> None:
+        """Replay what a unit's forward begins with: updates of offloaded states that wait for it, and its gather."""
+        if not self._entering:
+            self._gather(unit, 1)
+            return
+        last = unit
+        if not all(flat.resident(self._sizing) for flat in self._units[0]):  # the next units are gathered now
+            last += self._setup.gather_buffers - 1
+        for each in self._units[unit if unit == 0 else last : last + 1]:
+            self._update(each, offloaded=True, count=self._setup.num_temporaries[0])  # the first step's
+        self._spent.pop(unit, None)
+
+    def _gather(self, unit: int, number: int) -> None:
+        """Allocate gather buffers for a unit's flats, unless there are `number` of their size."""
+        for flat in self._units[unit]:
+            name = buffers.gather_name(flat.total)
+            self._make(name, flat.width, number - self._made[name, flat.width])
+
+    def _make(self, name: str, width: int, number: int) -> None:
+        """Allocate `number` buffers of a kind, or as many as are not there yet."""
+        waiting = self._waiting.get((name, width), [])
+        for _ in range(min(number, len(waiting))):
+            self._keep(waiting.pop(), stream=REDUCTIONS if name == buffers.BUCKET_SUMS else COMPUTE)
+            self._made[name, width] += 1
+
+    def _forward(self, tape: Tape, decoder: Decoder) -> Tensor:
+        """Replay the embedding, and the first and last blocks of each run of equal ones; the others are counted."""
+        self._ledger.moment = "embedding"
+        self._enter(0)
+        x = decoder.embed(tape)
+        Storage(self._ledger, decoder.mask_scratch)
+        period = self._shape.period
+        begins: list[dict[str, int]] = []
+        for block, skipped in self._replayed:
+            if skipped:
+                self._repeats.add(begins[-period], skipped // period)
+                self._checkpoints.skip_forward(block, skipped)
+            begins.append(dict(self._ledger.held))
+            self._ledger.moment = f"forward of block {block + 1}"
+            x = self._block(tape, decoder, x, block, skipped)
+        return x
+
+    def _choose_blocks(self) -> None:
+        layers, period = self._shape.layers, self._shape.period
+        tiers = [*self._checkpoints.tiers, *[""] * (layers - len(self._checkpoints.tiers))]
+        units = map(id, self._units[1 : layers + 1])
+        whole = (block < self._recompute.whole for block in range(layers))
+        keys = list(zip(units, tiers, self._shape.sparse, whole, strict=True))
+        self._replayed = list(replayed(keys, self._lead + period, period))
+
+    def _block(self, tape: Tape, decoder: Decoder, x: Tensor, block: int, skipped: int) -> Tensor:
+        """Replay a block's forward; `skipped` blocks before it are not replayed."""
+        unit = block + 1
+        self._enter(unit)
+
+        def run(t: Tape, y: Tensor) -> Tensor:
+            return decoder.block(t, y, block, unit)
+
+        self._mark(tape, x, f"end of backward of block {unit}", done=unit, skipped=skipped)
+        if block < self._recompute.count:
+            size = x.storage.nbytes
+            self._checkpoints.keep(x, block)
+            selective, before = block >= self._recompute.whole, decoder.before_recomputation
+            out = tape.checkpoint(run, x, lambda: self._checkpoints.bring_back(block, size), selective, before)
+        else:
+            out = run(tape, x)
+        self._mark(tape, out, f"backward of block {unit}")
+        return out
+
+    def _mark(self, tape: Tape, x: Tensor, moment: str, done: int = 0, skipped: int = 0) -> None:
+        """Record the moment in backward when the gradient of `x` exists; the unit `done` is then reduced and freed.
+
+        Then `skipped` blocks before it are counted, as if they had run too.
+        """
+        if x.node is None:  # no gradient comes here: what made it is frozen
+            return
+        node = tape.record(moment, [x])
+
+        def reached(gradient: list[Storage]) -> list[Storage]:
+            self._ledger.moment = moment
+            if done:
+                self._gather(done - 1, 2 if done <= self._shape.layers else 1)  # for the backward that comes next
+                self._reduce(done)
+                self._ends.append(dict(self._ledger.held))
+            if skipped:
+                period = self._shape.period
+                self._repeats.add(self._ends[-1 - period], skipped // period, spent=self._spends(done))
+                self._checkpoints.skip_backward(skipped)
+            return [gradient.pop()]
+
+        node.backward = reached
+        x.node = node
+
+    def _head(self, tape: Tape, decoder: Decoder, x: Tensor) -> Tensor:
+        """Replay the final norm and the chunked loss, whose two gradients are computed in the forward pass."""
+        shape, setup, ledger = self._shape, self._setup, self._ledger
+        unit = 0 if shape.tie else shape.layers + 1
+        if unit:
+            self._enter(unit)
+        if shape.final_norm:
+            self._mark(tape, x, "end of backward of the head", done=unit)
+            norm = [each for each in shape.head_parameters() if each.name.startswith("norm") and each.trainable]
+            x = decoder.norm(tape, x, [each.numel * setup.width for each in norm], unit)
+        tokens, width, vocab = decoder.batch.tokens, setup.width, shape.local_vocab(setup.tp)
+        chunk = min(constants.chunk_tokens(vocab, setup.device), tokens)
+        rows = chunk * constants.padded_vocab(vocab)
+        grad_x = Storage(ledger, tokens * shape.hidden * width, "logits")
+        frozen = shape.lora is not None
+        grad_weight = None if frozen else Storage(ledger, vocab * shape.hidden * FP32, "logits")
+        small = Storage(ledger, 5 * tokens, "logits")  # losses, and which targets count
+        buffer = Storage(ledger, rows * width, "logits")
+        if not decoder.batch.has_kernels or vocab != shape.vocab:
+            # Indices and masks of a chunk, its maxima and sums, and in half precision its logits in fp32.
+            few = (29 if setup.tp == 1 else 54) * chunk
+            Storage(ledger, few + (rows * FP32 if width < FP32 else 0), "logits")
+        if width < FP32 and setup.device == "cpu" and not frozen:
+            Storage(ledger, chunk * (vocab + shape.hidden) * FP32, "logits")
+        del buffer, small
+        kept = [grad_weight, grad_x] if grad_weight is not None else [grad_x]
+        del grad_weight, grad_x
+        node = tape.record("loss", [x])
+        node.backward = lambda incoming: self._loss_backward(incoming, kept, unit)
+        return Tensor(Storage(ledger, 4), node)
+
+    def _loss_backward(self, incoming: list[Storage], kept: list[Storage], unit: int) -> list[Storage]:
+        incoming.clear()
+        grad_x = kept.pop()
+        if not kept:
+            return [grad_x]
+        weight = kept.pop()
+        if self._setup.width < FP32:
+            weight = Storage(self._ledger, weight.nbytes // FP32 * self._setup.width, "buffers")
+        if self._shape.tie:
+            self._tied.append(weight)
+        else:
+            self._on_grad(unit, weight)
+        return [grad_x]
+
+    def _on_grad(self, unit: int, grad: Storage) -> None:
+        """Record a parameter's gradient: kept until its unit is reduced, or added at once to the full gradient."""
+        if unit == 0 and self._tied and grad.nbytes == self._tied[0].nbytes:
+            if self._setup.device == "cpu":  # autograd adds them in new memory; on a GPU to the head's (torch 2.11)
+                grad = Storage(self._ledger, grad.nbytes, "buffers")
+                self._tied.clear()
+            else:
+                grad = self._tied.pop()
+        if self._setup.zero.gradients:
+            self._grads[unit].append(grad)
+        else:
+            self._open_grads(unit)
+
+    def _reduce(self, unit: int) -> None:
+        """Reduce a unit's gradients into those of its flats, and free them; buckets are made as it needs them."""
+        sizing = self._sizing
+        for flat in (flat for flat in self._units[unit] if flat.trainable):
+            wire = sizing.wire_width(flat.width)
+            number = buffers.num_buckets([flat], sizing, buffers.bucket_numel(self._trainable, sizing, wire))
+            if flat.tiers["gradients"] != HBM or sizing.world > 1:
+                self._make(buffers.BUCKETS, wire, number)
+                self._make(buffers.BUCKET_SUMS, sizing.grad_width(flat.width), number)
+        if self._with_gloo:
+            self._copy(unit)
+        if unit in self._grads:
+            self._open_grads(unit)
+            del self._grads[unit]
+
+    def _copy(self, unit: int) -> None:
+        """Add gloo's copies of a unit's gradients; those of the buckets that are used again are freed."""
+        sizing, trainable = self._sizing, self._trainable
+        for flat in (flat for flat in self._units[unit] if flat.trainable):
+            wire = sizing.wire_width(flat.width)
+            left = flat.total
+            each = buffers.bucket_numel(trainable, sizing, wire) if sizing.stage.gradients else flat.total
+            while left > 0:
+                if sizing.stage.gradients and len(self._copies) >= buffers.bucket_limit(trainable, sizing):
+                    self._copies.popleft()
+                self._copies.append(Storage(self._ledger, min(left, each) * wire, "buffers"))
+                left -= each
+
+    def _open_grads(self, unit: int) -> None:
+        """Allocate the gradients of a unit's flats, unless they are there."""
+        if self._frees_grads and unit not in self._flat_grads:
+            specs = [buffers.gradients(flat, self._sizing) for flat in self._units[unit] if flat.trainable]
+            self._flat_grads[unit] = [
+                Storage(self._ledger, spec.nbytes, spec.category) for spec in specs if spec.nbytes and spec.tier == HBM
+            ]

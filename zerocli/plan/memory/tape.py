@@ -1,0 +1,256 @@
+"""The tape: replays on a ledger what autograd saves in a forward pass and allocates in backward.
+
+An operation has four properties: the bytes of its output, the storages it saves, the bytes of each input's gradient,
+and its temporary memory. The rules are autograd's: nodes run in the reverse of the order they were recorded in; what a
+node saved is released once it has run; a gradient for an input that already has one is added in place if nothing else
+refers to the earlier one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from zerocli.plan.memory.ledger import Ledger, Storage
+
+FORWARD, BACKWARD = "forward", "backward"
+SHARED = -1
+"""Stands for a gradient that is the incoming one, passed on without a copy."""
+
+
+class Tensor:
+    """A view of a storage, and the node that made it (None: it needs no gradient)."""
+
+    __slots__ = ("node", "storage")
+
+    def __init__(self, storage: Storage, node: Node | None = None) -> None:
+        self.storage, self.node = storage, node
+
+
+class Node:
+    """One recorded operation."""
+
+    __slots__ = (
+        *("backward", "collects", "edges", "grads", "incoming", "label", "last", "params", "product", "saved"),
+        *("temporary", "unit"),
+    )
+
+    def __init__(self) -> None:
+        self.label = ""
+        self.saved: list[Storage] = []
+        self.edges: list[Node | None] = []
+        self.grads: Sequence[int] = ()
+        self.temporary = 0
+        self.last = 0
+        """Bytes that are allocated for a moment once all gradients are there: sums that make up a bias's gradient."""
+        self.params: Sequence[int] = ()
+        self.unit = 0
+        self.product = False
+        self.collects = False
+        """Whether incoming gradients belong to different outputs (a split) and are not summed."""
+        self.incoming: list[Storage] = []
+        self.backward: Callable[[list[Storage]], list[Storage]] | None = None
+        """Replaces the default backward: takes the output's gradient from the list, returns the input's."""
+
+
+class Tape:
+    """Records operations on a ledger; `keep` is false inside a checkpoint, whose operations run again in backward."""
+
+    def __init__(
+        self, ledger: Ledger, on_grad: Callable[[int, Storage], None], keep: bool = True, thread: str = FORWARD
+    ) -> None:
+        self.ledger = ledger
+        self.keep = keep
+        self.thread = thread
+        """Which of torch's two threads runs the operations that are recorded: backward's, if they are recomputed."""
+        self.num_saved = 0
+        self.last_save: int | None = None
+        """Recomputation stops here, as torch's does: operations after the last saved tensor do not run again."""
+        self.outputs: list[tuple[int, Storage]] | None = None
+        """Of a selective checkpoint: in forward the outputs of expensive operations, each with the number of tensors
+        saved before it; in recomputation those that are kept, in order."""
+        self._on_grad = on_grad
+        self._nodes: list[Node] = []
+
+    @property
+    def ghost(self) -> bool:
+        return self.last_save is not None and self.num_saved >= self.last_save
+
+    def new(self, nbytes: int, category: str = "activations") -> Storage:
+        """Return a storage that lives until its last reference is dropped."""
+        return Storage(self.ledger, 0 if self.ghost else nbytes, category)
+
+    def product(self, nbytes: int) -> Storage:
+        """Return the output of an expensive operation (a matrix product, attention): selective checkpoints keep it."""
+        if self.outputs is None or self.ghost:
+            return self.new(nbytes)
+        if self.last_save is not None:
+            return self.outputs.pop(0)[1]
+        out = self.new(nbytes)
+        self.outputs.append((self.num_saved, out))
+        return out
+
+    def op(
+        self,
+        label: str,
+        inputs: Sequence[Tensor],
+        nbytes: int,
+        saved: Sequence[Storage] = (),
+        grads: Sequence[int] = (),
+        temporary: int = 0,
+        backward_temporary: int = 0,
+        params: Sequence[int] = (),
+        unit: int = 0,
+        product: bool = False,
+        output_first: bool = False,
+        last: int = 0,
+        late: bool = False,
+    ) -> Tensor:
+        """Run one operation: temporaries, output, saves. `grads` default to one gradient of each input's size.
+
+        With `output_first` the output is allocated before the temporaries; `last` is `Node.last`. Autograd saves inputs
+        before it computes, so a recomputation that stops at its last save never makes the output. What the operation
+        itself makes it saves `late`, after that.
+        """
+        node = None
+        out = self.new(nbytes) if late else None
+        if params or any(each.node is not None for each in inputs):
+            node = self.record(label, inputs, saved, grads, backward_temporary, params, unit)
+        scratch = self.new(temporary) if temporary and not output_first else None
+        if out is None:
+            out = self.product(nbytes) if product else self.new(nbytes)
+        scratch = self.new(temporary) if temporary and output_first else scratch
+        if product and not self.ghost:
+            self.ledger.multiply(self.thread)
+        if node is not None:
+            node.product, node.last = product, last
+        del scratch
+        return Tensor(out, node)
+
+    def record(
+        self,
+        label: str,
+        inputs: Sequence[Tensor],
+        saved: Sequence[Storage] = (),
+        grads: Sequence[int] = (),
+        backward_temporary: int = 0,
+        params: Sequence[int] = (),
+        unit: int = 0,
+    ) -> Node:
+        """Record a node without an output of its own."""
+        node = Node()
+        node.label, node.temporary, node.params, node.unit = label, backward_temporary, params, unit
+        node.edges = [each.node for each in inputs]
+        node.grads = grads or [each.storage.nbytes for each in inputs]
+        if saved:
+            self.num_saved += len(saved)
+            if self.keep:
+                node.saved = list(saved)
+        self._nodes.append(node)
+        return node
+
+    def split(self, source: Tensor, nbytes: int) -> Tensor:
+        """Return a view whose parts' gradients are concatenated into one of `nbytes`."""
+        if source.node is None:
+            return source
+        node = self.record("join gradients", [source], grads=[nbytes])
+        node.collects = True
+        return Tensor(source.storage, node)
+
+    def backward(self, root: Node, gradient: list[Storage]) -> list[Storage]:
+        """Run backward from `root`, taking its gradient out of the list, so that the tape holds the only reference.
+
+        Returns the gradient of the tape's input, if there is one.
+        """
+        root.incoming.append(gradient.pop())
+        reached: list[Storage] = []
+        while self._nodes:
+            node = self._nodes.pop()
+            if node.incoming:
+                self._run(node, reached)
+        return reached
+
+    def checkpoint(
+        self,
+        run: Callable[[Tape, Tensor], Tensor],
+        x: Tensor,
+        bring_back: Callable[[], Storage],
+        selective: bool = False,
+        before: int = 0,
+    ) -> Tensor:
+        """Run a block that saves nothing; backward fetches its input and runs it again.
+
+        With `selective` the outputs of expensive operations are kept, but those that recomputation stops before.
+        `before` are bytes of gradients that backward makes before it first needs what the block saved.
+        """
+        first = Tape(self.ledger, self._on_grad, keep=False)
+        first.outputs = [] if selective else None
+        entry = INPUT if x.node is not None else None
+        out = Tensor(run(first, Tensor(x.storage, entry)).storage, self.record("recompute", [x]))
+        if first.outputs is not None:
+            first.outputs = [each for each in first.outputs if each[0] < first.num_saved]
+        assert out.node is not None
+
+        def backward(gradient: list[Storage]) -> list[Storage]:
+            again = Tape(self.ledger, self._on_grad, thread=BACKWARD)
+            again.last_save, again.outputs = first.num_saved, first.outputs
+            source = bring_back()
+            early = Storage(self.ledger, before) if before else None
+            root = run(again, Tensor(source, entry)).node
+            assert root is not None
+            del early
+            return again.backward(root, gradient)
+
+        out.node.backward = backward
+        return out
+
+    def _run(self, node: Node, reached: list[Storage]) -> None:
+        ledger = self.ledger
+        if node.backward is not None:
+            made = node.backward(node.incoming)
+            node.backward = None  # and with it what it refers to
+        else:
+            # A product without a bias makes the gradient of its weight first: autograd goes by the inputs' names.
+            own = self._gradients(node) if node.product and len(node.params) == 1 else []
+            made = [
+                node.incoming[0] if size == SHARED else Storage(ledger, size)
+                for size, edge in zip(node.grads, node.edges, strict=True)
+                if edge is not None
+            ]
+            scratch = Storage(ledger, node.temporary) if node.temporary else None
+            own = own or self._gradients(node)
+            del scratch
+            if node.last:
+                if self.thread == BACKWARD:  # what is recomputed is handed over to the node, and gone when it has run
+                    node.saved.clear()
+                Storage(ledger, node.last)
+            node.incoming.clear()
+            node.saved.clear()
+            while own:
+                self._on_grad(node.unit, own.pop())
+        node.saved.clear()
+        targets = [edge for edge in node.edges if edge is not None]
+        node.edges = []
+        for target in reversed(targets):
+            self._deliver(target, made.pop(), reached)
+
+    def _gradients(self, node: Node) -> list[Storage]:
+        """Allocate the gradients of a node's own parameters."""
+        own = [Storage(self.ledger, nbytes, "buffers") for nbytes in node.params]
+        if node.product:
+            self.ledger.multiply(BACKWARD)
+        return own
+
+    def _deliver(self, target: Node, gradient: Storage, reached: list[Storage]) -> None:
+        waiting = reached if target is INPUT else target.incoming
+        if not waiting or target.collects:
+            waiting.append(gradient)
+            return
+        # Added in place when only the list (and the argument of getrefcount) refers to it.
+        if sys.getrefcount(waiting[0]) > 2:
+            total = Storage(self.ledger, waiting[0].nbytes)
+            waiting[0] = total
+
+
+INPUT = Node()
+"""Stands for the node that made the tape's input."""

@@ -1,0 +1,1 @@
+"""Models as a plan asks them: by formulas, traced on fake tensors, or counted."""

@@ -1,0 +1,1 @@
+"""What to try and what to choose: candidates, `--auto`, `--max`, recomputation."""

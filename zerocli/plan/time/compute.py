@@ -1,0 +1,250 @@
+"""What a model computes on one rank: operations of products and attention, bytes of the other kernels, kernel launches.
+
+Bytes count each input that a kernel reads and each output that it writes once, as `zerocli.models` runs them eagerly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from zerocli.layout import constants
+from zerocli.plan.blocks.shape import NORMS, Shape, Unit
+from zerocli.plan.setup import Setup
+from zerocli.plan.time.hardware import Hardware, HostTimes
+
+# Shares of the data sheet's rates, measured on an H200 with torch 2.11: 1.41B GPT-2, 16 x 1024 tokens, bf16.
+PRODUCTS = 0.73
+"""Matrix products of at least a thousand rows and columns."""
+ATTENTION, SHORT = 0.60, 512
+"""Causal attention, forward, reaches the first share for long sequences and half of it for so many tokens; its backward
+reaches 0.7 of that."""
+MEMORY = 0.64
+"""Element-wise kernels, norms and sums, of the memory bandwidth."""
+UPDATE = 0.83
+"""The update's one pass over all that a parameter has, of the memory bandwidth."""
+COMPILED = 0.9
+"""Bytes that compiled blocks move, relative to eager ones, whose kernels of ours are fused too."""
+FP32_PRODUCTS = 0.068
+"""fp32 products without tensor cores, relative to half precision (an H200's 67 of 989 TFLOPS)."""
+BACKWARD_OPS = 2.5 / 0.7
+"""Attention's backward relative to its forward: 2.5 times the operations, at 0.7 of the rate."""
+
+HOST_FORWARD = 0.4
+"""Forward's share of the host's time for a block, recomputed or not (`hardware.HostTimes`)."""
+HOST_COMPILED, HOST_AGAIN = 1.25, 0.7
+"""The host's time for a compiled block, and what its recomputation adds, relative to an eager block that is kept."""
+USUAL = HostTimes()
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations and bytes of one rank."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    """Operations, weighted: those of backward count as the forward operations that take as long."""
+    moved: float = 0.0
+    """Bytes of kernels that are bound by memory."""
+    host: float = 0.0
+    """Seconds in which the host launches it."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.moved + other.moved,
+            self.host + other.host,
+        )
+
+    def times(self, number: float) -> Work:
+        return Work(self.products * number, self.attention * number, self.moved * number, self.host * number)
+
+    def at(self, pace: float) -> Work:
+        """Return the same work for a host that takes so many times as long."""
+        return Work(self.products, self.attention, self.moved, self.host * pace)
+
+    def compiled(self, moved: float, host: float) -> Work:
+        """Return the work of the same operations in compiled blocks, which move a share of the bytes."""
+        return Work(self.products, self.attention, self.moved * moved, host)
+
+    def seconds(self, setup: Setup, hardware: Hardware) -> dict[str, float]:
+        """Return the device's seconds by kind of kernel; the kinds run one after the other."""
+        peak = hardware.tflops * 1e12 * (FP32_PRODUCTS if setup.width == 4 else 1.0)
+        rate = hardware.products * 1e12 if hardware.products and setup.width < 4 else peak * PRODUCTS
+        return {
+            "products": self.products / rate,
+            "attention": self.attention / (peak * ATTENTION * setup.seq / (setup.seq + SHORT)),
+            "memory": self.moved / (hardware.hbm * 1e9 * MEMORY),
+        }
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The work of one micro-step: forward, backward, and what recomputation adds to backward."""
+
+    forward: Work
+    backward: Work
+    again: Work
+    head: Work
+    """The part of forward that comes last: it waits for the update of the last unit."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a model computes in a step, as far as its seconds depend on it."""
+
+    passes: Passes
+    gradients: Work
+    """Copying gradients into flats or buckets in each backward, and their norm, where backward does not have it."""
+    operations: float
+    """Of a step of all ranks, as MFU counts them."""
+    ends: int
+    """Parameters before and after the blocks, whose gathers nothing hides."""
+    chunks: float
+    """Chunks in which a rank updates what passes through the update's slots, if everything does."""
+    layers: int
+    hidden: int
+    """Elements per token of the sums over tensor-parallel ranks; 0: not known."""
+
+
+def passes(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Passes:
+    """Return one rank's work of a micro-step."""
+    (forward, backward), again = _ends(shape, setup, host), Work()
+    head = forward
+    recompute = setup.blocks(shape.layers)
+    for first, number in shape.runs:
+        there, back = _block(shape, setup, first, host)
+        forward, backward = forward + there.times(number), backward + back.times(number)
+        whole = max(0, min(number, recompute.whole - first))
+        part = max(0, min(number, recompute.count - first)) - whole
+        again += _repeated(shape, setup, there, first).times(whole) + Work(moved=there.moved).times(part)
+    hosted = recomputing(host, setup, recompute.whole, recompute.count - recompute.whole)
+    forward, again = forward + Work(host=hosted * HOST_FORWARD), again + Work(host=hosted * (1 - HOST_FORWARD))
+    return Passes(forward, backward, again, head)
+
+
+def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
+    """Return what a model computes in a step, by the formulas of its shape."""
+    gradients = Work(moved=shape.trainable_numel / setup.tp * (2 * setup.width + setup.grad_width))
+    ends = sum(each.numel for each in (*shape.embed_parameters(), *shape.head_parameters()))
+    found = passes(shape, setup, host), gradients, model_flops(shape, setup), ends
+    return Computed(*found, num_chunks(shape.units(), setup), shape.layers, shape.hidden)
+
+
+def num_chunks(units: Iterable[tuple[Unit, int]], setup: Setup) -> float:
+    """Return the chunks of an update; vectors, which have no weight decay, are not in one chunk with matrices."""
+    shared, chunk, found = setup.tp * (setup.dp if setup.zero.optimizer else 1), setup.sizing.chunk, 0.0
+    for unit, number in units:
+        trained = [each for each in unit.parameters if each.trainable]
+        matrices = sum(each.numel for each in trained if len(each.shape) >= 2)
+        vectors = any(len(each.shape) < 2 for each in trained) / shared  # at the end of the flat, so on one rank
+        found += number * (math.ceil(matrices / shared / chunk) + vectors)
+    return found
+
+
+def model_flops(shape: Shape, setup: Setup) -> float:
+    """Return the operations of a step of all ranks that the model itself needs, as MFU counts them: no repetition."""
+    tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
+    embedding = 0 if shape.tie else sum(each.numel for each in shape.embed_parameters())
+    attention = 6 * shape.layers * setup.seq * (shape.width_q + shape.width_out) / 2
+    return tokens * (6.0 * (shape.active_numel - embedding) + attention)
+
+
+def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Work, Work]:
+    """Return the forward and backward work of one block."""
+    tokens, tp, width = setup.batch * setup.seq, setup.tp, setup.width
+    hidden, queries, keys = shape.hidden, shape.width_q // tp, shape.width_kv // tp
+    products, inner = 0.0, 0.0
+    trained = shape.trainable_numel / shape.numel  # a frozen weight has no gradient: one product less
+    for rows, inputs, outputs in _matrices(shape, block):
+        products += 2 * rows * inputs * outputs / tp
+    for rows, mlp in _mlps(shape, block):
+        inner += rows * mlp / tp
+    attention = setup.seq * (shape.width_q + shape.width_out) / tp  # two products, each causal
+    norms = NORMS[shape.norms] * hidden + (queries + keys if shape.q_norm else 0)
+    rotated = queries + keys if shape.rotary else 0
+    visits = shape.experts_per_token * hidden if shape.is_sparse(block) else 0
+    dropped = 2 * hidden if shape.dropout else 0
+    biases = (queries + 2 * keys) * shape.qkv_bias + hidden * shape.out_bias + (inner + hidden) * shape.mlp_bias
+    gate, back = (3, 5) if shape.gated else (2, 3)
+    there = 2 * norms + 6 * hidden + gate * inner + 2 * rotated + 4 * visits + 2.5 * dropped
+    again = 5 * norms + 6 * hidden + back * inner + 2 * rotated + 6 * visits + 2.5 * dropped
+    again += biases + 2 * (queries + 2 * keys)  # sums over rows; gradients of queries, keys and values joined
+    factor = tokens * width * (COMPILED if setup.compiled else 1.0)
+    return (
+        Work(products * tokens, attention * tokens, there * factor, host.block * HOST_FORWARD * _hosted(setup)),
+        Work(
+            (1 + trained) * products * tokens,
+            attention * tokens * BACKWARD_OPS,
+            again * factor,
+            host.block * (1 - HOST_FORWARD) * _hosted(setup),
+        ),
+    )
+
+
+def _repeated(shape: Shape, setup: Setup, forward: Work, block: int) -> Work:
+    """Return what recomputing a block runs again: all of its forward up to its last product, whose result is not used.
+
+    A compiled block's graph leaves it out as well.
+    """
+    rows, mlp = list(_mlps(shape, block))[-1]
+    last = 2 * setup.batch * setup.seq * rows * mlp * shape.hidden / setup.tp
+    return Work(forward.products - last, forward.attention, forward.moved)
+
+
+def recomputing(host: HostTimes, setup: Setup, whole: float, selective: float) -> float:
+    """Return the host's time for recomputing so many blocks; compiled ones run the same graphs in any case."""
+    if setup.compiled:
+        return host.block * HOST_AGAIN * (whole + selective)
+    return host.whole * whole + host.selective * selective
+
+
+def _hosted(setup: Setup) -> float:
+    return HOST_COMPILED if setup.compiled else 1.0
+
+
+def _matrices(shape: Shape, block: int) -> Iterator[tuple[float, int, int]]:
+    """Yield (rows per token, inputs, outputs) of a block's products."""
+    hidden, latent = shape.hidden, shape.latent
+    if latent:
+        if latent.q_rank:
+            yield 1, hidden, latent.q_rank
+        yield 1, latent.q_rank or hidden, shape.width_q
+        yield 1, hidden, latent.kv_rank + latent.rope
+        yield 1, latent.kv_rank, shape.heads * (latent.nope + latent.value)
+    else:
+        yield 1, hidden, shape.width_q + 2 * shape.width_kv
+    yield 1, shape.width_out, hidden
+    if shape.is_sparse(block):
+        yield 1, hidden, shape.experts
+    for rows, mlp in _mlps(shape, block):
+        yield rows, hidden, mlp * (2 if shape.gated else 1)
+        yield rows, mlp, hidden
+
+
+def _mlps(shape: Shape, block: int) -> Iterator[tuple[int, int]]:
+    """Yield (rows per token, width) of a block's MLPs."""
+    if not shape.is_sparse(block):
+        yield 1, shape.mlp_hidden
+        return
+    if shape.shared_hidden:
+        yield 1, shape.shared_hidden
+    yield shape.experts_per_token, shape.expert_hidden
+
+
+def _ends(shape: Shape, setup: Setup, host: HostTimes) -> tuple[Work, Work]:
+    """Return forward and backward work of embedding and head; the loss computes its gradients in forward."""
+    tokens, width = setup.batch * setup.seq, setup.width
+    vocab, inputs = shape.local_vocab(setup.tp), shape.embed_dim or shape.hidden
+    hidden = tokens * shape.hidden * width
+    logits = tokens * vocab * width
+    table = vocab * inputs * width
+    # The head's gradient is summed over chunks of tokens in fp32: read and written for each.
+    chunks = -(-tokens // min(tokens, constants.chunk_tokens(vocab, setup.device)))
+    summed = 2 * chunks * vocab * inputs * 4
+    moved = 3 * logits + 4 * hidden + 3 * table + summed
+    products = 6.0 if shape.trainable_numel == shape.numel else 4.0  # a frozen head has no gradient
+    forward = Work(products * tokens * vocab * inputs, 0.0, moved, 2 * host.block * HOST_FORWARD)
+    return forward, Work(0.0, 0.0, 10 * hidden + 2 * table, 2 * host.block * (1 - HOST_FORWARD))

@@ -1,0 +1,128 @@
+"""The times of `hardware.HostTimes` on this machine: models so small that only the launching of kernels takes time.
+
+The loops are those of training, so the figures have Python's, torch's and the engine's part, as this machine runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from zerocli.config import ModelConfig, read_placement
+from zerocli.engine import api
+from zerocli.engine.engine import Engine
+from zerocli.garbage import long_lived
+from zerocli.models import build
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.setup import Setup
+from zerocli.plan.time.compute import num_chunks
+from zerocli.plan.time.hardware import HOST
+from zerocli.plan.time.seconds import num_transfers
+
+LAYERS, WIDTH, TOKENS = 16, 128, 32
+TURNS, STEPS = 8, 3
+"""Each kind has so many turns of so many steps."""
+FAMILIES = ("gpt2", "llama")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of training step."""
+
+    recompute: bool | str = False
+    offload: str = ""
+    staging: int = 512 << 20
+
+    def counts(self, model: ModelConfig, precision: str) -> dict[str, float]:
+        """Return how often each of the times of `Hardware` is in a step."""
+        layers, units = model.layers, model.layers + 2  # embedding and head are launched too
+        offload = read_placement(self.offload)
+        setup = Setup(stage=3, ranks=1, precision=precision, offload=offload, staging_nbytes=self.staging)
+        chunks = num_chunks(shape_of(model, TOKENS).units(), setup) if "optimizer" in self.offload else 0
+        gradients, parameters = "grads" in self.offload, "params" in self.offload
+        return {
+            "host_block": units,
+            "host_whole": layers * (self.recompute is True),
+            "host_selective": layers * (self.recompute == "selective"),
+            "host_moved": 2 * units * parameters,
+            "host_reduced": units * gradients,
+            "host_kept": layers * ("activations" in self.offload),
+            "host_streamed": units * bool(chunks),
+            "host_chunk": chunks,
+            "host_transfer": chunks * num_transfers(setup, 1, gradients, parameters),
+        }
+
+
+EVERYTHING, MANY = "optimizer=cpu,grads=cpu,params=cpu", 4 << 20
+KINDS = (
+    *(Kind(), Kind(True), Kind("selective"), Kind(True, "activations=cpu")),
+    *(Kind(offload="optimizer=cpu"), Kind(offload="optimizer=cpu,grads=cpu"), Kind(offload=EVERYTHING)),
+    *(Kind(offload="optimizer=cpu", staging=MANY), Kind(offload=EVERYTHING, staging=MANY)),  # many chunks
+)
+"""As many as there are times, so that their steps give these."""
+
+
+def measure_host(device: torch.device) -> dict[str, float]:
+    """Return the seconds by the names of `Hardware`: the mean of both families."""
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    found = numpy.zeros(len(HOST))
+    for family in FAMILIES:
+        model = ModelConfig(family=family, layers=LAYERS, hidden=WIDTH, heads=2, vocab=512, tie=False)
+        took = _steps(model, precision, device)
+        gc.collect()  # engines and models refer to each other
+        found += solve({kind: kind.counts(model, precision) for kind in KINDS}, took)
+    return {name: max(0.0, float(total)) / len(FAMILIES) for name, total in zip(HOST, found, strict=True)}
+
+
+def solve(counts: Mapping[Kind, Mapping[str, float]], took: Mapping[Kind, float]) -> numpy.ndarray:
+    """Return the times, in the order of `HOST`, of which each kind's step consists."""
+    rows = [[each[name] for name in HOST] for each in counts.values()]
+    return numpy.linalg.solve(numpy.array(rows), numpy.array([took[kind] for kind in counts]))
+
+
+def _steps(model: ModelConfig, precision: str, device: torch.device) -> dict[Kind, float]:
+    """Return the seconds of a step of each kind.
+
+    They take turns: a host is slower at times, and differences count. A turn's first step is not counted, since it
+    finds the host's caches full of what the other kinds use; nor is the first turn, which finds nothing built.
+    """
+    seconds: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
+    tokens = torch.zeros((1, TOKENS), dtype=torch.int64, device=device)
+    with contextlib.ExitStack() as closing:
+        engines = {}
+        for kind in KINDS:
+            engines[kind] = _engine(model, kind, precision, device)
+            closing.callback(engines[kind].close)
+        closing.enter_context(long_lived())  # as in training
+        for turn, kind in itertools.product(range(1 + TURNS), KINDS):
+            took = [_step(engines[kind], tokens) for _ in range(STEPS)]
+            seconds[kind] += took[1:] if turn else []
+    return {kind: statistics.median(each) for kind, each in seconds.items()}
+
+
+def _engine(config: ModelConfig, kind: Kind, precision: str, device: torch.device) -> Engine:
+    """Return an engine of a tiny model."""
+    model = build(config, TOKENS, "meta")
+    return api.shard(
+        *(model, "adamw", 1e-4), stage=3, precision=precision, clip=1.0, recompute=kind.recompute,
+        offload=kind.offload, staging_nbytes=kind.staging, device=str(device), units=model.unit_modules(),
+        defer_update=True, update="stream",
+    )  # fmt: skip
+
+
+def _step(engine: Engine, tokens: torch.Tensor) -> float:
+    """Return the seconds of a training step."""
+    began = time.perf_counter()
+    loss = engine(tokens, tokens)
+    engine.backward(loss)
+    engine.step()
+    loss.item()
+    return time.perf_counter() - began

@@ -1,0 +1,310 @@
+"""Estimate the seconds of a step from what must be computed and moved; `fit` ranks candidates by it.
+
+In the first phase of a step, states are updated while the first forward runs, which needs a unit only once it is
+updated. Then come backward and, with accumulation, the forwards and backwards of the other micro-steps. Within a phase
+everything runs concurrently, so it takes as long as its slowest part. The host runs ahead of the device, from one phase
+into the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from offload.placement import HBM
+from zerocli.plan.rows import Plan
+from zerocli.plan.setup import Setup
+from zerocli.plan.time.compute import UPDATE, Computed
+from zerocli.plan.time.hardware import Hardware, HostTimes
+
+GB = 1e9
+LINK, DISK = 0.95, 0.9
+"""Shares of the rates that copies alone reach which a step's transfers reach (measured on an H200; its disk was slower
+with files of 8 GiB than with the benchmark's of one)."""
+WAITED = 0.4
+"""Share of an activation checkpoint's way back that backward waits for (measured on an H200)."""
+EXPOSED = 2.5
+"""How often per micro-step compute waits for the gathers of offloaded embedding and head: in forward for both, in
+backward for one of them, as nothing is before them that could hide it (measured on an H200)."""
+SHARPNESS = 3
+"""How sharply the longer of host and device decides (`_together`): if both take as long, they take a quarter more, and
+4 % more if one takes half as long (measured on an H200)."""
+AHEAD = 12
+"""Blocks that the host can be ahead of the device: CUDA holds 1024 calls, and a block with offloading has about 80."""
+STEADY = 1e-12
+"""Change of the host's lead over a micro-step, in parts of its seconds, below which all others take as long."""
+FOLLOWED = 1024
+"""Micro-steps that are followed at most. The lead is bounded by `AHEAD` blocks and changes ever less, so that those
+after them take as long as the last one to about a thousandth."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step, of each of its parts if it ran alone, and the part that bounds the step."""
+
+    seconds: float
+    parts: dict[str, float]
+    bound: str
+    tokens_per_second: float
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of forward, backward and update; the update has what forward does not hide of it."""
+    mfu: float = 0.0
+    """The share of the GPUs' peak that the model's own operations reach."""
+
+
+@dataclass
+class Moved:
+    """Bytes moved in one phase: up and down one GPU's PCIe link, and to and from the node's disks."""
+
+    up: float = 0.0
+    down: float = 0.0
+    disk: float = 0.0
+    alone: float = 0.0
+    """Bytes, in either direction, that move while nothing else does."""
+
+    def pcie_seconds(self, hardware: Hardware) -> float:
+        both = (self.up + self.down) / (2 * hardware.both_ways)
+        return (max(self.up, self.down, both) + self.alone) / (hardware.pcie * GB * LINK)
+
+    def disk_seconds(self, hardware: Hardware) -> float:
+        return self.disk / (hardware.disk * GB * DISK)
+
+
+@dataclass
+class Phase:
+    """Seconds of the concurrent parts of one phase, by name."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    tail: float = 0.0
+    """Seconds of compute after the last transfer and the host's last block."""
+    times: int = 1
+    """How often a step has such a phase."""
+
+    @property
+    def computing(self) -> float:
+        """Its seconds without transfers: tensor-parallel sums do not overlap with compute, all else does."""
+        parts = self.parts
+        return max(parts["compute"] + parts["tensor parallel"], parts["collectives"])
+
+    @property
+    def seconds(self) -> float:
+        transfers = max(self.parts.get(name, 0.0) for name in ("pcie", "nvme", "update"))
+        return max(self.computing, transfers + self.tail if transfers else 0.0)
+
+
+def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
+    """Return the estimate of a step that computes `work` on this hardware."""
+    setup = plan.setup
+    first, backward, forward = _phases(plan, work, hardware)
+    held = plan.num_trained / setup.tp / (setup.dp if setup.zero.optimizer else 1)
+    offloaded = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
+    # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
+    here = held * _update_nbytes(setup) / (hardware.hbm * GB * UPDATE)
+    if offloaded and setup.updates_on_cpu:
+        states = plan.of("optimizer_states") * setup.local_ranks + offloaded
+        first.parts["update"] = held * setup.local_ranks * (offloaded / states) / (hardware.adam * GB)
+        here *= 1 - offloaded / states
+    every = (first, backward, forward)
+    parts = {name: sum(each.parts.get(name, 0.0) * each.times for each in every) for name in first.parts}
+    waits = here + _exposed(plan, work.ends, hardware)
+    ahead = AHEAD * hardware.host.block
+    forwarded, seconds = _ends(every, setup.accumulate, waits, ahead)
+    parts["update"] = parts.get("update", 0.0) + here
+    bound = max(parts, key=lambda name: parts[name])
+    alone = min(forwarded, _together(first.computing - first.tail, first.parts["host"]) + first.tail)
+    phases = {"forward": alone, "backward": seconds - forwarded, "update": forwarded - alone}
+    tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
+    mfu = work.operations / (seconds * setup.ranks * hardware.tflops * 1e12)
+    return Estimate(seconds, parts, bound, tokens / seconds, phases, mfu)
+
+
+def _ends(phases: Sequence[Phase], accumulate: int, waits: float, ahead: float) -> tuple[float, float]:
+    """Return when the device is done with the first forward and with the step; at first it waits for so many seconds.
+
+    The host begins a phase once it has launched all before it, if it is not too far `ahead` of the device. Once it is
+    ahead by the same time after each micro-step, all others take as long as the last one.
+    """
+    first, backward, forward = phases
+
+    def run(each: Phase, device: float, host: float, waits: float = 0.0) -> tuple[float, float]:
+        """Return when the device and the host are done with a phase that they begin then."""
+        host = max(host, device - ahead) + each.parts["host"]
+        return device + _together(each.seconds - each.tail + waits, max(0.0, host - device)) + each.tail, host
+
+    forwarded = run(first, 0.0, 0.0, waits)
+    device, host = run(backward, *forwarded)
+    for number in range(1, accumulate):
+        before, lead = device, device - host
+        device, host = run(backward, *run(forward, device, host))
+        if number == FOLLOWED or abs(device - host - lead) <= STEADY * (device - before):
+            device += (accumulate - 1 - number) * (device - before)
+            break
+    return forwarded[0], device
+
+
+def _together(device: float, host: float) -> float:
+    """Return the seconds in which the host launches what the device computes, if each takes so long alone.
+
+    Where these are alike, each waits for the other at times: some kernels are shorter than their launch, others longer.
+    """
+    return float((device**SHARPNESS + host**SHARPNESS) ** (1 / SHARPNESS))
+
+
+def _exposed(plan: Plan, ends: int, hardware: Hardware) -> float:
+    """Return the seconds of a step in which compute waits for transfers: of the offloaded ones of `ends` parameters,
+    and of activation checkpoints in backward.
+    """
+    setup = plan.setup
+    off, held = _parameters_off_device(plan), plan.of("parameters", HBM)
+    share = off / (off + held) if off else 0.0
+    checkpoints = sum(plan.of("activations", tier) for tier in _off_device(plan)) / setup.local_ranks
+    waited = EXPOSED * share * ends * setup.width / setup.tp + WAITED * checkpoints
+    return setup.accumulate * waited / (hardware.pcie * GB * LINK)
+
+
+def _parameters_off_device(plan: Plan) -> float:
+    """Return the bytes of one rank's parameters on other tiers."""
+    return sum(plan.of("parameters", tier) for tier in _off_device(plan)) / plan.setup.local_ranks
+
+
+def _update_nbytes(setup: Setup) -> int:
+    """Return what an update reads and writes per parameter: master and states, a gradient, the parameter.
+
+    Parameters that are a part of the master are read too.
+    """
+    return 2 * setup.state_width + setup.grad_width + setup.width * (2 if setup.sizing.split_master else 1)
+
+
+def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
+    """Return the phases: the update with the first forward, a backward, and a later forward."""
+    setup = plan.setup
+    again = setup.accumulate - 1
+    work = of.passes
+    local, trained = plan.numel / setup.tp, plan.num_trained / setup.tp
+    backward = work.backward + work.again + of.gradients
+    gather = local * setup.width
+    wire = _collective_seconds(gather, setup.dp, max(1, setup.ranks_per_node // setup.tp), hardware)
+    reduces = (1.0 if setup.zero.gradients else 1 / setup.accumulate) * (1 if setup.zero.optimizer else 2)
+    hidden = setup.batch * setup.seq * of.hidden * setup.width
+    # Two sums per block and direction, each a reduction and a gather.
+    sums = 2 * of.layers * 2 * _collective_seconds(hidden, setup.tp, setup.ranks_per_node, hardware)
+    repeated = setup.num_recomputed(of.layers) / of.layers
+    host = _host_moves(plan, of, hardware.host)
+    every = float(setup.zero.parameters)
+    made = [
+        (1, work.forward, host.gather + host.update, sums, float(setup.zero.optimizer)),
+        (
+            setup.accumulate,
+            backward,
+            host.gather + host.reduce,
+            sums * (1 + repeated),
+            every + reduces * trained / local,
+        ),
+        (again, work.forward, host.gather, sums, every),
+    ]
+    phases = []
+    for (times, computed, moves, exchanged, gathers), moved in zip(made, _moved(plan, trained), strict=True):
+        parts = {
+            "compute": sum(computed.seconds(setup, hardware).values()),
+            "host": computed.host + moves,
+            "tensor parallel": exchanged,
+            "collectives": wire * gathers,
+            "pcie": moved.pcie_seconds(hardware),
+            "nvme": moved.disk_seconds(hardware),
+        }
+        phases.append(Phase(parts, times=times))
+    head = sum(work.head.seconds(setup, hardware).values())
+    phases[0].tail = phases[2].tail = head
+    return phases
+
+
+@dataclass(frozen=True)
+class HostMoves:
+    """Seconds of the host for what is not on the device: in each pass, in backward, and in the update."""
+
+    gather: float
+    reduce: float
+    update: float
+
+
+def _host_moves(plan: Plan, of: Computed, host: HostTimes) -> HostMoves:
+    """Return the host's time for transfers of parameters, gradients, activation checkpoints and optimizer states."""
+    units = of.layers + 2
+
+    def share(category: str) -> float:
+        off = sum(plan.of(category, tier) for tier in _off_device(plan)) / plan.setup.local_ranks
+        return off / (off + plan.of(category, HBM)) if off else 0.0
+
+    kept = any(plan.of("activations", tier) for tier in _off_device(plan)) * plan.setup.num_recomputed(of.layers)
+    states, gradients, parameters = map(share, ("optimizer_states", "gradients", "parameters"))
+    through = max(states, gradients, parameters)  # the share of the update that passes through its slots
+    transfers = num_transfers(plan.setup, states, gradients, parameters)
+    return HostMoves(
+        host.moved * units * parameters,
+        host.reduced * units * gradients + host.kept * kept,
+        (host.streamed * units + host.chunk * of.chunks) * through + host.transfer * of.chunks * transfers,
+    )
+
+
+def num_transfers(setup: Setup, states: float, gradients: float, parameters: float) -> float:
+    """Return the transfers of a chunk of an update, by the offloaded share of each kind.
+
+    States come and go, gradients come, parameters go; those that are a part of the master come, too.
+    """
+    return 2 * states + gradients + (1 + setup.sizing.split_master) * parameters
+
+
+def _collective_seconds(nbytes: float, ranks: int, ranks_per_node: int, hardware: Hardware) -> float:
+    """Return the seconds in which each of `ranks` gets all of `nbytes`, of which it has its part.
+
+    Between nodes every rank of a node uses its own network adapter, and each of the other nodes' bytes crosses once, as
+    NCCL's rings do; inside a node they go over its links.
+    """
+    here = min(ranks, ranks_per_node)
+    nodes = -(-ranks // here)
+    inside = nbytes * (ranks - 1) / ranks / (hardware.links * GB)
+    between = nbytes * (nodes - 1) / nodes / (here * hardware.network * GB)
+    return max(inside if here > 1 else 0.0, between)
+
+
+def _off_device(plan: Plan) -> list[str]:
+    """Return the tiers other than the device; for those of other packages only the PCIe time is known."""
+    return [tier for tier in plan.tiers if tier != HBM]
+
+
+def _moved(plan: Plan, local: float) -> tuple[Moved, Moved, Moved]:
+    """Return the bytes that one rank moves over PCIe, and its node to and from disks, in each kind of phase."""
+    setup, ranks = plan.setup, plan.setup.local_ranks
+    added = 1 - 1 / setup.accumulate  # share of backwards that add to gradients of earlier ones
+    first, backward, forward = Moved(), Moved(), Moved()
+    off_device = _off_device(plan)
+    offloaded = [plan.of("optimizer_states", tier) for tier in off_device]
+    on_cpu = setup.updates_on_cpu and any(offloaded)
+    through = 0 if on_cpu else 1  # whether states, gradients and new parameters cross the link for the update
+    for tier in off_device:
+        states, gradients, parameters, checkpoints = (
+            plan.of(kind, tier) / ranks for kind in ("optimizer_states", "gradients", "parameters", "activations")
+        )
+        updated = parameters * plan.num_trained / plan.numel
+        fetched = updated if setup.sizing.split_master and states else 0  # for the update, beside the gather
+        first.up += through * (states + gradients + fetched) + parameters
+        first.down += through * (states + updated) + checkpoints
+        # Updated parameters are written before they are gathered, which leaves gaps as long as both take.
+        first.alone += through * (updated + parameters) * bool(states)
+        backward.up += parameters + gradients * added + checkpoints
+        backward.down += gradients
+        forward.up += parameters
+        forward.down += checkpoints
+        if tier == "nvme":
+            read = parameters - min(parameters, setup.read_ahead_nbytes)  # per pass, what is not in the cache any more
+            first.disk += ranks * (2 * states + gradients + fetched + updated + read + checkpoints)
+            backward.disk += ranks * (read + gradients * (1 + added) + checkpoints)
+            forward.disk += ranks * (read + checkpoints)
+    if on_cpu:
+        share = local / (setup.dp if setup.zero.optimizer else 1)
+        if not any(plan.of("gradients", tier) for tier in off_device):
+            first.down += share * setup.grad_width
+        if not any(plan.of("parameters", tier) for tier in off_device):
+            first.up += share * setup.width
+            first.down += share * setup.width * setup.sizing.split_master
+    return first, backward, forward
