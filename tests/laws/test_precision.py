@@ -36,7 +36,7 @@ def test_accumulation_is_in_fp32():
         engine = zerocli.shard(nn.Linear(1, 1, bias=False), stage=stage, precision="bf16", accumulate=4)
         for scale in (256.0, 1.0, 1.0, 1.0):
             engine.backward(engine(torch.full((1, 1), scale)).sum())
-        assert engine.units[0].trainable[0].grad[0].item() == 259.0, stage
+        assert engine.units[0].trainable[0].gradient.held[0].item() == 259.0, stage
     assert model.weight.dtype == torch.float32
 
 
