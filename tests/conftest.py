@@ -5,8 +5,12 @@ import os
 import sys
 import tempfile
 
+import hypothesis
 import pytest
 
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 # Ranks and test processes share few cores: more threads would only wait for each other. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # On ARM torch's allocator is mimalloc, which keeps freed memory for a while: tests look at resident memory.

@@ -362,6 +362,18 @@ def test_an_update_waits_until_its_states_have_been_read(tmp_path):
     assert _loaded(str(tmp_path), 2) == expected != everything(engine)
 
 
+def test_a_save_through_many_slots_holds_every_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshots, "save_slot", lambda nbytes: 32 << 10)  # as long as the longest box
+    model, engine = engine_of({"stage": 2})
+    train(engine, model, range(1, 3))
+    saver = Saver(engine, tmp_path)
+    saver.save(2)
+    saver.close()
+    pieces = json.loads((Folder(tmp_path).of(2) / "manifest.json").read_text())["manifest"]["files"]
+    assert pieces[0][1] > 2 * (32 << 10), pieces  # of more than two slots
+    assert _loaded(str(tmp_path), 2) == everything(engine)
+
+
 def test_the_buffer_bounds_memory_and_a_hundred_saves_leak_nothing(tmp_path):
     model, engine = engine_of({"stage": 3})
     saver = Saver(engine, tmp_path, keep=1)

@@ -352,7 +352,13 @@ def test_a_step_takes_nothing_new_from_host_memory_or_disks(tmp_path):
 # -- and changes nothing -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sets", [STAGE_0, (*OFFLOAD, "activations.policy=recompute", "train.accumulate=2")])
+@pytest.mark.parametrize(
+    "sets",
+    [
+        pytest.param(STAGE_0, marks=pytest.mark.long),
+        (*OFFLOAD, "activations.policy=recompute", "train.accumulate=2"),
+    ],
+)
 def test_losses_are_bit_identical_with_profiling_on_and_off(tmp_path, sets):
     watched, plain = profile(tmp_path / "on", *sets), profile(tmp_path / "off", *sets, plain=True)
     assert watched["losses"] == plain["losses"] and len(plain["losses"]) == 6

@@ -96,6 +96,7 @@ def test_greedy_text_is_that_of_transformers(trained):
     assert theirs[0, ids.shape[1] :].tolist() == run_ranks(1, _made, str(trained / "out"), 0, Sampling(12))[0]
 
 
+@pytest.mark.long
 def test_text_is_on_stdout_and_all_else_on_stderr(tmp_path):
     assert runs.train(tmp_path / "run", *SHAPE).codes == [0, 0]
     words = ["generate", "run", PROMPT, "--max-tokens", "5", "--ranks", "2", "--temperature", "1", "--seed", "7"]

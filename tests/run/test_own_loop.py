@@ -113,6 +113,7 @@ def test_all_ranks_choose_alike_and_the_choice_changes_no_number(settings, width
     assert len(kinds) == 2  # less memory, another choice
 
 
+@pytest.mark.long
 def test_under_one_process_it_is_said_as_keywords_that_give_it_by_hand(tmp_path, capfd):
     keywords, chosen, by_hand, _ = _both({0: 30 * MIB}, str(tmp_path), {"units": Block})
     assert chosen == by_hand
