@@ -113,19 +113,16 @@ class FileEncoder(Encoder):
 
         So the ids are those of `more` alone, or of `more` after another text, whichever reads as the two texts do.
         """
-        expected = self._read(self.encode([text + more], special=True, places=False)[0])
+        [whole] = self.encode_prompts([text + more])
         alone = self.encode([more], places=False)[0].ids
         found = [alone]
         for glue in GLUES:
             first, both = self.encode([glue, glue + more], places=False)
             if np.array_equal(both.ids[: len(first.ids)], first.ids):
                 found.append(both.ids[len(first.ids) :])
-        fitting = [each for each in found if self._read(Encoded(np.concatenate([ids, each]), ids)) == expected]
+        expected = self.decode(whole.tolist())
+        fitting = [each for each in found if self.decode([*ids.tolist(), *each.tolist()]) == expected]
         return fitting[0] if fitting else alone
-
-    def _read(self, encoded: Encoded) -> str:
-        ids = encoded.ids[: len(encoded.ids) - encoded.after]
-        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -136,14 +136,7 @@ class Engine:
         if isinstance(self.rule, PersistentOptimizer):
             named = dict(self.model.named_parameters())
             self.optimizer.show_groups_of(self.rule.adopt(named, self.arranged.group_of, self.device))
-        for flat in self.flats():
-            for parameter, entry in zip(flat.parameters, flat.layout.entries, strict=True):
-                guard(parameter, entry.name, self.passes.gradients)
-            flat.guarded = all(is_sharded(parameter) for parameter in flat.parameters)
-            flat.note_values() if flat.buffer is not None else flat.detach()
-        self._builder.aliases.settle(self.flats())
-        names = {id(p): e.name for f in self.flats() for e, p in zip(f.layout.entries, f.parameters, strict=True)}
-        self._owners = Owners(self.model, names)
+        self._guard_parameters()
         self._connect()
         offloaded = any(flat.offloaded for flat in self.flats())
         on_cpu, self.update_reason = choose_update(settings.update, self.device, offloaded, self.sizing.split_master)
@@ -166,6 +159,18 @@ class Engine:
         self.hooks = Hooks(self, recomputed, blocks)
         self.collectives.take_nbytes()
         self.tensor_parallel.take_nbytes()
+
+    def _guard_parameters(self) -> None:
+        """Make reads of parameters without values, and later changes of the model's parameters, known errors."""
+        names = {}
+        for flat in self.flats():
+            for parameter, entry in zip(flat.parameters, flat.layout.entries, strict=True):
+                guard(parameter, entry.name, self.passes.gradients)
+                names[id(parameter)] = entry.name
+            flat.guarded = all(is_sharded(parameter) for parameter in flat.parameters)
+            flat.note_values() if flat.buffer is not None else flat.detach()
+        self._builder.aliases.settle(self.flats())
+        self._owners = Owners(self.model, names)
 
     def _prove_rule(self) -> None:
         """Choose how a user's own optimizer is run, and say why; Refused if no way is exact."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerocli.engine.optimizer.dataflow import tensors_in
 from zerocli.engine.optimizer.optim import At, FlatOptimizer, Group
 
 
@@ -105,15 +105,3 @@ def update_arrays(rule: FlatOptimizer) -> tuple[int, int]:
     rule.forget()
     first, later = most
     return first, later
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an operation's arguments or results: nested in lists and dicts only."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors_in(each)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerocli.plan.measure import tensors_in
+from zerocli.engine.optimizer.dataflow import tensors_in
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger
 
 _LOSS_OPS = {"aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::nll_loss_forward"}

@@ -149,13 +149,13 @@ class Dataflow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         owners = self._of(given)
         self.used |= owners
         if name in _LEAKS:
             return self._leak(func, args, kwargs, given, owners)
         out = func(*args, **kwargs)
-        results = list(_tensors(out))
+        results = list(tensors_in(out))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws = self.draws or name
         if not self.mixes and not _keeps_places(func, name, given, results):
@@ -166,7 +166,7 @@ class Dataflow(TorchDispatchMode):
             self._mark_lists(args, kwargs, out, name)
         else:
             changed = [a for a, s in zip(args, func._schema.arguments, strict=False) if _written(s)]
-            for tensor in (*results, *_tensors(changed)):
+            for tensor in (*results, *tensors_in(changed)):
                 self._mark(tensor, owners, name)
         return out
 
@@ -218,12 +218,13 @@ def _all_tensors(values: Any) -> bool:
     return bool(values) and all(isinstance(value, torch.Tensor) for value in values)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an operation's arguments or results: nested in lists and dicts only."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif isinstance(value, dict):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors_in(each)

@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from zerocli.plan.measure import device_of, tensors_in
+from zerocli.engine.optimizer.dataflow import tensors_in
+from zerocli.plan.measure import device_of
 from zerocli.plan.time.compute import BACKWARD_OPS, Work
 
 HOST_OPERATION = 14e-6
