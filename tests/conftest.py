@@ -28,12 +28,16 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have this environment
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Run the whole suite in two processes where pytest-xdist is there; `-n 0` runs it in one."""
+    """Run the whole suite in a few processes where pytest-xdist is there; `-n 0` runs it in one.
+
+    One more than there are cores, at most four: a test often waits for its ranks, and each process costs its imports.
+    """
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     if "PYTEST_XDIST_WORKER" in os.environ:  # which itself must start none
         return
     if whole and getattr(config.option, "numprocesses", 0) is None and not config.option.collectonly:
-        config.option.numprocesses, config.option.dist = 2, "worksteal"
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        config.option.numprocesses, config.option.dist = min(cores + 1, 4), "worksteal"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -66,6 +70,8 @@ def ready():
     """
     if "ranks" in sys.modules:
         sys.modules["ranks"].start_server()
+    import seeding  # noqa: F401, makes it cheaper
+
     gc.collect()
     gc.freeze()
 

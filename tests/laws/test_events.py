@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gc
 import inspect
+import re
 import sys
 import types
 from collections import Counter
@@ -33,10 +33,7 @@ PLACEMENTS = {0: "", 1: "optimizer=cpu", 2: "optimizer=cpu,grads=cpu", 3: "cpu"}
 def test_no_module_imports_mocks():
     for package in OURS:
         for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-                module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-                assert not [name for name in (module, *names) if name.split(".")[0] in ("unittest", "mock")], path
+            assert not re.search(r"^\s*(import|from)\b.*\b(unittest|mock)\b", path.read_text(), re.MULTILINE), path
 
 
 METHODS = (types.FunctionType, staticmethod, classmethod, property)

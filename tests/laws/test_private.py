@@ -28,9 +28,9 @@ def is_private(name: object) -> bool:
     return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
 
 
-def defined(tree: ast.AST) -> Iterator[str]:
+def defined(nodes: list[ast.AST]) -> Iterator[str]:
     """Yield the names that a file defines: functions, classes, fields, and what is assigned on self."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -39,10 +39,10 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-def foreign(tree: ast.AST) -> set[str]:
+def foreign(nodes: list[ast.AST]) -> set[str]:
     """Return the names by which a file knows modules and objects of other projects."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in LAYERS and not node.level:
@@ -62,9 +62,9 @@ def is_own(node: ast.expr) -> bool:
     return calls_super or (isinstance(node, ast.Name) and node.id in ("self", "cls"))
 
 
-def uses(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+def uses(nodes: list[ast.AST]) -> Iterator[tuple[ast.expr, str]]:
     """Yield (object, name) of all attributes that a file uses, also by getattr and its like."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             yield node.value, node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in REFLECTION:
@@ -74,14 +74,14 @@ def uses(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 def intrusions(source: str) -> list[str]:
     """Return the private names of other files of ours that a source uses, as it writes them."""
-    tree = ast.parse(source)
-    allowed, others = {*defined(tree), *TORCH, *HOOKS, *PYTHON}, foreign(tree)
+    nodes = list(ast.walk(ast.parse(source)))
+    allowed, others = {*defined(nodes), *TORCH, *HOOKS, *PYTHON}, foreign(nodes)
     found = [
         f"{ast.unparse(value)}.{name}"
-        for value, name in uses(tree)
+        for value, name in uses(nodes)
         if is_private(name) and name not in allowed and not is_own(value) and root(value) not in others
     ]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LAYERS:
             found += [f"{node.module}.{alias.name}" for alias in node.names if is_private(alias.name)]
     return found

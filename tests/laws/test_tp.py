@@ -123,7 +123,9 @@ def _run_all(family: str, cases: list[dict]) -> list[dict]:
     return [run(family, **case) for case in cases]
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.long] * (name == "gpt2")) for name in MODELS]
+)
 def family(request) -> str:
     return request.param
 

@@ -87,7 +87,7 @@ def _muon_measured() -> list[int]:
     return [measured_peak(common | {"stage": stage} | setup, model) for model, setup in MUON for stage in (1, 3)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_plan_has_the_whole_matrices_of_muon(world):
     """Every rank gathers all states of a unit, and orthogonalises one matrix at a time."""
     measured = [max(peaks) for peaks in zip(*run_ranks(world, _muon_measured), strict=True)]

@@ -49,6 +49,7 @@ def capped(gib: float, hardware: Hardware = ONE) -> Hardware:
     return dataclasses.replace(hardware, gpu_memory=int(gib * 2**30))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gib", [32, *(pytest.param(gib, marks=pytest.mark.long) for gib in (8, 12, 16, 24, 48, 139))])
 def test_no_placement_by_hand_is_faster(gib):
     shape, hardware = shape_of(LARGE, 1024), capped(gib)

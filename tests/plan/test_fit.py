@@ -123,6 +123,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
     assert "does not fit" in out and "over by" in out and change["arguments"] in out and "\x1b" not in out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 2, 3, 4))])
 def test_a_change_that_fits_is_not_left_out_by_its_rough_plan(seed, monkeypatch):
     draw = random.Random(seed)
@@ -161,7 +162,9 @@ def test_hugging_face_configs_are_read_as_data(name, capsys, tmp_path):
     assert all(each["tiers"]["hbm"]["needed"] > 16 * count // 8 / 2 for each in answer["candidates"][:1])
 
 
-@pytest.mark.parametrize("kind", ["count", "file", pytest.param("folder", marks=pytest.mark.long), "bundled"])
+@pytest.mark.parametrize(
+    "kind", ["count", *(pytest.param(k, marks=pytest.mark.long) for k in ("file", "folder")), "bundled"]
+)
 def test_the_flags_of_auto_give_its_numbers_for_every_kind_of_model(kind, capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(PUBLISHED["qwen3-8b"][0]))
@@ -251,6 +254,7 @@ def test_the_largest_model(capsys):
     assert answer["max"]["model_states_parameters"] == pytest.approx(room / (16 / 64), rel=1e-6)
 
 
+@pytest.mark.long
 def test_the_largest_model_is_a_whole_one_or_nothing(capsys):
     """A GPU that has no room for a process and two blocks fits nothing, whatever the disks could hold."""
     words = ("llama3-8b", "--max", "--ranks", "1")
@@ -365,7 +369,9 @@ def test_days_and_cost_follow_from_the_tokens(capsys):
         ),
         ["tiny", "--hardware", "t4,h100", "--max", "seq", "--tokens", "1T", "--price", "2"],
         ["tiny", "--hardware", "t4,h100", "--tokens", f"{10**20}T", "--price", "9e11"],
-        ["llama3-70b", "--ranks", "8", "--host-memory", "500GiB", "--gpu-memory", "40GiB"],
+        pytest.param(
+            ["llama3-70b", "--ranks", "8", "--host-memory", "500GiB", "--gpu-memory", "40GiB"], marks=pytest.mark.long
+        ),
         ["9999999T"],
         [f"{10**20}T", "--tokens", "1T"],
     ],

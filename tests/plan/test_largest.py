@@ -81,6 +81,7 @@ FLAT = ("model.family=gpt2", "model.layers=4", "model.hidden=4096", "model.heads
 """A shape whose width is most of its size: a model of these proportions grows by its depth."""
 
 
+@pytest.mark.long
 def test_the_deepest_model_is_not_cut_short(capsys):
     sets = [word for each in (*FLAT, "model.tie=false", "activations.policy=selective") for word in ("--set", each)]
     room = ["--ranks", "4", "--hardware", "h200", "--gpu-memory", "6GiB", "--host-memory", "128GiB"]
@@ -90,6 +91,7 @@ def test_the_deepest_model_is_not_cut_short(capsys):
     assert found["next"]["over"] and not found["next"]["fits"]
 
 
+@pytest.mark.long
 def test_what_is_called_the_fastest_is_faster_than_all_states_in_host_memory(capsys):
     words = ("tiny", "--set", "model.family=llama", "--set", "model.layers=4", "--set", "model.hidden=1536")
     words += ("--set", "model.heads=24", "--set", "model.vocab=128256", "--set", "model.tie=false")

@@ -216,6 +216,7 @@ def traced_model(setup: Setup) -> Traced:
     return trace("small", small_model, [dataclasses.replace(setup, recompute=each) for each in TRACED])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [pytest.param(2, "fp32", marks=pytest.mark.long), (3, "bf16"), pytest.param(1, "bf16", marks=pytest.mark.long)],
@@ -233,6 +234,7 @@ def test_some_blocks_of_a_traced_model_need_what_a_trace_of_them_finds(stage, pr
         assert again.moved == pytest.approx(exact.work[2].moved, rel=0.02)
 
 
+@pytest.mark.long
 def test_a_traced_model_recomputes_as_little_as_must_be():
     setup = Setup(stage=2, ranks=2, ranks_per_node=2, batch=8, seq=128, device="cpu", recompute="auto")
     traced = traced_model(setup)
@@ -302,6 +304,7 @@ def test_fit_shows_what_each_candidate_recomputes(capsys):
     assert counts == sorted(counts) and counts[0][0] == 0 < counts[0][1] and counts[2][0] > 0
 
 
+@pytest.mark.long
 def test_fit_suggests_a_change_and_a_largest_model_under_auto(capsys):
     words = ["--set", "activations.policy=auto", "--json"]
     assert cli.run([*FIT, *words, "--gpu-memory", "16GiB"]) == 3

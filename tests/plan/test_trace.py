@@ -39,12 +39,12 @@ def quiet_environment(monkeypatch, tmp_path):
 SOME: list[tuple[dict, dict]] = [
     ({"tie": False}, {"stage": 3, "ranks": 1024, "recompute": True}),
     ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "ranks": 4096}),
-    ({"family": "llama"}, {"stage": 2, "ranks": 64, "precision": "bf16", "recompute": True}),
-    ({}, {"stage": 0, "ranks": 2, "tp": 2}),
     ({"family": "llama", "kv_heads": 2}, {"stage": 3, "ranks": 8, "recompute": Recompute(1, 2)}),
     ({"tie": False}, {"stage": 3, "ranks": 1024, "tp": 4, "recompute": "selective"}),
 ]
 MORE: list[tuple[dict, dict]] = [
+    ({"family": "llama"}, {"stage": 2, "ranks": 64, "precision": "bf16", "recompute": True}),
+    ({}, {"stage": 0, "ranks": 2, "tp": 2}),
     ({}, {"stage": 0, "ranks": 1}),
     ({"tie": False}, {"stage": 3, "ranks": 1024, "tp": 4, "recompute": True}),
     ({"family": "llama", "kv_heads": 2}, {"stage": 3, "ranks": 8, "tp": 2}),
@@ -104,7 +104,7 @@ def test_a_model_that_no_formula_knows_is_traced(capsys):
     assert 6 * kept <= rows["activations"] <= 20 * kept
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.long), "llama"])
 def test_a_hugging_face_config_is_traced_as_the_model_it_describes(family, capsys, tmp_path):
     """What is run has the file's own parameters, and not another's; what is not built in needs transformers."""
     model = dataclasses.replace(MODEL, family=family, kv_heads=0 if family == "gpt2" else 2)
@@ -130,7 +130,7 @@ def test_a_hugging_face_config_is_traced_as_the_model_it_describes(family, capsy
         assert code == 2 and "names none that is built in" in captured.err
 
 
-@pytest.mark.parametrize("model", ["tiny", "test_trace:builtin"])
+@pytest.mark.parametrize("model", ["tiny", pytest.param("test_trace:builtin", marks=pytest.mark.long)])
 def test_a_traced_rank_holds_its_part_of_split_layers(model, capsys):
     """Of 4 ranks two split each layer: the same states as by formula, a factory's model like a config's."""
     words = ["tiny", "--ranks", "4", "--tp", "2", "--stage", "3", "--batch", "2", "--precision", "fp32", "--json"]
@@ -195,7 +195,14 @@ def _mostly_frozen() -> nn.Module:
     return decoder
 
 
-@pytest.mark.parametrize("stage,precision,offload", [(0, "fp32", ""), (2, "bf16", ""), (3, "bf16", "cpu")])
+@pytest.mark.parametrize(
+    "stage,precision,offload",
+    [
+        pytest.param(0, "fp32", "", marks=pytest.mark.long),
+        (2, "bf16", ""),
+        pytest.param(3, "bf16", "cpu", marks=pytest.mark.long),
+    ],
+)
 def test_frozen_parameters_are_planned_as_frozen(stage, precision, offload):
     given = {"stage": stage, "precision": precision, "offload": offload}
     setup = Setup(ranks=1, ranks_per_node=1, batch=2, seq=32, device="cpu", **given)

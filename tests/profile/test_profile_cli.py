@@ -31,35 +31,21 @@ def runs(tmp_path_factory):
     return folder
 
 
-def test_profile_gives_what_the_contract_says(tmp_path):
+def test_profile_gives_what_the_contract_says(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("where the bytes lie and where the seconds go\n" * 200)
-    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     files = ["--html", "page.html", "--trace-file", "trace.json", "--snapshot", "none.pickle"]
-    command = [
-        sys.executable,
-        "-m",
-        "zerocli",
-        "profile",
-        "tiny",
-        *SETS,
-        "--data",
-        "text.txt",
-        "--stage",
-        "3",
-        "--json",
-    ]
-    done = subprocess.run(
-        [*command, *files, "--run-dir", "run"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+    words = ["profile", "tiny", *SETS, "--data", "text.txt", "--stage", "3", "--json", *files, "--run-dir", "run"]
+    code, (out, said) = cli.run(words), capfd.readouterr()
+    assert code == 0, said
+    document = json.loads(out)
     assert document["schema"] == 1 and document["ranks"] == 2
     for row in document["rows"]:
         assert row.keys() >= {"category", "tier", "predicted", "measured"}
     assert document["peak"].keys() == {"hbm", "dram", "nvme"}
     assert all(peak.keys() >= {"predicted", "measured"} for peak in document["peak"].values())
     assert all(isinstance(document["step"][key], float) for key in ("seconds", "compute", "wait"))
-    assert "no GPU, so no snapshot" in done.stderr and not (tmp_path / "none.pickle").exists()
+    assert "no GPU, so no snapshot" in said and not (tmp_path / "none.pickle").exists()
     assert "blocks.0 activations" in (tmp_path / "page.html").read_text()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}

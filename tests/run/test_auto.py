@@ -129,8 +129,15 @@ def test_a_choice_is_replayed_by_its_command(tmp_path, capsys):
     "sets, fixed, room",
     [
         (["train.global_batch=64"], set(), {"gpu_memory": 4 << 30, "nvme_space": 0, "products": 0.0}),
-        (["train.global_batch=12", "checkpoint.every=10"], {"train.batch"}, {"nvme_space": 0}),
-        (["activations.policy=recompute"], {"activations.policy"}, {"gpu_memory": 4 << 30, "host_block": 1e-5}),
+        pytest.param(
+            ["train.global_batch=12", "checkpoint.every=10"], {"train.batch"}, {"nvme_space": 0}, marks=pytest.mark.long
+        ),
+        pytest.param(
+            ["activations.policy=recompute"],
+            {"activations.policy"},
+            {"gpu_memory": 4 << 30, "host_block": 1e-5},
+            marks=pytest.mark.long,
+        ),
         (["model.compile=true", "zero.stage=2"], {"model.compile", "zero.stage"}, {"gpu_memory": 5 << 30}),
         (["offload.update=auto"], set(), {"gpu_memory": 2 << 30, "pcie": 2.0, "adam": 100.0}),
     ],

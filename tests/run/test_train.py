@@ -145,7 +145,7 @@ MISTAKES = (
 ).split(", ")
 
 
-SLOW = ("global batch", "empty data", "token beyond the vocabulary", "optimizer")
+SLOW = ("global batch", "empty data", "short data", "token beyond the vocabulary", "factory", "optimizer")
 """Mistakes that only the ranks find, or that tests/cli/test_mistakes.py tries too."""
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 import sys
 
+import seeding  # noqa: F401, makes it cheaper
+
 from zerocli.engine.recompute.compiled import tell_compiler
 
 sys.dont_write_bytecode = False
