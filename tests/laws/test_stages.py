@@ -31,7 +31,7 @@ def test_stages_are_bit_identical_on_two_ranks(single):
     assert first == pytest.approx(single, rel=1e-5)
 
 
-@pytest.mark.parametrize("world", [pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_more_ranks_equal_to_rounding(single, world):
     for stage, found in enumerate(losses(world, (0, 1, 2, 3), steps=5)):
         assert found == pytest.approx(single[:5], rel=1e-5), f"stage {stage}"

@@ -316,7 +316,14 @@ def test_only_what_is_left_open_is_compiled_by_choice():
     assert with_choice(config, best, 1000).model.compile is True and with_choice(config, best).model.compile == "auto"
 
 
-@pytest.mark.parametrize("total, ranks, sizes", [(96, 8, {1, 3, 6, 12}), (20, 2, {1, 5, 10}), (9, 1, {1, 9})])
+@pytest.mark.parametrize(
+    "total, ranks, sizes",
+    [
+        pytest.param(96, 8, {1, 3, 6, 12}, marks=pytest.mark.long),
+        pytest.param(20, 2, {1, 5, 10}, marks=pytest.mark.long),
+        (9, 1, {1, 9}),
+    ],
+)
 def test_a_global_batch_that_another_micro_batch_divides_is_planned(total, ranks, sizes, capsys):
     """The config's own batch of 8 does not divide it; the batch is for `--auto` to choose."""
     words = ["fit", "tiny", "--set", f"train.global_batch={total}", "--ranks", str(ranks), "--hardware", "h100"]

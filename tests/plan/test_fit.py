@@ -152,7 +152,18 @@ def test_the_table_marks_the_fastest_and_explains_every_row(capsys):
         assert word in out
 
 
-@pytest.mark.parametrize("name", ["gpt2", "pythia-1b", "opt-350m", "qwen3-8b", "gemma-2b", "phi-2", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "pythia-1b",
+        "opt-350m",
+        "qwen3-8b",
+        "gemma-2b",
+        "phi-2",
+        pytest.param("mixtral-8x7b", marks=pytest.mark.long),
+    ],
+)
 def test_hugging_face_configs_are_read_as_data(name, capsys, tmp_path):
     values, count = PUBLISHED[name]
     path = tmp_path / "config.json"
@@ -268,7 +279,9 @@ def test_the_largest_model_is_a_whole_one_or_nothing(capsys):
     assert all(sizes["needed"] <= sizes["available"] for sizes in best["tiers"].values())
 
 
-@pytest.mark.parametrize("name", ["v100", "V100-32", "v100-16", "T4", "p100"])
+@pytest.mark.parametrize(
+    "name", ["V100-32", "T4", *(pytest.param(name, marks=pytest.mark.long) for name in ("v100", "v100-16", "p100"))]
+)
 def test_hardware_without_bf16_is_planned_in_fp16(name, capsys):
     words = ("gpt2-xl", "--hardware", name)
     for precision in (["--precision", "auto"], []):  # the bundled config says bf16
