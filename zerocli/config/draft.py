@@ -26,9 +26,18 @@ def load(source: str, sets: Sequence[str] = (), flags: Mapping[str, object] | No
     `flags` maps dotted keys to typed values; None is a flag that was not given. Raises ConfigError with every
     problem found. Nothing is imported or executed, not even a factory.
     """
+    return _read(source, sets, flags).finish()
+
+
+def given_keys(source: str, sets: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> frozenset[str]:
+    """Return the keys that `source`, `sets` or `flags` give; the others have their defaults."""
+    return frozenset(_read(source, sets, flags).places)
+
+
+def _read(source: str, sets: Sequence[str], flags: Mapping[str, object] | None) -> "_Draft":
     if "=" in source and not os.path.exists(source):
         raise ConfigError([Problem(source, "is no config; keys are set with --set")], hint=set_hint([source]))
-    return assemble(configfile.read(source), sets, flags, is_file=source.endswith((".toml", ".json")))
+    return _combine(configfile.read(source), sets, flags, is_file=source.endswith((".toml", ".json")))
 
 
 def notes_of(source: str) -> list[str]:
@@ -47,12 +56,15 @@ def set_hint(words: Sequence[str]) -> str:
 
 
 def assemble(
-    document: configfile.Document,
-    sets: Sequence[str] = (),
-    flags: Mapping[str, object] | None = None,
-    is_file: bool = False,
+    document: configfile.Document, sets: Sequence[str] = (), flags: Mapping[str, object] | None = None
 ) -> Config:
     """Return the config that a document describes, overridden by `sets` and `flags`; see `load`."""
+    return _combine(document, sets, flags).finish()
+
+
+def _combine(
+    document: configfile.Document, sets: Sequence[str], flags: Mapping[str, object] | None, is_file: bool = False
+) -> "_Draft":
     document = configfile.for_code(document, _asked_code(sets, flags))
     draft = _Draft(list(document.problems), document.hint)
     draft.add_document(document)
@@ -73,7 +85,7 @@ def assemble(
             draft.add(key, value, f"{flag} {value if isinstance(value, str) else quote(value)}")
     if document.positions:
         draft.bound_seq(document.positions)
-    return draft.finish()
+    return draft
 
 
 def _asked_code(sets: Sequence[str], flags: Mapping[str, object] | None) -> str:
