@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from zerocli import config as configs
 from zerocli import machine
 from zerocli.cli.types import FiniteRange
 from zerocli.config import AUTO, hub, with_dividing_batch
+from zerocli.config.hints import unknown_source
 from zerocli.config.options import automatic_keys
 from zerocli.console import colours, printable, show_if_unfit, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError, quote
@@ -94,6 +96,8 @@ def command(model: str, most: str | None, explain: bool, trace: bool, as_json: b
     model, kind = _what(model, most)
     if not model and not kind:
         raise UserError("which MODEL?", hint="zerocli fit llama3-8b, or zerocli fit 7.5B")
+    if model.startswith(("./", "../", "/", "~")) and not os.path.exists(model):
+        raise unknown_source(model, ())
     budget = _budget(given)
     sets, runtime, rates = _split_sets(given["sets"])
     tuned, notes = _as_trained(model, sets, given)

@@ -15,6 +15,40 @@ from zerocli.errors import ConfigError, Problem, closest, quote
 
 # Flags that are not named after their key.
 _FLAGS = {"data.path": "--data", "offload.placement": "--offload", "checkpoint.every": "--save-every"}
+# Names that other programs have for a key, without its section.
+_OTHER_NAMES = {
+    "learning_rate": "optimizer.lr",
+    "type": "optimizer.name",
+    "optimizer": "optimizer.name",
+    "lr_scheduler_type": "optimizer.schedule",
+    "lr_scheduler": "optimizer.schedule",
+    "warmup_steps": "optimizer.warmup",
+    "warmup_ratio": "optimizer.warmup",
+    "adam_beta2": "optimizer.betas",
+    "max_grad_norm": "train.clip",
+    "gradient_clipping": "train.clip",
+    "batch_size": "train.batch",
+    "micro_batch_size": "train.batch",
+    "per_device_train_batch_size": "train.batch",
+    "gradient_accumulation_steps": "train.accumulate",
+    "grad_accum": "train.accumulate",
+    "max_steps": "train.steps",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "seq_len": "train.seq",
+    "sequence_len": "train.seq",
+    "max_length": "train.seq",
+    "max_seq_length": "train.seq",
+    "bf16": "train.precision",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "train.eval_every",
+    "val_set_size": "data.split",
+    "gradient_checkpointing": "activations.policy",
+    "num_hidden_layers": "model.layers",
+    "hidden_size": "model.hidden",
+    "num_attention_heads": "model.heads",
+    "vocab_size": "model.vocab",
+}
 CODE = "model.code"
 FOREIGN = ("model.folder", CODE, "model.vocab", "model.compile")
 """Keys of `model` that mean something beside the config.json that transformers builds from."""
@@ -174,6 +208,8 @@ def build(values: Mapping[str, Any]) -> Config:
 def unknown(key: str, value: object, place: str) -> Problem:
     section, dot, name = key.partition(".")
     shown = quote(key, 80)[1:-1]
+    if (name or section) in _OTHER_NAMES and not isinstance(value, Mapping):
+        return Problem(place, f"there is no key {shown}", _OTHER_NAMES[name or section])
     if not dot:
         if section in SECTIONS:
             return Problem(place, f"{section} is a section of keys, not {quote(value)}")

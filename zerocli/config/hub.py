@@ -122,6 +122,15 @@ def stored(folder: str) -> dict[str, int]:
     return found
 
 
+def missing_files(folder: str) -> list[str]:
+    """Return the files of weights that a folder's index names and that are not there."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        with open(os.path.join(folder, "model.safetensors.index.json"), "rb") as file:
+            places = {str(place) for place in json.loads(file.read(MAX_HEADER_NBYTES))["weight_map"].values()}
+        return sorted(place for place in places if not os.path.isfile(os.path.join(folder, place)))
+    return []
+
+
 def conversion(folder: str) -> str:
     """Return the command that writes a folder's weights as safetensors."""
     out = os.path.abspath(folder).rstrip("/") + "-safetensors"

@@ -204,9 +204,8 @@ def measure(config: Config) -> Lengths:
 
     from zerocli.data import documents
     from zerocli.data.caching import ALONE
-    from zerocli.data.encoder import find_tokenizer, open_encoder, refuse_vocabulary
+    from zerocli.data.encoder import find_tokenizer, open_encoder
     from zerocli.data.files import DOCUMENTS, find_files, unreadable
-    from zerocli.data.preview import known_vocab
 
     data = config.data
     try:
@@ -215,7 +214,6 @@ def measure(config: Config) -> Lengths:
             return Lengths()
         tokenizer, _ = find_tokenizer(data.tokenizer, config.model.folder)
         encoder = open_encoder(tokenizer)
-        refuse_vocabulary(encoder.name, encoder.size, known_vocab(config))
         name = documents.cache_name(data.path, form, files, encoder, data.mask)
 
         def tokenise(folder: Path, target: Path) -> None:
@@ -230,25 +228,44 @@ def measure(config: Config) -> Lengths:
 
 
 def refuse_incomplete(config: Config) -> None:
-    """Raise UserError if a fine-tuning has no data, or its folder no tokenizer: nobody means what would happen then."""
+    """Raise UserError if held-out data is not there, or a fine-tuning lacks data, weights or a tokenizer."""
+    if config.data.validation and not os.path.exists(config.data.validation):
+        raise UserError(
+            f"data.validation {config.data.validation}: no such file or folder",
+            hint="--set data.validation=FILE; or --set data.split=0.05, which holds out a part of --data",
+        )
     if not is_fine_tuning(config):
         return
     folder = quoted(os.path.relpath(config.model.folder))
+    if missing := hub.missing_files(config.train.init_from):
+        raise UserError(
+            f"{folder}: its index names files of weights that are not there: {', '.join(missing[:3])}"
+            + (f" and {len(missing) - 3} more" if len(missing) > 3 else ""),
+            hint=f"hf download OWNER/NAME --local-dir {folder}, which gets what is missing",
+        )
     if not config.data.path:
         raise UserError(
             f"{folder}: which data? A model from a folder is trained on examples of your own",
             hint=f"zerocli train {folder} --data FILE (.jsonl, .parquet, text or token ids; docs/data.md)",
         )
-    from zerocli.data.encoder import BYTES, find_tokenizer
+    from zerocli.data.encoder import BYTES, find_tokenizer, open_encoder
     from zerocli.data.files import TOKENS, find_files, unreadable
+    from zerocli.data.preview import known_vocab
 
     try:
         form, _ = find_files(config.data.path)
     except OSError as error:
         raise unreadable(error, config.data.path) from None
-    if form in TOKENS or config.data.tokenizer:
+    if form in TOKENS:
         return
-    if find_tokenizer("", config.model.folder)[0] == BYTES:
+    tokenizer, _ = find_tokenizer(config.data.tokenizer, config.model.folder)
+    size, vocab = open_encoder(tokenizer).size, known_vocab(config)
+    if 0 < vocab < size:
+        raise UserError(
+            f"{tokenizer}: has {size} token ids, and the model in {folder} has weights for {vocab}",
+            hint="the tokenizer.json that belongs to the model: --set data.tokenizer=PATH",
+        )
+    if tokenizer == BYTES and not config.data.tokenizer:
         raise UserError(
             f"{folder}: has no tokenizer.json, so the text cannot become the tokens that this model knows",
             hint="copy the model's tokenizer.json to the folder, or --set data.tokenizer=PATH\n"
