@@ -56,7 +56,10 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
     decorators = [
         click.argument("source", metavar="[CONFIG]", default="tiny"),
         click.option(
-            "--stage", type=int, metavar="0..3", help="ZeRO: 1 optimizer states, 2 + gradients, 3 + parameters."
+            "--stage",
+            type=int,
+            metavar="0..3",
+            help="ZeRO: 1 optimizer states, 2 + gradients, 3 + parameters.  [default: 2]",
         ),
         click.option("--offload", metavar="PLACEMENT", help="Where states live: cpu, or params=cpu,optimizer=nvme."),
         click.option(
@@ -64,24 +67,48 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--nvme-path", multiple=True, metavar="DIR", help="Folder on an NVMe disk; may be repeated."),
         click.option("--ranks", type=int, metavar="N", help="Processes; by default one per GPU, two without a GPU."),
-        click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them."),
-        click.option("--steps", type=int, metavar="N", help="Optimizer steps."),
-        click.option("--epochs", type=float, metavar="N", help="Passes over the data; of a model's folder 1."),
-        click.option("--batch", type=int, metavar="N", help="Sequences per data-parallel rank and micro-step."),
-        click.option("--seq", type=int, metavar="N", help="Tokens per sequence."),
-        click.option("--accumulate", type=int, metavar="N", help="Micro-steps per optimizer step."),
-        click.option("--lr", type=float, metavar="RATE", help="Highest learning rate."),
-        click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto."),
+        click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.  [default: 1]"),
+        click.option("--steps", type=int, metavar="N", help="Optimizer steps.  [default: 100; of a folder --epochs 1]"),
+        click.option("--epochs", type=float, metavar="N", help="Passes over the data, instead of --steps."),
+        click.option(
+            "--batch",
+            type=int,
+            metavar="N",
+            help="Sequences per data-parallel rank and micro-step.  [default: 8; of a folder what fits]",
+        ),
+        click.option(
+            "--seq", type=int, metavar="N", help="Tokens per sequence.  [default: 128; of a folder by its data]"
+        ),
+        click.option(
+            "--accumulate",
+            type=int,
+            metavar="N",
+            help="Micro-steps per optimizer step.  [default: 1; of a folder as 64 sequences a step need]",
+        ),
+        click.option(
+            "--lr",
+            type=float,
+            metavar="RATE",
+            help="Highest learning rate.  [default: 3e-4; of a folder by its size, 2e-5 for 7B]",
+        ),
+        click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto.  [default: auto]"),
         click.option(
             "--data", metavar="PATH", help="Text file or folder, .jsonl, .parquet, or tokens in .bin or .npy."
         ),
         click.option(
-            "--eval-every", type=Steps(), metavar="N", help="Steps between evaluations, or a share of the run."
+            "--eval-every",
+            type=Steps(),
+            metavar="N",
+            help="Steps between evaluations on held-out data, or a share of the run.  [default: 0; of a folder 0.1]",
         ),
         click.option(
-            "--save-every", type=Steps(), metavar="N", help="Steps between checkpoints, a share of the run, or never."
+            "--save-every",
+            type=Steps(),
+            metavar="N",
+            help="Steps between checkpoints, a share of the run, or never; the last step is saved.  "
+            "[default: 1000; of a folder 0.25]",
         ),
-        click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order."),
+        click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order.  [default: 1234]"),
         click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated."),
     ]
     for decorator in reversed(decorators):
@@ -103,6 +130,9 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.pass_context
 def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: str | None, **given: Any) -> int:
     """Train CONFIG: a bundled name (see `zerocli configs ls`), a .toml, a Hugging Face config.json or module:factory.
+
+    Or a folder of weights from the Hugging Face hub, with --data: that is fine-tuned, and its settings are printed with
+    their reasons. Defaults are those of a config that does not say otherwise.
 
     Without CONFIG it trains `tiny`. Under torchrun or srun this process is one rank; otherwise it starts the ranks.
     """
