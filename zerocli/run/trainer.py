@@ -338,6 +338,7 @@ def summarise(run: Run, checked: dict[str, Any] | None, observer: Observer) -> N
     if run.rank == 0 and not observer.reports:
         summary = report.summary(run.config, run.options, run.engine, run.lines, held, checked, observer.written)
         summary["evaluation"] = run.between.evaluations.summary()
+        summary["cut"] = [line for line in run.batches.lines if "longer than that" in line]
         say(report.closing(summary))
         if run.options.json:
             show_json(summary)

@@ -281,6 +281,7 @@ def closing(summary: dict[str, Any]) -> str:
     tail.append(f"\nmetrics: {summary['run_dir']}/metrics.jsonl")
     if summary["check"] is not None:
         tail.append(check_line(summary["check"]))
+    tail += summary.get("cut", [])
     if summary["checkpoint"]:
         tail.append(f"checkpoint: {summary['checkpoint']}")
     return "\n".join([head, *rows, *tail, *(f"try: {command}" for command in summary["commands"])])
