@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,10 @@ MICRO_TOKENS = 8192
 """At most as many tokens per rank and micro-step."""
 TEXT_SEQ, SEQ_MULTIPLE = 2048, 64
 """Tokens of a sequence of plain text; sequences for documents are a multiple of the second."""
+
+
+WAIT_SECONDS = 3600.0
+"""How long a rank waits for another one that tokenises, before it does so itself."""
 
 
 class Default(NamedTuple):
@@ -220,11 +225,24 @@ def measure(config: Config) -> Lengths:
             with ALONE.progress(f"tokenising {data.path}", sum(file.stat().st_size for file in files)) as moved:
                 documents.write_documents(folder, target, form, files, encoder, data.mask, moved)
 
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            _await(config, name)
         found = documents.Documents.of(ALONE.cached(data.path, data.cache, name, tokenise))
     except OSError as error:
         raise unreadable(error, data.path) from None
     lengths = np.diff(found.ends, prepend=found.begin)
     return Lengths(len(found), found.num_tokens, int(np.quantile(lengths, 0.99, method="higher")))
+
+
+def _await(config: Config, name: str) -> None:
+    """Wait until the first rank of this node, which torchrun or SLURM started too, has tokenised the data."""
+    from zerocli.data import cache
+
+    deadline = time.monotonic() + WAIT_SECONDS
+    while cache.find(cache.folders(config.data.path, config.data.cache), name, verify=False)[0] is None:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.2)
 
 
 def refuse_incomplete(config: Config) -> None:
