@@ -199,7 +199,7 @@ def test_train_starts_the_ranks_with_the_resolved_arguments(config_file, monkeyp
     assert (config.parallel.ranks, config.zero.stage, config.train.clip) == (3, 3, 0.5)
     assert config.offload.nvme_path == ("/a b", "/c")
     assert options == RunOptions(str(tmp_path / "run"), json=True, source=config_file)
-    assert extra == {"fresh": False}
+    assert extra == {"fresh": False, "defaults": ["checkpoint.every=1000"]}
     assert arguments[:2] == ["train", config_file] and "--ranks" not in arguments and "--json" in arguments
     line = launch.torchrun_line(3, arguments)
     assert line.startswith(f"torchrun --standalone --nproc-per-node 3 -m zerocli train {config_file} --stage 3 ")

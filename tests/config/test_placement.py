@@ -202,3 +202,8 @@ def test_a_bare_count_and_checkpoints_of_blocks_have_other_tiers_too(capsys):
     assert candidate["tiers"][OTHER]["needed"] == sum(
         row["bytes"] for row in candidate["rows"] if (row["category"], row["tier"]) == ("activations", OTHER)
     )
+
+
+def test_no_placement_is_none_too():
+    """`shard(model, offload=None)` is without offload."""
+    assert read_placement(None) == read_placement("")

@@ -15,7 +15,7 @@ from zerocli import config as configs
 from zerocli.checkpoint import Saver, source_files
 from zerocli.checkpoint.imports import load_weights
 from zerocli.cli import main as cli
-from zerocli.config import Config, to_dict
+from zerocli.config import Config, hub, to_dict
 from zerocli.engine.engine import Engine
 from zerocli.errors import Refused, UserError
 from zerocli.models import build_model, transformers_model
@@ -113,13 +113,20 @@ def test_logits_equal_transformers_before_and_after_the_round_trip(there, sharde
         assert close(began(given[:, :-1]).logits, before)
     assert losses[0] == pytest.approx(output.loss.item(), rel=1e-5)
     out = there / f"out-{family}"
-    assert cli.run(["export", str(there / f"run-{family}"), str(out)]) == 0
+    assert cli.run(["export", str(there / f"run-{family}"), str(out), "--dtype", "fp32"]) == 0
     came = theirs(out)
     with torch.no_grad():
         assert close(came(given[:, :-1]).logits, after)
         assert not close(before, after)  # something was trained
     greedy = came.generate(given[:1, :4], max_new_tokens=8, do_sample=False, pad_token_id=0, use_cache=False)
     assert greedy.tolist() == by_hand(came, given[:1, :4], greedy.shape[1])
+
+
+def test_an_export_has_the_dtype_of_the_folder(there, sharded, capsys):
+    out = there / "out-as-begun"
+    assert cli.run(["export", str(there / "run-phi3"), str(out)]) == 0
+    assert "bf16 (as the folder that the run began from)" in capsys.readouterr().err
+    assert list(hub.stored(str(out))) == ["BF16"]
 
 
 def by_hand(model: Any, start: torch.Tensor, length: int) -> list[list[int]]:

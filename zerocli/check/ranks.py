@@ -29,6 +29,7 @@ from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
 from zerocli.plan.blocks.factory import build_external
+from zerocli.run.output import report
 from zerocli.run.steps import micro_step
 from zerocli.run.trainer import cap_device, make_engine, make_model, resolve
 
@@ -69,6 +70,10 @@ class Ranks:
         """Run the rows in turn; return whether the ranks are still synchronised at the end. Collective."""
         start = self._start()
         reference = tolerance = None
+        if self.rank == 0 and checklist.first == 0:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            say(report.precision_line(self.config.train.precision, device))
+            say(f"training {self.steps} steps without sharding, which {len(checklist.rows)} rows are compared with")
         if self.rank == 0:
             reference, tolerance, about = self._reference(start)
             keep(about)

@@ -57,8 +57,12 @@ class Exported:
     note: str
     model: bool
     """Whether the config.json beside the weights describes the model."""
+    dtype: str = "fp32"
+    """What was written, and why, in words."""
     folder: bool = False
     """Whether it is a Hugging Face folder, which `zerocli train` takes as CONFIG."""
+    tokenizer: bool = False
+    """Whether a tokenizer.json lies beside the weights."""
 
 
 def export(
@@ -66,8 +70,9 @@ def export(
 ) -> Exported:
     """Write the parameters of a run's newest whole checkpoint (or that of `step`) to `out`, whole or not at all.
 
-    `run` may also be a checkpoint's own folder. Damage is often found only while writing: what was written is then
-    removed and the previous checkpoint is tried, unless `step` names this one.
+    `run` may also be a checkpoint's own folder. An empty `dtype` is that of the folder which the run began from, else
+    fp32. Damage is often found only while writing: what was written is then removed and the previous
+    checkpoint is tried, unless `step` names this one.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already and is not an empty folder", hint="another OUT")
@@ -112,6 +117,7 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
     config = _config(manifest)
     source = path.absolute().parent.parent / source_files.FOLDER
     begun_from = source_files.config_of(source) if config and config.model.folder else None
+    dtype, why = (dtype, "as asked") if dtype else _dtype_of(begun_from)
     theirs = source_files.names_of(source) if config and config.model.code == "transformers" else None
     reason = hugging.known(config.model) if config else "the checkpoint does not say which model it is of"
     names = [name.removeprefix("parameters/") for name in manifest.tensors if name.startswith("parameters/")]
@@ -148,7 +154,23 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
     nbytes = sum((out / file).stat().st_size for file in files)
     note = "" if config is None else f"Hugging Face names ({hugging.type_of(config.model) or config.model.family})"
     note = f"own names: {reason}" if reason else "the names of its folder" if theirs is not None else note
-    return Exported(manifest.step, files, numel, nbytes, note, config is not None, config is not None and not reason)
+    described = config is not None
+    tokenizer = (out / "tokenizer.json").is_file()
+    about_dtype = f"{dtype} ({why})"
+    return Exported(
+        manifest.step, files, numel, nbytes, note, described, about_dtype, described and not reason, tokenizer
+    )
+
+
+def _dtype_of(begun: dict[str, Any] | None) -> tuple[str, str]:
+    """Return the dtype of the weights that a run began from, by their config.json, and the reason for it."""
+    if begun is None:
+        return "fp32", "as they are trained"
+    said = begun.get("dtype") or begun.get("torch_dtype")
+    for name, dtype in DTYPES.items():
+        if said == str(dtype).removeprefix("torch."):
+            return name, "as the folder that the run began from"
+    return "fp32", "the folder that the run began from does not say"
 
 
 def _as_begun(begun: dict[str, Any], config: Config, manifest: Manifest, source: Path, dtype: str) -> dict[str, Any]:

@@ -155,7 +155,10 @@ class Weights:
             file = self.path / place
             if place not in found:
                 if not file.is_file():
-                    raise UserError(f"{index}: {place} is missing", hint="the whole download, or zerocli export again")
+                    raise UserError(
+                        f"{index}: {place} is missing",
+                        hint=f"hf download OWNER/NAME --local-dir {quoted(self.path)}, which gets what is missing",
+                    )
                 found[place] = {entry.name: entry for entry in read_header(file)}
             if name not in found[place]:
                 raise UserError(f"{index}: says that {name[:80]} is in {place}, and it is not")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from offload.placement import Placement
+from zerocli import config as configs
 from zerocli import machine
 from zerocli.cli.types import FiniteRange
-from zerocli.config import AUTO, with_dividing_batch
+from zerocli.config import AUTO, hub, with_dividing_batch
+from zerocli.config.hints import unknown_source
 from zerocli.config.options import automatic_keys
 from zerocli.console import colours, printable, show_if_unfit, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError, quote
@@ -35,6 +38,8 @@ from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.time.hardware import PRESETS, RATES, Hardware, preset, this_machine
 
 DEFAULT_HARDWARE = "h100"
+RANKS = 8
+"""GPUs of a node, for the batch of a fine-tuning on several kinds of nodes."""
 STAGES = (0, 1, 2, 3)
 SHOWN = 8
 """Rows of the table of `--auto`."""
@@ -91,10 +96,19 @@ def command(model: str, most: str | None, explain: bool, trace: bool, as_json: b
     model, kind = _what(model, most)
     if not model and not kind:
         raise UserError("which MODEL?", hint="zerocli fit llama3-8b, or zerocli fit 7.5B")
+    if model.startswith(("./", "../", "/", "~")) and not os.path.exists(model):
+        raise unknown_source(model, ())
     budget = _budget(given)
     sets, runtime, rates = _split_sets(given["sets"])
-    source = read_source(model or "zero-7.5b", sets, _flags(given))
-    notes = [] if model else ["proportions, batch and seq of zero-7.5b (no MODEL was named)"]
+    tuned, notes = _as_trained(model, sets, given)
+    source = read_source(model or "zero-7.5b", (*tuned, *sets), _flags(given))
+    if not model:
+        notes.append("proportions, batch and seq of zero-7.5b (no MODEL was named)")
+    ignored = [f"--{name}" for name in ("batch", "seq") if given[name] is not None]
+    if source.count and ignored:
+        notes.append(
+            f"{' and '.join(ignored)} change nothing: a bare count has no activations; name a model with a shape"
+        )
     ask = Question(source, given, runtime, rates, kind, trace, budget)
     names = [name for name in (given["hardware"] or "").split(",") if name.strip()]
     if len(names) > 1:
@@ -107,6 +121,31 @@ def command(model: str, most: str | None, explain: bool, trace: bool, as_json: b
     else:
         click.echo(render(verdict, explain, colours()))
     return OK if verdict.fits else DOES_NOT_FIT
+
+
+def _as_trained(model: str, sets: tuple[str, ...], given: Mapping[str, Any]) -> tuple[tuple[str, ...], list[str]]:
+    """Return the shape of a step that `train` gives to a folder of weights, as texts for `--set`, and a note on it."""
+    from zerocli.run import recipe
+
+    flags = _flags(given)
+    try:
+        config = configs.load(model, sets, flags) if hub.stored(model) else None
+    except UserError:  # `train` does not take it; its memory may be known all the same
+        config = None
+    if config is None or not recipe.is_fine_tuning(config):
+        return (), []
+    lengths = recipe.measure(config) if config.data.path else recipe.Lengths()
+    several = "," in (given["hardware"] or "")
+    ranks = given["ranks"] or config.parallel.ranks or (RANKS if several else choose_hardware(given)[0].gpus)
+    plan = recipe.Plan(ranks, auto=bool(given["auto"]))
+    if given["tp"]:
+        config = recipe.with_values(config, [recipe.Default("parallel.tp", given["tp"], "")])
+    made = recipe.shape(config, configs.given_keys(model, sets, flags), plan, lengths)
+    if not made:
+        return (), []
+    shown = ", ".join(f"{each.key.partition('.')[2]} {each.value} ({each.reason})" for each in made)
+    data = "" if config.data.path else "; --set data.path=FILE takes it from your data"
+    return tuple(each.text for each in made), [f"as train does: {shown}{data}"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from zerocli import config as configs
 from zerocli import machine
 from zerocli.checkpoint.folder import Folder
 from zerocli.cli.run_dirs import refuse_no_run
+from zerocli.cli.types import Steps
 from zerocli.config.options import RunOptions, automatic_keys
 from zerocli.console import say
 from zerocli.errors import OK, UserError
@@ -55,7 +56,10 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
     decorators = [
         click.argument("source", metavar="[CONFIG]", default="tiny"),
         click.option(
-            "--stage", type=int, metavar="0..3", help="ZeRO: 1 optimizer states, 2 + gradients, 3 + parameters."
+            "--stage",
+            type=int,
+            metavar="0..3",
+            help="ZeRO: 1 optimizer states, 2 + gradients, 3 + parameters.  [default: 2]",
         ),
         click.option("--offload", metavar="PLACEMENT", help="Where states live: cpu, or params=cpu,optimizer=nvme."),
         click.option(
@@ -63,20 +67,48 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--nvme-path", multiple=True, metavar="DIR", help="Folder on an NVMe disk; may be repeated."),
         click.option("--ranks", type=int, metavar="N", help="Processes; by default one per GPU, two without a GPU."),
-        click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them."),
-        click.option("--steps", type=int, metavar="N", help="Optimizer steps."),
+        click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.  [default: 1]"),
+        click.option("--steps", type=int, metavar="N", help="Optimizer steps.  [default: 100; of a folder --epochs 1]"),
         click.option("--epochs", type=float, metavar="N", help="Passes over the data, instead of --steps."),
-        click.option("--batch", type=int, metavar="N", help="Sequences per data-parallel rank and micro-step."),
-        click.option("--seq", type=int, metavar="N", help="Tokens per sequence."),
-        click.option("--accumulate", type=int, metavar="N", help="Micro-steps per optimizer step."),
-        click.option("--lr", type=float, metavar="RATE", help="Highest learning rate."),
-        click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto."),
+        click.option(
+            "--batch",
+            type=int,
+            metavar="N",
+            help="Sequences per data-parallel rank and micro-step.  [default: 8; of a folder what fits]",
+        ),
+        click.option(
+            "--seq", type=int, metavar="N", help="Tokens per sequence.  [default: 128; of a folder by its data]"
+        ),
+        click.option(
+            "--accumulate",
+            type=int,
+            metavar="N",
+            help="Micro-steps per optimizer step.  [default: 1; of a folder as 64 sequences a step need]",
+        ),
+        click.option(
+            "--lr",
+            type=float,
+            metavar="RATE",
+            help="Highest learning rate.  [default: 3e-4; of a folder by its size, 2e-5 for 7B]",
+        ),
+        click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto.  [default: auto]"),
         click.option(
             "--data", metavar="PATH", help="Text file or folder, .jsonl, .parquet, or tokens in .bin or .npy."
         ),
-        click.option("--eval-every", type=int, metavar="N", help="Steps between evaluations on held-out data."),
-        click.option("--save-every", type=int, metavar="N", help="Steps between checkpoints; 0 = none."),
-        click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order."),
+        click.option(
+            "--eval-every",
+            type=Steps(),
+            metavar="N",
+            help="Steps between evaluations on held-out data, or a share of the run.  [default: 0; of a folder 0.1]",
+        ),
+        click.option(
+            "--save-every",
+            type=Steps(),
+            metavar="N",
+            help="Steps between checkpoints, a share of the run, or never; the last step is saved.  "
+            "[default: 1000; of a folder 0.25]",
+        ),
+        click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order.  [default: 1234]"),
         click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated."),
     ]
     for decorator in reversed(decorators):
@@ -99,6 +131,9 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: str | None, **given: Any) -> int:
     """Train CONFIG: a bundled name (see `zerocli configs ls`), a .toml, a Hugging Face config.json or module:factory.
 
+    Or a folder of weights from the Hugging Face hub, with --data: that is fine-tuned, and its settings are printed with
+    their reasons. Defaults are those of a config that does not say otherwise.
+
     Without CONFIG it trains `tiny`. Under torchrun or srun this process is one rank; otherwise it starts the ranks.
     """
     worker = worker_environment()
@@ -111,7 +146,7 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
         ctx.params["source"] = source  # passed to the ranks instead of the default
     if given["deepspeed"]:
         sets = (*from_deepspeed(given["deepspeed"], flags, quiet=worker is not None), *sets)
-    config = configs.load(source, sets=sets, flags=flags)
+    config, chosen = with_defaults(ctx, source, sets, flags, worker)
     configs.refuse_placement(config.offload.placement, config.zero.stage)
 
     if given["resume"] and run_dir:
@@ -134,7 +169,42 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
             from zerocli.run import trainer
 
             return trainer.work(config, options)
-    return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
+    return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh, defaults=chosen)
+
+
+def with_defaults(
+    ctx: click.Context,
+    source: str,
+    sets: tuple[str, ...],
+    flags: Mapping[str, Any],
+    worker: Mapping[str, str] | None,
+) -> tuple[configs.Config, list[str]]:
+    """Return the config with what `recipe` chooses for keys that nobody gave, and those as texts for `--set`.
+
+    The ranks that our launcher starts take its choices; under torchrun and SLURM every rank makes them, alike.
+    """
+    from zerocli.run import recipe
+
+    if flags["train.epochs"] is not None and flags["train.epochs"] == 0:
+        raise UserError("--epochs 0: nothing would be trained", hint="--epochs 1, or --steps N")
+    if launch.DEFAULTS in os.environ and worker:
+        sets = (*json.loads(os.environ[launch.DEFAULTS]), *sets)
+        return configs.load(source, sets=sets, flags=flags), []
+    config, given = configs.load(source, sets=sets, flags=flags), configs.given_keys(source, sets, flags)
+    if not ctx.params["resume"]:
+        recipe.refuse_incomplete(config)
+    gpus = machine.gpus()
+    ranks = config.parallel.ranks or launch.choose_ranks(0, config.parallel.tp, len(gpus))[0]
+
+    def fits(asked: configs.Config) -> bool:
+        return worker is not None or launch.fits(launch.with_ranks(asked, ranks), gpus)
+
+    plan = recipe.Plan(ranks, bool(ctx.params["check"]), ctx.params["auto"], fits, writes=not ctx.params["dry_run"])
+    chosen = recipe.choose(config, given, plan)
+    config = recipe.with_values(config, chosen)
+    if (ctx.params["dry_run"] or recipe.is_fine_tuning(config)) and (not worker or worker["RANK"] == "0"):
+        say(recipe.table(config, chosen, given))
+    return config, [each.text for each in chosen]
 
 
 def run_options(ctx: click.Context, run_dir: str, resume: bool, flags: Mapping[str, Any]) -> RunOptions:

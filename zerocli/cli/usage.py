@@ -11,6 +11,8 @@ from click.exceptions import NoSuchOption
 from zerocli.config.schema import FIELDS, short
 from zerocli.errors import USAGE, ConfigError, UserError, closest
 
+_ADAPTERS = "without it all parameters are trained; zerocli fit MODEL --lora 16 plans adapters, which train has not yet"
+_QUANTIZED = "weights are trained as they are, not in 4 or 8 bits; --auto and --offload cpu need less memory"
 # Names that other programs use for the same thing -> ours.
 _ELSEWHERE = {
     "batch-size": "--batch",
@@ -53,6 +55,31 @@ _ELSEWHERE = {
     "grad-clip": "--set train.clip=",
     "max-grad-norm": "--set train.clip=",
     "learning-rate": "--lr",
+    "max-length": "--seq",
+    "max-len": "--seq",
+    "cutoff-len": "--seq",
+    "sequence-len": "--seq",
+    "grad-accum": "--accumulate",
+    "gradient-accumulation": "--accumulate",
+    "optimizer": "--set optimizer.name=",
+    "optim": "--set optimizer.name=",
+    "num-epochs": "--epochs",
+    "epoch": "--epochs",
+    "warmup-ratio": "--set optimizer.warmup=",
+    "lr-scheduler-type": "--set optimizer.schedule=",
+    "lr-scheduler": "--set optimizer.schedule=",
+    "val-set-size": "--set data.split=",
+    "train-file": "--data",
+    "lora": _ADAPTERS,
+    "qlora": _ADAPTERS,
+    "peft": _ADAPTERS,
+    "adapter": _ADAPTERS,
+    "lora-r": _ADAPTERS,
+    "lora-rank": _ADAPTERS,
+    "lora-alpha": _ADAPTERS,
+    "load-in-4bit": _QUANTIZED,
+    "load-in-8bit": _QUANTIZED,
+    "quantization": _QUANTIZED,
     "warmup-steps": "--set optimizer.warmup=",
     "log-interval": "--set train.log_every=",
     "logging-steps": "--set train.log_every=",
@@ -126,6 +153,11 @@ def way_on(error: UserError, args: Sequence[str], commands: Iterable[str]) -> st
     if isinstance(error, ConfigError):
         hints = []
         for problem in error.problems:
+            if problem.suggestion.startswith("tp "):
+                ranks = re.search(r"tp (\d+) does not divide ranks (\d+)", problem.fact)
+                more = f", or --ranks {-(-int(ranks[2]) // int(ranks[1])) * int(ranks[1])}" if ranks else ""
+                hints.append(f"--{problem.suggestion}{more}")
+                continue
             if problem.place.startswith("--set ") and "." in problem.suggestion:
                 hints.append(f"--set {problem.suggestion}={problem.place.partition('=')[2] or '...'}")
             elif problem.place.startswith("--set "):

@@ -1,6 +1,6 @@
 """The config: its keys, how it is read and checked. `load` is the entry point; all problems are reported at once."""
 
-from zerocli.config.draft import assemble, from_dict, load, notes_of, to_dict
+from zerocli.config.draft import assemble, from_dict, given_keys, load, notes_of, to_dict
 from zerocli.config.file import bundled
 from zerocli.config.laws import validate
 from zerocli.config.placement import placement_at, read_placement, refuse_placement
@@ -40,6 +40,7 @@ __all__ = [
     "assemble",
     "bundled",
     "from_dict",
+    "given_keys",
     "load",
     "notes_of",
     "num_micro_steps",

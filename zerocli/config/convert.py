@@ -29,6 +29,8 @@ def convert(field: dataclasses.Field[Any], value: object, raw: str | None) -> ob
         return value
     if kind is int and field.metadata.get("memory") and (raw is not None or isinstance(value, str)):
         return _whole(parse_memory(value if isinstance(value, str) else str(raw)))
+    if kind is int and field.metadata.get("share") and isinstance(value, float) and 0 < value < 1:
+        return value
     if kind is int:
         return _whole(parse_bytes(value) if field.metadata.get("size") and isinstance(value, str) else value)
     if kind is float:

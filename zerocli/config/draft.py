@@ -15,6 +15,40 @@ from zerocli.errors import ConfigError, Problem, closest, quote
 
 # Flags that are not named after their key.
 _FLAGS = {"data.path": "--data", "offload.placement": "--offload", "checkpoint.every": "--save-every"}
+# Names that other programs have for a key, without its section.
+_OTHER_NAMES = {
+    "learning_rate": "optimizer.lr",
+    "type": "optimizer.name",
+    "optimizer": "optimizer.name",
+    "lr_scheduler_type": "optimizer.schedule",
+    "lr_scheduler": "optimizer.schedule",
+    "warmup_steps": "optimizer.warmup",
+    "warmup_ratio": "optimizer.warmup",
+    "adam_beta2": "optimizer.betas",
+    "max_grad_norm": "train.clip",
+    "gradient_clipping": "train.clip",
+    "batch_size": "train.batch",
+    "micro_batch_size": "train.batch",
+    "per_device_train_batch_size": "train.batch",
+    "gradient_accumulation_steps": "train.accumulate",
+    "grad_accum": "train.accumulate",
+    "max_steps": "train.steps",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "seq_len": "train.seq",
+    "sequence_len": "train.seq",
+    "max_length": "train.seq",
+    "max_seq_length": "train.seq",
+    "bf16": "train.precision",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "train.eval_every",
+    "val_set_size": "data.split",
+    "gradient_checkpointing": "activations.policy",
+    "num_hidden_layers": "model.layers",
+    "hidden_size": "model.hidden",
+    "num_attention_heads": "model.heads",
+    "vocab_size": "model.vocab",
+}
 CODE = "model.code"
 FOREIGN = ("model.folder", CODE, "model.vocab", "model.compile")
 """Keys of `model` that mean something beside the config.json that transformers builds from."""
@@ -26,9 +60,18 @@ def load(source: str, sets: Sequence[str] = (), flags: Mapping[str, object] | No
     `flags` maps dotted keys to typed values; None is a flag that was not given. Raises ConfigError with every
     problem found. Nothing is imported or executed, not even a factory.
     """
+    return _read(source, sets, flags).finish()
+
+
+def given_keys(source: str, sets: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> frozenset[str]:
+    """Return the keys that `source`, `sets` or `flags` give; the others have their defaults."""
+    return frozenset(_read(source, sets, flags).places)
+
+
+def _read(source: str, sets: Sequence[str], flags: Mapping[str, object] | None) -> "_Draft":
     if "=" in source and not os.path.exists(source):
         raise ConfigError([Problem(source, "is no config; keys are set with --set")], hint=set_hint([source]))
-    return assemble(configfile.read(source), sets, flags, is_file=source.endswith((".toml", ".json")))
+    return _combine(configfile.read(source), sets, flags, is_file=source.endswith((".toml", ".json")))
 
 
 def notes_of(source: str) -> list[str]:
@@ -47,12 +90,15 @@ def set_hint(words: Sequence[str]) -> str:
 
 
 def assemble(
-    document: configfile.Document,
-    sets: Sequence[str] = (),
-    flags: Mapping[str, object] | None = None,
-    is_file: bool = False,
+    document: configfile.Document, sets: Sequence[str] = (), flags: Mapping[str, object] | None = None
 ) -> Config:
     """Return the config that a document describes, overridden by `sets` and `flags`; see `load`."""
+    return _combine(document, sets, flags).finish()
+
+
+def _combine(
+    document: configfile.Document, sets: Sequence[str], flags: Mapping[str, object] | None, is_file: bool = False
+) -> "_Draft":
     document = configfile.for_code(document, _asked_code(sets, flags))
     draft = _Draft(list(document.problems), document.hint)
     draft.add_document(document)
@@ -73,7 +119,7 @@ def assemble(
             draft.add(key, value, f"{flag} {value if isinstance(value, str) else quote(value)}")
     if document.positions:
         draft.bound_seq(document.positions)
-    return draft.finish()
+    return draft
 
 
 def _asked_code(sets: Sequence[str], flags: Mapping[str, object] | None) -> str:
@@ -162,6 +208,8 @@ def build(values: Mapping[str, Any]) -> Config:
 def unknown(key: str, value: object, place: str) -> Problem:
     section, dot, name = key.partition(".")
     shown = quote(key, 80)[1:-1]
+    if (name or section) in _OTHER_NAMES and not isinstance(value, Mapping):
+        return Problem(place, f"there is no key {shown}", _OTHER_NAMES[name or section])
     if not dot:
         if section in SECTIONS:
             return Problem(place, f"{section} is a section of keys, not {quote(value)}")

@@ -14,6 +14,7 @@ from typing import Any
 
 from zerocli.config import hub, hugging
 from zerocli.config.hints import unknown_source
+from zerocli.config.yaml import yaml_error
 from zerocli.errors import ConfigError, Problem, closest, quote
 from zerocli.regular_files import MAX_CONFIG_NBYTES
 
@@ -64,43 +65,8 @@ def read(source: str) -> Document:
     if os.path.isfile(os.path.join(source, hub.CONFIG)):
         return read_folder(source)
     if source.endswith((".yaml", ".yml")) and os.path.isfile(source):
-        raise _yaml(source)
+        raise yaml_error(source, _read_text(source))
     raise unknown_source(source, list(names))
-
-
-def _yaml(path: str) -> ConfigError:
-    """Return the error for a YAML file, with its keys as TOML if it is as simple as a config of ours."""
-    target = f"{path.rpartition('.')[0]}.toml"
-    lines = [f"  {line}" for line in as_toml(_read_text(path))]
-    fact = f"is YAML, and configs are TOML; as {target} it is:" if lines else "is YAML, and configs are TOML"
-    return ConfigError([Problem(path, "\n".join([fact, *lines]))], hint=f"zerocli train {target}")
-
-
-_YAML_LINE = re.compile(r"( *)([\w-]+) *:(?: +(.*?))? *")
-
-
-def as_toml(text: str) -> list[str]:
-    """Return YAML of sections with plain keys as lines of TOML; nothing if it holds anything else."""
-    made: list[str] = []
-    for line in text.splitlines():
-        line = re.sub(r"(^|\s)#.*", "", line).rstrip()
-        if not line or line == "---":
-            continue
-        found = _YAML_LINE.fullmatch(line)
-        if found is None:
-            return []
-        indent, key, value = found.groups()
-        if value is None and not indent:
-            made.append(f"[{key}]")
-        elif value is None:
-            return []
-        else:
-            try:
-                tomllib.loads(f"value = {value}")
-            except ValueError:
-                value = json.dumps(value.strip("'"))
-            made.append(f"{key} = {value}")
-    return made
 
 
 def bundled() -> list[tuple[str, str, str]]:

@@ -15,6 +15,21 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 
+_GGUF = "is GGUF: weights in few bits for inference, which are not trained"
+_ADAPTER = "holds an adapter (adapter_config.json), which is no model without its base"
+DOWNLOAD = "hf download OWNER/NAME --local-dir NAME, of the model in safetensors; then zerocli train ./NAME --data FILE"
+
+
+def merging(folder: str) -> str:
+    """Return the command that writes an adapter and its base as one model."""
+    out = os.path.abspath(folder).rstrip("/") + "-merged"
+    code = (
+        "import sys; from peft import AutoPeftModelForCausalLM as M; i, o = sys.argv[1:]; "
+        "M.from_pretrained(i).merge_and_unload().save_pretrained(o)"
+    )
+    return f'python -c "{code}" {quoted(folder)} {quoted(out)}'
+
+
 def unknown_source(source: str, names: Sequence[str]) -> ConfigError:
     """Return the error for a source that is no bundled name (`names`), no .toml, no .json and no factory."""
     if os.path.isdir(source):
@@ -32,6 +47,10 @@ def unknown_source(source: str, names: Sequence[str]) -> ConfigError:
 
 def _folder(source: str) -> tuple[str, str, str]:
     inside = set(os.listdir(source)) if os.access(source, os.R_OK) else set()
+    if "adapter_config.json" in inside:
+        return _ADAPTER, "", merging(source)
+    if any(name.lower().endswith(".gguf") for name in inside):
+        return _GGUF, "", DOWNLOAD
     inner = os.path.join(source, "config.json")
     if os.path.isfile(inner):
         return "is a folder, not a config file", inner, LIST
@@ -62,6 +81,8 @@ def _file(source: str) -> tuple[str, str, str]:
             "",
             "zerocli configs show tiny, which is one to copy from",
         )
+    if lowered.endswith(".gguf"):
+        return _GGUF, "", DOWNLOAD
     if lowered.endswith(_WEIGHTS):
         folder = quoted(os.path.dirname(source) or ".")
         return "holds weights; a model is named by its config", "", f"zerocli train CONFIG --init-from {folder}"
@@ -75,6 +96,8 @@ def _file(source: str) -> tuple[str, str, str]:
 
 def _nowhere(source: str, names: Sequence[str]) -> tuple[str, str, str]:
     meant = closest(source, names)
+    if source.lower().endswith((".yaml", ".yml")):
+        return "no such file; and configs are TOML", _beside(source), LIST
     if "=" in source:
         return "is key=value, which belongs after --set", "", f"--set {quoted(source)}, after a CONFIG or none (tiny)"
     if "://" in source:

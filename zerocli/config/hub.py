@@ -10,10 +10,12 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from zerocli.console import quoted
@@ -29,6 +31,8 @@ HELD_BACK = (
 """Keys that are not given to transformers: they name code or files, or say how weights are stored."""
 MAX_SIZE = 2**40
 """Upper bound of every dimension; a larger value is a mistake."""
+MAX_HEADER_NBYTES = 100 << 20
+"""No header of a safetensors file is larger."""
 MAX_LAYERS = 100_000
 CONFIG = "config.json"
 OTHER_NAMES: dict[str, dict[str, str]] = {
@@ -102,6 +106,29 @@ def has_weights(folder: str) -> bool:
             hint=conversion(folder),
         )
     return False
+
+
+def stored(folder: str) -> dict[str, int]:
+    """Return the elements of a folder's safetensors by dtype (`BF16`), from the files' headers; unreadable ones not."""
+    found: dict[str, int] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            with open(path, "rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size)) if size <= MAX_HEADER_NBYTES else {}
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    found[entry["dtype"]] = found.get(entry["dtype"], 0) + math.prod(entry["shape"])
+    return found
+
+
+def missing_files(folder: str) -> list[str]:
+    """Return the files of weights that a folder's index names and that are not there."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        with open(os.path.join(folder, "model.safetensors.index.json"), "rb") as file:
+            places = {str(place) for place in json.loads(file.read(MAX_HEADER_NBYTES))["weight_map"].values()}
+        return sorted(place for place in places if not os.path.isfile(os.path.join(folder, place)))
+    return []
 
 
 def conversion(folder: str) -> str:

@@ -124,5 +124,9 @@ def _loop_checks(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
     for key, value in (("train.patience", train.patience), ("checkpoint.best", config.checkpoint.best)):
         if value and not train.eval_every:
             yield (key, "train.eval_every"), f"{short(key)} needs evaluations", "--eval-every 100 beside it"
+    every, keep_every = config.checkpoint.every, config.checkpoint.keep_every
+    if keep_every and every != int(every):
+        fact = f"keep_every {keep_every} counts steps, and every {every:g} is a share of the run"
+        yield ("checkpoint.every", "checkpoint.keep_every"), fact, "every as a number of steps"
     if config.optimizer.schedule == "wsd" and config.optimizer.decay > 1 and config.optimizer.decay % 1:
         yield ("optimizer.decay",), f"decay {config.optimizer.decay:g} is neither a share nor whole steps", ""

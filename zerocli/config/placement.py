@@ -11,9 +11,9 @@ SMALLEST_BUDGET = 4096
 """A budget that is written as a number below this one lacks its unit."""
 
 
-def read_placement(value: str | Placement) -> Placement:
+def read_placement(value: str | Placement | None) -> Placement:
     """Return the placement that the text of `--offload` describes; raise PlacementError, a ValueError, if invalid."""
-    return value if isinstance(value, Placement) else parse_placement(value, parse_budget)
+    return value if isinstance(value, Placement) else parse_placement(value or "", parse_budget)
 
 
 def parse_budget(text: str) -> int:

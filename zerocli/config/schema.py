@@ -15,7 +15,8 @@ from zerocli.layout.recompute import POLICY
 def setting(default: Any, **law: Any) -> Any:
     """Return a field and the law of its value: `choices`, `least`, `most`, `above`, `below`, `size` (of bytes).
 
-    `memory` marks the size of a device: of text, a small number without a unit is refused.
+    `memory` marks the size of a device: of text, a small number without a unit is refused. `share` marks a number of
+    steps that may also be a share of the run's, below 1; a run turns it into steps when it knows how many it has.
     """
     return dataclasses.field(default=default, metadata=law)
 
@@ -124,8 +125,9 @@ class TrainConfig:
     """Seconds after which a collective, transfer, save or stage of the start that is stuck ends the run; 0 = never."""
     log_every: int = setting(10, least=1)
     """Steps between two lines of progress where there is no terminal."""
-    eval_every: int = setting(0, least=0)
-    """Steps between evaluations on the held-out data; 0 = only at the end, if there is held-out data."""
+    eval_every: int = setting(0, least=0, share=True)
+    """Steps between evaluations on the held-out data, below 1 a share of the run; 0 = only at the end, if there is
+    held-out data."""
     eval_batches: int = setting(0, least=0)
     """At most this many batches of `batch` sequences per evaluation, over all ranks; 0 = all held-out data."""
     patience: int = setting(0, least=0)
@@ -158,8 +160,8 @@ class OptimizerConfig:
     """Momentum (SGD)."""
     master: str = setting("split", choices=MASTERS)
     """The fp32 master of bf16 parameters: the 16 bits that they lack, beside them (split), or all 32 again (fp32)."""
-    warmup: int = setting(0, least=0)
-    """Steps over which the learning rate rises from zero."""
+    warmup: int = setting(0, least=0, share=True)
+    """Steps over which the learning rate rises from zero; below 1 a share of the run."""
     warmup_shape: str = setting("linear", choices=("linear", "log"))
     """How it rises: linear, or log (as DeepSpeed's default: log(step) / log(warmup))."""
     schedule: str = setting("cosine", choices=SCHEDULES)
@@ -221,8 +223,9 @@ class OffloadConfig:
 class CheckpointConfig:
     """When the run is saved."""
 
-    every: int = setting(0, least=0)
-    """Steps between checkpoints; 0 = never."""
+    every: int = setting(0, least=0, share=True)
+    """Steps between checkpoints, below 1 a share of the run; the last step is saved too. 0 = never; `zerocli train`
+    saves unless it is set to that."""
     async_: bool = setting(True)
     """Whether training goes on while a checkpoint is written (`async` in files)."""
     keep: int = setting(2, least=1)

@@ -91,6 +91,8 @@ def count_of(number: int, noun: str) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Return a duration with three digits, in the unit that suits it."""
+    if 0 < seconds < 1e-6:
+        return "under 1 us"
     for limit, unit, scale in ((1e-3, "us", 1e6), (1.0, "ms", 1e3), (600.0, "s", 1.0)):
         if seconds < limit:
             return f"{seconds * scale:.3g} {unit}"

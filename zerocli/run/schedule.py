@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
-from zerocli.config.schema import SCHEDULES
+from zerocli.config.schema import FIELDS, SCHEDULES, Config, get
 
 
 def make_schedule(
     kind: str,
     lr: float,
     steps: int,
-    warmup: int = 0,
+    warmup: float = 0,
     min_lr: float = 0.0,
     decay: float = 0.2,
     warmup_shape: str = "linear",
 ) -> Callable[[int], float]:
     """Return step -> learning rate; steps count from 1, `min_lr` is the final rate as a fraction of `lr`.
 
+    A `warmup` below 1 is a share of the steps.
     `wsd` (warm-up, stable, decay) stays at `lr` and falls linearly over the last `decay` steps, or that share of them.
     """
     if kind not in SCHEDULES:
         raise ValueError(f"schedule {kind!r} is not one of {', '.join(SCHEDULES)}")
+    warmup = steps_of(warmup, steps)
     falling = min(decay_steps(decay, steps), max(1, steps - warmup))
 
     def at(step: int) -> float:
@@ -40,6 +43,22 @@ def make_schedule(
         return lr * (min_lr + (1 - min_lr) * share)
 
     return at
+
+
+def steps_of(number: float, steps: int) -> int:
+    """Return a number of steps that is given as it is or, below 1, as a share of all `steps`."""
+    return math.ceil(number * steps) if 0 < number < 1 else int(number)
+
+
+def with_whole_steps(config: Config) -> Config:
+    """Return the config with numbers of steps for keys that are given as a share of the run's steps."""
+    for key, field in FIELDS.items():
+        share = get(config, key)
+        if field.metadata.get("share") and 0 < share < 1:
+            section = getattr(config, key.partition(".")[0])
+            changed = dataclasses.replace(section, **{field.name: steps_of(share, config.train.steps)})
+            config = dataclasses.replace(config, **{key.partition(".")[0]: changed})
+    return config
 
 
 def decay_steps(decay: float, steps: int) -> int:

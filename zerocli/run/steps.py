@@ -237,8 +237,13 @@ def stop_if_broken(config: Config, line: Line, saver: Saver | None = None) -> No
         if saver is not None:
             saver.wait()
         saved = f"step {saver.saved} is saved" if saver is not None and saver.saved else "no checkpoint was written"
+        hint = "a lower --lr, or --set train.on_nan=continue"
+        if line.step == 1 and config.train.init_from and not math.isfinite(line.loss):
+            hint = (
+                f"another copy of the weights in {quoted(config.train.init_from)}: nothing was trained before this loss"
+            )
         raise Diverged(
             f"{what} at step {line.step} (lr {line.lr:.3g}); the step was not applied; {saved}",
-            hint="a lower --lr, or --set train.on_nan=continue",
+            hint=hint,
             exit_code=FAILURE,
         )

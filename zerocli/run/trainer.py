@@ -64,7 +64,7 @@ from zerocli.run.recompute import (
     run_setup,
     trace_factory,
 )
-from zerocli.run.schedule import make_schedule
+from zerocli.run.schedule import make_schedule, with_whole_steps
 from zerocli.run.steps import Diverged, Run, micro_step, run_steps
 
 
@@ -158,7 +158,7 @@ def open_run(config: Config, options: RunOptions, observer: Observer, watchdog: 
     config = resolve(config, world)
     with STARTUP.by_itself("opening the data"):
         batches = open_batches(config, check=rank == 0)
-    config = with_epochs(config, batches, world)
+    config = with_whole_steps(with_epochs(config, batches, world))
     cap_device(config)
     chosen = choose_run(config, options, traced)
     config = chosen.config
@@ -338,6 +338,7 @@ def summarise(run: Run, checked: dict[str, Any] | None, observer: Observer) -> N
     if run.rank == 0 and not observer.reports:
         summary = report.summary(run.config, run.options, run.engine, run.lines, held, checked, observer.written)
         summary["evaluation"] = run.between.evaluations.summary()
+        summary["cut"] = [line for line in run.batches.lines if "longer than that" in line]
         say(report.closing(summary))
         if run.options.json:
             show_json(summary)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerocli.config import Config, to_dict
+from zerocli.checkpoint.folder import Folder
+from zerocli.config import Config
 from zerocli.config.options import RunOptions
-from zerocli.console import say
+from zerocli.console import quoted, say
 from zerocli.engine.engine import Engine
 from zerocli.engine.optimizer.rates import slower_than_fp32
 from zerocli.engine.precision import precision
@@ -31,11 +33,6 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
 
     `recomputed` is the choice of `activations.policy=auto`.
     """
-    _, reason = precision(config.train.precision, engine.device)
-    if engine.device.type == "cpu" and engine.precision.name != "fp32":
-        slower = slower_than_fp32(engine.precision.compute)
-        if slower > SLOW:
-            reason += f"; a product takes this CPU {slower:.3g} times as long as in fp32"
     world, tp, train = engine.collectives.world, engine.tensor_parallel.world, config.train
     tokens = train.batch * train.accumulate * world * train.seq
     axes = f" ({world} data-parallel x {tp} tensor-parallel)" if tp > 1 else ""
@@ -47,7 +44,7 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
             f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "
             f"{config.zero.stage}, {count_of(world * tp, 'rank')}{axes} on {engine.device.type}",
             *_origin(config, engine),
-            f"precision {engine.precision.name} ({reason})",
+            precision_line(config.train.precision, engine.device),
             f"compile {'true' if engine.hooks.blocks.on else 'false'} ({engine.hooks.blocks.reason})",
             *([f"activations: {recomputed}"] if recomputed else []),
             *_vocabulary(config, engine),
@@ -56,6 +53,16 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
             *([*offload, *engine.tiers.notes] if engine.placement.tiers else []),
         ]
     )
+
+
+def precision_line(asked: str, device: torch.device) -> str:
+    """Return the precision and its reason; of one that this CPU has no instructions for, what that costs."""
+    chosen, reason = precision(asked, device)
+    if device.type == "cpu" and chosen.name != "fp32":
+        slower = slower_than_fp32(chosen.compute)
+        if slower > SLOW:
+            reason += f"; a product takes this CPU {slower:.3g} times as long as in fp32"
+    return f"precision {chosen.name} ({reason})"
 
 
 def _origin(config: Config, engine: Engine) -> list[str]:
@@ -145,6 +152,8 @@ def summary(
 ) -> dict[str, Any]:
     """Return the closing summary as one JSON document; `profile` is what the run recorded of its memory."""
     settled = lines[1:] or lines  # the first step also warms up
+    saved = Folder(Path(options.run_dir, "checkpoints")).committed()
+    commands = next_commands(config, options, bool(saved))
     width = engine.precision.compute.itemsize
     grads = grad_width(width, config.train.accumulate, config.zero.reduce)
     whole = model_states(engine.numel, 0, 1, width, grads, engine.sizing.state_width(width))
@@ -166,18 +175,28 @@ def summary(
         "skipped": sum(line.skipped for line in lines),
         "precision": engine.precision.name,
         "check": checked,
-        "next": next_command(config, options.source),
+        "checkpoint": str(saved[0].path) if saved else None,
+        "next": commands[0],
+        "commands": commands,
     }
 
 
-def next_command(config: Config, source: str) -> str:
-    """Return the command to suggest after this one."""
-    tp = f" --tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
+def next_commands(config: Config, options: RunOptions, saved: bool) -> list[str]:
+    """Return the commands to suggest after a run: what to do with its checkpoint, or another stage if there is none."""
+    if saved:
+        run = quoted(shown_path(options.run_dir))
+        made = [f"zerocli export {run} OUT"]
+        return made if config.model.factory else [f'zerocli generate {run} "..."', *made]
+    source, tp = shlex.quote(options.source), f" --tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
     if config.zero.stage < 3:
-        return f"zerocli train {shlex.quote(source)} --stage 3{tp}"
-    if not config.offload.placement:
-        return f"zerocli train {shlex.quote(source)} --stage 3{tp} --offload cpu"
-    return f"zerocli train {shlex.quote(source)} --stage 3{tp} --check 10"
+        return [f"zerocli train {source} --stage 3{tp}"]
+    return [f"zerocli train {source} --stage 3{tp} {'--check 10' if config.offload.placement else '--offload cpu'}"]
+
+
+def shown_path(path: str) -> str:
+    """Return a path as one would type it here: relative to the working directory if it is below that."""
+    near = os.path.relpath(path)
+    return path if near.startswith("..") else near
 
 
 def _title(what: str, stage: int, tp: int) -> str:
@@ -262,7 +281,10 @@ def closing(summary: dict[str, Any]) -> str:
     tail.append(f"\nmetrics: {summary['run_dir']}/metrics.jsonl")
     if summary["check"] is not None:
         tail.append(check_line(summary["check"]))
-    return "\n".join([head, *rows, *tail, f"try: {summary['next']}"])
+    tail += summary.get("cut", [])
+    if summary["checkpoint"]:
+        tail.append(f"checkpoint: {summary['checkpoint']}")
+    return "\n".join([head, *rows, *tail, *(f"try: {command}" for command in summary["commands"])])
 
 
 def check_line(check: dict[str, Any]) -> str:
@@ -291,7 +313,6 @@ def dry(config: Config, numel: int, held: dict[str, dict[str, int]]) -> str:
     """Return the dry run's text."""
     rows = [_row(category, row["held"], row["stage_0"]) for category, row in held.items()]
     title = _title("each rank holds", config.zero.stage, config.parallel.tp)
-    shown = json.dumps(to_dict(config), indent=2)
     ranks = count_of(config.parallel.ranks, "rank")
     where = f"{format_count(numel)} parameters on {ranks} (activations and buffers not counted)"
-    return "\n".join([shown, "", where, title, *rows])
+    return "\n".join(["", where, title, *rows])

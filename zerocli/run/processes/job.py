@@ -19,7 +19,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -143,8 +143,10 @@ class Tee(threading.Thread):
 class Job:
     """The ranks of one run on this machine, until the last one ends."""
 
-    def __init__(self, command: list[str], num_ranks: int, run_dir: Path, saves: bool = False):
-        self.command = command
+    def __init__(
+        self, command: list[str], num_ranks: int, run_dir: Path, saves: bool = False, environ: Mapping[str, str] = {}
+    ):
+        self.command, self.environ = command, environ
         self.saves = saves
         self.num_ranks = num_ranks
         self.run_dir = run_dir
@@ -168,6 +170,9 @@ class Job:
         cause = self._cause()
         if self._was_interrupted():
             say("interrupted: all ranks have ended")
+            if self.saves:
+                fact, hint = standing(self.run_dir, {})
+                say(f"{fact}\ntry: {hint}")
         elif cause:
             say(describe_failure(cause))
             if cause.code is not None and cause.code < 0 and cause.record() is None:
@@ -189,6 +194,7 @@ class Job:
             "MASTER_ADDR": "127.0.0.1",
             "ZEROCLI_RUN_DIR": str(self.run_dir),
             "ZEROCLI_PARENT": str(os.getpid()),
+            **self.environ,
         }
         environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // self.num_ranks)))
         environ.setdefault("PYTHONFAULTHANDLER", "1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import math
 import os
 import shlex
@@ -16,12 +17,17 @@ from zerocli.config import Config
 from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.errors import DOES_NOT_FIT, INTERRUPTED, USAGE, UserError
+from zerocli.layout.sizes import count_of
 from zerocli.plan.report import preflight
 from zerocli.run import automatic
 from zerocli.run.folders.folder import run_folder
 from zerocli.run.folders.run_lock import lock_run_folder
 from zerocli.run.processes.job import Job
 
+DEFAULTS = "ZEROCLI_DEFAULTS"
+"""In the environment of ranks that are started here: the values that were chosen, as texts for `--set`."""
+MIN_RANKS, RANKS_PER_CORE = 16, 4
+"""Without a GPU, as many ranks may be asked for: the first number, or the second for each core."""
 JOB_FILE = "job"
 """In the run folder: the name of the elastic job that wrote its checkpoints."""
 
@@ -32,12 +38,13 @@ def launch(
     arguments: Sequence[str] = ("train",),
     *,
     fresh: bool = False,
+    defaults: Sequence[str] = (),
     worker: Sequence[str] | None = None,
 ) -> int:
     """Run one process per rank on this machine until all have ended; return the exit code of the run.
 
     `arguments` are zerocli's own (the command first); `fresh` asks for a run folder that no other run has taken;
-    `worker` is the command of a rank, for tests.
+    `defaults` are chosen values, as texts for `--set`; `worker` is the command of a rank, for tests.
     """
     gpus = machine.gpus()
     num_ranks, reason = choose_ranks(config.parallel.ranks or 0, config.parallel.tp or 1, len(gpus))
@@ -56,12 +63,20 @@ def launch(
         say(f"run folder: {folder.path}")
         command = list(worker or [sys.executable, "-m", "zerocli", *arguments])
         with lock_run_folder(folder.path):
-            job = Job(command, num_ranks, folder.path, saves=saves(config))
+            job = Job(command, num_ranks, folder.path, saves=saves(config), environ={DEFAULTS: json.dumps(defaults)})
             code = job.run()
         job.report()
         if code in (USAGE, DOES_NOT_FIT, INTERRUPTED):  # other failures are explained by the logs
             folder.discard()
     return code
+
+
+def fits(config: Config, gpus: Sequence[machine.Gpu]) -> bool:
+    """Return whether the plan of a config finds room on this machine; nothing is known of an external model."""
+    try:
+        return config.model.external or preflight.preflight(config, gpus).fits
+    except UserError:  # launch reports it
+        return True
 
 
 def with_ranks(config: Config, num_ranks: int) -> Config:
@@ -116,6 +131,13 @@ def choose_ranks(asked: int, tp: int, num_gpus: int) -> tuple[int, str]:
                 "CUDA_VISIBLE_DEVICES= trains on the CPU",
             )
         return asked, f"as asked; they share {num_gpus} GPU{'s' if num_gpus > 1 else ''} over gloo"
+    most = max(MIN_RANKS, RANKS_PER_CORE * machine.cores())
+    if asked > most:
+        raise UserError(
+            f"{asked} ranks on {count_of(machine.cores(), 'core')}: each is a process that computes; at most {most} "
+            "are started here",
+            hint=f"--ranks {max(2, machine.cores())}, or several machines with torchrun",
+        )
     if asked:
         return asked, "as asked"
     if num_gpus % tp:
