@@ -49,6 +49,8 @@ KEYS = {
     "eval_every": "train.eval_every",
 }
 
+DATA_HELP = "Text, documents (.jsonl, .json, .csv, .parquet) or tokens (.bin, .npy); documents may be repeated."
+
 
 def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add CONFIG, the flags that set config keys, and `--set` to a command."""
@@ -71,9 +73,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--accumulate", type=int, metavar="N", help="Micro-steps per optimizer step."),
         click.option("--lr", type=float, metavar="RATE", help="Highest learning rate."),
         click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto."),
-        click.option(
-            "--data", metavar="PATH", help="Text file or folder, .jsonl, .parquet, or tokens in .bin or .npy."
-        ),
+        click.option("--data", multiple=True, metavar="PATH[:WEIGHT]", help=DATA_HELP),
         click.option("--eval-every", type=int, metavar="N", help="Steps between evaluations on held-out data."),
         click.option("--save-every", type=int, metavar="N", help="Steps between checkpoints; 0 = none."),
         click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order."),

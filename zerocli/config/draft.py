@@ -15,6 +15,8 @@ from zerocli.errors import ConfigError, Problem, closest, quote
 
 # Flags that are not named after their key.
 _FLAGS = {"data.path": "--data", "offload.placement": "--offload", "checkpoint.every": "--save-every"}
+_WEIGHT = re.compile(r":[0-9.]+$")
+"""What follows a path in PATH:WEIGHT."""
 CODE = "model.code"
 FOREIGN = ("model.folder", CODE, "model.vocab", "model.compile")
 """Keys of `model` that mean something beside the config.json that transformers builds from."""
@@ -109,6 +111,8 @@ class _Draft:
         if key not in FIELDS:
             self.problems.append(unknown(key, value, place))
             return
+        if key == "data.path" and isinstance(value, (tuple, list)):
+            return self._add_paths(value, place)
         field = FIELDS[key]
         try:
             self.values[key] = convert(field, value, raw)
@@ -120,6 +124,14 @@ class _Draft:
         except (ValueError, OverflowError) as error:
             self.problems.append(Problem(place, f"{short(key)} {error}"))
             self.bad.add(key)
+
+    def _add_paths(self, paths: Sequence[object], place: str) -> None:
+        """Set `data.path` to one path, or `data.mix` to several or to one with a weight."""
+        texts = [str(path) for path in paths]
+        plain = len(texts) == 1 and (os.path.exists(texts[0]) or not _WEIGHT.search(texts[0]))
+        if not plain:
+            self.add("data.mix", texts, place)
+        self.add("data.path", texts[0] if plain or not texts else _WEIGHT.sub("", texts[0]), place)
 
     def bound_seq(self, positions: int) -> None:
         seq = self.values.get("train.seq")
