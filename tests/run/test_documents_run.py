@@ -15,7 +15,7 @@ from zerocli import config as configs
 from zerocli.cli import main as cli
 from zerocli.data.held_out import open_held_out
 from zerocli.data.preview import refuse_data
-from zerocli.data.sources import open_batches
+from zerocli.data.sources import open_batches, with_packing
 from zerocli.errors import UserError
 
 MODEL = "model.factory=document_models:Attentive"
@@ -197,6 +197,19 @@ def test_a_bad_row_anywhere_is_refused_before_the_ranks_start(tmp_path):
     assert len(made) == 2
     open_batches(dataclasses.replace(config, data=dataclasses.replace(held, validation="")))
     assert sorted((tmp_path / ".zerocli-cache").iterdir()) == made
+
+
+@pytest.mark.parametrize(("family", "why"), [("mamba", "linear_attention"), ("opt", "makes its masks"), ("llama", "")])
+def test_a_model_that_cannot_pack_documents_trains_without(tmp_path, data, family, why):
+    transformers = pytest.importorskip("transformers")
+    shape = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)
+    transformers.AutoConfig.for_model(family, **shape).save_pretrained(tmp_path)
+    sets = ["model.code=transformers", "train.seq=40", "data.tokenizer=bytes", f"data.path={data}"]
+    config = configs.load(str(tmp_path / "config.json"), sets)
+    chosen, line = with_packing(config)
+    assert chosen.data.pack is not bool(why) and why in line and line.startswith("packing: off") == bool(why)
+    text = dataclasses.replace(config, data=dataclasses.replace(config.data, path=""))
+    assert with_packing(text) == (text, "")
 
 
 def test_prompts_count_with_on_inputs_and_long_rows_are_said_at_the_end_too(tmp_path, data):

@@ -257,10 +257,10 @@ def _instruction(row: Row, templated: bool, system: str) -> Row:
         before = values.get("system", "") or system
         prompt = alpaca_prompt(values)
         pair = {"prompt": f"{before}\n\n{prompt}" if before else prompt, "completion": output}
-        return row._replace(kind="prompt/completion", values=pair)
+        return Row(row.place, "prompt/completion", pair, row.nbytes)
     asked = "\n".join(values[key] for key in ("instruction", "input") if values.get(key))
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
-    return row._replace(kind=MESSAGES, values={"messages": messages, "system": values.get("system", "")})
+    return Row(row.place, MESSAGES, {"messages": messages, "system": values.get("system", "")}, row.nbytes)
 
 
 def alpaca_prompt(values: Mapping[str, str]) -> str:

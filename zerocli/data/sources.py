@@ -95,7 +95,8 @@ def _open_mix(config: Config, node: Node) -> Batches:
         found = _open_documents(alone, form, files, known_vocab(config), node)
         takes.append(max(1, round(weight * found.trained.num_windows)))
         times = f"{takes[-1]:,} windows per epoch (weight {weight:g})"
-        opened.append(found._replace(lines=[*found.lines, f"data: {path}: {times}"]))
+        found.lines.append(f"data: {path}: {times}")
+        opened.append(found)
     shape = (train.batch, train.seq, train.accumulate, train.seed)
     windows = packing.JoinedWindows([each.trained.single for each in opened])
     batches = DocumentBatches(windows, *shape, positions=config.data.pack, takes=takes)
@@ -162,10 +163,14 @@ def _pack(config: Config, found: documents.Documents, name: str, encoder: Encode
     target = f"{Path(data.path).name}-{packing.cache_key(name, *pack)}.windows"
     windows = packing.open_windows(node.cached(data.path, data.cache, target, fill), found, train.seq, encoder.eos or 0)
     if not len(windows):
+        left, longest = windows.about["left_out"], windows.about["longest"]
+        where = f"none of them within the first {train.seq} of its document"
+        if left:
+            where = f"and {left} are longer than {train.seq} tokens and left out (the longest needs {longest:,})"
         raise UserError(
             f"{data.path}: nothing in it counts for the loss: {count_of(len(found), 'document')} of {found.kind}, "
-            f"{found.num_counted} counted tokens, none of them within the first {train.seq} of its document",
-            hint="a longer --seq, or --set data.mask=none",
+            f"{found.num_counted} counted tokens, {where}",
+            hint="a longer --seq, or --set train.on_inputs=true",
         )
     return DocumentBatches(windows, train.batch, train.seq, train.accumulate, train.seed, positions=data.pack)
 

@@ -13,6 +13,7 @@ from zerocli.data.documents import alpaca_prompt
 from zerocli.data.encoder import BYTES, Encoder, find_tokenizer, open_encoder
 from zerocli.data.prompts import Prompt, with_system
 from zerocli.data.rows import INSTRUCTION, MESSAGES
+from zerocli.errors import UserError
 from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular
 
 CHAT_KINDS = (MESSAGES, INSTRUCTION)
@@ -34,8 +35,13 @@ class Codec:
 
     def open_chat(self, kind: str) -> None:
         """Have `encode_chat` answer messages as rows of this kind are rendered; UserError if there is no template."""
-        if kind == INSTRUCTION and not find_template(self._encoder.folder):
-            return  # of instructions the text is known
+        if not find_template(self._encoder.folder):
+            if kind == INSTRUCTION:
+                return  # of instructions the text is known
+            fact = f"{self._encoder.folder or 'the tokenizer of bytes'}: has no chat template"
+            raise UserError(
+                fact, hint="without --chat, the prompt as a text; or --set data.tokenizer=FOLDER that has one"
+            )
         self._chat = Chat(self._encoder, masked=False)
         self.ends |= self._chat.ends()
 
