@@ -176,6 +176,10 @@ def test_files_are_mixed_by_weight_in_an_order_that_the_seed_decides(tmp_path):
     assert seen[:22] != seen[22:] and open_batches(config).take(range(44))[0].equal(batches.take(range(44))[0])
     one = configs.load("tiny", flags={"data.path": (a,)}).data
     assert one.path == a and one.mix == ()
+    (tmp_path / "x.toml").write_text(f'[data]\npath = ["{a}:2", "{b}"]\n')
+    written = configs.load(str(tmp_path / "x.toml")).data
+    assert written.path == a and written.mix == (f"{a}:2", b)
+    assert configs.load(str(tmp_path / "x.toml"), [f"data.path={b}"]).data.mix == ()
     held = open_batches(dataclasses.replace(config, data=dataclasses.replace(config.data, split=0.25))).held_out(1)
     assert held is not None and held.num_batches == 4  # the last quarter of each file, once
     (tmp_path / "c.txt").write_text("text " * 50)

@@ -116,6 +116,8 @@ class _Draft:
         field = FIELDS[key]
         try:
             self.values[key] = convert(field, value, raw)
+            if key == "data.path":
+                self.values.pop("data.mix", None)  # of what was set before
             self.places.pop(key, None)  # keep the most recently set key last
             self.places[key] = place
             if key == "preset":
@@ -127,11 +129,11 @@ class _Draft:
 
     def _add_paths(self, paths: Sequence[object], place: str) -> None:
         """Set `data.path` to one path, or `data.mix` to several or to one with a weight."""
-        texts = [str(path) for path in paths]
-        plain = len(texts) == 1 and (os.path.exists(texts[0]) or not _WEIGHT.search(texts[0]))
-        if not plain:
-            self.add("data.mix", texts, place)
-        self.add("data.path", texts[0] if plain or not texts else _WEIGHT.sub("", texts[0]), place)
+        first = paths[0] if paths else ""
+        plain = not isinstance(first, str) or os.path.exists(first) or not _WEIGHT.search(first)
+        self.add("data.path", first if plain else _WEIGHT.sub("", str(first)), place)
+        if len(paths) > 1 or not plain:
+            self.add("data.mix", paths, place)
 
     def bound_seq(self, positions: int) -> None:
         seq = self.values.get("train.seq")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ class Prompt(NamedTuple):
     """What it is called in errors."""
     text: str
     """As it is shown; of messages the last one."""
-    messages: list[dict[str, Any]] = []  # noqa: RUF012 - never changed
+    messages: Sequence[dict[str, Any]] = ()
     """The conversation that it ends; empty for a text."""
     tools: Any = None
 
@@ -63,8 +64,8 @@ def _json(file: Path) -> list[Prompt]:
     return found
 
 
-def with_system(messages: list[dict[str, Any]], system: str) -> list[dict[str, Any]]:
+def with_system(messages: Sequence[dict[str, Any]], system: str) -> list[dict[str, Any]]:
     """Return a conversation that begins with this system prompt, unless it is empty or there is one already."""
     if not system or messages[0]["role"] in ("system", "developer"):
-        return messages
+        return list(messages)
     return [{"role": "system", "content": system}, *messages]
