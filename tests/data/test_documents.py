@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -13,17 +14,19 @@ from hypothesis import strategies as st
 
 from zerocli.data import cache, documents
 from zerocli.data.caching import Node
+from zerocli.data.chat import find_template
 from zerocli.data.encoder import Encoder, FileEncoder, find_tokenizer
 from zerocli.data.files import find_files
 from zerocli.data.texts import Codec
 from zerocli.errors import UserError
 
 
-def tokenise(path, encoder=None, mask="auto"):
+def tokenise(path, encoder=None, mask="auto", columns="", system=""):
     """Return the documents of a file, through a cache file beside it."""
     form, files = find_files(str(path))
     target = path.parent / f"{path.name}.cache"
-    documents.write_documents(path.parent, target, form, files, encoder or Encoder(), mask, lambda moved: None)
+    reading = documents.Reading(mask, columns, system)
+    documents.write_documents(path.parent, target, form, files, encoder or Encoder(), reading, lambda moved: None)
     return documents.Documents.of(cache.Reader(target))
 
 
@@ -201,9 +204,60 @@ def test_a_template_that_refuses_a_conversation_is_reported_with_its_line(tmp_pa
         chat(tmp_path, "{{ raise_exception('no system') }}")
 
 
+def test_a_broken_template_is_blamed_and_not_the_conversation(tmp_path):
+    with pytest.raises(UserError, match=r"config.json: chat_template: line 2: is not a chat template: Expected"):
+        chat(tmp_path, "\n{% if %}")
+    with pytest.raises(UserError, match=r"chat_template: fails at .*x.jsonl:1: UndefinedError"):
+        chat(tmp_path, "{{ nothing.at_all.here }}")
+
+
+def test_a_role_that_the_template_does_not_know_is_refused_with_its_line(tmp_path):
+    wrong = [{"role": "user", "content": "hi"}, {"role": "asistant", "content": "yo"}]
+    with pytest.raises(UserError, match=r'x.jsonl:1: message 2 has the role "asistant"') as caught:
+        chat(tmp_path, CHATML, wrong)
+    assert caught.value.hint == "the role assistant"
+    text, _ = chat(tmp_path, CHATML + "{# knows 'asistant' #}", [*wrong, {"role": "gpt", "content": "so"}])
+    assert text == "so<|im_end|>\n"
+    text, found = chat(tmp_path, CHATML, wrong[:1])  # nobody answers
+    assert text == "" and found.about["silent"] == 1 and found.about["silent_at"].endswith("x.jsonl:1")
+
+
+def test_tools_and_system_prompts_are_rendered_as_transformers_does(tmp_path):
+    pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    folder = write_tokenizer(tmp_path / "model", "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML)
+    encoder = FileEncoder(str(folder / "tokenizer.json"))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    talk, asked = TALK[1:3], {"role": "system", "content": "short"}
+    rows = [{"messages": talk, "tools": tools}, {"messages": talk, "tools": json.dumps(tools), "system": "own"}]
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    theirs.chat_template = find_template(str(folder))
+    found = each(tokenise(write_rows(tmp_path / "x.jsonl", rows), encoder, system="short"))
+    for (ids, _), system in zip(found, ("short", "own"), strict=True):
+        whole = [{**asked, "content": system}, *talk]
+        assert ids == theirs.apply_chat_template(whole, tools=tools, tokenize=True, return_dict=False)
+    assert "so so" in theirs.decode([i for i, yes in zip(*found[0], strict=True) if yes])
+
+
+def test_instructions_are_rendered_by_the_template_or_as_alpacas_text(tmp_path):
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    rows = [{"instruction": "add", "input": "1 2", "output": "so"}, {"instruction": "go", "input": "", "output": "so"}]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    found = tokenise(path)
+    texts = [bytes(ids).decode() for ids, _ in each(found)]
+    assert texts[0].endswith("### Instruction:\nadd\n\n### Input:\n1 2\n\n### Response:\nso")
+    assert "paired with an input" in texts[0] and "paired" not in texts[1] and "### Input" not in texts[1]
+    assert found.kind == "instruction/output" and found.num_counted == 4 and "Alpaca" in found.about["as"]
+    encoder = FileEncoder(str(write_tokenizer(tmp_path / "model") / "tokenizer.json"))
+    [(ids, counted), _] = each(tokenise(path, encoder))
+    assert encoder.decode(ids) == "user\nadd\n1 2\nassistant\nso\n"
+    assert encoder.decode([i for i, yes in zip(ids, counted, strict=True) if yes]) == "so\n"
+
+
 def test_a_template_runs_no_code(tmp_path):
     bad = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(UserError, match="refuses this conversation: .*unsafe"):
+    with pytest.raises(UserError, match="chat_template: fails at .*unsafe"):
         chat(tmp_path, bad)
 
 
@@ -355,7 +409,7 @@ def test_the_name_of_a_cache_file_follows_data_tokenizer_template_and_mask(tmp_p
 
     def name(encoder=None, mask="auto"):
         encoder = encoder or FileEncoder(str(folder / "tokenizer.json"))
-        return documents.cache_name(str(path), "jsonl", [path], encoder, mask)
+        return documents.cache_name(str(path), "jsonl", [path], encoder, documents.Reading(mask))
 
     names = [name(), name(Encoder()), name(mask="none")]
     assert name() == names[0]

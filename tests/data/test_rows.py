@@ -9,10 +9,13 @@ import tarfile
 import numpy as np
 import pytest
 
+from zerocli import config as configs
 from zerocli.data.files import find_files, text_pieces
-from zerocli.data.rows import read_rows
+from zerocli.data.prompts import read_prompts
+from zerocli.data.rows import parse_columns
+from zerocli.data.tables import read_rows
 from zerocli.data.tokens import open_source
-from zerocli.errors import UserError
+from zerocli.errors import ConfigError, UserError
 
 
 def refused(function, *args):
@@ -70,10 +73,7 @@ def test_packed_files_are_refused_with_the_command_to_unpack_them(tmp_path):
         assert "is packed" in message and hint == f"{command} {tmp_path / name}"
 
 
-def test_an_array_of_json_and_arrow_files_are_refused_with_their_conversion(tmp_path):
-    (tmp_path / "x.json").write_text('\n [{"text": ""}]')
-    message, hint = refused(find_files, str(tmp_path / "x.json"))
-    assert "one JSON array" in message and hint == f"jq -c '.[]' {tmp_path}/x.json > {tmp_path}/x.jsonl"
+def test_arrow_files_are_refused_with_their_conversion(tmp_path):
     (tmp_path / "x.arrow").write_bytes(b"ARROW1")
     assert "load_from_disk" in refused(find_files, str(tmp_path / "x.arrow"))[1]
 
@@ -90,12 +90,12 @@ def test_an_array_of_json_and_arrow_files_are_refused_with_their_conversion(tmp_
         (b'{"text": 3}', "text is a number, not a string"),
         (b'{"text": null}', "text is null, not a string"),
         (b'{"text": "\\ud800"}', "text has half of a surrogate pair at character 0"),
-        (b'{"body": "", "id": 1}', "has neither text, nor messages, nor prompt and completion; its keys: body, id"),
-        (b'{"prompt": "a"}', "has neither text, nor messages, nor prompt and completion; its keys: prompt"),
+        (b'{"body": "", "id": 1}', "has neither text, nor messages, nor prompt and completion, nor instruction"),
+        (b'{"prompt": "a"}', "has neither text, nor messages, nor prompt and completion, nor instruction"),
         (b'{"prompt": "a", "completion": []}', "completion is a list, not a string"),
         (b'{"messages": []}', "messages is empty, not a list of objects with role and content"),
         (b'{"messages": ["hi"]}', "message 1 is a string, not an object with role and content"),
-        (b'{"messages": [{"from": "a"}]}', "message 1 has no role; its keys: from"),
+        (b'{"messages": [{"from": "a"}]}', "message 1 has no value; its keys: from"),
         (b'{"messages": [{"role": "user"}]}', "message 1 has no content; its keys: role"),
         (b"[" * 100_000, "is not JSON: "),
     ],
@@ -104,6 +104,89 @@ def test_a_malformed_line_is_refused_with_its_number_and_the_fact(tmp_path, line
     (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "fine"}\n\n' + line + b'\n{"text": ""}\n')
     message, _ = refused(rows_of, tmp_path / "x.jsonl")
     assert message.startswith(f"{tmp_path}/x.jsonl:3: {fact}"), message
+
+
+TALKS = (
+    '{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}], "system": "s"}',
+    '{"messages": [{"role": "Human", "content": "hi"}, {"role": "bot", "content": "yo"}], "system": "s"}',
+)
+
+
+def test_rows_of_sharegpt_alpaca_arrays_and_tables_are_those_of_jsonl(tmp_path):
+    """The same rows in every form that people have them in, with the line of each."""
+    lines = [*TALKS, '{"instruction": "add", "input": "1 2", "output": "3", "text": "all of it"}']
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    (tmp_path / "x.json").write_text("\n[" + ",\n".join(lines) + "\n]\n")
+    found = {suffix: rows_of(tmp_path / f"x{suffix}") for suffix in (".jsonl", ".json")}
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    assert [row.values for row in found[".jsonl"]] == [
+        *[{"messages": said, "system": "s"}] * 2,
+        {"instruction": "add", "input": "1 2", "output": "3"},
+    ]
+    assert [row.kind for row in found[".jsonl"]] == ["messages", "messages", "instruction/output"]
+    assert [row.values for row in found[".json"]] == [row.values for row in found[".jsonl"]]
+    assert [row.place.rpartition(":")[2] for row in found[".json"]] == ["2", "3", "4"]
+    cells = '\ufeffprompt,completion,n\n"a, b","two\nlines",1\n\nc,d,2\n'
+    (tmp_path / "x.csv").write_text(cells)
+    (tmp_path / "x.tsv").write_text("prompt\tcompletion\nc, c\td\n")
+    rows = rows_of(tmp_path / "x.csv")
+    assert [row.values for row in rows] == [
+        {"prompt": "a, b", "completion": "two\nlines"},
+        {"prompt": "c", "completion": "d"},
+    ]
+    assert [row.place.rpartition(":")[2] for row in rows] == ["2", "5"]
+    assert rows_of(tmp_path / "x.tsv")[0].values == {"prompt": "c, c", "completion": "d"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fact"),
+    [
+        ("x.json", '[\n{"text": "a"},\n{"text": 1}]', ":3: text is a number"),
+        ("x.json", '[\n{"text": "a"}\n{"text": "b"}]', ":3: is not JSON: expecting ',' or ']'"),
+        ("x.json", '[{"text": "a"},\n]', ":2: is not JSON: expecting value at column 1"),
+        ("x.json", '[{"text": "a"}] 3', ": has more after its JSON array"),
+        ("x.csv", "text,n\na,1\nb\n", ":3: has 1 cells, and the header has 2 columns"),
+        ("x.csv", 'text\na\n"b', ":3: is not a row of a table: unexpected end of data"),
+        ("x.csv", "question,answer\na,1\n", ":2: has neither text"),
+        ("x.jsonl", '{"chosen": "a", "rejected": "b", "prompt": "c"}', ":1: has chosen and rejected"),
+        ("x.jsonl", '{"messages": [{"role": "user", "content": "a"}], "tools": "["}', ":1: tools is not JSON"),
+    ],
+)
+def test_a_malformed_table_array_or_pair_is_refused_with_its_place(tmp_path, name, content, fact):
+    (tmp_path / name).write_text(content)
+    message, hint = refused(rows_of, tmp_path / name)
+    assert message.startswith(f"{tmp_path / name}{fact}"), message
+    if "question" in content:
+        assert hint == "--set data.columns=question:prompt,answer:completion"
+    if "chosen" in content:
+        assert "data.columns=prompt:prompt,chosen:completion" in hint and "DPO" in message
+
+
+def test_columns_have_the_names_that_the_config_gives_them(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"question": "q", "my answer": "a", "text": "not read"}\n{"question": "q"}\n')
+    form, files = find_files(str(tmp_path / "x.jsonl"))
+    rows = read_rows(form, files, parse_columns("question:prompt,my answer:completion"))
+    assert next(rows).values == {"prompt": "q", "completion": "a"}
+    message, _ = refused(next, rows)
+    assert message == f"{tmp_path}/x.jsonl:2: has no my answer, which data.columns names; its keys: question"
+    assert configs.load("tiny", ["data.columns=q:prompt,a:completion"]).data.columns == "q:prompt,a:completion"
+    with pytest.raises(ConfigError, match="is not of the form question:prompt,answer:completion"):
+        configs.load("tiny", ["data.columns=q:prompts"])
+
+
+def test_prompts_of_a_file_are_lines_or_rows(tmp_path):
+    (tmp_path / "p.txt").write_text("first\n\nsecond \n")
+    assert [tuple(each[:2]) for each in read_prompts(None, str(tmp_path / "p.txt"))] == [
+        (f"{tmp_path}/p.txt:1", "first"),
+        (f"{tmp_path}/p.txt:3", "second "),
+    ]
+    (tmp_path / "p.jsonl").write_text(f'{{"prompt": "a"}}\n"b"\n{TALKS[0]}\n')
+    found = read_prompts(None, str(tmp_path / "p.jsonl"))
+    assert [each.text for each in found] == ["a", "b", "yo"]
+    assert [each["role"] for each in found[2].messages] == ["system", "user", "assistant"]
+    assert read_prompts("x", None)[0].text == "x"
+    for given in ((None, None), ("x", "y"), (None, str(tmp_path))):
+        refused(read_prompts, *given)
 
 
 def test_parquet_rows_are_those_of_jsonl(tmp_path):

@@ -72,18 +72,22 @@ def test_the_seed_decides_which_documents_share_a_window(tmp_path):
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_documents_that_are_too_long_are_split_or_truncated_and_counted(tmp_path):
+def test_documents_that_are_too_long_are_split_truncated_or_dropped_and_counted(tmp_path):
     found = made(np.array([4, 25, 9]))
     assert windows_of(tmp_path, found, 10).about == {
         "split": 1,
         "truncated": 0,
+        "left_out": 0,
         "dropped": 0,
         "longest": 24,
         "blank": 0,
     }
     cut = windows_of(tmp_path, found, 10, long="truncate")
-    assert cut.about == {"split": 0, "truncated": 1, "dropped": 14, "longest": 24, "blank": 0}
+    assert cut.about == {"split": 0, "truncated": 1, "left_out": 0, "dropped": 14, "longest": 24, "blank": 0}
     assert sorted(cut.lengths.tolist()) == [3, 8, 10]
+    kept = windows_of(tmp_path, found, 10, long="drop")
+    assert kept.about == {"split": 0, "truncated": 0, "left_out": 1, "dropped": 25, "longest": 24, "blank": 0}
+    assert sorted(kept.lengths.tolist()) == [3, 8]
 
 
 def test_pieces_without_a_counted_target_are_left_out(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from runs import losses, train
 from zerocli import config as configs
 from zerocli.cli import main as cli
 from zerocli.data.held_out import open_held_out
-from zerocli.data.sources import open_batches
+from zerocli.data.preview import refuse_data
+from zerocli.data.sources import open_batches, with_packing
+from zerocli.errors import UserError
 
 MODEL = "model.factory=document_models:Attentive"
 SETS = ("train.seq=40", "optimizer.lr=0.01", "optimizer.schedule=constant", "train.watchdog=30")
@@ -44,7 +47,7 @@ def test_a_run_says_what_its_data_is(whole, data):
     )
     assert "tokenizer: bytes (as asked)" in said
     assert re.search(r"windows: \d+ of 40 tokens, packed, \d+\.\d % full", said)
-    assert re.search(r"data: \d+ documents longer than that, truncated: \d+ tokens dropped", said)
+    assert re.search(r"data: \d+ documents longer than 40 tokens, truncated: \d+ tokens dropped", said)
     assert re.search(r"epochs: [\d.]+ by step 10: 4 windows per step, \d+ in the data", said)
     assert "data: " not in Path(f"{whole}.said1").read_text()
     assert sorted(file.suffix for file in (data.parent / ".zerocli-cache").iterdir()) == [".tokens", ".windows"]
@@ -154,6 +157,76 @@ def test_text_is_tokenised_once_by_the_models_own_tokenizer(tmp_path):
     assert losses(tmp_path / "run") == losses(tmp_path / "mended")
     small = train(tmp_path / "small", *sets, "model.vocab=256", grace=5)
     assert small.codes == [2, 2] and "tokenizer.json: has 261 token ids, and the model knows 256" in small.said[0]
+
+
+def test_files_are_mixed_by_weight_in_an_order_that_the_seed_decides(tmp_path):
+    """A weight of 3 gives each window three times per epoch, one of 0.5 each in every second epoch."""
+    for name, number in (("a", 6), ("b", 8)):
+        write_rows(tmp_path / f"{name}.jsonl", [{"text": f"{name}{k}" + "." * 20} for k in range(number)])
+    a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
+    flags = {"data.path": (f"{a}:3", f"{b}:0.5")}
+    config = configs.load("tiny", ["data.tokenizer=bytes", "train.seq=24", "data.pack=false"], flags)
+    assert config.data.path == a and config.data.mix == (f"{a}:3", f"{b}:0.5")
+    batches = open_batches(config)
+    assert batches.num_windows == 3 * 6 + 4 and "18 windows per epoch (weight 3)" in "\n".join(batches.lines)
+    seen = [bytes(batches.take(range(index, index + 1))[0][0, :2].tolist()).decode() for index in range(44)]
+    counted = [Counter(seen[:22]), Counter(seen[22:])]
+    for epoch in counted:
+        assert {key: epoch[key] for key in epoch if key[0] == "a"} == {f"a{k}": 3 for k in range(6)}
+    assert sorted(key for epoch in counted for key in epoch if key[0] == "b") == [f"b{k}" for k in range(8)]
+    assert seen[:22] != seen[22:] and open_batches(config).take(range(44))[0].equal(batches.take(range(44))[0])
+    one = configs.load("tiny", flags={"data.path": (a,)}).data
+    assert one.path == a and one.mix == ()
+    (tmp_path / "x.toml").write_text(f'[data]\npath = ["{a}:2", "{b}"]\n')
+    written = configs.load(str(tmp_path / "x.toml")).data
+    assert written.path == a and written.mix == (f"{a}:2", b)
+    assert configs.load(str(tmp_path / "x.toml"), [f"data.path={b}"]).data.mix == ()
+    held = open_batches(dataclasses.replace(config, data=dataclasses.replace(config.data, split=0.25))).held_out(1)
+    assert held is not None and held.num_batches == 4  # the last quarter of each file, once
+    (tmp_path / "c.txt").write_text("text " * 50)
+    with pytest.raises(UserError, match="is text, and several files are mixed only if all are documents"):
+        open_batches(configs.load("tiny", flags={"data.path": (a, str(tmp_path / "c.txt"))}))
+
+
+def test_a_bad_row_anywhere_is_refused_before_the_ranks_start(tmp_path):
+    """Also in held-out data; what is tokenised then is what the ranks find in the cache."""
+    path = write_rows(tmp_path / "x.jsonl", [*some_rows(), {"prompt": 3, "completion": ""}])
+    config = configs.load("tiny", [f"data.path={path}", "data.tokenizer=bytes"])
+    with pytest.raises(UserError, match="x.jsonl:41: prompt is a number"):
+        refuse_data(config)
+    good = write_rows(tmp_path / "y.jsonl", some_rows())
+    held = dataclasses.replace(config.data, path=str(good), validation=str(path))
+    with pytest.raises(UserError, match="x.jsonl:41: prompt is a number"):
+        refuse_data(dataclasses.replace(config, data=held))
+    made = sorted((tmp_path / ".zerocli-cache").iterdir())
+    assert len(made) == 2
+    open_batches(dataclasses.replace(config, data=dataclasses.replace(held, validation="")))
+    assert sorted((tmp_path / ".zerocli-cache").iterdir()) == made
+
+
+@pytest.mark.parametrize(("family", "why"), [("mamba", "linear_attention"), ("opt", "makes its masks"), ("llama", "")])
+def test_a_model_that_cannot_pack_documents_trains_without(tmp_path, data, family, why):
+    transformers = pytest.importorskip("transformers")
+    shape = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)
+    transformers.AutoConfig.for_model(family, **shape).save_pretrained(tmp_path)
+    sets = ["model.code=transformers", "train.seq=40", "data.tokenizer=bytes", f"data.path={data}"]
+    config = configs.load(str(tmp_path / "config.json"), sets)
+    chosen, line = with_packing(config)
+    assert chosen.data.pack is not bool(why) and why in line and line.startswith("packing: off") == bool(why)
+    text = dataclasses.replace(config, data=dataclasses.replace(config.data, path=""))
+    assert with_packing(text) == (text, "")
+
+
+def test_prompts_count_with_on_inputs_and_long_rows_are_said_at_the_end_too(tmp_path, data):
+    sets = [f"data.path={data}", "data.tokenizer=bytes", "train.seq=20"]
+    counts = [
+        open_batches(configs.load("tiny", [*sets, *more])).lines[0].split(", ")[-1]
+        for more in ([], ["train.on_inputs=true"], ["data.mask=none"])
+    ]
+    assert counts[0] != counts[1] == counts[2]
+    for long, said in (("truncate", "truncated: "), ("drop", "left out with "), ("split", "split (the longest")):
+        batches = open_batches(configs.load("tiny", [*sets, f"data.long={long}"]))
+        assert said in batches.notes[0] and batches.notes[0] in batches.lines
 
 
 @pytest.mark.parametrize("kind", ["split", "validation"])

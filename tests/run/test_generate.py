@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
 import torch
 from commands import run
+from document_models import VOCAB, write_rows, write_tokenizer
+from hf_folders import write
 from ranks import run_ranks
 
 from zerocli import config as configs
 from zerocli.checkpoint.export import export
+from zerocli.cli import main as cli
 from zerocli.cli.generate import find, read_config
 from zerocli.console import printable
 from zerocli.data.encoder import Encoder
@@ -59,7 +63,7 @@ def trained(request, tmp_path_factory) -> Path:
     return folder
 
 
-def _made(source: str, stage: int, sampling: Sampling, offload: str = "") -> list[int]:
+def _made(source: str, stage: int, sampling: Sampling, offload: str = "", cached: bool = True) -> list[int]:
     is_run = find(source)
     config = read_config(source, is_run, GIVEN | {"stage": stage, "offload": offload})
     weights = generate.Weights(source, is_run, None, 0 if is_run else generate.positions_of(source))
@@ -72,17 +76,18 @@ def _made(source: str, stage: int, sampling: Sampling, offload: str = "") -> lis
     generate.load(engine, config, weights, lambda text: None)
     held = engine.memory()
     assert held["optimizer_states"] == held["gradients"] == 0
-    made = list(complete(engine, ids, sampling, config.train.seq, codec.ends))
+    made = list(complete(engine, ids, sampling, config.train.seq, codec.ends, cached))
     engine.close()
     return made
 
 
 def test_ranks_stages_and_folders_give_the_same_text(trained):
-    """Also beyond the 32 positions that the run was made for: 15 of the prompt and 20 more."""
+    """With a cache of keys and values and without: all 32 positions of the run, 15 of them the prompt's."""
     source, out = str(trained / "run"), str(trained / "out")
-    for sampling in (Sampling(20), Sampling(20, temperature=1.0, top_p=0.95, seed=5)):
+    for sampling in (Sampling(17), Sampling(17, temperature=1.0, top_p=0.95, seed=5)):
         alone = run_ranks(1, _made, source, 0, sampling)[0]
-        assert len(alone) == 20
+        assert len(alone) == 17
+        assert run_ranks(1, _made, source, 0, sampling, "", False)[0] == alone
         assert run_ranks(2, _made, source, 3, sampling) == [alone, alone]
     assert run_ranks(2, _made, source, 3, sampling, "params=cpu") == [alone, alone]
     assert run_ranks(2, _made, out, 3, Sampling(10)) == run_ranks(2, _made, source, 1, Sampling(10))
@@ -115,6 +120,107 @@ def test_one_process_is_enough_and_json_is_one_document(trained):
     document = json.loads(done.stdout)
     assert document["schema"] == 1 and document["prompt"] == PROMPT
     assert document["tokens"] == run_ranks(1, _made, str(trained / "run"), 0, Sampling(5))[0]
+
+
+def _weights(folder: Path, family: str) -> Path:
+    """A folder of random weights, with a tokenizer of bytes and a chat template."""
+    write(family, folder, vocab_size=VOCAB)
+    (folder / "chat_template.jinja").unlink()
+    return write_tokenizer(folder)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen3", "gemma2", "mixtral"])
+def test_a_cache_changes_no_greedy_text_of_any_code(tmp_path, family):
+    """Our own code and transformers' models (with their own cache), in fp32 and bf16, beside transformers itself."""
+    transformers = pytest.importorskip("transformers")
+    folder = str(_weights(tmp_path, family))
+    ids = list(range(3, 12))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    made = theirs.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for sets, precision in (((), "fp32"), (("model.code=transformers",), "fp32"), ((), "bf16")):
+        config = read_config(folder, False, GIVEN | {"sets": sets, "precision": precision})
+        weights = generate.Weights(folder, False, None, generate.positions_of(folder))
+        config = generate.with_window(config, weights, len(ids) + 16)
+        engine = make_engine(config, make_model(config).requires_grad_(False), compile=False)
+        generate.load(engine, config, weights, lambda text: None)
+        calls = count_tokens(engine)
+        with_cache = list(complete(engine, ids, Sampling(16), config.train.seq))
+        assert calls == [9] + [1] * 15
+        if precision == "fp32":
+            assert with_cache == made[0, 9:].tolist()
+            assert list(complete(engine, ids, Sampling(16), config.train.seq, cached=False)) == with_cache
+        engine.close()
+
+
+def count_tokens(engine: Any) -> list[int]:
+    """Return a list that gets the number of tokens of each later forward of the model."""
+    calls: list[int] = []
+    engine.model.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape[1]))
+    return calls
+
+
+def asked(capsys, *words: str) -> tuple[int, str, str]:
+    """Run `zerocli generate` in this process; return its exit code, stdout and stderr."""
+    capsys.readouterr()
+    code = cli.run(["generate", *words])
+    return code, *capsys.readouterr()
+
+
+def test_a_user_asks_a_folder(tmp_path, capsys):
+    """Positions, stop strings, prompts of a file, messages, and a placement that changes nothing."""
+    pytest.importorskip("transformers")
+    folder = str(_weights(tmp_path / "llama", "llama"))
+    code, out, said = asked(capsys, folder, "so so", "--json")
+    whole = json.loads(out)
+    assert code == 0 and len(whole["tokens"]) == 64 - 3 and whole["ended"] == "length"
+    assert "the prompt has 3 tokens, and the model has 64 positions: at most 61 tokens can follow" in said
+    code, out, said = asked(capsys, folder, "so so", "--max-tokens", "62")
+    assert code == 2 and out == "" and "61 tokens can follow, not 62\ntry: --max-tokens 61" in said
+    assert asked(capsys, folder, "so" * 64)[0] == 2
+    text = whole["text"]
+    stop = text[5:7]
+    words = ("--max-tokens", "61", "--offload", "params=cpu")
+    code, out, said = asked(capsys, folder, "so so", *words, "--stop", stop, "--stop", "nowhere")
+    assert out == printable("so so" + text[: text.index(stop)]) + "\n"
+    assert "no GPU, so the weights are in host memory anyway" in said and "stage 0 on 1 rank" in said
+    (tmp_path / "p.jsonl").write_text('{"prompt": "so so"}\n{"messages": [{"role": "user", "content": "so"}]}\n')
+    code, out, _ = asked(
+        capsys, folder, "--prompts", str(tmp_path / "p.jsonl"), "--chat", "--json", "--max-tokens", "3"
+    )
+    first, second = json.loads(out)["texts"]
+    assert [first["prompt"], second["prompt"]] == ["so so", "so"]
+    rendered = "<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
+    assert second["prompt_tokens"] == open_codec(read_config(folder, False, GIVEN), folder).encode(rendered)
+    code, out, said = asked(capsys, folder)
+    assert code == 2 and "PROMPT is missing" in said
+    assert asked(capsys, folder, "x", "--chat", "--plain")[0] == 2
+
+
+def test_a_run_on_messages_is_asked_by_messages(tmp_path, capsys):
+    """By default, with the tokens of training; the answer ends with the token that ends a turn."""
+    pytest.importorskip("transformers")
+    folder = _weights(tmp_path / "llama", "llama")
+    rows = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so so"}]}] * 4
+    data = write_rows(tmp_path / "x.jsonl", rows)
+    sets = ["train.seq=24", "train.batch=1", "train.steps=60", "checkpoint.every=60", "optimizer.lr=0.02"]
+    sets += ["optimizer.schedule=constant", "optimizer.warmup=0"]
+    words = ["train", str(folder), "--data", str(data), "--ranks", "1", "--run-dir", str(tmp_path / "run")]
+    assert cli.run([*words, *(word for each in sets for word in ("--set", each))]) == 0
+    code, out, said = asked(capsys, str(tmp_path / "run"), "hi")
+    assert code == 0 and out == "so so\n" and "chat: the run was trained on messages" in said
+    code, out, _ = asked(capsys, str(tmp_path / "run"), "hi", "--plain", "--max-tokens", "2")
+    assert out.startswith("hi")
+
+
+def test_the_beginning_of_a_stop_string_is_held_back(capsys):
+    stream = generate.Stream(True, ("END", "\n\n"))
+    shown = []
+    for text in ("a", "a\n", "a\nE", "a\nEN", "a\nENx", "a\nENx\n"):
+        stream.follow(text)
+        shown.append(capsys.readouterr().out)
+    assert shown == ["a", "", "\n", "", "ENx", ""]
+    assert generate.cut("a\nEND b\n\n", ("\n\n", "END")) == ("a\n", True)
+    assert generate.cut("abc", ("d",)) == ("abc", False)
 
 
 def test_a_text_ends_where_the_folder_says(tmp_path):

@@ -23,7 +23,7 @@ from zerocli.check.rows import COMPILED_FACTOR, FACTOR, Checklist, Row
 from zerocli.checkpoint.imports import load_weights
 from zerocli.config import Config, read_placement
 from zerocli.console import say
-from zerocli.data.sources import open_batches
+from zerocli.data.sources import open_batches, with_packing
 from zerocli.engine.api import open_process_group
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
@@ -60,6 +60,7 @@ class Ranks:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.config, self.steps = resolve(config, self.world), steps
         self.replicas = self.world // config.parallel.tp
+        self.config = with_packing(self.config)[0]
         self.batches = open_batches(self.config, check=self.rank == 0)
         cap_device(self.config)
         self.alone = dist.new_group([0]) if dist.is_initialized() else None

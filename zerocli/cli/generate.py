@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from offload.placement import Placement
 from zerocli import config as configs
 from zerocli import machine
+from zerocli.checkpoint import source_files
 from zerocli.checkpoint.best import best_step
 from zerocli.checkpoint.folder import MANIFEST
 from zerocli.cli.train import has_checkpoint, option_words, own_config
 from zerocli.cli.types import FiniteRange
 from zerocli.console import say
+from zerocli.data.prompts import read_prompts
 from zerocli.errors import OK, UserError
 from zerocli.layout.sizes import format_bytes
 from zerocli.ranks.worker import die_with_parent, worker_environment
@@ -30,7 +34,7 @@ FITS = 0.85
 
 @click.command()
 @click.argument("source", metavar="RUN|FOLDER")
-@click.argument("prompt")
+@click.argument("prompt", required=False)
 @click.option("--max-tokens", type=click.IntRange(1), default=64, metavar="N", help="Most tokens; by default 64.")
 @click.option("--temperature", type=FiniteRange(0), default=0.0, metavar="T", help="0 (default): the likeliest token.")
 @click.option("--top-k", type=click.IntRange(0), default=0, metavar="N", help="Choose among the N likeliest tokens.")
@@ -41,6 +45,10 @@ FITS = 0.85
     metavar="P",
     help="Choose among the likeliest tokens of total probability P.",
 )
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@click.option("--prompts", metavar="FILE", help="One prompt per line, or .jsonl with prompt or messages; no PROMPT.")
+@click.option("--chat", is_flag=True, help="PROMPT is a user's message; by default if the run was trained on such.")
+@click.option("--plain", is_flag=True, help="PROMPT is a text to continue; by default for all else.")
 @click.option("--seed", type=int, default=0, metavar="N", help="Seed of the choices; by default 0.")
 @click.option("--best", is_flag=True, help="The checkpoint of the best evaluation; by default the newest.")
 @click.option("--step", type=click.IntRange(0), metavar="N", help="The checkpoint of step N; by default the newest.")
@@ -52,15 +60,18 @@ FITS = 0.85
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.pass_context
 def command(
-    ctx: click.Context, /, source: str, prompt: str, best: bool, step: int | None, as_json: bool, **given: Any
+    ctx: click.Context, /, source: str, prompt: str | None, best: bool, step: int | None, as_json: bool, **given: Any
 ) -> int:
     """Continue PROMPT with the model of RUN (a training run's folder) or FOLDER (weights in safetensors, config.json).
 
-    The text is printed on stdout: the prompt, and what follows.
+    The text is printed on stdout as it is made: the prompt and what follows, or with --chat the answer.
     """
     worker = worker_environment()
     if worker:
         die_with_parent()
+    asked = read_prompts(prompt, given["prompts"])
+    if given["chat"] and given["plain"]:
+        raise UserError("--chat and --plain: a prompt is a message or a text", hint="one of them")
     is_run = find(source)
     if not is_run and (best or step is not None):
         raise UserError(
@@ -72,20 +83,43 @@ def command(
         ranks, reason = choose_ranks(config, given["ranks"] or 0)
         if ranks > 1:
             say(f"ranks {ranks} ({reason})")
-            return start_ranks(ranks, [str(ctx.info_name), *option_words(ctx), "--", source, prompt])
+            words = [source] if prompt is None else [source, prompt]
+            return start_ranks(ranks, [str(ctx.info_name), *option_words(ctx), "--", *words])
     else:
         ranks = int(worker["WORLD_SIZE"])
         os.environ.update(worker)
-    stage = given["stage"] if given["stage"] is not None else 3 if ranks > 1 or config.offload.placement.tiers else 0
-    configs.refuse_placement(config.offload.placement, stage)
-    config = dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=stage))
+    config = with_placement(config, ranks, given["stage"])
     from zerocli.run import generate
     from zerocli.run.complete import Sampling
 
-    weights = generate.Weights(source, is_run, step, 0 if is_run else generate.positions_of(source))
+    weights = generate.Weights(source, is_run, step, generate.positions_of(config.model.folder if is_run else source))
     sampling = Sampling(*(given[name] for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")))
+    asks = generate.Asked(
+        asked,
+        sampling,
+        fixed=ctx.get_parameter_source("max_tokens") is ParameterSource.COMMANDLINE,
+        several=given["prompts"] is not None,
+        stops=given["stop"],
+        chat=True if given["chat"] else False if given["plain"] else None,
+    )
     run_dir = os.environ.get("ZEROCLI_RUN_DIR", ".")
-    return generate.work(launch.with_ranks(config, ranks), weights, prompt, sampling, as_json, run_dir)
+    return generate.work(launch.with_ranks(config, ranks), weights, asks, as_json, run_dir)
+
+
+def with_placement(config: configs.Config, ranks: int, stage: int | None) -> configs.Config:
+    """Return the config with its stage, and without a placement that changes nothing.
+
+    Without a GPU and with one process, parameters that are placed on the host are where they would be anyway.
+    """
+    placement = config.offload.placement
+    tiers = {share.tier for share in placement.shares.get("parameters", ())} | {placement.policy or "dram"}
+    if placement and ranks == 1 and tiers <= {"hbm", "dram"} and not machine.gpus():
+        say(f"offload {placement}: no GPU, so the weights are in host memory anyway")
+        config = dataclasses.replace(config, offload=dataclasses.replace(config.offload, placement=Placement()))
+        placement, stage = Placement(), 0
+    stage = stage if stage is not None else 3 if ranks > 1 or placement else 0
+    configs.refuse_placement(placement, stage)
+    return dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=stage))
 
 
 def find(source: str) -> bool:
@@ -117,7 +151,9 @@ def read_config(source: str, is_run: bool, given: dict[str, Any]) -> configs.Con
     flags |= {"train.accumulate": 1, "train.global_batch": 0, "train.log_to": ()}
     if not any(text.startswith("offload.") for text in given["sets"]):
         flags["offload.placement"] = given["offload"] or ""
-    return configs.load(path, sets=given["sets"], flags=flags)
+    config = configs.load(path, sets=given["sets"], flags=flags)
+    folder = source_files.with_kept(config, str(run_dir)) if is_run else config.model.folder
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, folder=folder))
 
 
 def choose_ranks(config: configs.Config, asked: int) -> tuple[int, str]:
@@ -125,7 +161,7 @@ def choose_ranks(config: configs.Config, asked: int) -> tuple[int, str]:
     gpus = machine.gpus()
     if asked:
         return launch.choose_ranks(asked, 1, len(gpus))
-    if len(gpus) < 2 or config.offload.placement.tiers:
+    if len(gpus) < 2 or config.offload.placement:
         return 1, "one process"
     from zerocli.run.trainer import count_parameters
 

@@ -50,6 +50,8 @@ KEYS = {
     "eval_every": "train.eval_every",
 }
 
+DATA_HELP = "Text, documents (.jsonl, .json, .csv, .parquet) or tokens (.bin, .npy); documents may be repeated."
+
 
 def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add CONFIG, the flags that set config keys, and `--set` to a command."""
@@ -92,9 +94,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
             help="Highest learning rate.  [default: 3e-4; of a folder by its size, 2e-5 for 7B]",
         ),
         click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto.  [default: auto]"),
-        click.option(
-            "--data", metavar="PATH", help="Text file or folder, .jsonl, .parquet, or tokens in .bin or .npy."
-        ),
+        click.option("--data", multiple=True, metavar="PATH[:WEIGHT]", help=DATA_HELP),
         click.option(
             "--eval-every",
             type=Steps(),

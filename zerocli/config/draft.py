@@ -49,6 +49,8 @@ _OTHER_NAMES = {
     "num_attention_heads": "model.heads",
     "vocab_size": "model.vocab",
 }
+_WEIGHT = re.compile(r":[0-9.]+$")
+"""What follows a path in PATH:WEIGHT."""
 CODE = "model.code"
 FOREIGN = ("model.folder", CODE, "model.vocab", "model.compile")
 """Keys of `model` that mean something beside the config.json that transformers builds from."""
@@ -155,9 +157,13 @@ class _Draft:
         if key not in FIELDS:
             self.problems.append(unknown(key, value, place))
             return
+        if key == "data.path" and isinstance(value, (tuple, list)):
+            return self._add_paths(value, place)
         field = FIELDS[key]
         try:
             self.values[key] = convert(field, value, raw)
+            if key == "data.path":
+                self.values.pop("data.mix", None)  # of what was set before
             self.places.pop(key, None)  # keep the most recently set key last
             self.places[key] = place
             if key == "preset":
@@ -166,6 +172,14 @@ class _Draft:
         except (ValueError, OverflowError) as error:
             self.problems.append(Problem(place, f"{short(key)} {error}"))
             self.bad.add(key)
+
+    def _add_paths(self, paths: Sequence[object], place: str) -> None:
+        """Set `data.path` to one path, or `data.mix` to several or to one with a weight."""
+        first = paths[0] if paths else ""
+        plain = not isinstance(first, str) or os.path.exists(first) or not _WEIGHT.search(first)
+        self.add("data.path", first if plain else _WEIGHT.sub("", str(first)), place)
+        if len(paths) > 1 or not plain:
+            self.add("data.mix", paths, place)
 
     def bound_seq(self, positions: int) -> None:
         seq = self.values.get("train.seq")

@@ -134,6 +134,8 @@ class TrainConfig:
     """Evaluations in a row without a lower loss after which the run ends; 0 = it never ends early."""
     log_to: tuple[str, ...] = setting((), each=("tensorboard", "wandb"))
     """Further places for metrics, beside metrics.jsonl: tensorboard, wandb (offline)."""
+    on_inputs: bool = setting(False)
+    """Whether prompts and other people's turns count for the loss too; the same as `data.mask=none`."""
     sample_every: int = setting(0, least=0)
     """Steps between samples of text that the model generates; 0 = none."""
     sample_prompt: str = setting("")
@@ -240,12 +242,22 @@ class CheckpointConfig:
     """Seconds the run may take; shortly before, it is saved and ends with exit code 75. 0 = no limit."""
 
 
+_OURS = "(text|prompt|completion|messages|conversations|instruction|input|output|system|tools)"
+_COLUMNS = re.compile(rf"[^,:]+:{_OURS}(,[^,:]+:{_OURS})*")
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where tokens come from."""
 
     path: str = setting("")
-    """Text (file or folder), documents in .jsonl or .parquet, token ids in .bin or .npy; empty = Python's library."""
+    """Text, documents (.jsonl, .json, .csv, .parquet) or token ids (.bin, .npy); empty = Python's library."""
+    mix: tuple[str, ...] = setting(())
+    """Several files or folders of documents, each PATH or PATH:WEIGHT; `path` is then the first of them."""
+    columns: str = setting("", form=_COLUMNS, example="question:prompt,answer:completion")
+    """What columns of other names are, as THEIRS:OURS,...; no others are read then."""
+    system: str = setting("")
+    """The system prompt of conversations that have none."""
     tokenizer: str = setting("")
     """`bytes`, or a tokenizer.json or its folder; empty = that of the model's folder if it has one, else bytes."""
     dtype: str = setting("", choices=("", "uint16", "uint32"))
@@ -254,7 +266,7 @@ class DataConfig:
     """What of a document counts for the loss: auto = completions and the assistant's turns; none = every token."""
     pack: bool = setting(True)
     """Whether several documents share a window, with attention within each; false = one per window, padded."""
-    long: str = setting("auto", choices=("auto", "split", "truncate"))
+    long: str = setting("auto", choices=("auto", "split", "truncate", "drop"))
     """What happens to a document longer than `seq`; auto = rows of text are split, others truncated."""
     cache: str = setting("")
     """Folder for tokenised data; empty = beside the data, or the user's cache folder where that cannot be written."""

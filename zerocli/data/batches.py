@@ -10,6 +10,10 @@ the same permutation orders those.
 own counted targets. With documents these are not equally many, so a micro-step's loss is multiplied by its share of the
 step's counted targets: the sum is then the mean over all of them, however the step is split. The index of the windows
 says how many each has, so no rank has to ask another.
+
+[Note: weights of files] Of a file with weight w and W windows an epoch has T = round(w x W) places, and place p of
+epoch e is window (e x T + p) mod W. A weight of 3 gives every window three times per epoch; one of 0.5 gives half of
+them in one epoch and the other half in the next. All places of all files are permuted together.
 """
 
 import functools
@@ -17,13 +21,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zerocli.data.held_out import HeldOut, SamplePass, Section, TokenPass
-from zerocli.data.packing import Windows
+from zerocli.data.packing import JoinedWindows, Windows
 from zerocli.data.tokens import TokenSource, open_source
 
 if TYPE_CHECKING:
@@ -109,6 +113,10 @@ class Batches:
         """(step, samples seen by its end): a resumed run continues there, with a global batch of any size."""
         self.lines: list[str] = []
         """What the run says about its data."""
+        self.notes: list[str] = []
+        """What of it was cut or left out, said again when the run ends."""
+        self.kind = ""
+        """What the rows of documents have, such as messages; empty for a stream of tokens."""
         self.num_windows = (len(source) - 1) // seq
         assert self.num_windows > 0, f"{len(source)} tokens hold no window of {seq} + 1"
 
@@ -163,24 +171,32 @@ class Batches:
 
 
 class DocumentBatches(Batches):
-    """Batches of windows of documents; with `positions`, several documents share a window."""
+    """Batches of windows of documents; with `positions`, several documents share a window.
+
+    `takes` has, for each source of joined windows, how many of its windows an epoch has: see [Note: weights of files].
+    """
 
     def __init__(
         self,
-        windows: Windows,
+        windows: Windows | JoinedWindows,
         batch: int,
         seq: int,
         accumulate: int = 1,
         seed: int = 0,
         begun: tuple[int, int] = (0, 0),
         positions: bool = True,
+        takes: Sequence[int] = (),
     ):
         self.windows = windows
+        parts = windows.parts if isinstance(windows, JoinedWindows) else [windows]
+        self._sizes = [len(part) for part in parts]
+        self._takes = takes or self._sizes
         self.left_out: DocumentBatches | None = None
         """Batches of the documents that are not trained on."""
-        self.lines = []
+        self.lines, self.notes = [], []
+        self.kind = windows.kind
         self.sequences, self.seq, self.accumulate, self.seed, self.begun = batch, seq, accumulate, seed, begun
-        self.num_windows = len(windows)
+        self.num_windows = sum(self._takes)
         self._positions = positions
         self._totals: dict[tuple[int, int], int] = {}
         assert self.num_windows > 0, "no window has a target that counts"
@@ -188,6 +204,12 @@ class DocumentBatches(Batches):
     @property
     def positions(self) -> bool:
         return self._positions
+
+    @property
+    def single(self) -> Windows:
+        """The windows, which are of one source."""
+        assert isinstance(self.windows, Windows)
+        return self.windows
 
     def take(self, samples: range) -> Batch:
         import torch
@@ -205,7 +227,13 @@ class DocumentBatches(Batches):
     def window_of(self, index: int) -> int:
         """Return the window of the sample with global `index`."""
         epoch, place = divmod(index, self.num_windows)
-        return permute(place, self.num_windows, self.seed, epoch)
+        place = permute(place, self.num_windows, self.seed, epoch)
+        first = 0
+        for size, taken in zip(self._sizes, self._takes, strict=True):
+            if place < taken:
+                return first + (epoch * taken + place) % size
+            first, place = first + size, place - taken
+        raise AssertionError("a place beyond the epoch")
 
     def num_counted(self, samples: range) -> int:
         """Return how many targets of these samples count for the loss."""

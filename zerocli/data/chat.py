@@ -5,6 +5,7 @@ The template is data. transformers renders it in a sandbox; no code of the folde
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,16 +15,20 @@ import numpy as np
 
 from zerocli.config import hub
 from zerocli.data.encoder import Encoded, Encoder, read_json_file, special_tokens
+from zerocli.data.rows import refuse_role
 from zerocli.errors import UserError
 from zerocli.regular_files import MAX_CONFIG_NBYTES
 
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
+_ANSWER = "zerocli answers"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def find_template(folder: str) -> str:
     """Return the chat template of a tokenizer's folder, "" if it has none."""
+    if not folder:
+        return ""
     file = Path(folder, FILE)
     if file.is_file():
         with open(file, "rb") as opened:
@@ -45,6 +50,9 @@ class Chat:
                 hint="a model's folder as CONFIG, or --set data.tokenizer=FOLDER",
             )
         self.template = find_template(encoder.folder)
+        self._name = os.path.join(encoder.folder, FILE)
+        if not os.path.isfile(self._name):
+            self._name = f"{os.path.join(encoder.folder, CONFIG)}: chat_template"
         if not self.template:
             raise UserError(
                 f"{encoder.folder}: has no chat template ({FILE}, or chat_template in {CONFIG})",
@@ -74,6 +82,8 @@ class Chat:
         the text by it, which takes that each conversation's text begins with the text of its first turns. Where it does
         not (some templates drop the reasoning of earlier turns), only the last turn counts.
         """
+        for place, values in rows:
+            refuse_role(place, values["messages"], self.template)
         if self._masked and self._marks:
             for place, values in rows:
                 yield self._encode_marked(place, values["messages"], values.get("tools"))
@@ -151,9 +161,33 @@ class Chat:
         found = self._apply(place, messages, tools, **more)
         return np.array(found["input_ids"], self._encoder.dtype), np.array(found["assistant_masks"], bool)
 
+    def prompt(self, place: str, messages: list[Any], tools: Any = None) -> str:
+        """Return the text that a model is given to answer a conversation."""
+        refuse_role(place, messages, self.template)
+        return self._render(place, messages, tools, prompt=True)
+
+    def ends(self) -> frozenset[int]:
+        """Return the id of the special token that the template puts after an answer, if it puts one."""
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            after = self._render("the end of an answer", said, None).rpartition(_ANSWER)[2]
+        except UserError:  # a template that wants other conversations
+            return frozenset()
+        ids = self._encoder.encode([after], places=False)[0].ids[:1].tolist()
+        return frozenset(ids) if ids and not self._encoder.decode(ids) else frozenset()
+
     def _apply(self, place: str, messages: list[Any], tools: Any, **more: Any) -> Any:
+        import jinja2
+
         try:
             return self._renderer.apply_chat_template(messages, tools=tools, chat_template=self.template, **more)
         except Exception as error:  # of jinja2, or of the template itself: raise_exception(...)
             fact = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(f"{place}: the chat template refuses this conversation: {fact}") from None
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                raise UserError(
+                    f"{self._name}: line {error.lineno}: is not a chat template: {fact}",
+                    hint=f"the template of the model's authors, as {FILE} in that folder",
+                ) from None
+            if type(error) is jinja2.TemplateError:
+                raise UserError(f"{place}: the chat template refuses this conversation: {fact}") from None
+            raise UserError(f"{self._name}: fails at {place}: {type(error).__name__}: {fact}") from None

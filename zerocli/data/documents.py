@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,17 +12,36 @@ import numpy as np
 from zerocli.data import cache
 from zerocli.data.chat import Chat, find_template
 from zerocli.data.encoder import Encoded, Encoder
-from zerocli.data.rows import Row, read_rows
+from zerocli.data.prompts import with_system
+from zerocli.data.rows import INSTRUCTION, MESSAGES, Row, parse_columns
+from zerocli.data.tables import read_rows
 from zerocli.errors import UserError
 from zerocli.ranks.startup import STARTUP
 
-VERSION = 2
+VERSION = 3
 """Counts changes of what a cache file holds."""
 BATCH_NBYTES = 2**18
 """Text that is tokenised at once."""
 
 Moved = Callable[[int], None]
 """Called with the bytes that were read since the last call."""
+
+ALPACA = (
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
+)
+"""The prompt of an instruction where there is no chat template, as Stanford's Alpaca has it."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows are read and rendered; what of them counts for the loss."""
+
+    mask: str = "auto"
+    columns: str = ""
+    """As `data.columns`."""
+    system: str = ""
+    """The system prompt of conversations that have none."""
 
 
 class Document(NamedTuple):
@@ -87,34 +106,38 @@ class Documents:
         return np.asarray(whole + inside)
 
 
-def cache_name(path: str, form: str, files: Sequence[Path], encoder: Encoder, mask: str) -> str:
+def cache_name(path: str, form: str, files: Sequence[Path], encoder: Encoder, reading: Reading) -> str:
     """Return the name of the cache file: it differs wherever the tokens may."""
-    template = find_template(encoder.folder) if encoder.folder else ""
-    key = cache.fingerprint(VERSION, form, cache.identity(files), encoder.identity, template, mask)
+    template = find_template(encoder.folder)
+    key = cache.fingerprint(VERSION, form, cache.identity(files), encoder.identity, template, astuple(reading))
     return f"{Path(path).name or 'data'}-{key}.tokens"
 
 
 def write_documents(
-    folder: Path, target: Path, form: str, files: Sequence[Path], encoder: Encoder, mask: str, moved: Moved
+    folder: Path, target: Path, form: str, files: Sequence[Path], encoder: Encoder, reading: Reading, moved: Moved
 ) -> None:
     """Tokenise the rows of files into a cache file, `BATCH_NBYTES` of text at a time."""
     writer = cache.Writer(folder, {"ids": encoder.dtype, "ends": np.int64, "flips": np.int64})
     kind, end, empty, state = "", 0, 0, False
+    silent: list[str] = []
+    """Rows of which nothing counts for the loss."""
     try:
-        tokenise = _Tokeniser(encoder, mask)
-        for rows in _batches(read_rows(form, files)):
+        tokenise = _Tokeniser(encoder, reading)
+        for rows in _batches(read_rows(form, files, parse_columns(reading.columns))):
             for row in rows:
                 kind = kind or row.kind
                 if row.kind != kind:
                     raise UserError(
                         f"{row.place}: has {row.kind}, and rows before it have {kind}: a run takes one kind"
                     )
-            for document in tokenise(rows):
+            for row, document in zip(rows, tokenise(rows), strict=True):
                 if len(document.ids) < 2:
                     empty += 1
                     continue
                 counted = document.counted.copy()
                 counted[0] = False  # nothing comes before it that could predict it
+                if not counted.any():
+                    silent.append(row.place)
                 changes = np.flatnonzero(np.diff(counted, prepend=state))
                 state = bool(counted[-1])
                 writer.add("ids", document.ids)
@@ -129,17 +152,26 @@ def write_documents(
         if state:
             writer.add("flips", [end])
         last_only = tokenise.chat.last_only if tokenise.chat else 0
-        writer.finish(target, {"kind": kind, "empty": empty, "last_only": last_only, "apart": tokenise.apart})
+        about = {
+            "kind": kind,
+            "documents": writer.numels["ends"],
+            "empty": empty,
+            "last_only": last_only,
+            "apart": tokenise.apart,
+        }
+        writer.finish(
+            target, {**about, "silent": len(silent), "silent_at": "".join(silent[:1]), "as": tokenise.described}
+        )
     finally:
         writer.close()
 
 
-def try_first(form: str, files: Sequence[Path], encoder: Encoder, mask: str) -> tuple[str, int]:
+def try_first(form: str, files: Sequence[Path], encoder: Encoder, reading: Reading) -> tuple[str, int]:
     """Tokenise the first rows and keep nothing; return their kind and how many they are, "" and 0 if there are none."""
-    rows = next(_batches(read_rows(form, files)), [])
+    rows = next(_batches(read_rows(form, files, parse_columns(reading.columns))), [])
     if not rows:
         return "", 0
-    return rows[0].kind, len(list(_Tokeniser(encoder, mask)([row for row in rows if row.kind == rows[0].kind])))
+    return rows[0].kind, len(list(_Tokeniser(encoder, reading)([row for row in rows if row.kind == rows[0].kind])))
 
 
 def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -158,9 +190,11 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
 class _Tokeniser:
     """Rows of one kind to documents."""
 
-    def __init__(self, encoder: Encoder, mask: str) -> None:
-        self._encoder, self._masked = encoder, mask == "auto"
+    def __init__(self, encoder: Encoder, reading: Reading) -> None:
+        self._encoder, self._masked, self._system = encoder, reading.mask == "auto", reading.system
         self.chat: Chat | None = None
+        self.described = ""
+        """How instructions were rendered."""
         self._apart = 0
 
     @property
@@ -170,9 +204,14 @@ class _Tokeniser:
 
     def __call__(self, rows: Sequence[Row]) -> Iterator[Document]:
         kind = rows[0].kind
-        if kind == "messages":
+        if kind == INSTRUCTION:
+            templated = bool(find_template(self._encoder.folder))
+            self.described = "by the chat template" if templated else "as Alpaca's text: there is no chat template"
+            rows = [_instruction(row, templated, self._system) for row in rows]
+            kind = rows[0].kind
+        if kind == MESSAGES:
             self.chat = self.chat or Chat(self._encoder, self._masked)
-            yield from (Document(*each) for each in self.chat.encode([(row.place, row.values) for row in rows]))
+            yield from (Document(*each) for each in self.chat.encode([self._conversation(row) for row in rows]))
             return
         if kind == "text":
             for row, encoded in zip(rows, self._whole([row.values["text"] for row in rows]), strict=True):
@@ -183,6 +222,10 @@ class _Tokeniser:
         for pair, prompt, encoded in zip(pairs, given, self._whole(["".join(pair) for pair in pairs]), strict=True):
             ids = self._joined(pair, prompt, encoded)
             yield self._document(ids, len(prompt) if self._masked else 0, any(pair))
+
+    def _conversation(self, row: Row) -> tuple[str, dict[str, Any]]:
+        messages = with_system(row.values["messages"], row.values.get("system", "") or self._system)
+        return row.place, {"messages": messages, "tools": row.values.get("tools")}
 
     def _whole(self, texts: list[str]) -> list[Encoded]:
         return self._encoder.encode(texts, special=True, places=False)
@@ -205,3 +248,25 @@ class _Tokeniser:
         elif eos is not None:
             counted[-1] = True
         return Document(ids, counted)
+
+
+def _instruction(row: Row, templated: bool, system: str) -> Row:
+    """Return a row of instruction and output as a conversation, or where there is no template as prompt/completion."""
+    values, output = row.values, row.values["output"]
+    if not templated:
+        before = values.get("system", "") or system
+        prompt = alpaca_prompt(values)
+        pair = {"prompt": f"{before}\n\n{prompt}" if before else prompt, "completion": output}
+        return Row(row.place, "prompt/completion", pair, row.nbytes)
+    asked = "\n".join(values[key] for key in ("instruction", "input") if values.get(key))
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+    return Row(row.place, MESSAGES, {"messages": messages, "system": values.get("system", "")}, row.nbytes)
+
+
+def alpaca_prompt(values: Mapping[str, str]) -> str:
+    """Return the text before the answer to an instruction, where there is no chat template."""
+    given = values.get("input", "")
+    paired = ", paired with an input that provides further context" if given else ""
+    return ALPACA.format(
+        instruction=values["instruction"], paired=paired, input=f"### Input:\n{given}\n\n" if given else ""
+    )

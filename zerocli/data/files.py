@@ -14,11 +14,12 @@ from zerocli.errors import UserError, quote
 
 TOKENS = (".bin", ".npy")
 """Formats that hold token ids."""
-DOCUMENTS = ("jsonl", "parquet")
+DOCUMENTS = ("jsonl", "parquet", "csv")
 """Formats whose rows are documents."""
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+CSV_SUFFIXES = (".csv", ".tsv")
 ASIDE = ("readme", "license", "licence", "dataset_info", "dataset_dict", "state")
-"""Files with these names, without suffix, are not data where they lie beside jsonl or parquet files."""
+"""Files with these names, without suffix, are not data where they lie beside documents."""
 
 # (suffixes, first bytes, where they begin, command that unpacks it)
 _ARCHIVES = (
@@ -38,7 +39,7 @@ _ARCHIVES = (
 
 
 def find_files(path: str) -> tuple[str, list[Path]]:
-    """Return (format, files) of a file or folder: `text`, `jsonl`, `parquet`, `.bin` or `.npy`; raise UserError."""
+    """Return (format, files) of a file or folder: `text`, one of `DOCUMENTS` or one of `TOKENS`; raise UserError."""
     if "\0" in path or not os.path.exists(path):
         raise UserError(f"{quote(path, 4096)[1:-1]}: no such file or folder", hint="--data PATH, or no --data at all")
     if not os.path.isfile(path) and not os.path.isdir(path):
@@ -52,6 +53,8 @@ def find_files(path: str) -> tuple[str, list[Path]]:
         )
     formats = {file: format_of(file) for file in files}
     found = set(formats.values())
+    if found == {"csv", "text"}:  # a folder of texts that has tables too
+        formats, found = dict.fromkeys(files, "text"), {"text"}
     if found & set(DOCUMENTS):
         formats = {file: kind for file, kind in formats.items() if file.stem.lower() not in ASIDE}
         found = set(formats.values())
@@ -71,14 +74,9 @@ def format_of(file: Path) -> str:
     refuse_archive(file, head)
     if suffix == ".parquet" or head[:4] == b"PAR1":
         return "parquet"
-    if suffix not in JSON_SUFFIXES:
-        return "text"
-    if suffix == ".json" and head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
-        raise UserError(
-            f"{file}: is one JSON array; documents are lines, one JSON object each",
-            hint=f"jq -c '.[]' {quoted(file)} > {quoted(file.with_suffix('.jsonl'))}",
-        )
-    return "jsonl"
+    if suffix in CSV_SUFFIXES:
+        return "csv"
+    return "jsonl" if suffix in JSON_SUFFIXES else "text"
 
 
 def refuse_archive(file: Path, head: bytes) -> None:

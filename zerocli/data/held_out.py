@@ -164,6 +164,6 @@ def open_held_out(
     train = config.train
     if not config.data.validation:
         return batches.held_out(train.batch)
-    data = dataclasses.replace(config.data, path=config.data.validation, validation="", split=0.0)
+    data = dataclasses.replace(config.data, path=config.data.validation, mix=(), validation="", split=0.0)
     alone = dataclasses.replace(config, data=data, train=dataclasses.replace(train, eval_every=0))
     return open_batches(alone, check).one_pass(train.batch)

@@ -9,6 +9,7 @@ loses no prediction. Pieces without a target that counts for the loss are left o
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,13 @@ from zerocli.data import cache
 from zerocli.data.documents import Documents
 from zerocli.ranks.startup import STARTUP
 
-VERSION = 1
+VERSION = 2
 IGNORED = -100
 """A target that counts for no loss."""
 _ODD = np.uint64(0xD6E8FEB86659FD93)
+
+CUTS = {"split": "split", "truncate": "truncated", "drop": "left_out"}
+"""Values of `data.long`, and what documents are called that it was done to."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,14 @@ class Windows:
     counts: np.ndarray
     """Targets of each window that count for the loss."""
     about: dict[str, int]
-    """What was cut: documents `split` or `truncated`, tokens `dropped`, pieces without a target (`blank`); and how many
-    places the `longest` document needs."""
+    """What was cut: documents `split`, `truncated` or `left_out`, tokens `dropped`, pieces without a target (`blank`);
+    and how many places the `longest` document needs."""
     pad: int = 0
+
+    @property
+    def kind(self) -> str:
+        """What the rows of the documents have."""
+        return self.documents.kind
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -70,6 +79,28 @@ class Windows:
             at += length
         positions[at:] = np.arange(self.seq - at)
         return tokens, targets, positions
+
+
+class JoinedWindows:
+    """The windows of several sources, one source after the other."""
+
+    def __init__(self, parts: Sequence[Windows]) -> None:
+        self.parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+        self.counts = np.concatenate([part.counts for part in parts])
+
+    @property
+    def kind(self) -> str:
+        return "+".join(dict.fromkeys(part.kind for part in self.parts))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def window(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (tokens, targets, positions) of a window, as `Windows.window` does."""
+        at = int(np.searchsorted(self._ends, index, side="right"))
+        part = self.parts[at]
+        return part.window(index - (int(self._ends[at]) - len(part)))
 
 
 def cache_key(tokens: str, documents: Documents, seq: int, pack: bool, long: str, seed: int) -> str:
@@ -119,14 +150,16 @@ def cut_pieces(documents: Documents, seq: int, long: str) -> tuple[np.ndarray, n
         lasts = np.repeat(ends - 1, numbers)
         starts = np.repeat(starts, numbers) + within * seq
         lengths = np.minimum(seq, lasts - starts)
+    elif long == "drop":
+        dropped = int((places + 1)[places > seq].sum())
+        starts, lengths = starts[places <= seq], places[places <= seq]
     else:
         lengths = np.minimum(places, seq)
         dropped = int((places - lengths).sum())
     counts = documents.counted_before(starts + lengths + 1) - documents.counted_before(starts + 1)
     kept = counts > 0
     cut = {
-        "split": longer if long == "split" else 0,
-        "truncated": longer if long != "split" else 0,
+        **{name: longer if long == how else 0 for how, name in CUTS.items()},
         "dropped": dropped,
         "longest": int(places.max(initial=0)),
         "blank": int((~kept).sum()),

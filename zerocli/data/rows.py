@@ -1,21 +1,42 @@
-"""Rows of .jsonl and .parquet files: `text`, `prompt` and `completion`, or `messages`; each with its place."""
+"""Rows of documents with their places: `text`, `prompt` and `completion`, conversations, instructions and outputs."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zerocli.errors import UserError, quote
 
+MESSAGES = "messages"
+INSTRUCTION = "instruction/output"
 KINDS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages",),
+    MESSAGES: ("messages",),
+    "conversations": ("conversations",),
     "prompt/completion": ("prompt", "completion"),
+    INSTRUCTION: ("instruction", "output"),
     "text": ("text",),
 }
-"""Kinds of rows and the keys that they have; the first that fits counts."""
-COLUMNS = ("text", "prompt", "completion", "messages", "tools")
+"""Kinds of rows and the keys that they have; the first that fits counts. Conversations become messages."""
+PAIR = ("chosen", "rejected")
+COLUMNS = tuple(
+    "text prompt completion messages conversations instruction input output system tools chosen rejected".split()
+)
+"""Every key that is read."""
+BESIDE = {MESSAGES: ("system", "tools"), "conversations": ("system", "tools"), INSTRUCTION: ("input", "system")}
+"""Keys that rows of a kind may have beside theirs."""
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "bot", "assistant", "model", "chatgpt"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    **{role: role for role in ("system", "developer", "function", "ipython", "function_call")},
+}
+"""Roles of messages, and the names that chat templates know them by."""
+_GUESSES = (
+    *(("question", "answer"), ("query", "response"), ("prompt", "response"), ("input", "output")),
+    *(("problem", "solution"), ("instruction", "response"), ("question", "response")),
+)
 _NAMES = {str: "a string", int: "a number", float: "a number", bool: "a boolean", list: "a list", dict: "an object"}
 
 
@@ -30,84 +51,66 @@ class Row(NamedTuple):
     """Bytes of the file that it takes, about."""
 
 
-def read_rows(form: str, files: Sequence[Path]) -> Iterator[Row]:
-    """Yield the rows of files of one format; raise UserError with the place of the first that is malformed."""
-    for file in files:
-        yield from (_parquet if form == "parquet" else _jsonl)(file)
+def parse_columns(text: str) -> dict[str, str]:
+    """Return the file's name of each key that `data.columns` names: `question:prompt` is {"prompt": "question"}."""
+    pairs = (part.rpartition(":") for part in text.split(",") if part)
+    return {ours.strip(): theirs.strip() for theirs, _, ours in pairs}
 
 
-def _jsonl(file: Path) -> Iterator[Row]:
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            place = f"{file}:{number}"
-            content = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).rstrip(b"\r\n")
-            if not content.strip():
-                continue
-            if (nul := content.find(b"\0")) >= 0:
-                raise UserError(f"{place}: has a NUL byte at offset {nul} of the line: it is a binary file, not jsonl")
-            try:
-                value = json.loads(content.decode())
-            except UnicodeDecodeError as error:
-                raise UserError(f"{place}: is not UTF-8 at offset {error.start} of the line") from None
-            except json.JSONDecodeError as error:
-                hint = ""
-                if content.strip() in (b"{", b"["):
-                    hint = f"jq -c {'.' if content.strip() == b'{' else repr('.[]')} {file} > data.jsonl"
-                fact = f"{error.msg[:1].lower()}{error.msg[1:]} at column {error.colno}"
-                raise UserError(f"{place}: is not JSON: {fact}", hint=hint) from None
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{place}: is not JSON: {error}") from None
-            yield make_row(place, value, len(line))
+def make_row(place: str, value: Any, nbytes: int, columns: Mapping[str, str] | None = None) -> Row:
+    """Return a row with its kind; raise UserError if its keys or their values are none of a document.
 
-
-def _parquet(file: Path) -> Iterator[Row]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(
-            f"{file}: reading it needs the package pyarrow, which is not installed",
-            hint="pip install 'zerocli[parquet]'",
-        ) from None
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            columns = [name for name in opened.schema_arrow.names if name in COLUMNS]
-            if not columns:
-                _refuse_keys(str(file), opened.schema_arrow.names, "columns")
-            each = file.stat().st_size // max(1, opened.metadata.num_rows)
-            for batch in opened.iter_batches(batch_size=256, columns=columns):
-                for value in batch.to_pylist():
-                    number += 1
-                    # A column is there for all rows; what is null in one is absent from it.
-                    present = {key: each for key, each in value.items() if each is not None}
-                    yield make_row(f"{file}: row {number}", present, each)
-    except (pyarrow.ArrowException, EOFError) as error:
-        after = f" after row {number}" if number else ""
-        raise UserError(f"{file}: is not a whole parquet file{after} ({str(error).splitlines()[0]})") from None
-
-
-def make_row(place: str, value: Any, nbytes: int) -> Row:
-    """Return a row with its kind; raise UserError if its keys or their values are none of a document."""
+    With `columns` it has only the keys that these name.
+    """
     if not isinstance(value, dict):
         raise UserError(f"{place}: is {_NAMES.get(type(value), 'null')}, not an object with text or messages")
+    if columns:
+        value = _renamed(place, value, columns)
+    if all(key in value for key in PAIR):
+        taken = "chosen:messages" if isinstance(value["chosen"], list) else "prompt:prompt,chosen:completion"
+        raise UserError(
+            f"{place}: has chosen and rejected: preference pairs are not trained on (there is no DPO yet)",
+            hint=f"--set data.columns={taken} trains on the chosen answers alone",
+        )
     kind = next((kind for kind, keys in KINDS.items() if all(key in value for key in keys)), "")
     if not kind:
-        _refuse_keys(place, list(value), "keys")
-    for key in KINDS[kind]:
-        if kind == "messages":
-            _check_messages(place, value[key])
-        else:
-            _check_text(place, key, value[key])
-    return Row(place, kind, {key: value[key] for key in (*KINDS[kind], "tools") if key in value}, nbytes)
+        refuse_keys(place, list(value), "keys")
+    beside = {key: value[key] for key in BESIDE.get(kind, ()) if value.get(key) not in (None, "")}
+    for key in beside.keys() - {"tools"}:
+        _check_text(place, key, value[key])
+    if "tools" in beside:
+        beside["tools"] = _tools(place, beside["tools"])
+    own = {key: value[key] for key in KINDS[kind]}
+    if kind in (MESSAGES, "conversations"):
+        messages = [_message(f"{place}: message {n}", each) for n, each in _numbered(place, kind, own[kind])]
+        return Row(place, MESSAGES, {"messages": messages, **beside}, nbytes)
+    for key, text in own.items():
+        _check_text(place, key, text)
+    return Row(place, kind, own | beside, nbytes)
 
 
-def _refuse_keys(place: str, keys: Sequence[Any], what: str) -> None:
+def _renamed(place: str, value: dict[Any, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    absent = [theirs for ours, theirs in columns.items() if theirs not in value and ours not in ("input", "system")]
+    if absent:
+        have, missing = _listed(list(value)), " and ".join(absent)
+        meant = difflib.get_close_matches(absent[0], map(str, value), 1)
+        hint = f"--set data.columns={meant[0]}:..." if meant else "--set data.columns=THEIRS:prompt,THEIRS:completion"
+        raise UserError(f"{place}: has no {missing}, which data.columns names; its keys: {have}", hint=hint)
+    return {ours: value[theirs] for ours, theirs in columns.items() if theirs in value}
+
+
+def _listed(keys: Sequence[Any]) -> str:
     shown = ", ".join(quote(key, 40).strip('"') for key in keys[:8]) or "none"
-    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    return shown + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
+
+
+def refuse_keys(place: str, keys: Sequence[Any], what: str) -> None:
+    """Raise UserError: none of these keys is one of a document."""
+    guess = next((pair for pair in _GUESSES if all(key in keys for key in pair)), ("QUESTION", "ANSWER"))
     raise UserError(
-        f"{place}: has neither text, nor messages, nor prompt and completion; its {what}: {shown}{more}",
-        hint="rename what is trained on to text, or to prompt and completion",
+        f"{place}: has neither text, nor messages, nor prompt and completion, nor instruction and output; "
+        f"its {what}: {_listed(keys)}",
+        hint=f"--set data.columns={guess[0]}:prompt,{guess[1]}:completion",
     )
 
 
@@ -120,17 +123,63 @@ def _check_text(place: str, key: str, value: Any) -> None:
         raise UserError(f"{place}: {key} has half of a surrogate pair at character {error.start}") from None
 
 
-def _check_messages(place: str, messages: Any) -> None:
+def _tools(place: str, value: Any) -> Any:
+    """Return the tools of a conversation: a list, or the text of one (columns of a table are texts)."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise UserError(f"{place}: tools is not JSON: {error}") from None
+    if not isinstance(found, list):
+        raise UserError(f"{place}: tools is {_NAMES.get(type(found), 'null')}, not a list of functions")
+    return found
+
+
+def _numbered(place: str, key: str, messages: Any) -> Iterator[tuple[int, Any]]:
     if not isinstance(messages, list) or not messages:
         fact = "empty" if messages == [] else _NAMES.get(type(messages), "null")
-        raise UserError(f"{place}: messages is {fact}, not a list of objects with role and content")
+        raise UserError(f"{place}: {key} is {fact}, not a list of objects with role and content")
+    return enumerate(messages, start=1)
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    """Return a message with role and content; ShareGPT's have `from` and `value` instead."""
+    if not isinstance(message, dict):
+        raise UserError(f"{where} is {_NAMES.get(type(message), 'null')}, not an object with role and content")
+    if "role" not in message and "from" in message:
+        if "value" not in message:
+            raise UserError(f"{where} has no value; its keys: {', '.join(map(str, message))}")
+        rest = {key: each for key, each in message.items() if key not in ("from", "value")}
+        message = {"role": message["from"], "content": message["value"], **rest}
+    if not isinstance(message.get("role"), str):
+        raise UserError(f"{where} has no role; its keys: {', '.join(map(str, message)) or 'none'}")
+    message = {**message, "role": ROLES.get(message["role"].lower(), message["role"])}
+    if isinstance(message.get("content"), str):
+        _check_text(where, "content", message["content"])
+    elif "content" not in message and "tool_calls" not in message:
+        raise UserError(f"{where} has no content; its keys: {', '.join(map(str, message))}")
+    return _tool_call(where, message) if message["role"] == "function_call" else message
+
+
+def _tool_call(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Return ShareGPT's `function_call`, whose text is JSON, as a message of the assistant with tool_calls."""
+    try:
+        calls = json.loads(message.get("content") or "")
+        calls = [
+            {"type": "function", "function": dict(each)} for each in (calls if isinstance(calls, list) else [calls])
+        ]
+    except (ValueError, TypeError):
+        raise UserError(f"{where}: function_call is not JSON with name and arguments") from None
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def refuse_role(place: str, messages: Sequence[Mapping[str, Any]], template: str) -> None:
+    """Raise UserError at the first message with a role that neither is usual nor stands in the chat template."""
     for number, message in enumerate(messages, start=1):
-        where = f"{place}: message {number}"
-        if not isinstance(message, dict):
-            raise UserError(f"{where} is {_NAMES.get(type(message), 'null')}, not an object with role and content")
-        if not isinstance(message.get("role"), str):
-            raise UserError(f"{where} has no role; its keys: {', '.join(map(str, message)) or 'none'}")
-        if isinstance(message.get("content"), str):
-            _check_text(where, "content", message["content"])
-        elif "content" not in message and "tool_calls" not in message:
-            raise UserError(f"{where} has no content; its keys: {', '.join(map(str, message))}")
+        role = message["role"]
+        if role in ROLES or f"'{role}'" in template or f'"{role}"' in template:
+            continue
+        meant = difflib.get_close_matches(role, ROLES, 1)
+        raise UserError(
+            f"{place}: message {number} has the role {quote(role, 40)}, which the chat template does not know",
+            hint=f"the role {meant[0]}" if meant else "one of system, user, assistant, tool",
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerocli.config import Config
 from zerocli.data import documents, packing
@@ -14,7 +14,7 @@ from zerocli.data.caching import Node, this_node
 from zerocli.data.encoder import BYTES, Encoder, find_tokenizer, open_encoder, refuse_vocabulary
 from zerocli.data.files import DOCUMENTS, TOKENS, find_files, unreadable
 from zerocli.data.held_out import split_share, training_part
-from zerocli.data.preview import known_vocab
+from zerocli.data.preview import has_documents, known_vocab, split_weight
 from zerocli.data.tokens import open_source
 from zerocli.errors import UserError
 from zerocli.layout.sizes import count_of
@@ -22,20 +22,51 @@ from zerocli.layout.sizes import count_of
 LIBRARY = "Python's standard library"
 
 
-def open_batches(config: Config, check: bool = True) -> Batches:
+def with_packing(config: Config) -> tuple[Config, str]:
+    """Return the config without packing if its model cannot keep documents apart, and a line that says so.
+
+    Only models of transformers are asked; one of a factory is refused by `refuse_without_positions`.
+    """
+    if not config.data.pack or config.model.code != "transformers" or not has_documents(config):
+        return config, ""
+    from zerocli.models import transformers_model
+
+    why = transformers_model.unpackable(transformers_model.build(config.model.folder, config.train.seq))
+    if not why:
+        return config, ""
+    line = f"packing: off (data.pack=false), one document per window: {why}"
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, pack=False)), line
+
+
+class Opened(NamedTuple):
+    """The documents of one file or folder, in windows: those to train on, and those held out."""
+
+    trained: DocumentBatches
+    held: DocumentBatches | None
+    lines: list[str]
+    notes: list[str]
+
+
+def open_batches(config: Config, check: bool = True, node: Node | None = None) -> Batches:
     """Return the batches of a run; raise UserError if its data cannot be used. Collective where it is tokenised.
 
-    With `check`, all of it is read once to find ids outside the vocabulary, or bytes that are no text.
+    With `check`, all of it is read once to find ids outside the vocabulary, or bytes that are no text. `node` says
+    which rank tokenises; None: the first rank of each node.
     """
     data, train = config.data, config.train
+    if data.mix:
+        return _open_mix(config, node or this_node())
     vocab = known_vocab(config)
-    node = this_node()
     try:
         form, files = find_files(data.path) if data.path else ("text", [])
     except OSError as error:
         raise unreadable(error, data.path) from None
+    node = node or this_node()
     if form in DOCUMENTS:
-        return _open_documents(config, form, files, vocab, node)
+        opened = _open_documents(config, form, files, vocab, node)
+        opened.trained.left_out, opened.trained.lines = opened.held, opened.lines
+        opened.trained.notes = opened.notes
+        return opened.trained
     tokenizer, reason = (BYTES, "") if form in TOKENS else find_tokenizer(data.tokenizer, config.model.folder)
     source = open_source(data.path, tokenizer, data.dtype, vocab, train.seq, check, data.cache, node)
     source = training_part(source, config)  # what is held out for evaluation is never trained on
@@ -47,26 +78,76 @@ def open_batches(config: Config, check: bool = True) -> Batches:
     return batches
 
 
-def _open_documents(config: Config, form: str, files: list[Path], vocab: int, node: Node) -> Batches:
+def _open_mix(config: Config, node: Node) -> Batches:
+    """Return the batches of several files, each as often as its weight says: see [Note: weights of files]."""
+    train, opened, takes = config.train, [], []
+    for path, weight in map(split_weight, config.data.mix):
+        alone = dataclasses.replace(config, data=dataclasses.replace(config.data, path=path, mix=()))
+        try:
+            form, files = find_files(path)
+        except OSError as error:
+            raise unreadable(error, path) from None
+        if form not in DOCUMENTS:
+            raise UserError(
+                f"{path}: is {form}, and several files are mixed only if all are documents (.jsonl, .csv, .parquet)",
+                hint='one --data, or rows of text: {"text": ...}',
+            )
+        found = _open_documents(alone, form, files, known_vocab(config), node)
+        takes.append(max(1, round(weight * found.trained.num_windows)))
+        times = f"{takes[-1]:,} windows per epoch (weight {weight:g})"
+        found.lines.append(f"data: {path}: {times}")
+        opened.append(found)
+    shape = (train.batch, train.seq, train.accumulate, train.seed)
+    windows = packing.JoinedWindows([each.trained.single for each in opened])
+    batches = DocumentBatches(windows, *shape, positions=config.data.pack, takes=takes)
+    held = [each.held.single for each in opened if each.held is not None]
+    if held:
+        batches.left_out = DocumentBatches(packing.JoinedWindows(held), *shape, positions=config.data.pack)
+    batches.lines = list(dict.fromkeys(line for each in opened for line in each.lines))
+    batches.notes = [note for each in opened for note in each.notes]
+    return batches
+
+
+def reading_of(config: Config) -> documents.Reading:
+    """Return how the rows of a run are read."""
+    data = config.data
+    return documents.Reading("none" if config.train.on_inputs else data.mask, data.columns, data.system)
+
+
+def _open_documents(config: Config, form: str, files: list[Path], vocab: int, node: Node) -> Opened:
     data = config.data
     tokenizer, reason = find_tokenizer(data.tokenizer, config.model.folder)
     encoder = open_encoder(tokenizer)
     refuse_vocabulary(encoder.name, encoder.size, vocab)
     try:
-        name = documents.cache_name(data.path, form, files, encoder, data.mask)
-
-        def tokenise(folder: Path, target: Path) -> None:
-            with node.progress(f"tokenising {data.path}", sum(file.stat().st_size for file in files)) as moved:
-                documents.write_documents(folder, target, form, files, encoder, data.mask, moved)
-
-        found = documents.Documents.of(node.cached(data.path, data.cache, name, tokenise))
+        name = cache_name(config, form, files, encoder)
+        found = tokenised(config, form, files, encoder, name, node)
         trained, held = split_documents(found, split_share(config), data.path)
         batches = _pack(config, trained, name, encoder, node)
-        batches.left_out = _pack(config, held, name, encoder, node) if len(held) else None
+        left_out = _pack(config, held, name, encoder, node) if len(held) else None
     except OSError as error:
         raise unreadable(error, data.path) from None
-    batches.lines = _describe(config, form, trained, batches.windows, f"tokenizer: {tokenizer} ({reason})", encoder)
-    return batches
+    end = "none" if encoder.eos is None else f"id {encoder.eos}"
+    said = f"tokenizer: {tokenizer} ({reason}); end of a document: {end}"
+    return Opened(batches, left_out, *_describe(config, form, trained, batches.single, said))
+
+
+def cache_name(config: Config, form: str, files: list[Path], encoder: Encoder) -> str:
+    """Return the name of a run's tokenised documents in the cache."""
+    return documents.cache_name(config.data.path, form, files, encoder, reading_of(config))
+
+
+def tokenised(
+    config: Config, form: str, files: list[Path], encoder: Encoder, name: str, node: Node
+) -> documents.Documents:
+    """Return the documents of a run as tokens, from the cache if they are there by this name."""
+    data = config.data
+
+    def tokenise(folder: Path, target: Path) -> None:
+        with node.progress(f"tokenising {data.path}", sum(file.stat().st_size for file in files)) as moved:
+            documents.write_documents(folder, target, form, files, encoder, reading_of(config), moved)
+
+    return documents.Documents.of(node.cached(data.path, data.cache, name, tokenise))
 
 
 def split_documents(
@@ -94,50 +175,59 @@ def _pack(config: Config, found: documents.Documents, name: str, encoder: Encode
     target = f"{Path(data.path).name}-{packing.cache_key(name, *pack)}.windows"
     windows = packing.open_windows(node.cached(data.path, data.cache, target, fill), found, train.seq, encoder.eos or 0)
     if not len(windows):
+        left, longest = windows.about["left_out"], windows.about["longest"]
+        where = f"none of them within the first {train.seq} of its document"
+        if left:
+            where = f"and {left} are longer than {train.seq} tokens and left out (the longest needs {longest:,})"
         raise UserError(
             f"{data.path}: nothing in it counts for the loss: {count_of(len(found), 'document')} of {found.kind}, "
-            f"{found.num_counted} counted tokens, none of them within the first {train.seq} of its document",
-            hint="a longer --seq, or --set data.mask=none",
+            f"{found.num_counted} counted tokens, {where}",
+            hint="a longer --seq, or --set train.on_inputs=true",
         )
     return DocumentBatches(windows, train.batch, train.seq, train.accumulate, train.seed, positions=data.pack)
 
 
 def _describe(
-    config: Config,
-    form: str,
-    found: documents.Documents,
-    windows: packing.Windows,
-    tokenizer: str,
-    encoder: Encoder,
-) -> list[str]:
-    """Return the lines that say what the data is, what counts, and what was cut."""
+    config: Config, form: str, found: documents.Documents, windows: packing.Windows, tokenizer: str
+) -> tuple[list[str], list[str]]:
+    """Return the lines that say what the data is and what counts, with what was cut; and the latter alone."""
     share = f"{100 * windows.num_places / (len(windows) * windows.seq):.1f} % full"
     how = "packed" if config.data.pack else "one document each"
-    cut = windows.about
+    rendered = f", rendered {found.about['as']}" if found.about["as"] else ""
     lines = [
         f"data: {config.data.path} ({form}, {found.kind}): {count_of(len(found), 'document')}, "
-        f"{found.num_tokens:,} tokens, {found.num_counted:,} of them count for the loss",
-        f"{tokenizer}; end of a document: {'none' if encoder.eos is None else f'id {encoder.eos}'}",
+        f"{found.num_tokens:,} tokens, {found.num_counted:,} of them count for the loss{rendered}",
+        tokenizer,
         f"windows: {len(windows):,} of {windows.seq} tokens, {how}, {share}",
     ]
-    said = [
-        (cut["split"], f"longer than that, split (the longest needs {cut['longest']:,})"),
+    cut, about = windows.about, found.about
+    longest = f"the longest needs {cut['longest']:,}"
+    notes = [
+        (cut["split"], f"longer than {windows.seq} tokens, split ({longest})"),
         (
             cut["truncated"],
-            f"longer than that, truncated: {cut['dropped']:,} tokens dropped (the longest needs {cut['longest']:,}; "
-            "data.long=split keeps all)",
+            f"longer than {windows.seq} tokens, truncated: {cut['dropped']:,} tokens dropped ({longest}; "
+            "data.long=split keeps all, drop leaves them out)",
         ),
-        (found.about["empty"], "empty, left out"),
+        (cut["left_out"], f"longer than {windows.seq} tokens, left out with {cut['dropped']:,} tokens ({longest})"),
+        (about["empty"], "empty, left out"),
+        (about["silent"], f"without anything that counts for the loss, left out (the first: {about['silent_at']})"),
+    ]
+    said = [
         (
-            found.about["apart"],
+            about["apart"],
             "in which a token would span the prompt and the answer: the two are tokenised apart, as generate does",
         ),
-        (found.about["last_only"], "of several turns of which only the last counts: the template changes earlier ones"),
+        (about["last_only"], "of several turns of which only the last counts: the template changes earlier ones"),
     ]
-    cuts = [f"{count_of(number, 'document')} {what}" for number, what in said if number]
-    if cut["blank"]:
-        cuts.append(f"{count_of(cut['blank'], 'piece')} without a token that counts, left out")
-    return [*lines, *(f"data: {text}" for text in cuts)]
+    cuts, others = (
+        [f"{count_of(number, 'document')} {what}" for number, what in each if number] for each in (notes, said)
+    )
+    blank = cut["blank"] - about["silent"] if len(found) == about["documents"] else 0
+    if blank > 0:
+        cuts.append(f"{count_of(blank, 'piece')} of them without a token that counts, left out")
+    cuts = [f"data: {text}" for text in cuts]
+    return [*lines, *cuts, *(f"data: {text}" for text in others)], cuts
 
 
 def samples_per_step(config: Config, world: int) -> int:
@@ -185,13 +275,13 @@ def check_data(config: Config) -> list[str]:
     try:
         form, files = find_files(data.path) if data.path else ("text", [])
         tokenizer, reason = (BYTES, "") if form in TOKENS else find_tokenizer(data.tokenizer, config.model.folder)
-        if form not in DOCUMENTS and tokenizer == BYTES:
+        if data.mix or (form not in DOCUMENTS and tokenizer == BYTES):
             return open_batches(config).lines
         encoder = open_encoder(tokenizer)
         refuse_vocabulary(encoder.name, encoder.size, known_vocab(config))
         lines = [f"data: {data.path or LIBRARY} ({form}), not tokenised", f"tokenizer: {tokenizer} ({reason})"]
         if form in DOCUMENTS:
-            kind, number = documents.try_first(form, files, encoder, data.mask)
+            kind, number = documents.try_first(form, files, encoder, reading_of(config))
             if not kind:
                 raise UserError(f"{data.path}: there is no data in it", hint="--data PATH")
             lines.append(f"data: rows of {kind}; the first {number} were tokenised")

@@ -13,6 +13,7 @@ from zerocli.models.parts import Decoder, Embedding, Head, Linear, ModelConfig, 
 
 if TYPE_CHECKING:
     from zerocli.engine.tensor_parallel import TensorParallel
+    from zerocli.models.cache import LayerCache
     from zerocli.models.parallel import Split
 
 
@@ -66,8 +67,8 @@ class Block(nn.Module):
         self.norm2 = _norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.norm1(x), mask)
+    def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attention(self.norm1(x), mask, cache)
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
 
@@ -87,10 +88,12 @@ class Attention(nn.Module):
         self.qkv = Linear(config.hidden, qkv_width, config.bias)
         self.out = Linear(config.hidden, config.hidden, config.bias, residual_std(config.layers))
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        if self.dropout > 0 and self.training:
+        if cache is not None:
+            x = cache.attend(q, k, v, mask)
+        elif self.dropout > 0 and self.training:
             with self.masks():
                 x = attend(q, k, v, self.dropout, mask)
         else:

@@ -19,6 +19,7 @@ from zerocli.models.rope import frequencies
 
 if TYPE_CHECKING:
     from zerocli.engine.tensor_parallel import TensorParallel
+    from zerocli.models.cache import LayerCache
     from zerocli.models.parallel import Split
 
 
@@ -108,9 +109,9 @@ class Block(nn.Module):
         self.norm2 = _norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, *shared: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *shared: Tensor | None, cache: LayerCache | None = None) -> Tensor:
         """Return the layer's output; `shared` is a mask, and with positions the rotary tables of the tokens."""
-        x = x + self.attention(self.norm1(x), *shared)
+        x = x + self.attention(self.norm1(x), *shared, cache=cache)
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
 
@@ -131,7 +132,9 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=config.norm_eps) for _ in range(2))
         self.out = Linear(wide, config.hidden, config.out_bias, residual_std(config.layers))
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *tables: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *tables: Tensor, cache: LayerCache | None = None
+    ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is None or self.k_norm is None:
             qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
@@ -139,7 +142,7 @@ class Attention(nn.Module):
         else:
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
             q, k = self.rotary(self.q_norm(q), *tables), self.rotary(self.k_norm(k), *tables)
-        out: Tensor = self.out(attend(q, k, v, mask=mask))
+        out: Tensor = self.out(attend(q, k, v, mask=mask) if cache is None else cache.attend(q, k, v, mask))
         return out
 
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerocli.models.loss import linear_cross_entropy
+
+if TYPE_CHECKING:
+    from zerocli.models.cache import Cache
 
 INIT_STD = 0.02
 
@@ -130,18 +133,46 @@ class Decoder(nn.Module):
         self.head = head
         self.seq = seq
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
         """Return the mean loss of (batch, seq) targets in fp32, or without targets the (batch, seq, vocab) logits.
 
         `positions`, (batch, seq), are those of tokens in their documents, several of which share a row: attention does
-        not cross from one into another. Without them a row is one document. A target of -100 is not counted.
+        not cross from one into another. Without them a row is one document. A target of -100 is not counted. With a
+        `cache` the tokens follow those in it, and only the last one's logits are returned, (batch, 1, vocab).
         """
-        if tokens.shape[1] > self.seq:
-            raise ValueError(f"a sequence of {tokens.shape[1]} tokens is longer than the model's {self.seq} positions")
+        length = tokens.shape[1] + (cache.length if cache is not None else 0)
+        if length > self.seq:
+            raise ValueError(f"a sequence of {length} tokens is longer than the model's {self.seq} positions")
+        if cache is not None:
+            return self._continue(tokens, cache)
         x = self._embed(tokens, positions)
         for block, more in zip(self.blocks, self._block_inputs(x, positions), strict=True):
             x = block(x, *more)
         out: Tensor = self.head(x, targets)
+        return out
+
+    def make_cache(self, capacity: int) -> Cache:
+        """Return an empty cache for texts of up to `capacity` tokens."""
+        from zerocli.models.cache import Cache
+
+        return Cache([int(getattr(block, "window", 0)) for block in self.blocks], capacity)
+
+    def _continue(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Return the logits after the last of these tokens, which follow those in the cache; see `forward`."""
+        positions = cache.positions(tokens)
+        x = self._embed(tokens, positions)
+        shared: list[tuple[Tensor | None, ...]] = [*self._block_inputs(x, None)]
+        if positions is not None:
+            shared = [(None, *self._tables(positions))] * len(self.blocks)
+        for block, more, layer in zip(self.blocks, shared, cache.layers, strict=True):
+            x = block(x, *more, cache=layer)
+        out: Tensor = self.head(x[:, -1:])
         return out
 
     def unit_modules(self) -> list[nn.Module]:

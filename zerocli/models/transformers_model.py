@@ -29,6 +29,11 @@ FACTORY = "zerocli train package.module:factory, with a function that builds the
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 """Types of layers whose mask keeps documents apart; a layer with a running state would carry one into the next."""
 
+CACHES = ("past_key_values", "cache_params", "state")
+"""Names under which models of transformers return what they keep for the next token, and take it."""
+
+_OWN_MASKS = "{} does not keep packed documents apart: it makes its masks itself"
+
 
 def build(folder: str, seq: int, device: str | torch.device = "meta") -> nn.Module:
     """Return the causal language model of a folder's config in training mode; UserError if there is none.
@@ -118,6 +123,25 @@ class LossHead(nn.Linear):
         return linear_cross_entropy(input, self.weight, self.targets)
 
 
+class Cache:
+    """What transformers itself keeps of the tokens before: keys and values, or the states of a recurrent model."""
+
+    def __init__(self, takes: frozenset[str]) -> None:
+        self._given: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in takes:
+            self._given["logits_to_keep"] = 1
+
+    def run(self, forward: Callable[..., Tensor], tokens: Tensor) -> Tensor:
+        """Return the logits that transformers' own `forward` gives for tokens that follow those before."""
+        output: Any = forward(input_ids=tokens, **self._given)
+        kept = {name: getattr(output, name, None) for name in CACHES}
+        self._given |= {name: value for name, value in kept.items() if value is not None}
+        if not self._given.keys() & set(CACHES):
+            raise Refused("the model keeps nothing of the tokens before, though it takes use_cache")
+        logits: Tensor = output.logits
+        return logits
+
+
 class CausalLM(nn.Module):
     """What a class of transformers gets on top of it: `forward` and units like those of our own models."""
 
@@ -126,12 +150,21 @@ class CausalLM(nn.Module):
     takes: frozenset[str]
     """The arguments of transformers' own forward."""
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
         """Return the mean loss of (batch, seq) targets in fp32, or without targets the (batch, seq, vocab) logits.
 
-        Targets of -100 do not count. `positions` restart at 0 with each document; attention stays within one.
+        Targets of -100 do not count. `positions` restart at 0 with each document; attention stays within one. With a
+        `cache` the tokens follow those in it, and at least the last one's logits are returned.
         """
         theirs: Callable[..., Any] = super().forward  # transformers' own
+        if cache is not None:
+            return cache.run(theirs, tokens)
         own: dict[str, Any] = {"use_cache": False} if "use_cache" in self.takes else {}
         if positions is not None:
             _refuse_states(self)
@@ -141,7 +174,7 @@ class CausalLM(nn.Module):
         with _documents(positions) as masks, self._head_computes(targets):
             output = theirs(input_ids=tokens, **own)
         if positions is not None and not masks:
-            raise Refused(f"{type(self).__name__} does not keep packed documents apart: it makes its masks itself")
+            raise Refused(_OWN_MASKS.format(type(self).__name__))
         logits: Tensor = output.logits
         if targets is None:
             return logits
@@ -151,6 +184,10 @@ class CausalLM(nn.Module):
                 raise Refused(f"{type(self).__name__} gave no aux_loss, though its config has output_router_logits")
             loss = loss + _router_coefficient(self) * output.aux_loss.float()
         return loss
+
+    def make_cache(self, capacity: int) -> Cache | None:
+        """Return an empty cache of this model; None if it has none."""
+        return Cache(self.takes) if "use_cache" in self.takes else None
 
     @contextlib.contextmanager
     def _head_computes(self, targets: Tensor | None) -> Iterator[None]:
@@ -315,6 +352,35 @@ def _documents(positions: Tensor | None) -> Iterator[list[Any]]:
         yield made
     finally:
         masking.find_packed_sequence_indices = before
+
+
+class _Reached(Exception):
+    """The first block is about to run."""
+
+
+def unpackable(model: Any) -> str:
+    """Return why documents cannot share a window with this model, which is on the meta device; empty if they can.
+
+    Masks are made before the first block, so its forward runs up to there.
+    """
+
+    def reach(*args: Any, **kwargs: Any) -> None:
+        raise _Reached
+
+    given = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    try:
+        _refuse_states(model)
+        with contextlib.ExitStack() as stack:
+            masks = stack.enter_context(_documents(given))
+            for _, block in repeated_blocks(model):
+                stack.enter_context(_instead(block, reach))
+            with contextlib.suppress(_Reached), torch.no_grad():
+                super(CausalLM, model).forward(input_ids=given, position_ids=given, use_cache=False)
+    except Refused as error:
+        return str(error)
+    except Exception:  # of the family's own code, on the meta device: the run itself will tell
+        return ""
+    return "" if masks else _OWN_MASKS.format(type(model).__name__)
 
 
 def _refuse_states(model: Any) -> None:

@@ -86,8 +86,8 @@ class BetweenSteps:
         train = self._config.train
         prompt = train.sample_prompt or "\n"
         codec = self._codec
-        sampling = Sampling(train.sample_tokens, temperature=0.8, seed=train.seed)
-        ids = codec.encode(prompt)
+        ids = codec.encode(prompt)[: train.seq - 1]
+        sampling = Sampling(min(train.sample_tokens, train.seq - len(ids)), temperature=0.8, seed=train.seed)
         text = codec.continuation(ids, list(complete(self._engine, ids, sampling, train.seq, codec.ends)))
         if self._tells:
             line = json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n"

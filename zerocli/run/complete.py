@@ -1,22 +1,24 @@
 """Text generation: one token after the other, through the engine's forward, at any stage and number of ranks.
 
 Every rank runs the same forward on the same ids. Rank 0's choice of the next id counts on all of them, so ranks never
-drift apart. Each id costs a forward of the whole text: there is no cache of keys and values.
+drift apart. A model that has `make_cache` keeps the keys and values of the text, so that each id costs a forward of one
+token; others, such as factories' models, run the whole text for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from zerocli.engine.engine import Engine
-from zerocli.errors import UserError
+from zerocli.errors import Refused, UserError
 from zerocli.run.evaluate import beside_training
 
 PADDED_TO = 64
-"""Texts are padded at their end to a multiple of this, so that there are few shapes; attention is causal."""
+"""Without a cache, texts are padded at their end to a multiple of this, so that there are few shapes."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +36,46 @@ class Sampling:
 
 
 def complete(
-    engine: Engine, prompt: Sequence[int], sampling: Sampling, window: int, ends: frozenset[int] = frozenset()
+    engine: Engine,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    window: int,
+    ends: frozenset[int] = frozenset(),
+    cached: bool = True,
 ) -> Iterator[int]:
     """Yield the ids that follow `prompt`, up to one of `ends`, which is not yielded. Collective.
 
-    Of a text longer than `window` the model sees the last `window` ids.
+    Prompt and text together are at most `window` ids: the caller sees to that. Without `cached`, each id costs a
+    forward of the whole text.
     """
+    assert len(prompt) + sampling.max_tokens <= window, "more tokens than the model has positions"
     ids = list(prompt)
     random = torch.Generator().manual_seed(sampling.seed)
+    model: Any = engine.model
+    cache = model.make_cache(len(ids) + sampling.max_tokens) if cached and hasattr(model, "make_cache") else None
+    new = ids
     for _ in range(sampling.max_tokens):
-        logits = _next_logits(engine, ids[-window:], window)
+        try:
+            logits = _next_logits(engine, ids, window) if cache is None else _cached_logits(engine, new, cache)
+        except Refused:
+            if cache is None or new is not ids:
+                raise
+            cache = None  # the model keeps its states in some other way
+            logits = _next_logits(engine, ids, window)
         mine = torch.tensor([choose(logits, sampling, random)], device=engine.device)
         chosen = int(engine.gather_control(mine).flatten()[0])
         if chosen in ends:
             return
+        new = [chosen]
         ids.append(chosen)
         yield chosen
+
+
+def _cached_logits(engine: Engine, new: Sequence[int], cache: Any) -> torch.Tensor:
+    """Return the logits of the id after `new` ids, which follow those in the cache, in fp64 on the CPU. Collective."""
+    with beside_training(engine):
+        output: torch.Tensor = engine(torch.tensor([new], device=engine.device), cache=cache)
+        return output[0, -1].to("cpu", torch.float64)
 
 
 def _next_logits(engine: Engine, ids: Sequence[int], window: int) -> torch.Tensor:

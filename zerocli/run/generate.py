@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from zerocli.checkpoint.export import candidates
 from zerocli.checkpoint.imports import load_weights
 from zerocli.checkpoint.loader import load_parameters
-from zerocli.checkpoint.manifest import Damaged, Unreadable
+from zerocli.checkpoint.manifest import Damaged, Unreadable, read
 from zerocli.checkpoint.state import Mismatch
 from zerocli.config import Config, hub
 from zerocli.config.file import read_values
 from zerocli.console import printable, say, show_json, silence_stdout
-from zerocli.data.texts import Codec, open_codec
+from zerocli.data.prompts import Prompt
+from zerocli.data.texts import CHAT_KINDS, Codec, open_codec
 from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, OK, UserError
 from zerocli.layout.sizes import count_of, format_count
 from zerocli.run.complete import PADDED_TO, Sampling, complete
 from zerocli.run.processes.watchdog import Watchdog, end_process
 from zerocli.run.trainer import join_ranks, make_engine, make_model
+
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,38 @@ class Weights:
     """The longest sequence that a folder's model was made for; 0 = not known."""
 
 
-def work(config: Config, weights: Weights, prompt: str, sampling: Sampling, as_json: bool, run_dir: str) -> int:
+@dataclass(frozen=True)
+class Asked:
+    """What is asked for: the prompts, and how each is continued."""
+
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    fixed: bool = False
+    """Whether the user gave the most tokens; else fewer are made where a model has fewer positions."""
+    several: bool = False
+    """Whether the prompts are of a file."""
+    stops: tuple[str, ...] = ()
+    """A text ends before any of these."""
+    chat: bool | None = None
+    """Whether prompts are messages; None = if the run was trained on such."""
+
+
+class Start(NamedTuple):
+    """A prompt as the model gets it."""
+
+    prompt: Prompt
+    ids: list[int]
+    shown: str
+    """What is printed before the text that is made."""
+    max_tokens: int
+
+
+def work(config: Config, weights: Weights, asked: Asked, as_json: bool, run_dir: str) -> int:
     """Run one rank of a generation; rank 0 prints the text on stdout. Return the exit code."""
     codec = open_codec(config, "" if weights.is_run else weights.path)
-    ids = codec.encode(prompt)
-    if not ids:
-        raise UserError("the prompt is empty", hint="a prompt of at least one token")
-    refuse_unknown(ids, config)
-    config = with_window(config, weights, len(ids) + sampling.max_tokens)
+    tell = say if int(os.environ.get("RANK", "0")) == 0 else (lambda text: None)
+    starts = encode_prompts(config, weights, asked, codec, tell)
+    config = with_window(config, weights, max(len(each.ids) + each.max_tokens for each in starts))
     watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, run_dir))
     with watchdog:
         join_ranks(config, watchdog)
@@ -55,14 +84,67 @@ def work(config: Config, weights: Weights, prompt: str, sampling: Sampling, as_j
         model = make_model(config)
         model.requires_grad_(False)  # no gradients and no optimizer states
         engine = make_engine(config, model, compile=False, watch=watchdog.attach)
-        tell = say if rank == 0 else (lambda text: None)
         load(engine, config, weights, tell)
-        _print(engine, config, codec, prompt, ids, sampling, rank == 0, as_json)
+        made = [_print(engine, config, codec, start, asked, rank == 0 and not as_json) for start in starts]
+        if rank == 0 and as_json:
+            show_json({"schema": 1, **({"texts": made} if asked.several else made[0])})
+        if rank == 0:
+            _say_speed(made)
         watchdog.close()
         engine.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     return OK
+
+
+def encode_prompts(config: Config, weights: Weights, asked: Asked, codec: Codec, tell: Tell) -> list[Start]:
+    """Return the ids of all prompts and how many may follow each; raise UserError if one cannot be continued."""
+    kind = trained_on(weights)
+    chat = asked.chat if asked.chat is not None else kind in CHAT_KINDS
+    if chat and asked.chat is None:
+        tell(f"chat: the run was trained on {kind} (--plain continues the prompt as it is)")
+    if chat:
+        codec.open_chat(kind)
+    most, starts = longest(config, weights), []
+    for prompt in asked.prompts:
+        text, ids = codec.encode_chat(prompt) if chat else (prompt.text, codec.encode(prompt.text))
+        if not ids:
+            raise UserError(f"{prompt.place} is empty", hint="a prompt of at least one token")
+        refuse_unknown(ids, config)
+        room = refuse_long(prompt, len(ids), most, asked, tell)
+        shown = text if not chat else f"{prompt.text}\n" if asked.several else ""
+        starts.append(Start(prompt, ids, shown, room))
+    return starts
+
+
+def refuse_long(prompt: Prompt, length: int, most: int, asked: Asked, tell: Tell) -> int:
+    """Return how many tokens may follow a prompt; UserError if it, or what the user asks for, is too long."""
+    wanted = asked.sampling.max_tokens
+    if not most or length + wanted <= most:
+        return wanted
+    fact = f"{prompt.place} has {count_of(length, 'token')}, and the model has {most} positions"
+    if length >= most:
+        raise UserError(f"{fact}: nothing can follow", hint="a shorter prompt")
+    room = most - length
+    if asked.fixed:
+        raise UserError(f"{fact}: {count_of(room, 'token')} can follow, not {wanted}", hint=f"--max-tokens {room}")
+    tell(f"{fact}: at most {count_of(room, 'token')} can follow")
+    return room
+
+
+def trained_on(weights: Weights) -> str:
+    """Return the kind of rows that a run was trained on; empty if nobody knows, as of a folder."""
+    for path in candidates(weights.path, weights.step) if weights.is_run else []:
+        with contextlib.suppress(Damaged, Unreadable):
+            return str(read(path).values.get("kind", ""))
+    return ""
+
+
+def longest(config: Config, weights: Weights) -> int:
+    """Return the most tokens that the model takes; 0 = no bound is known."""
+    if weights.positions or config.model.code == "transformers":
+        return weights.positions
+    return config.model.positions or config.train.seq
 
 
 def refuse_unknown(ids: list[int], config: Config) -> None:
@@ -82,10 +164,12 @@ def with_window(config: Config, weights: Weights, needed: int) -> Config:
     if positions:
         wanted = -(-needed // PADDED_TO) * PADDED_TO
         seq = min(positions, max(seq, wanted) if weights.is_run else wanted)
+    elif config.model.code == "transformers":
+        seq = needed
     return dataclasses.replace(config, train=dataclasses.replace(config.train, seq=seq))
 
 
-def load(engine: Engine, config: Config, weights: Weights, tell: Any) -> None:
+def load(engine: Engine, config: Config, weights: Weights, tell: Tell) -> None:
     """Fill the engine; say from where. Collective."""
     sharded = f"stage {config.zero.stage} on {count_of(engine.collectives.world, 'rank')}, {engine.precision.name}"
     if not weights.is_run:
@@ -108,39 +192,44 @@ def load(engine: Engine, config: Config, weights: Weights, tell: Any) -> None:
     raise UserError(f"{weights.path}: none of its {len(found)} checkpoints is whole", exit_code=FAILURE)
 
 
-def _print(
-    engine: Engine,
-    config: Config,
-    codec: Codec,
-    prompt: str,
-    ids: list[int],
-    sampling: Sampling,
-    prints: bool,
-    as_json: bool,
-) -> None:
-    """Generate, and print the prompt with what follows it as it comes, or one JSON document at the end."""
+def _print(engine: Engine, config: Config, codec: Codec, start: Start, asked: Asked, prints: bool) -> dict[str, Any]:
+    """Generate, print the prompt with what follows it as it comes, and return what the JSON document says of it."""
     began = time.perf_counter()
-    stream = Stream(prints and not as_json)
-    stream.write(prompt)
+    stream = Stream(prints, asked.stops)
+    stream.write(start.shown)
+    sampling = dataclasses.replace(asked.sampling, max_tokens=start.max_tokens)
     made: list[int] = []
-    for each in complete(engine, ids, sampling, config.train.seq, codec.ends):
+    text, stopped = "", False
+    for each in complete(engine, start.ids, sampling, config.train.seq, codec.ends):
         made.append(each)
-        stream.follow(codec.continuation(ids, made))
-    text = codec.continuation(ids, made)
+        text, stopped = cut(codec.continuation(start.ids, made), asked.stops)
+        if stopped:
+            break
+        stream.follow(text)
     stream.end(text)
-    seconds = time.perf_counter() - began
-    if prints and as_json:
-        about = {"prompt": prompt, "text": text, "tokens": made, "prompt_tokens": ids, "seconds": seconds}
-        show_json({"schema": 1, **about})
-    if prints:
-        say(f"{count_of(len(made), 'token')} in {seconds:.1f} s ({len(made) / seconds:.1f} tokens/s)")
+    if prints and asked.several:
+        stream.write("\n")
+    about = {"prompt": start.prompt.text, "text": text, "tokens": made, "prompt_tokens": start.ids}
+    ended = "stop" if stopped else "length" if len(made) == start.max_tokens else "end"
+    return {**about, "ended": ended, "seconds": time.perf_counter() - began}
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Return the text before the first of `stops` in it, and whether one is in it."""
+    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
+    return (text[: min(places)], True) if places else (text, False)
+
+
+def _say_speed(made: Sequence[dict[str, Any]]) -> None:
+    tokens, seconds = sum(len(each["tokens"]) for each in made), sum(each["seconds"] for each in made)
+    say(f"{count_of(tokens, 'token')} in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s)")
 
 
 class Stream:
-    """Prints a text that grows; the end of one that may still change (half a character) is held back."""
+    """Prints a text that grows; its end is held back while it may change: half a character, the begin of a stop."""
 
-    def __init__(self, active: bool) -> None:
-        self._active, self._printed = active, 0
+    def __init__(self, active: bool, stops: Sequence[str] = ()) -> None:
+        self._active, self._printed, self._stops = active, 0, stops
 
     def write(self, text: str) -> None:
         if self._active:
@@ -154,8 +243,10 @@ class Stream:
     def follow(self, text: str) -> None:
         """Print what is new in `text`."""
         if not text.endswith("\ufffd"):
-            self.write(text[self._printed :])
-            self._printed = len(text)
+            begun = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+            sure = max(self._printed, len(text) - max(begun, default=0))
+            self.write(text[self._printed : sure])
+            self._printed = sure
 
     def end(self, text: str) -> None:
         self.write(text[self._printed :] + "\n")
@@ -163,6 +254,8 @@ class Stream:
 
 def positions_of(folder: str) -> int:
     """Return the longest sequence that the model of a Hugging Face folder was made for; 0 = it does not say."""
+    if not folder:
+        return 0
     with contextlib.suppress(UserError):
         values, _, _ = read_values(hub.config_path(folder))
         return hub.size_of(values, *hub.POSITIONS, "seq_length")

@@ -12,7 +12,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerocli.config import Config, hub
@@ -207,31 +206,29 @@ def measure(config: Config) -> Lengths:
     """Return the lengths of the documents that a run trains on; tokenises them, once, as the run itself would."""
     import numpy as np
 
-    from zerocli.data import documents
     from zerocli.data.caching import ALONE
     from zerocli.data.encoder import find_tokenizer, open_encoder
     from zerocli.data.files import DOCUMENTS, find_files, unreadable
+    from zerocli.data.preview import split_weight
+    from zerocli.data.sources import cache_name, tokenised
 
-    data = config.data
-    try:
-        form, files = find_files(data.path)
-        if form not in DOCUMENTS:
-            return Lengths()
-        tokenizer, _ = find_tokenizer(data.tokenizer, config.model.folder)
-        encoder = open_encoder(tokenizer)
-        name = documents.cache_name(data.path, form, files, encoder, data.mask)
-
-        def tokenise(folder: Path, target: Path) -> None:
-            with ALONE.progress(f"tokenising {data.path}", sum(file.stat().st_size for file in files)) as moved:
-                documents.write_documents(folder, target, form, files, encoder, data.mask, moved)
-
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            _await(config, name)
-        found = documents.Documents.of(ALONE.cached(data.path, data.cache, name, tokenise))
-    except OSError as error:
-        raise unreadable(error, data.path) from None
-    lengths = np.diff(found.ends, prepend=found.begin)
-    return Lengths(len(found), found.num_tokens, int(np.quantile(lengths, 0.99, method="higher")))
+    lengths = []
+    for path in [split_weight(each)[0] for each in config.data.mix] or [config.data.path]:
+        alone = dataclasses.replace(config, data=dataclasses.replace(config.data, path=path, mix=()))
+        try:
+            form, files = find_files(path)
+            if form not in DOCUMENTS:
+                return Lengths()
+            encoder = open_encoder(find_tokenizer(config.data.tokenizer, config.model.folder)[0])
+            name = cache_name(alone, form, files, encoder)
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                _await(alone, name)
+            found = tokenised(alone, form, files, encoder, name, ALONE)
+        except OSError as error:
+            raise unreadable(error, path) from None
+        lengths.append(np.diff(found.ends, prepend=found.begin))
+    every = np.concatenate(lengths)
+    return Lengths(len(every), int(every.sum()), int(np.quantile(every, 0.99, method="higher")))
 
 
 def _await(config: Config, name: str) -> None:

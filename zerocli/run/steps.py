@@ -194,7 +194,8 @@ class Loop:
         if self._metrics is not None:
             self._metrics.sync()
         samples = batches.seen(step, self._run.engine.collectives.world)
-        saver.save(step, {"config": to_dict(self._run.config), "samples": samples, "windows": batches.num_windows})
+        about = {"samples": samples, "windows": batches.num_windows, "kind": batches.kind}
+        saver.save(step, {"config": to_dict(self._run.config), **about})
 
 
 def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int, best: Best | None = None) -> Saver:

@@ -30,7 +30,14 @@ from zerocli.config.options import RunOptions
 from zerocli.console import say, show, show_if_unfit, show_json
 from zerocli.data.batches import Batches
 from zerocli.data.held_out import describe, open_held_out, split_share
-from zerocli.data.sources import check_data, epochs_line, open_batches, refuse_without_positions, with_epochs
+from zerocli.data.sources import (
+    check_data,
+    epochs_line,
+    open_batches,
+    refuse_without_positions,
+    with_epochs,
+    with_packing,
+)
 from zerocli.engine.api import open_process_group
 from zerocli.engine.build import DoesNotFit
 from zerocli.engine.engine import Engine
@@ -156,6 +163,7 @@ def open_run(config: Config, options: RunOptions, observer: Observer, watchdog: 
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     config = resolve(config, world)
+    config, packing = with_packing(config)
     with STARTUP.by_itself("opening the data"):
         batches = open_batches(config, check=rank == 0)
     config = with_whole_steps(with_epochs(config, batches, world))
@@ -186,7 +194,7 @@ def open_run(config: Config, options: RunOptions, observer: Observer, watchdog: 
     if rank == 0:
         if config.train.steps != planned:
             say(f"note: {config.train.steps} steps, as earlier ones had another batch; the schedule is of {planned}")
-        for line in (*batches.lines, epochs_line(config, batches, world)):
+        for line in (*batches.lines, *([packing] if packing else []), epochs_line(config, batches, world)):
             say(line)
     with STARTUP.by_itself("writing the run folder"):
         if rank == 0:
@@ -337,8 +345,7 @@ def summarise(run: Run, checked: dict[str, Any] | None, observer: Observer) -> N
     held = report.gather_memory(run.engine)
     if run.rank == 0 and not observer.reports:
         summary = report.summary(run.config, run.options, run.engine, run.lines, held, checked, observer.written)
-        summary["evaluation"] = run.between.evaluations.summary()
-        summary["cut"] = [line for line in run.batches.lines if "longer than that" in line]
+        summary |= {"evaluation": run.between.evaluations.summary(), "notes": run.batches.notes}
         say(report.closing(summary))
         if run.options.json:
             show_json(summary)

@@ -278,10 +278,10 @@ def closing(summary: dict[str, Any]) -> str:
     )
     others = [f"{tier} {format_bytes(n)}" for tier, n in summary["peak"].items() if n and tier != "hbm"]
     tail = [f"on other tiers: {', '.join(others)}"] if others else []
+    tail += summary.get("notes", [])
     tail.append(f"\nmetrics: {summary['run_dir']}/metrics.jsonl")
     if summary["check"] is not None:
         tail.append(check_line(summary["check"]))
-    tail += summary.get("cut", [])
     if summary["checkpoint"]:
         tail.append(f"checkpoint: {summary['checkpoint']}")
     return "\n".join([head, *rows, *tail, *(f"try: {command}" for command in summary["commands"])])
