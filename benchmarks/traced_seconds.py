@@ -24,12 +24,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from seconds import machine_here  # noqa: E402
+from zerocli.plan.models.trace import kinds_of_step, trace  # noqa: E402
 
 import zerocli  # noqa: E402
 from zerocli.garbage import long_lived  # noqa: E402
 from zerocli.plan.blocks import hugging  # noqa: E402
 from zerocli.plan.models import resolve  # noqa: E402
-from zerocli.plan.models.trace import kinds_of_step, trace  # noqa: E402
 from zerocli.plan.search.candidates import weigh  # noqa: E402
 from zerocli.plan.setup import Setup  # noqa: E402
 

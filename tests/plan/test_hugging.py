@@ -260,8 +260,9 @@ def test_a_model_that_cannot_be_traced_is_counted(tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize("most", range(288, 294))
 def test_a_trace_that_is_too_long_ends_with_an_error_wherever_it_is(most, monkeypatch):
     """From inside some operations an exception would end the process: here every other number of operations did."""
-    from zerocli.plan.models.resolve import loss
     from zerocli.plan.models.trace import trace
+
+    from zerocli.plan.models.resolve import loss
 
     monkeypatch.setattr("zerocli.plan.models.trace.MAX_OPERATIONS", most)
     config = hugging.read_config(hugging.ConfigFile(CONFIGS["mamba"], {}, "config.json"))
@@ -279,8 +280,9 @@ def test_sizes_that_no_model_has_are_refused():
 @pytest.mark.parametrize("name", some(["gemma2", "deepseek_v3", "t5", "vit"], ("vit",)))
 def test_a_shallow_trace_gives_the_bytes_of_the_whole_model(name, recompute):
     from zerocli.plan.models.depth import KEPT, ROUNDED
-    from zerocli.plan.models.resolve import loss
     from zerocli.plan.models.trace import trace
+
+    from zerocli.plan.models.resolve import loss
 
     deep = {key: 9 for key in ("num_hidden_layers", "num_layers") if key in CONFIGS[name]}
     config = hugging.read_config(hugging.ConfigFile(CONFIGS[name] | deep, {}, "config.json"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from zerocli.plan.models.trace import trace
 
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
@@ -26,7 +27,6 @@ from zerocli.plan.memory import tape
 from zerocli.plan.memory.build import plan_model
 from zerocli.plan.memory.decoder import Batch, Decoder
 from zerocli.plan.memory.ledger import Ledger, Storage
-from zerocli.plan.models.trace import trace
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 

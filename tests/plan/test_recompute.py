@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from zerocli.plan.models.trace import step_bytes, trace
 
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
@@ -25,7 +26,6 @@ from zerocli.plan.memory.build import plan_model
 from zerocli.plan.models import formula
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.formula import Formula
-from zerocli.plan.models.trace import step_bytes, trace
 from zerocli.plan.models.traced import TRACED, Traced
 from zerocli.plan.search import recompute
 from zerocli.plan.search.auto import choose

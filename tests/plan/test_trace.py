@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from zerocli.plan.models.trace import run, trace
 
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
@@ -23,7 +24,6 @@ from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.measure import LiveBytes
 from zerocli.plan.memory.flats import plan_flats
 from zerocli.plan.memory.step import Replay
-from zerocli.plan.models.trace import run, trace
 from zerocli.plan.setup import Setup
 
 MODEL = ModelConfig(layers=4, hidden=128, heads=4, vocab=3000)

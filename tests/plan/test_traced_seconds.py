@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from zerocli.plan.models.trace import trace
 
 from zerocli.config import ModelConfig
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE
@@ -19,7 +20,6 @@ from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.operations import BALANCE, HOST_OPERATION, Operations
-from zerocli.plan.models.trace import trace
 from zerocli.plan.models.traced import LOOKED_AT, REPEATED
 from zerocli.plan.search.auto import choose
 from zerocli.plan.search.candidates import weigh

@@ -56,10 +56,12 @@ class Part:
     backward: tuple[Event, ...] = ()
     input: Place | None = None
     output: Place | None = None
+    arguments: tuple[Place, ...] = ()
+    """The other tensors of its call, which a recomputed block holds until its backward."""
+    shared: frozenset[int] = frozenset()
+    """Storages that blocks far behind use too: they stay to the end of the pass."""
     gradient: Place | None = None
     """The gradient of the input, at the end of backward; None if it has none."""
-    trains: bool = False
-    """Whether the output has a gradient."""
     computed: Counts = Counts()
     computed_back: Counts = Counts()
     repeated: Counts = Counts()
@@ -106,6 +108,8 @@ class Program:
     """The different ones; the first comes before the blocks, the last after them."""
     blocks: tuple[tuple[int, int, int], ...]
     """Of each call of a block: its unit, its part, and the part between it and the next block."""
+    repeated: int
+    """Blocks that the engine counts; others are called if some have no part in the loss, or are called again."""
 
     def calls(self) -> Iterator[tuple[Part, bool]]:
         """Yield the parts of a micro-step in order, each with whether it is a block."""
@@ -144,6 +148,8 @@ class Program:
         known: dict[Unit, int] = {}
         order = [known.setdefault(unit, len(known)) for unit in self.units]
         found = dataclasses.asdict(dataclasses.replace(self, units=()))
+        for part in found["parts"]:
+            part["shared"] = sorted(part["shared"])
         return found | {"units": [dataclasses.asdict(unit) for unit in known], "order": order}
 
     @staticmethod
@@ -163,7 +169,7 @@ class Program:
 
 
 def _part(values: Mapping[str, Any]) -> Part:
-    places = {name: values[name] and tuple(values[name]) for name in ("input", "output", "gradient")}
-    counts = {name: Counts(**values[name]) for name in ("computed", "computed_back", "repeated", "cheap")}
-    events = {name: tuple(tuple(each) for each in values[name]) for name in ("forward", "backward")}
-    return Part(**events, **places, **counts, trains=values["trains"])
+    made: dict[str, Any] = {name: values[name] and tuple(values[name]) for name in ("input", "output", "gradient")}
+    made |= {name: Counts(**values[name]) for name in ("computed", "computed_back", "repeated", "cheap")}
+    made |= {name: tuple(tuple(each) for each in values[name]) for name in ("forward", "backward", "arguments")}
+    return Part(**made, shared=frozenset(values["shared"]))

@@ -16,7 +16,6 @@ from zerocli.layout.buffers import (
     bucket_limit,
     chunk_runs,
     growing_slots,
-    persistent,
     update_scratch,
     update_temporaries,
 )
@@ -27,10 +26,9 @@ from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory import saves
 from zerocli.plan.memory.body import Described
 from zerocli.plan.memory.flats import Flats, arenas, fullest_flats, pages, swap
-from zerocli.plan.memory.ledger import Peak
 from zerocli.plan.memory.loading import host_nbytes
 from zerocli.plan.memory.of_shape import of_shape
-from zerocli.plan.memory.runtime import DISK_THREADS, LAST_PAGES, SENTENCES, constant, process_nbytes, usual_fragments
+from zerocli.plan.memory.runtime import DISK_THREADS, LAST_PAGES, SENTENCES, constant, process_nbytes
 from zerocli.plan.memory.step import ROUNDING, Peaks, Replay
 from zerocli.plan.rows import Plan, Row
 from zerocli.plan.setup import Setup

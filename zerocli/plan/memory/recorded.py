@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 from zerocli.plan.blocks.program import ALLOCATE, ENTER, FIRST, FREE, GRADIENT, OWN, SAVE, Part, Place, Program
 from zerocli.plan.blocks.shape import Unit
@@ -58,7 +58,7 @@ class OfProgram(Described):
         return {"activations": f"what the operations of {tokens} keep and use, as traced{again}"}
 
 
-def _repeats(kinds: list[tuple[int, int]], period: int) -> bool:
+def _repeats(kinds: Sequence[Hashable], period: int) -> bool:
     """Whether all kinds but those of the first and last blocks are those `period` blocks before them."""
     inner = kinds[1:-1]
     return all(one == other for one, other in zip(inner, inner[period:], strict=False))
@@ -73,6 +73,9 @@ class _ProgramBody(Body):
         """What Python holds, by the part that made it; parts are numbered as they are replayed."""
         self._back: dict[int, Held] = defaultdict(dict)
         """What the backward of each part has made."""
+        self._arguments: dict[int, list[Storage | None]] = {}
+        """What the checkpoint of each recomputed block holds."""
+        self._shared: list[Storage] = []
         self._num_parts = 0
         self._numbers: dict[int, int] = {}
         """The number of each block's part."""
@@ -85,7 +88,10 @@ class _ProgramBody(Body):
     def block(self, tape: Tape, x: Tensor, block: int) -> Tensor:
         unit, part, _ = self._program.blocks[block]
         if tape.last_save is None:
-            self._numbers[block] = self._next()
+            number = self._numbers[block] = self._next()
+            if not tape.keep:
+                others = self._program.parts[part].arguments
+                self._arguments[number] = [self._made_by(self._live, number, back).get(at) for back, at in others]
         return self._run(tape, self._program.parts[part], x, self._numbers[block], unit)
 
     def between(self, tape: Tape, x: Tensor, block: int) -> Tensor:
@@ -100,9 +106,7 @@ class _ProgramBody(Body):
         self._num_parts += 1
         return self._num_parts - 1
 
-    def _run(
-        self, tape: Tape, part: Part, x: Tensor, number: int, unit: int = 0, enter: Enter | None = None
-    ) -> Tensor:
+    def _run(self, tape: Tape, part: Part, x: Tensor, number: int, unit: int = 0, enter: Enter | None = None) -> Tensor:
         """Replay a part's forward. On a tape that keeps nothing, what it saves is not held; a recomputation ends with
         the last save, and holds nothing else.
         """
@@ -114,6 +118,8 @@ class _ProgramBody(Body):
                 break
             if event == ALLOCATE:
                 live[one] = tape.product(two) if flag else tape.new(two)
+                if one in part.shared and not again:
+                    self._shared.append(live[one])
             elif event == SAVE:
                 left -= 1
                 tape.num_saved += not again
@@ -168,6 +174,7 @@ class _ProgramBody(Body):
                     tape.hand_over(unit if more == OWN else more, grad)
         saved.clear()
         self._live.pop(number, None)
+        self._arguments.pop(number, None)
         if before is None:
             return []
         found = self._made_by(self._back, number, part.gradient[0]).get(part.gradient[1]) if part.gradient else None

@@ -12,8 +12,8 @@ from zerocli.layout.buffers import Spec
 from zerocli.layout.flats import FlatSpec
 from zerocli.layout.shards import Entry
 from zerocli.plan.memory.arena import COMPUTE
-from zerocli.plan.memory.checkpoints import Checkpoints
 from zerocli.plan.memory.body import NO_UNIT, Body, Described
+from zerocli.plan.memory.checkpoints import Checkpoints
 from zerocli.plan.memory.flats import Flats
 from zerocli.plan.memory.initialisation import Initialisation
 from zerocli.plan.memory.ledger import Peak, Storage
@@ -325,9 +325,7 @@ class Replay(Initialisation):
         self._mark(tape, out, f"backward of block {block + 1}")
         return body.between(tape, out, block)
 
-    def _mark(
-        self, tape: Tape, x: Tensor, moment: str, done: int = NO_UNIT, before: int = 0, skipped: int = 0
-    ) -> None:
+    def _mark(self, tape: Tape, x: Tensor, moment: str, done: int = NO_UNIT, before: int = 0, skipped: int = 0) -> None:
         """Record the moment in backward when the gradient of `x` exists; the unit `done` is then reduced and freed, and
         the unit `before` it gathered.
 

@@ -1,18 +1,19 @@
 """Trace a model on tensors without memory: what each of its blocks allocates, saves and computes.
 
-The model runs on torch's fake tensors, without an engine: forward once with nothing saved, which tells when Python drops
-each tensor, and once with its backward, which tells when autograd does. Of equal blocks three run: the first, one
+The model runs on torch's fake tensors, without an engine: forward once with nothing saved, which tells when Python
+drops each tensor, and once with its backward, which tells when autograd does. Of equal blocks three run: the first, one
 between others, and the last. The operations are those of a CPU, with the chunk sizes of the device that is planned.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,7 @@ def record(name: str, make: Callable[[], nn.Module], setup: Setup, loss: Loss | 
     full = [places[block] for block, _ in blocks]
     if any(number > KEPT for number in Counter(kinds).values()):
         model = shallow(model)
-    with _ranks(setup) as mesh, chunks_of(setup.device), _values_unknown():
+    with _ranks(setup) as mesh, chunks_of(setup.device), _values_unknown(), _quiet():
         if mesh is not None:
             axis = TensorParallel(mesh, torch.device("cpu"))
             axis.trust()
@@ -83,7 +84,7 @@ def record(name: str, make: Callable[[], nn.Module], setup: Setup, loss: Loss | 
         trace = _Trace(model, setup, loss or _loss, places)
         dropped, kept = trace.run(backward=False), trace.run(backward=True)
     parts, order = _assemble(dropped, kept, trace, kinds, full)
-    return Program(name, units, buffers, tuple(parts), tuple(order))
+    return Program(name, units, buffers, tuple(parts), tuple(order), len(blocks))
 
 
 def units_of(
@@ -178,8 +179,9 @@ class _Run:
         self.work_back: defaultdict[int, Counts] = defaultdict(Counts)
         self.inputs: dict[int, Place | None] = {}
         self.outputs: dict[int, Place | None] = {}
+        self.arguments: dict[int, tuple[Place, ...]] = {}
+        self.shared: defaultdict[int, set[int]] = defaultdict(set)
         self.gradients: dict[int, Place | None] = {}
-        self.trains: dict[int, bool] = {}
         self.called: list[str] = []
         """The names of the blocks, in the order of their calls."""
 
@@ -227,7 +229,7 @@ class _Trace(TorchDispatchMode):
                 value = self._loss(self._model, self._setup)
             if backward:
                 self._back, self._events = True, self._run.backward
-                value.backward()  # type: ignore[no-untyped-call]
+                value.backward()
             self._noting = False
             del value
         return self._run
@@ -299,8 +301,18 @@ class _Trace(TorchDispatchMode):
 
     def _saved(self, tensor: torch.Tensor) -> None:
         self._saves[self._part] += 1
-        place = self._place_of(tensor, self._part)
+        place = self._used(tensor)
         self._note((SAVE, *(place or (0, -1)), 0))  # one that no part has counts too: recomputation stops at the last
+
+    def _used(self, tensor: torch.Tensor) -> Place | None:
+        """Return the place of a tensor that the current part uses; None if no part near it made the tensor."""
+        place = self._place_of(tensor, self._part)
+        if place is None or place[0] in (0, 1, 2, FIRST):
+            return place
+        owner = self._owners[tensor.untyped_storage()._cdata]
+        assert owner is not None
+        self._run.shared[owner[0]].add(owner[1])
+        return None
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -314,6 +326,9 @@ class _Trace(TorchDispatchMode):
         x = _main((args, kwargs))
         self._run.inputs[part] = self._place_of(x, part)
         self._run.outputs[part - 1] = self._place_of(x, part - 1)
+        others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each is not x]
+        places = (self._used(each) for each in others)
+        self._run.arguments[part] = tuple(place for place in places if place is not None)
         if x is not None and x.requires_grad:
             x.register_hook(self._reached(part - 1, part))
 
@@ -323,7 +338,6 @@ class _Trace(TorchDispatchMode):
             return
         part, out = self._part, _main(output)
         self._run.outputs[part] = self._place_of(out, part)
-        self._run.trains[part] = out is not None and out.requires_grad
         if out is not None and out.requires_grad:
             out.register_hook(self._reached(part, part + 1))
         self._part = part + 1
@@ -388,7 +402,7 @@ def _main(values: Any) -> torch.Tensor | None:
     """Return the tensor that goes from block to block: the first that has a gradient, or else the first of numbers."""
     floats = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and each.is_floating_point()]
     trained = [each for each in floats if each.requires_grad]
-    return (trained or floats or [None])[0]
+    return next(iter(trained or floats), None)
 
 
 def _never(packed: Any) -> torch.Tensor:
@@ -442,15 +456,26 @@ def _values_unknown() -> Iterator[None]:
 
     There is no other way: torch has no hook for that.
     """
-    own, before = "__bool__" in vars(FakeTensor), vars(FakeTensor).get("__bool__")
-    FakeTensor.__bool__ = lambda tensor: False  # type: ignore[method-assign]
+    own, before, owner = "__bool__" in vars(FakeTensor), vars(FakeTensor).get("__bool__"), cast(Any, FakeTensor)
+    owner.__bool__ = lambda tensor: False
     try:
         yield
     finally:
         if own:
-            FakeTensor.__bool__ = before  # type: ignore[method-assign]
+            owner.__bool__ = before
         else:
-            del FakeTensor.__bool__
+            del owner.__bool__
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """While the body runs, torch does not log the operations that fail on fake tensors: they are reported as errors."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 # -- the whole model ---------------------------------------------------------------------------------------------------
@@ -459,14 +484,13 @@ def _values_unknown() -> Iterator[None]:
 def _assemble(
     dropped: _Run, kept: _Run, trace: _Trace, kinds: list[Any], units: list[int]
 ) -> tuple[list[Part], list[tuple[int, int, int]]]:
-    """Return the different parts, and of each call of a block in the whole model its unit, its part and the next one."""
+    """Return the different parts, and of each block of the whole model its unit, its part and what comes after it."""
     if _allocated(dropped) != _allocated(kept):
         raise RuntimeError("two runs of its forward allocate differently")
     last = 2 * len(kept.called)
     parts = [_part(dropped, kept, number) for number in range(last + 1)]
-    parts.append(parts.pop() if last else Part(trains=parts[0].trains))
-    if not last:
-        return parts, []
+    if not last:  # no block: the first part has all, and nothing comes after it
+        return [*parts, Part()], []
     if kept.called == list(trace.kinds) and len(kept.called) == len(kinds):
         return parts, [(unit, 2 * call + 1, 2 * call + 2) for call, unit in enumerate(units)]
     traced: defaultdict[Any, list[int]] = defaultdict(list)
@@ -478,6 +502,8 @@ def _assemble(
     for kind, unit in zip(kinds, units, strict=True):
         calls, at = traced[kind], seen[kind]
         seen[kind] += 1
+        if not calls:  # it has no part in this loss, as images have none in that of a text
+            continue
         if len(calls) != min(KEPT, number[kind]):
             raise RuntimeError("its blocks are not called once each, in the order in which it has them")
         call = calls[at] if number[kind] <= KEPT or at == 0 else calls[-1] if at == number[kind] - 1 else calls[1]
@@ -498,8 +524,9 @@ def _part(dropped: _Run, kept: _Run, number: int) -> Part:
         backward=tuple(kept.backward[number]),
         input=kept.inputs.get(number),
         output=kept.outputs.get(number),
+        arguments=kept.arguments.get(number, ()),
+        shared=frozenset(dropped.shared[number] | kept.shared[number]),
         gradient=kept.gradients.get(number),
-        trains=kept.trains.get(number, False),
         computed=sum((counts for _, _, counts in work), Counts()),
         computed_back=kept.work_back[number],
         repeated=sum((counts for _, counts in again), Counts()),
