@@ -14,6 +14,8 @@ from typing import Any
 
 from zerocli.plan.blocks.shape import Parameter, Unit
 
+FORMAT = 1
+"""Changes with what a program consists of, or with how it is traced."""
 ALLOCATE, FREE, SAVE, GRADIENT, ENTER = "allocate", "free", "save", "gradient", "enter"
 Event = tuple[str, int, int, int]
 """One of
@@ -42,10 +44,15 @@ class Counts:
     calls: float = 0.0
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+        return Counts(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.moved + other.moved,
+            self.calls + other.calls,
+        )
 
     def times(self, number: float) -> Counts:
-        return Counts(*(each * number for each in dataclasses.astuple(self)))
+        return Counts(self.products * number, self.attention * number, self.moved * number, self.calls * number)
 
 
 @dataclass(frozen=True)
