@@ -26,9 +26,10 @@ Event = tuple[str, int, int, int]
 (ENTER, unit, 0, 0), the call of a unit that is not recomputed as a block.
 
 A storage has a number in the part that allocated it. `parts back` is how far that part is behind this one in forward's
-order: 0 for its own, negative for one whose backward comes earlier, and `FIRST` for the first part of all.
+order: 0 for its own, negative for one whose backward comes earlier, and `FIRST` or `LAST` for the ends of all.
 """
 FIRST = 1 << 20
+LAST = -FIRST
 OWN = -1
 Place = tuple[int, int]
 """(parts back, storage)."""

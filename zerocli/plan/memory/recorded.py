@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
-from zerocli.plan.blocks.program import ALLOCATE, ENTER, FIRST, FREE, GRADIENT, OWN, SAVE, Part, Place, Program
+from zerocli.plan.blocks.program import ALLOCATE, ENTER, FIRST, FREE, GRADIENT, LAST, OWN, SAVE, Part, Place, Program
 from zerocli.plan.blocks.shape import Unit
 from zerocli.plan.memory.body import Body, Described, Enter, Mark
 from zerocli.plan.memory.ledger import Ledger, Storage
@@ -144,7 +144,7 @@ class _ProgramBody(Body):
 
     def _made_by(self, held: dict[int, Held], number: int, back: int) -> Held:
         """Return what the part so far back holds; nothing of one that was not replayed."""
-        return held.get(0 if back == FIRST else number - back, {})
+        return held.get({FIRST: 0, LAST: self._num_parts - 1}.get(back, number - back), {})
 
     def _backward(
         self,
@@ -169,9 +169,11 @@ class _ProgramBody(Body):
                 self._made_by(self._back, number, one).pop(two, None)
                 self._made_by(self._live, number, one).pop(two, None)
             elif event == GRADIENT:
-                grad = self._made_by(self._back, number, one).pop(two, None)
+                grad = self._made_by(self._back, number, one).pop(two, None) or saved.pop((one, two), None)
                 if grad is not None:
                     tape.hand_over(unit if more == OWN else more, grad)
+        # What the part made and nothing has freed goes on, as a gradient that forward computed already.
+        made.update({at: storage for (back, at), storage in saved.items() if back == 0})
         saved.clear()
         self._live.pop(number, None)
         self._arguments.pop(number, None)

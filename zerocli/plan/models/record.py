@@ -40,6 +40,7 @@ from zerocli.plan.blocks.program import (
     FIRST,
     FREE,
     GRADIENT,
+    LAST,
     OWN,
     SAVE,
     Counts,
@@ -58,18 +59,17 @@ KEPT = 3
 NEAR = 4
 """Parts that lie so far apart at most refer to each other's storages; what a part further away frees stays to the end
 of the pass."""
-MAX_OPERATIONS = 50_000
+MAX_OPERATIONS = 15_000
 """A model with more operations in forward is not traced: a loop over tokens takes minutes on fake tensors."""
 Loss = Callable[[nn.Module, Setup], torch.Tensor]
 
 
-def record(name: str, make: Callable[[], nn.Module], setup: Setup, loss: Loss | None = None) -> Program:
-    """Trace the model that `make()` builds on the meta device, with the setup's batch, precision and device.
+def record(name: str, model: nn.Module, setup: Setup, loss: Loss | None = None) -> Program:
+    """Trace a model on the meta device, which is used up, with the setup's batch, precision and device.
 
     `loss(model, setup)` runs it on a batch; by default `model(tokens, targets)` gives the loss. ValueError for a model
     that this tensor-parallel degree does not split; else whatever the model raises on tensors without values.
     """
-    model = make()
     units, places, buffers = units_of(model, setup.tp, PRECISIONS[setup.precision].compute)
     blocks = _blocks(model)
     kinds = [_kind(*block) for block in blocks]
@@ -292,6 +292,8 @@ class _Trace(TorchDispatchMode):
         back = (self._part if part is None else part) - owner[0]
         if owner[0] == 0 and back:
             return FIRST, owner[1]
+        if self._back and back and owner[0] == 2 * (self._call + 1):
+            return LAST, owner[1]
         return (back, owner[1]) if abs(back) <= NEAR else None
 
     def _place_of(self, tensor: torch.Tensor | None, part: int) -> Place | None:
@@ -491,12 +493,13 @@ def _assemble(
     parts = [_part(dropped, kept, number) for number in range(last + 1)]
     if not last:  # no block: the first part has all, and nothing comes after it
         return [*parts, Part()], []
-    if kept.called == list(trace.kinds) and len(kept.called) == len(kinds):
-        return parts, [(unit, 2 * call + 1, 2 * call + 2) for call, unit in enumerate(units)]
+    number = Counter(kinds)
+    if max(number.values()) <= KEPT:  # all of them ran, in whatever order
+        place = dict(zip(trace.kinds, units, strict=True))
+        return parts, [(place[name], 2 * call + 1, 2 * call + 2) for call, name in enumerate(kept.called)]
     traced: defaultdict[Any, list[int]] = defaultdict(list)
     for call, name in enumerate(kept.called):
         traced[trace.kinds[name]].append(call)
-    number = Counter(kinds)
     seen: Counter[Any] = Counter()
     order = []
     for kind, unit in zip(kinds, units, strict=True):

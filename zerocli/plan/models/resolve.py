@@ -124,10 +124,9 @@ class Traces:
             "longest": hugging.max_positions(config),
             "has_images": config.get_text_config() is not config,
         }
-        del model
         try:
             with hugging.offline():
-                return Found(**known, program=record(self._name, lambda: hugging.build(config), setup, loss))
+                return Found(**known, program=record(self._name, model, setup, loss))
         except Exception as error:  # whatever the model's own code raises on tensors without values
             return Found(**known, problem=hugging.first_line(error)[:200])
 

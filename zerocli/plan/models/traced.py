@@ -172,7 +172,7 @@ def trace(
 
     def describe(setup: Setup) -> Program:
         try:
-            return record(name, make, setup, loss)
+            return record(name, make(), setup, loss)
         except UserError:
             raise
         except ValueError as error:
