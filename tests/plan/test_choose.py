@@ -22,6 +22,7 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute, read_recompute
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.memory.build import plan_model
+from zerocli.plan.memory.of_shape import of_shape
 from zerocli.plan.memory.quick import QuickPlans
 from zerocli.plan.memory.step import Replay
 from zerocli.plan.models.formula import Formula

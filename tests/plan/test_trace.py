@@ -51,7 +51,7 @@ FORMULAS: list[tuple[dict, dict]] = [
 
 @pytest.mark.parametrize(("changes", "setup"), FORMULAS)
 def test_a_formula_and_a_trace_give_the_same_plan(changes, setup):
-    """In fp32 on a CPU, where a trace runs the operations that a formula knows: but for scalars and lists of ids, equal."""
+    """In fp32 on a CPU a trace runs the operations that a formula knows: they differ by scalars and lists of ids."""
     model = dataclasses.replace(MODEL, **changes)
     asked = Setup(**({"batch": 4, "seq": 128, "device": "cpu", "precision": "fp32"} | setup))
     formula = plan_model(shape_of(model, 128), asked)

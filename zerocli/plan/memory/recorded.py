@@ -100,7 +100,10 @@ class _ProgramBody(Body):
         return self._run(tape, self._program.parts[self._program.blocks[block][2]], x, self._next())
 
     def end(self, tape: Tape, x: Tensor, enter: Enter, mark: Mark) -> Tensor:
-        return self._run(tape, self._program.parts[-1], x, self._next(), enter=enter)
+        part = self._program.parts[-1]
+        for unit in {event[1] for event in part.forward if event[0] == ENTER}:  # a head of its own
+            mark(x, "end of backward of the head", unit)
+        return self._run(tape, part, x, self._next(), enter=enter)
 
     def _next(self) -> int:
         self._num_parts += 1
