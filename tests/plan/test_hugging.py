@@ -296,7 +296,8 @@ def test_a_traced_model_takes_what_the_engine_takes(name):
             engine = Engine(hugging.build(config), Settings(**given, precision="fp32", clip=1.0, device="cpu"))
             live.reset_peak()
             for _ in range(2):
-                engine.backward(loss(engine, asked))
+                batch = hugging.batch_of(engine.model, asked.batch, asked.seq)
+                engine.backward(hugging.loss_of(engine(**batch)))
                 engine.step()
         engine.close()
         planned = traced.plan(dataclasses.replace(asked, **given)).allocated
