@@ -29,7 +29,7 @@ import zerocli  # noqa: E402
 from zerocli.garbage import long_lived  # noqa: E402
 from zerocli.plan.blocks import hugging  # noqa: E402
 from zerocli.plan.models import resolve  # noqa: E402
-from zerocli.plan.models.trace import kinds_of_step, trace  # noqa: E402
+from zerocli.plan.models.traced import trace  # noqa: E402
 from zerocli.plan.search.candidates import weigh  # noqa: E402
 from zerocli.plan.setup import Setup  # noqa: E402
 
@@ -108,8 +108,7 @@ def main(number: int, seed: int, steps: int, warmup: int, limit: float, path: st
             )  # fmt: skip
             config = hugging.read_config(hugging.ConfigFile(written, {}, "drawn"))
             with hugging.offline():
-                ways = kinds_of_step(setup, (3,))
-                traced = trace("drawn", functools.partial(hugging.build, config), ways, resolve.loss, whole=False)
+                traced = trace("drawn", functools.partial(hugging.build, config), setup, resolve.loss)
             planned = weigh(traced, setup, hardware).estimate
             assert planned is not None
             took = measure(config, setup, steps, warmup)

@@ -11,6 +11,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from offload.placement import ACTIVATIONS, Placement, Share
 from zerocli.cli import main as cli
@@ -21,10 +22,11 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute, read_recompute
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.memory.build import plan_model
+from zerocli.plan.memory.of_shape import of_shape
 from zerocli.plan.memory.quick import QuickPlans
 from zerocli.plan.memory.step import Replay
 from zerocli.plan.models.formula import Formula
-from zerocli.plan.models.traced import Traced
+from zerocli.plan.models.traced import trace
 from zerocli.plan.search.auto import COMPILING, HOST_MARGIN, Choice, _Search, choose, with_margins
 from zerocli.plan.search.automatic import choose_setup, flags, keywords, may_compile, with_choice
 from zerocli.plan.search.candidates import weigh
@@ -346,10 +348,15 @@ def test_a_global_batch_that_the_ranks_do_not_divide_is_refused(capsys):
         assert "--set train.global_batch=96" in err
 
 
-def test_the_batch_of_a_trace_is_kept(monkeypatch):
-    """Its bytes and times are those of the batch that was traced."""
+def small() -> Any:
+    with torch.device("meta"):
+        return torch.nn.Sequential(torch.nn.Linear(2, 2))
+
+
+def test_the_batch_of_an_example_is_kept(monkeypatch):
+    """Its bytes and times are those of the batch that the example makes."""
     monkeypatch.setattr("zerocli.plan.search.automatic.choose", lambda *given: given[5])
-    traced = Traced("some", (), 0, {}, {}, {}, 0)
+    traced = trace("some", small, setup(batch=4, accumulate=4), lambda model, _: model(torch.ones(2, 2)).sum(), False)
     assert choose_setup(traced, setup(batch=4, accumulate=4), ONE, FREE, global_batch=16) == [4]
 
 
@@ -411,7 +418,7 @@ def test_a_choice_needs_few_exact_plans_and_few_replays(monkeypatch):
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
 def test_rough_plans_are_near_exact_ones(stage):
     """Beside fragmentation, which they do not know."""
-    shape, device = shape_of(LARGE, 1024), QuickPlans(shape_of(LARGE, 1024))
+    shape, device = shape_of(LARGE, 1024), QuickPlans(of_shape(shape_of(LARGE, 1024)))
     states = ["", "optimizer=cpu", "optimizer=hbm:2GiB+cpu", "activations=cpu"]
     states += ["optimizer=cpu,grads=cpu", "optimizer=cpu,grads=hbm:1GiB+cpu"] if stage > 1 else []
     states += ["cpu", "optimizer=cpu,grads=cpu,params=hbm:1GiB+cpu"] if stage > 2 else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from hf_drawn import draw
 
 from zerocli.cli import main as cli
 from zerocli.errors import ConfigError, UserError
+from zerocli.layout.recompute import Recompute
 from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.families import FAMILIES, read_shape
 from zerocli.plan.blocks.fields import NoFormula
@@ -251,7 +253,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path, capsys):
 
 def test_a_model_that_cannot_be_traced_is_counted(tmp_path, capsys, monkeypatch):
     """Mamba without its kernels loops over tokens: too many operations for fake tensors."""
-    monkeypatch.setattr("zerocli.plan.models.trace.MAX_OPERATIONS", 100)
+    monkeypatch.setattr("zerocli.plan.models.record.MAX_OPERATIONS", 100)
     code, answer, _ = fit(CONFIGS["mamba"], tmp_path, capsys, "--seq", "16")
     assert code == 0 and answer["model"]["parameters"] == count(CONFIGS["mamba"]) and not answer["model"]["whole"]
     assert any("activations are not counted" in note for note in answer["notes"])
@@ -260,13 +262,13 @@ def test_a_model_that_cannot_be_traced_is_counted(tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize("most", range(288, 294))
 def test_a_trace_that_is_too_long_ends_with_an_error_wherever_it_is(most, monkeypatch):
     """From inside some operations an exception would end the process: here every other number of operations did."""
+    from zerocli.plan.models.record import record
     from zerocli.plan.models.resolve import loss
-    from zerocli.plan.models.trace import trace
 
-    monkeypatch.setattr("zerocli.plan.models.trace.MAX_OPERATIONS", most)
+    monkeypatch.setattr("zerocli.plan.models.record.MAX_OPERATIONS", most)
     config = hugging.read_config(hugging.ConfigFile(CONFIGS["mamba"], {}, "config.json"))
-    with pytest.raises(UserError, match=f"more than {most} operations"):
-        trace("mamba", lambda: hugging.build(config), [Setup(ranks=2, stage=3, batch=2, seq=16)], loss, whole=False)
+    with pytest.raises(RuntimeError, match=f"more than {most} operations"):
+        record("mamba", hugging.build(config), Setup(ranks=2, stage=3, batch=2, seq=16), loss)
 
 
 def test_sizes_that_no_model_has_are_refused():
@@ -275,20 +277,41 @@ def test_sizes_that_no_model_has_are_refused():
         hugging.read_config(hugging.ConfigFile(values, {}, "config.json"))
 
 
-@pytest.mark.parametrize("recompute", [False, True, "selective"])
-@pytest.mark.parametrize("name", some(["gemma2", "deepseek_v3", "t5", "vit"], ("vit",)))
-def test_a_shallow_trace_gives_the_bytes_of_the_whole_model(name, recompute):
-    from zerocli.plan.models.depth import KEPT, ROUNDED
+@pytest.mark.parametrize("name", some(["gemma2", "llama", "falcon-rw", "gpt_neox", "bert", "vit"], ("llama", "bert")))
+def test_a_traced_model_takes_what_the_engine_takes(name):
+    """Of nine blocks three are traced; the engine's steps are real."""
+    from zerocli.engine.engine import Engine
+    from zerocli.engine.settings import Settings
+    from zerocli.plan.measure import LiveBytes
     from zerocli.plan.models.resolve import loss
-    from zerocli.plan.models.trace import trace
+    from zerocli.plan.models.traced import trace
 
-    deep = {key: 9 for key in ("num_hidden_layers", "num_layers") if key in CONFIGS[name]}
+    deep = {key: 9 for key in ("num_hidden_layers", "num_layers", "n_layer") if key in CONFIGS[name]}
     config = hugging.read_config(hugging.ConfigFile(CONFIGS[name] | deep, {}, "config.json"))
-    setup = Setup(ranks=2, stage=3, batch=2, seq=64, recompute=recompute)
-    whole, shallow = (
-        sum(trace(name, lambda: hugging.build(config), [setup], loss, each).moving.values()) for each in (True, False)
-    )
-    # A bound: in an encoder-decoder with recomputation the peak's moment changes with the depth of either part. Each of
-    # the blocks that are left out may be rounded up; t5 has two stacks of them.
-    rounded = (9 - KEPT) * ROUNDED * 2
-    assert whole <= shallow <= (1.2 if name == "t5" and recompute else 1.03) * whole + rounded
+    asked = Setup(ranks=1, ranks_per_node=1, batch=3, seq=48, device="cpu", precision="fp32")
+    traced = trace(name, lambda: hugging.build(config), asked, loss)
+    for stage, recompute in ((0, False), (2, True), (3, "selective"), (3, Recompute(4, 2))):
+        given = {"stage": stage, "recompute": recompute}
+        with LiveBytes() as live:
+            engine = Engine(hugging.build(config), Settings(**given, precision="fp32", clip=1.0, device="cpu"))
+            live.reset_peak()
+            for _ in range(2):
+                batch = hugging.batch_of(engine.model, asked.batch, asked.seq)
+                engine.backward(hugging.loss_of(engine(**batch)))
+                engine.step()
+        engine.close()
+        planned = traced.plan(dataclasses.replace(asked, **given)).allocated
+        assert live.peak * 0.995 <= planned <= live.peak * 1.01, (stage, recompute)
+
+
+def test_a_trace_in_the_cache_is_as_good_as_a_new_one_and_needs_no_torch(tmp_path, capsys, monkeypatch):
+    """A file that is damaged is traced again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = [fit(CONFIGS["bert"], tmp_path, capsys, "--seq", "16")[1]["candidates"]]
+    (kept,) = (tmp_path / "cache" / "zerocli" / "traces").iterdir()
+    with monkeypatch.context() as patched:
+        patched.setattr("zerocli.plan.models.resolve.Traces._trace", lambda *given: pytest.fail("traced again"))
+        found.append(fit(CONFIGS["bert"], tmp_path, capsys, "--seq", "16")[1]["candidates"])
+    kept.write_text("{}")
+    found.append(fit(CONFIGS["bert"], tmp_path, capsys, "--seq", "16")[1]["candidates"])
+    assert found[0] == found[1] == found[2] and found[0]

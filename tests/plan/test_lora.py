@@ -26,7 +26,7 @@ from zerocli.plan.memory import tape
 from zerocli.plan.memory.build import plan_model
 from zerocli.plan.memory.decoder import Batch, Decoder
 from zerocli.plan.memory.ledger import Ledger, Storage
-from zerocli.plan.models.trace import trace
+from zerocli.plan.models.traced import trace
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 
@@ -276,7 +276,7 @@ def test_a_traced_factory_with_frozen_parameters_is_what_the_engine_takes(stage)
         with torch.device("meta"):
             return frozen_factory()
 
-    traced = trace("frozen", make, [asked])
+    traced = trace("frozen", make, asked)
     plan = traced.plan(asked)
     assert traced.trainable_numel == shape_of(SMALL, 24).adapted(parse_lora("4:q,v")).trainable_numel
     assert peak * 0.99 <= plan.allocated <= peak * 1.02, (peak, plan.allocated)

@@ -1,4 +1,4 @@
-"""Laws of `--trace`: the real engine without memory agrees with the formulas, and takes models that none knows."""
+"""Laws of `--trace`: a model without memory agrees with the formulas, and models are planned that none knows."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from zerocli.models import build
 from zerocli.models.hugging import config_json
 from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.blocks.program import Program
 from zerocli.plan.measure import LiveBytes
-from zerocli.plan.memory.flats import plan_flats
-from zerocli.plan.memory.step import Replay
-from zerocli.plan.models.trace import run, trace
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.models.record import record
+from zerocli.plan.models.traced import trace
 from zerocli.plan.setup import Setup
 
 MODEL = ModelConfig(layers=4, hidden=128, heads=4, vocab=3000)
@@ -36,47 +37,44 @@ def quiet_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("RANK", raising=False)
 
 
-SOME: list[tuple[dict, dict]] = [
+FORMULAS: list[tuple[dict, dict]] = [
+    ({}, {"stage": 0}),
     ({"tie": False}, {"stage": 3, "ranks": 1024, "recompute": True}),
-    ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "ranks": 4096}),
+    ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "ranks": 4096, "offload": "cpu"}),
+    ({"family": "llama"}, {"stage": 2, "ranks": 64, "offload": "optimizer=cpu", "recompute": True}),
     ({"family": "llama", "kv_heads": 2}, {"stage": 3, "ranks": 8, "recompute": Recompute(1, 2)}),
-    ({"tie": False}, {"stage": 3, "ranks": 1024, "tp": 4, "recompute": "selective"}),
-]
-MORE: list[tuple[dict, dict]] = [
-    ({"family": "llama"}, {"stage": 2, "ranks": 64, "precision": "bf16", "recompute": True}),
-    ({}, {"stage": 0, "ranks": 2, "tp": 2}),
-    ({}, {"stage": 0, "ranks": 1}),
-    ({"tie": False}, {"stage": 3, "ranks": 1024, "tp": 4, "recompute": True}),
-    ({"family": "llama", "kv_heads": 2}, {"stage": 3, "ranks": 8, "tp": 2}),
-    ({"vocab": 3001}, {"stage": 2, "ranks": 8, "tp": 2, "recompute": True, "partition_activations": False}),
-    ({}, {"stage": 0, "ranks": 2, "recompute": 1}),
-    ({"family": "llama"}, {"stage": 3, "ranks": 64, "recompute": 3}),
-    ({}, {"stage": 0, "ranks": 2, "recompute": "selective"}),
+    ({"tie": False, "layers": 40}, {"stage": 3, "ranks": 1024, "recompute": "selective"}),
+    ({"layers": 40}, {"stage": 1, "ranks": 2, "recompute": 7, "offload": "activations=cpu"}),
+    ({"family": "llama", "window": 64, "window_layers": "1-2"}, {"stage": 2, "ranks": 2, "accumulate": 2}),
 ]
 
 
-@pytest.mark.parametrize(("changes", "setup"), [*SOME, *(pytest.param(*each, marks=pytest.mark.long) for each in MORE)])
-def test_formula_and_trace_agree(changes, setup):
+@pytest.mark.parametrize(("changes", "setup"), FORMULAS)
+def test_a_formula_and_a_trace_give_the_same_plan(changes, setup):
+    """In fp32 on a CPU a trace runs the operations that a formula knows: they differ by scalars and lists of ids."""
     model = dataclasses.replace(MODEL, **changes)
     asked = Setup(**({"batch": 4, "seq": 128, "device": "cpu", "precision": "fp32"} | setup))
-    traced = run(build(model, 128, "meta"), asked)
-    shape = shape_of(model, 128)
-    replay = Replay(shape, asked, plan_flats(shape, asked))
-    peaks = replay.run()
-    resting = sum(storage.nbytes for storage in replay._kept if storage._category != "activations")
-    assert peaks.steady.nbytes - resting == pytest.approx(traced, rel=0.02)
+    formula = plan_model(shape_of(model, 128), asked)
+    traced = trace("traced", lambda: build(model, 128, "meta"), asked).plan(asked)
+    assert traced.allocated == pytest.approx(formula.allocated, rel=5e-4)
+    elsewhere = [{(r.category, r.tier): r.nbytes for r in plan.rows if r.tier != "hbm"} for plan in (formula, traced)]
+    assert elsewhere[0] == elsewhere[1]
 
 
-def test_units_chosen_by_hand_are_recomputed_alone():
-    asked = Setup(stage=2, ranks=4, batch=4, seq=128, precision="fp32", device="cpu")
+def test_a_program_is_read_as_it_was_written():
+    made = build(dataclasses.replace(MODEL, layers=9), 128, "meta")
+    program = record("some", made, Setup(batch=2, seq=32, precision="fp32"))
+    assert len(program.parts) == 7 and len(program.blocks) == 9  # three blocks stand for all
+    assert Program.of(json.loads(json.dumps(program.as_dict()))) == program
 
-    def traced(chosen: int) -> int:
-        decoder = build(MODEL, 128, "meta")
-        return run(decoder, asked, recompute=decoder.unit_modules()[1 : 1 + chosen] if chosen else None)
 
-    kept = 4 * 128 * 128 * 4  # one activation of a block: it keeps at least eight of those, and its input alone after
-    none, one, two = (traced(chosen) for chosen in range(3))
-    assert none - one > 8 * kept and one - two > 8 * kept
+def test_a_batch_between_two_powers_of_two_is_planned_from_theirs():
+    """Without another trace, and to the byte as one of its own: sizes are linear in the batch."""
+    asked = Setup(batch=4, seq=32, precision="fp32", device="cpu", stage=2)
+    traced = trace("some", lambda: build(MODEL, 32, "meta"), asked)
+    between = dataclasses.replace(asked, batch=6)
+    own = trace("some", lambda: build(MODEL, 32, "meta"), between)
+    assert traced.plan(between).allocated == own.plan(between).allocated > traced.plan(asked).allocated
 
 
 class Graph(nn.Module):
@@ -104,7 +102,7 @@ def test_a_model_that_no_formula_knows_is_traced(capsys):
     assert 6 * kept <= rows["activations"] <= 20 * kept
 
 
-@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.long), "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_hugging_face_config_is_traced_as_the_model_it_describes(family, capsys, tmp_path):
     """What is run has the file's own parameters, and not another's; what is not built in needs transformers."""
     model = dataclasses.replace(MODEL, family=family, kv_heads=0 if family == "gpt2" else 2)
@@ -130,7 +128,7 @@ def test_a_hugging_face_config_is_traced_as_the_model_it_describes(family, capsy
         assert code == 2 and "names none that is built in" in captured.err
 
 
-@pytest.mark.parametrize("model", ["tiny", pytest.param("test_trace:builtin", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", ["tiny", "test_trace:builtin"])
 def test_a_traced_rank_holds_its_part_of_split_layers(model, capsys):
     """Of 4 ranks two split each layer: the same states as by formula, a factory's model like a config's."""
     words = ["tiny", "--ranks", "4", "--tp", "2", "--stage", "3", "--batch", "2", "--precision", "fp32", "--json"]
@@ -143,10 +141,7 @@ def test_a_traced_rank_holds_its_part_of_split_layers(model, capsys):
             sum(row["bytes"] for row in each["rows"] if (row["tier"], row["category"]) == ("hbm", category))
             for each in (formula, traced)
         ]
-        if category == "gradients":  # by formula those that exist at the peak; a trace counts all of them
-            assert sizes[0] <= sizes[1] and sizes[1] > 0
-        else:
-            assert sizes[0] == pytest.approx(sizes[1], rel=1e-3) and sizes[0] > 0
+        assert sizes[0] == pytest.approx(sizes[1], rel=1e-3) and (sizes[0] > 0 or category == "gradients")
 
 
 def builtin() -> nn.Module:
@@ -171,7 +166,6 @@ def picky() -> nn.Module:
         (["7.5B"], "names none that is built in"),
         (["tiny", "--ranks", "6", "--tp", "3"], "tp 3 does not divide heads 4"),
         (["test_trace:Graph", "--ranks", "4", "--tp", "2"], "Graph has no tensor_parallel_plan()"),
-        (["tiny", "--ranks", "8192"], "at most 4096"),
     ],
 )
 def test_what_cannot_be_traced_is_2_and_says_why(words, said, capsys):
@@ -181,10 +175,10 @@ def test_what_cannot_be_traced_is_2_and_says_why(words, said, capsys):
 
 
 def test_a_trace_leaves_nothing_behind():
-    before = torch.Tensor.data_ptr
+    before = torch.Tensor.__bool__
     with pytest.raises(UserError):
-        run(picky(), Setup(ranks=2, batch=1, seq=4, precision="fp32"))
-    assert torch.Tensor.data_ptr is before and not torch.distributed.is_initialized()
+        trace("picky", picky, Setup(ranks=2, batch=1, seq=4, precision="fp32"))
+    assert torch.Tensor.__bool__ is before and not torch.distributed.is_initialized()
     assert bool(torch.ones(())) and torch.ones(1).data_ptr()
 
 
@@ -195,23 +189,15 @@ def _mostly_frozen() -> nn.Module:
     return decoder
 
 
-@pytest.mark.parametrize(
-    "stage,precision,offload",
-    [
-        pytest.param(0, "fp32", "", marks=pytest.mark.long),
-        (2, "bf16", ""),
-        pytest.param(3, "bf16", "cpu", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("stage,precision,offload", [(0, "fp32", ""), (2, "bf16", ""), (3, "bf16", "cpu")])
 def test_frozen_parameters_are_planned_as_frozen(stage, precision, offload):
     given = {"stage": stage, "precision": precision, "offload": offload}
     setup = Setup(ranks=1, ranks_per_node=1, batch=2, seq=32, device="cpu", **given)
-    planned = trace("frozen", _mostly_frozen, [setup]).plan(setup).allocated
+    planned = trace("frozen", _mostly_frozen, setup).plan(setup).allocated
     live = LiveBytes()
     with torch.backends.mkldnn.flags(enabled=False), live:  # its refusal of bf16 on old cores costs more than matmuls
         decoder = _mostly_frozen()
         engine = Engine(decoder, Settings(**given, clip=1.0, units=decoder.unit_modules(), device="cpu"))
-        live.reset_peak()
         for _ in range(2):
             tokens = torch.randint(MODEL.vocab, (2, 2, 32))
             engine.backward(engine(tokens[0], tokens[1]))

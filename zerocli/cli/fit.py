@@ -78,7 +78,7 @@ LOWEST_RATE, HIGHEST_RATE = 1e-9, 1e9
 )
 @click.option("--lora", metavar="RANK[:TARGETS]", help="Train adapters of this rank alone, such as 16 or 16:q,v.")
 @click.option("--explain", is_flag=True, help="Show every row with its formula.")
-@click.option("--trace", is_flag=True, help="Run the real engine on fake tensors instead of the formulas.")
+@click.option("--trace", is_flag=True, help="Run the model on tensors without memory instead of the formulas.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.option(
     "--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; also runtime.NAME, hardware.NAME."
@@ -465,11 +465,11 @@ def _model(
 ) -> Model:
     """Return what is planned; a factory's model is traced if something `chooses` by its memory and time."""
     traced = traced or (chooses and bool(source.factory))
-    if (found := plan_source(source, traced, setup, stages, notes)) is not None:
+    if (found := plan_source(source, traced, setup, notes)) is not None:
         return found
     if traced:
-        notes.append("traced: the real engine on tensors without memory, with a CPU's operations and a GPU's chunks")
-        return _trace(source, setup, stages)
+        notes.append("traced on tensors without memory, with a CPU's operations and a GPU's chunks")
+        return _trace(source, setup)
     if source.shape is not None:
         formula = Formula(source.shape, grows=source.file is None and not source.config.model.positions)
         return formula if lora is None else formula.adapted(lora)
@@ -486,8 +486,8 @@ def _model(
     return Counted(source.count)
 
 
-def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> Model:
-    """Trace the model once for each kind of step that the stages have."""
+def _trace(source: Source, setup: Setup) -> Model:
+    """Trace a model that can be built here."""
     shape = source.shape
     built_in = model_of(shape) if shape is not None else None
     if not source.factory and built_in is None:
@@ -496,7 +496,7 @@ def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> Model:
             hint="zerocli fit package.module:factory --trace, with a function that builds the model",
         )
     from zerocli.plan.blocks.factory import build_factory
-    from zerocli.plan.models.trace import kinds_of_step, trace
+    from zerocli.plan.models.traced import trace
 
     def make() -> Any:
         if built_in is None or shape is None:
@@ -505,4 +505,4 @@ def _trace(source: Source, setup: Setup, stages: tuple[int, ...]) -> Model:
 
         return build(built_in, shape.positions or setup.seq, "meta")
 
-    return trace(source.name, make, kinds_of_step(setup, stages))
+    return trace(source.name, make, setup)

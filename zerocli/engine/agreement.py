@@ -310,8 +310,8 @@ class Agreement:
             row = (MEETING, self._member.slot, _code(call), 0, engines)
             self.channel.begin(row, self._collectives, call, lambda: say, self._member.title, about)
             return engines
-        for row in self._meet(call, 0, engines, lambda: say, about):
-            engines |= row[_DETAIL]
+        for other in self._meet(call, 0, engines, lambda: say, about):
+            engines |= other[_DETAIL]
         return engines
 
     def fail_pass(self, error: BaseException) -> None:

@@ -27,7 +27,7 @@ from zerocli.layout.stage import Stage
 from zerocli.layout.stage import stage as stage_of
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
-DOCUMENTS = (".jsonl", ".ndjson", ".json", ".parquet")
+DOCUMENTS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 """Suffixes of files whose rows are documents (`zerocli.data.files`)."""
 
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -97,8 +97,7 @@ def _choose(
     free = {"offload.placement"} | ({"zero.stage"} if stage is None else set())
     if setup.recompute == AUTO:
         free.add("activations.policy")
-    stages = automatic.STAGES if stage is None else (stage,)
-    traced = _trace(model, example, setup, stages, settings)
+    traced = _trace(model, example, setup, settings)
     api.open_process_group(settings.get("device"))
     gather = functools.partial(gather_values, stage="agreeing on the machine")
     here = automatic.hardware_here(setup.nvme_path, setup, device_room(memory, setup))
@@ -145,11 +144,9 @@ def _setup(model: nn.Module, optimizer: OptimizerChoice, stage: int | None, sett
     return Setup(**shared, ranks=world, ranks_per_node=local, device=device.type, arrays=arrays, batch=1)
 
 
-def _trace(
-    model: nn.Module, example: Example | None, setup: Setup, stages: Sequence[int], settings: dict[str, Any]
-) -> Traced:
+def _trace(model: nn.Module, example: Example | None, setup: Setup, settings: dict[str, Any]) -> Traced:
     """Trace a copy of the model without memory; ValueError if that fails."""
-    from zerocli.plan.models.trace import kinds_of_step, trace
+    from zerocli.plan.models.traced import trace
 
     if example is None:
         raise ValueError(
@@ -171,9 +168,7 @@ def _trace(
 
     try:
         with torch.random.fork_rng(devices=()):
-            return trace(
-                type(model).__name__, make, kinds_of_step(setup, stages), lambda engine, _: example(engine.model)
-            )
+            return trace(type(model).__name__, make, setup, lambda made, _: example(made), resizable=False)
     except UserError as error:
         cause = error.__cause__ or error
         raise ValueError(

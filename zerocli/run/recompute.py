@@ -22,7 +22,7 @@ from zerocli.plan.blocks.factory import build_external
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
-from zerocli.plan.models.traced import TRACED, Traced
+from zerocli.plan.models.traced import Traced, trace
 from zerocli.plan.search.recompute import decide, room_here
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.ranks.startup import STARTUP
@@ -109,13 +109,12 @@ def gather_values(value: Any, stage: str) -> list[Any]:
 
 
 def trace_factory(config: Config, auto: Collection[str] = ()) -> Traced | str:
-    """Trace an external model each way that `auto` chooses from, if it is asked for; or say why there is no trace.
+    """Trace an external model, if something is chosen by its memory; or say why there is no trace.
 
-    `auto` are the keys that `--auto` chooses. Call it before the process group is opened: a trace has its own.
+    `auto` are the keys that `--auto` chooses. Call it before the process group is opened: a trace may have its own.
     """
     if not config.model.external or (config.activations.policy != AUTO and not auto):
         return NOT_TRACED
-    from zerocli.plan.models.trace import trace
 
     def make() -> Any:
         return build_external(config.model, config.train.seq)
@@ -123,7 +122,6 @@ def trace_factory(config: Config, auto: Collection[str] = ()) -> Traced | str:
     try:
         setup = replace(run_setup(config), offload=Placement())
         with torch.random.fork_rng(devices=()):  # the run's own random numbers stay what they are
-            ways = [replace(setup, recompute=each) for each in TRACED]
-            return trace(config.name, make, ways, whole=bool(config.model.factory))
+            return trace(config.name, make, setup)
     except UserError as error:
         return f"it cannot be traced: {error}"

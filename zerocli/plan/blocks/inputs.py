@@ -90,7 +90,8 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
                 "the text model alone (text_config): the other parts are counted where transformers is installed"
             )
     else:
-        longest = hugging.max_positions(hugging.read_config(file))
+        # Reading it takes seconds, for transformers and torch; a trace in the cache needs neither.
+        longest = 0 if _given("train.seq", sets, flags) else hugging.max_positions(hugging.read_config(file))
     name = stem or str(values["model_type"])
     config = configs.assemble(configfile.Document(name, {}), sets, flags)
     train = config.train

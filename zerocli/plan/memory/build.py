@@ -16,7 +16,6 @@ from zerocli.layout.buffers import (
     bucket_limit,
     chunk_runs,
     growing_slots,
-    persistent,
     update_scratch,
     update_temporaries,
 )
@@ -25,10 +24,11 @@ from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory import saves
-from zerocli.plan.memory.flats import Flats, HasUnits, arenas, fullest_flats, pages, swap
-from zerocli.plan.memory.ledger import Peak
+from zerocli.plan.memory.body import Described
+from zerocli.plan.memory.flats import Flats, arenas, fullest_flats, pages, swap
 from zerocli.plan.memory.loading import host_nbytes
-from zerocli.plan.memory.runtime import DISK_THREADS, LAST_PAGES, SENTENCES, constant, process_nbytes, usual_fragments
+from zerocli.plan.memory.of_shape import of_shape
+from zerocli.plan.memory.runtime import DISK_THREADS, LAST_PAGES, SENTENCES, constant, process_nbytes
 from zerocli.plan.memory.step import ROUNDING, Peaks, Replay
 from zerocli.plan.rows import Plan, Row
 from zerocli.plan.setup import Setup
@@ -37,7 +37,7 @@ _GATHERED = "{} buffers for each size of unit, whole, {} B per parameter"
 WORDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer_states"}
 
 
-def check(setup: Setup, shape: Shape | None = None) -> None:
+def check(setup: Setup) -> None:
     """Raise UserError for an impossible setup: numbers below 1, or numbers that do not divide each other."""
     for name in ("ranks", "tp", "ranks_per_node", "batch", "seq", "accumulate"):
         if getattr(setup, name) < 1:
@@ -51,14 +51,6 @@ def check(setup: Setup, shape: Shape | None = None) -> None:
             f"{setup.ranks_per_node} ranks per node do not divide ranks {setup.ranks}",
             hint=f"--ranks {_up(setup.ranks, setup.ranks_per_node)}",
         )
-    if shape is None:
-        return
-    widths = {"heads": shape.heads, "kv_heads": shape.kv_heads or shape.heads, "the MLP's width": shape.mlp_hidden}
-    for name, number in widths.items():
-        if number % setup.tp:
-            raise UserError(f"tp {setup.tp} does not divide {name} {number}")
-    if shape.positions and setup.seq > shape.positions:
-        raise UserError(f"seq {setup.seq} is beyond the {shape.positions} positions the model was made for")
 
 
 def _up(number: int, multiple: int) -> int:
@@ -66,32 +58,38 @@ def _up(number: int, multiple: int) -> int:
 
 
 def plan_model(shape: Shape, setup: Setup) -> Plan:
+    """Return the bytes that one step of a model of this shape needs on every tier."""
+    return plan_described(of_shape(shape), setup)
+
+
+def plan_described(model: Described, setup: Setup) -> Plan:
     """Return the bytes that one step of this model needs on every tier."""
     if setup.compiled:  # which takes less time, and is planned with the memory of eager blocks
-        return dataclasses.replace(_plan_eager(shape, dataclasses.replace(setup, compiled=False)), setup=setup)
-    return _plan_eager(shape, setup)
+        return dataclasses.replace(_plan_eager(model, dataclasses.replace(setup, compiled=False)), setup=setup)
+    return _plan_eager(model, setup)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_eager(shape: Shape, setup: Setup) -> Plan:
+def _plan_eager(model: Described, setup: Setup) -> Plan:
     """Return the plan of a model whose blocks are not compiled.
 
     A search asks for some setups again, also for another machine; replaying a step takes tens of milliseconds.
     """
-    check(setup, shape)
-    flats = fullest_flats(shape, setup)
-    peaks = Replay(shape, setup, flats).run()
+    check(setup)
+    model.check(setup)
+    flats = fullest_flats(model, setup)
+    peaks = Replay(model, setup, flats).run()
     if setup.device == "cpu" and setup.dp > 1:
-        with_gloo = Replay(shape, setup, flats, with_gloo=True).run().highest.nbytes
+        with_gloo = Replay(model, setup, flats, with_gloo=True).run().highest.nbytes
         peaks = dataclasses.replace(peaks, gloo_nbytes=with_gloo - peaks.highest.nbytes)
-    return plan_peaks(shape, setup, flats, peaks)
+    return plan_peaks(model, setup, flats, peaks)
 
 
-def plan_peaks(shape: Shape, setup: Setup, flats: Flats, peaks: Peaks) -> Plan:
+def plan_peaks(model: Described, setup: Setup, flats: Flats, peaks: Peaks) -> Plan:
     """Return the plan of a model whose device memory has these peaks."""
-    kept = saves.saved(shape.numel, setup, flats, shape.numel - shape.trainable_numel)
-    process = process_nbytes(setup, shape.rotary)
-    rows = [*_device_rows(shape, setup, peaks), *_host_rows(setup, flats, peaks, process)]
+    kept = saves.saved(model.numel, setup, flats, model.numel - model.trainable_numel)
+    process = process_nbytes(setup, model.rotary)
+    rows = [*_device_rows(model, setup, peaks), *_host_rows(setup, flats, peaks, process)]
     rows += _disk_rows(setup, flats, peaks, kept)
     phases = {
         "initialisation": peaks.initialisation.nbytes,
@@ -101,15 +99,14 @@ def plan_peaks(shape: Shape, setup: Setup, flats: Flats, peaks: Peaks) -> Plan:
     if setup.device == "cuda":
         workspace = constant("workspace", setup.runtime)
         phases = {name: nbytes + workspace * (name != "initialisation") for name, nbytes in phases.items()}
-    moment, trained = peaks.highest.moment, shape.trainable_numel
-    transposes = shape.family == "gpt2"
+    moment, trained = peaks.highest.moment, model.trainable_numel
     initialised, built = peaks.initialisation.nbytes, peaks.built
     if setup.device == "cuda":
         initialised = built = process
-    loading = host_nbytes(setup, flats, initialised, built, transposes)
+    loading = host_nbytes(setup, flats, initialised, built, model.transposes)
     return Plan(
         setup,
-        shape.numel,
+        model.numel,
         tuple(rows),
         phases,
         moment,
@@ -117,59 +114,6 @@ def plan_peaks(shape: Shape, setup: Setup, flats: Flats, peaks: Peaks) -> Plan:
         loading=loading,
         trained=trained,
         fragments=_fragments(setup, peaks),
-    )
-
-
-def plan_measured(model: HasUnits, setup: Setup, moving: int, own_buffers: int) -> Plan:
-    """Return the plan of a model whose step was measured: its states by arithmetic, `moving` temporary bytes at most.
-
-    `own_buffers` are the bytes of the model's own buffers.
-    """
-    check(setup)
-    flats = fullest_flats(model, setup)
-    sizes = [(each.numel * times, each.trainable) for unit, times in model.units() for each in unit.parameters]
-    numel, trained = sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
-    held: Counter[str] = Counter()
-    # A traced engine keeps its gradients, so all of them count, also where they are freed after the update.
-    for spec in persistent(flats.units, dataclasses.replace(setup.sizing, keep_gradients=True)):
-        held[spec.category] += spec.nbytes * (spec.tier == HBM)
-    rows = [
-        Row(
-            category,
-            "hbm",
-            held[category],
-            _states_formula(
-                category,
-                numel if kind == "parameters" else trained,
-                setup,
-                getattr(setup.zero, kind),
-                setup.state_width,
-            ),
-        )
-        for kind, category in WORDS.items()
-    ]
-    buffers = held["buffers"] + own_buffers
-    rows += [
-        Row("gathered", "hbm", held["gathered"], _GATHERED.format(setup.gather_buffers, setup.width)),
-        Row("activations", "hbm", moving, "peak of temporary memory in a traced step"),
-        Row("buffers", "hbm", buffers, "reduction buckets, update slots and scratch, the model's own"),
-    ]
-    allocated = sum(row.nbytes for row in rows)
-    peaks = Peaks(Peak(), Peak(), Peak(allocated, "a traced step", {row.category: row.nbytes for row in rows}), {})
-    kept = saves.saved(numel, setup, flats, numel - trained)
-    rows += [
-        *_runtime_rows(setup, constant("fragments", setup.runtime) or usual_fragments(allocated)),
-        *_host_rows(setup, flats, peaks, process_nbytes(setup)),
-    ]
-    rows += _disk_rows(setup, flats, peaks, kept)
-    return Plan(
-        setup,
-        numel,
-        tuple(rows),
-        {"steady": allocated},
-        "a traced step",
-        saved=kept,
-        trained=trained,
     )
 
 
@@ -212,11 +156,11 @@ def _states_formula(category: str, numel: int, setup: Setup, split: bool, state_
     return f"{width} x {format_count(numel)} parameters" + (f" / {setup.dp} ranks" if split else "")
 
 
-def _device_rows(shape: Shape, setup: Setup, peaks: Peaks) -> list[Row]:
+def _device_rows(model: Described, setup: Setup, peaks: Peaks) -> list[Row]:
     peak = peaks.highest
     sizes = [
         (math.prod(each.local(setup.tp)) * times, each.trainable)
-        for unit, times in shape.units()
+        for unit, times in model.units()
         for each in unit.parameters
     ]
     local = {"parameters": sum(numel for numel, _ in sizes)}
@@ -227,10 +171,8 @@ def _device_rows(shape: Shape, setup: Setup, peaks: Peaks) -> list[Row]:
         )
         for kind, category in WORDS.items()
     }
-    formulas |= {
+    formulas |= model.formulas(setup) | {
         "gathered": _GATHERED.format(setup.gather_buffers, setup.width),
-        "activations": _activation_formula(shape, setup),
-        "logits": _logits_formula(shape, setup),
         "buffers": "reduction buckets, update slots and scratch, the gradients of the unit in backward, tables",
     }
     rows = [
@@ -259,36 +201,6 @@ def _runtime_rows(setup: Setup, fragments: int) -> list[Row]:
     runtime["nccl"] = constant("nccl", given) if setup.ranks > 1 else 0
     runtime["fragments"] = fragments
     return [Row("runtime", "hbm", nbytes, SENTENCES[name]) for name, nbytes in runtime.items()]
-
-
-def _activation_formula(shape: Shape, setup: Setup) -> str:
-    tokens = f"{setup.batch} x {setup.seq} tokens"
-    blocks = setup.blocks(shape.layers)
-    again, kept = blocks.count, shape.layers - blocks.count
-    each = f"for backward of {tokens}, {setup.width} B per element"
-    if not again:
-        return f"what {kept} blocks keep {each}"
-    part = f" / {setup.parts}" if setup.parts > 1 else ""
-    parts = [f"what {kept} blocks keep {each}"] if kept else []
-    if blocks.selective:
-        what = f"the matrix products and attention of {blocks.selective} blocks"
-        parts.append(what if kept else f"{what} {each}")
-    parts.append(f"{again} x {tokens} x {shape.hidden} x {setup.width} B{part}, and one block recomputed")
-    if again < shape.layers or blocks.selective:
-        words = {"recomputed": blocks.whole, "recomputed selectively": blocks.selective}
-        counts = [f"{number} of {shape.layers} blocks are {word}" for word, number in words.items() if number]
-        return f"{'; then '.join(parts)}: {', '.join(counts)}"
-    return parts[0]
-
-
-def _logits_formula(shape: Shape, setup: Setup) -> str:
-    tokens = setup.batch * setup.seq
-    vocab = shape.local_vocab(setup.tp)
-    chunk = min(constants.chunk_tokens(vocab, setup.device), tokens)
-    return (
-        f"{chunk} x {constants.padded_vocab(vocab)} logits at a time, and the two gradients: "
-        f"{tokens} x {shape.hidden} x {setup.width} B, {vocab} x {shape.hidden} x 4 B"
-    )
 
 
 # -- the host and its disks --------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from offload.placement import HBM
 from zerocli.layout import buffers
 from zerocli.layout.buffers import Spec, chunk_runs
 from zerocli.layout.flats import FP32, REMAINDER, FlatSpec
-from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory.arena import COMPUTE, Arenas
+from zerocli.plan.memory.body import Described
 from zerocli.plan.memory.flats import WHOLE, Flats
 from zerocli.plan.memory.ledger import Ledger, Storage
 from zerocli.plan.memory.repeats import replayed
@@ -29,9 +29,9 @@ them in the allocator's memory; the others are counted."""
 class Initialisation:
     """One rank's device memory while its units are initialised, and what it keeps from then on."""
 
-    def __init__(self, shape: Shape, setup: Setup, flats: Flats, arenas: bool = True) -> None:
+    def __init__(self, model: Described, setup: Setup, flats: Flats, arenas: bool = True) -> None:
         """Follow the GPU's allocator with `arenas`, which takes most of the time."""
-        self._shape, self._setup, self._flats = shape, setup, flats
+        self._model, self._setup, self._flats = model, setup, flats
         self._arenas = arenas and setup.device == "cuda"
         self._sizing = setup.sizing
         self._ledger = Ledger(
@@ -52,11 +52,11 @@ class Initialisation:
 
     def initialise(self) -> None:
         """Initialise unit by unit: full values in fp32 are sliced and freed before the next unit; then gradients."""
-        shape, ledger = self._shape, self._ledger
+        ledger, tables = self._ledger, self._model.tables(self._setup)
         # Scalars: loss scale, counters, norms, and what released parameters show.
-        self._keep_bytes("buffers", *self._tables(), 4096 + 128 * len(self._flats))
+        self._keep_bytes("buffers", *tables, 4096 + 128 * len(self._flats))
         held = [dict(ledger.held)]
-        period = shape.period
+        period = self._model.period
         lead = max(period, ONE_BY_ONE) if self._arenas else period
         for at, skipped in replayed([id(unit) for unit in self._units], lead, period):
             if skipped:
@@ -67,7 +67,7 @@ class Initialisation:
         self._written = None
         if not self._frees_grads:
             self._keep_gradients()
-        Storage(ledger, 8 * sum(self._tables()), "buffers")  # the tables' angles, in fp64, with copies
+        Storage(ledger, 8 * sum(tables), "buffers")  # the tables' angles, in fp64, with copies
 
     def initial_peak(self) -> int:
         """Return the most bytes that initialisation holds."""
@@ -146,13 +146,6 @@ class Initialisation:
                 self._written = Storage(ledger, last, "buffers")
             del records
         del remainder
-
-    def _tables(self) -> list[int]:
-        """Return the model's own buffers: cosines and sines of rotary positions."""
-        if not self._shape.rotary:
-            return []
-        table = self._setup.seq * self._shape.head_size * FP32
-        return [table, table]
 
     def _keep(self, *specs: Spec, stream: str = COMPUTE) -> None:
         """Allocate the device part of these buffers for the lifetime of the engine."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from offload.placement import ACTIVATIONS, HBM, Placement
 from zerocli.layout.buffers import buckets, gather_buffers, gradient_arenas, update_slots
-from zerocli.plan.blocks.shape import Shape
+from zerocli.plan.memory.body import Described
 from zerocli.plan.memory.build import check, plan_peaks
 from zerocli.plan.memory.flats import Flats, plan_flats
 from zerocli.plan.memory.ledger import Peak
@@ -24,8 +24,8 @@ from zerocli.plan.setup import Setup
 class QuickPlans:
     """Plans of one model."""
 
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
+    def __init__(self, model: Described) -> None:
+        self._model = model
         self._plans: dict[Setup, Plan] = {}
         self._steps: dict[tuple[object, ...], StepPeak] = {}
         self._initial: dict[tuple[object, ...], tuple[int, int]] = {}
@@ -39,8 +39,9 @@ class QuickPlans:
         return replace(self._plans[eager], setup=setup)
 
     def _plan_eager(self, setup: Setup) -> Plan:
-        check(setup, self._shape)
-        flats = plan_flats(self._shape, setup)
+        check(setup)
+        self._model.check(setup)
+        flats = plan_flats(self._model, setup)
         held = _held(flats, setup)
         step, gradients = self._step(setup), held.pop("gradients", 0)
         kept = sum(held.values())
@@ -52,7 +53,7 @@ class QuickPlans:
         reserved += usual_fragments(reserved) + constant("workspace", setup.runtime)
         away, each = step.offloaded, step.checkpoint_nbytes
         peaks = Peaks(initialisation, peak, peak, away, kept, each, reserved=reserved)
-        return plan_peaks(self._shape, setup, flats, peaks)
+        return plan_peaks(self._model, setup, flats, peaks)
 
     def _step(self, setup: Setup) -> StepPeak:
         checkpoints = setup.offload.shares.get(ACTIVATIONS, ())
@@ -62,7 +63,7 @@ class QuickPlans:
         if key not in self._steps:
             here = Placement({ACTIVATIONS: checkpoints} if checkpoints else {})
             setup = replace(setup, offload=here)
-            self._steps[key] = Replay(self._shape, setup, plan_flats(self._shape, setup), arenas=False).run_step()
+            self._steps[key] = Replay(self._model, setup, plan_flats(self._model, setup), arenas=False).run_step()
         return self._steps[key]
 
     def _initialised(self, setup: Setup, flats: Flats, kept: int) -> int:
@@ -71,7 +72,7 @@ class QuickPlans:
         states = tuple(each for each in tiers if each[0] != ACTIVATIONS)
         key = (setup.stage, setup.ranks, setup.tp, setup.seq, setup.offload.policy, states)
         if key not in self._initial:
-            self._initial[key] = Replay(self._shape, setup, flats, arenas=False).initial_peak(), kept
+            self._initial[key] = Replay(self._model, setup, flats, arenas=False).initial_peak(), kept
         peak, then = self._initial[key]
         return peak + kept - then
 

@@ -7,19 +7,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offload.placement import ACTIVATIONS, HBM
-from zerocli.layout import buffers, constants
+from zerocli.layout import buffers
 from zerocli.layout.buffers import Spec
-from zerocli.layout.flats import FP32, FlatSpec
+from zerocli.layout.flats import FlatSpec
 from zerocli.layout.shards import Entry
-from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory.arena import COMPUTE
+from zerocli.plan.memory.body import NO_UNIT, Body, Described
 from zerocli.plan.memory.checkpoints import Checkpoints
-from zerocli.plan.memory.decoder import Batch, Decoder
 from zerocli.plan.memory.flats import Flats
 from zerocli.plan.memory.initialisation import Initialisation
 from zerocli.plan.memory.ledger import Peak, Storage
 from zerocli.plan.memory.repeats import Repeats, replayed
-from zerocli.plan.memory.tape import Tape, Tensor
+from zerocli.plan.memory.tape import TIED, Tape, Tensor
 from zerocli.plan.setup import Setup
 
 FETCHES, UPDATES, REDUCTIONS = "fetches", "updates", "reductions"
@@ -88,9 +87,11 @@ def _is_matrix(entry: Entry) -> bool:
 class Replay(Initialisation):
     """One rank's device memory through initialisation and a step."""
 
-    def __init__(self, shape: Shape, setup: Setup, flats: Flats, with_gloo: bool = False, arenas: bool = True) -> None:
+    def __init__(
+        self, model: Described, setup: Setup, flats: Flats, with_gloo: bool = False, arenas: bool = True
+    ) -> None:
         """Take `with_gloo` to count gloo's copies of what it reduce-scatters, which are in the process's memory."""
-        super().__init__(shape, setup, flats, arenas)
+        super().__init__(model, setup, flats, arenas)
         self._with_gloo = with_gloo and setup.dp > 1 and setup.zero.optimizer
         self._copies: deque[Storage] = deque()
         """gloo's copies: one of each bucket in flight, or of every gradient that is reduced whole."""
@@ -109,13 +110,13 @@ class Replay(Initialisation):
         self._waiting: dict[tuple[str, int], list[Spec]] = defaultdict(list)
         self._made: Counter[tuple[str, int]] = Counter()
         """Gather buffers and buckets that are not there yet, and how many are, by name and bytes per element."""
-        self._lead = (FOLLOWED if shape.layers <= DEEP else FOLLOWED_IF_DEEP) if self._arenas else TRANSIENT
+        self._lead = (FOLLOWED if model.layers <= DEEP else FOLLOWED_IF_DEEP) if self._arenas else TRANSIENT
         """How many blocks are replayed at both ends of a run of equal ones, beside a period."""
         self._owes = False
         """Whether the last step's updates of offloaded states are left to this step's forward."""
         self._entering = False
         """Whether this forward runs them."""
-        self._recompute = setup.blocks(shape.layers)
+        self._recompute = setup.blocks(model.layers)
         self._replayed: list[tuple[int, int]] = []
         """The blocks that are replayed, each with the number of blocks before it that are not."""
         self._repeats = Repeats(self._ledger)
@@ -198,23 +199,23 @@ class Replay(Initialisation):
 
     def _micro_step(self, first: bool) -> None:
         """Replay a forward and a backward; the first of a step runs updates that the last step has left to it."""
-        setup, shape, ledger = self._setup, self._shape, self._ledger
-        batch = Batch(setup.batch, setup.seq, setup.width, setup.device == "cuda", setup.tp, setup.packed)
-        decoder = Decoder(shape, batch)
+        setup, model, ledger = self._setup, self._model, self._ledger
+        body = model.body(setup, ledger)
         tape = Tape(ledger, self._on_grad)
-        inputs = [Storage(ledger, 2 * 8 * batch.tokens)]  # token ids and targets
-        inputs += [Storage(ledger, nbytes) for nbytes in decoder.shared_inputs()]
-        if setup.tp > 1:  # an unfinished all-reduce keeps its buffer alive
-            inputs.append(Storage(ledger, decoder.hidden))
-        if not self._replayed:
-            part = -(-decoder.hidden // setup.parts)
-            self._checkpoints.assign(self._recompute.count, part, frozen_input=shape.lora is not None)
+        inputs = [Storage(ledger, nbytes) for nbytes in body.inputs()]
+        if not self._replayed and model.layers:
+            part = -(-body.hidden // setup.parts)
+            self._checkpoints.assign(self._recompute.count, part, frozen_input=model.frozen_input)
             self._choose_blocks()
         self._entering = first and self._owes
-        x = self._forward(tape, decoder)
+        x = self._forward(tape, body)
         ledger.moment = "head and loss"
-        loss = self._head(tape, decoder, x)
-        del x
+
+        def mark(x: Tensor, moment: str, unit: int) -> None:
+            self._mark(tape, x, moment, unit, before=self._unit_before(model.layers))
+
+        loss = body.end(tape, x, self._enter, mark)
+        del x, body
         ledger.moment = "backward of the head"
         root = loss.node
         assert root is not None
@@ -276,13 +277,12 @@ class Replay(Initialisation):
             self._keep(waiting.pop(), stream=REDUCTIONS if name == buffers.BUCKET_SUMS else COMPUTE)
             self._made[name, width] += 1
 
-    def _forward(self, tape: Tape, decoder: Decoder) -> Tensor:
+    def _forward(self, tape: Tape, body: Body) -> Tensor:
         """Replay the embedding, and the first and last blocks of each run of equal ones; the others are counted."""
         self._ledger.moment = "embedding"
         self._enter(0)
-        x = decoder.embed(tape)
-        Storage(self._ledger, decoder.mask_scratch)
-        period = self._shape.period
+        x = body.begin(tape, self._enter)
+        period = self._model.period
         begins: list[dict[str, int]] = []
         for block, skipped in self._replayed:
             if skipped:
@@ -290,38 +290,44 @@ class Replay(Initialisation):
                 self._checkpoints.skip_forward(block, skipped)
             begins.append(dict(self._ledger.held))
             self._ledger.moment = f"forward of block {block + 1}"
-            x = self._block(tape, decoder, x, block, skipped)
+            x = self._block(tape, body, x, block, skipped)
         return x
 
+    def _unit_before(self, block: int) -> int:
+        """Return the unit whose backward comes after that of a block."""
+        return self._model.unit(block - 1) if block else 0
+
     def _choose_blocks(self) -> None:
-        layers, period = self._shape.layers, self._shape.period
+        layers, period = self._model.layers, self._model.period
         tiers = [*self._checkpoints.tiers, *[""] * (layers - len(self._checkpoints.tiers))]
-        units = map(id, self._units[1 : layers + 1])
+        units = (id(self._units[self._model.unit(block)]) for block in range(layers))
         whole = (block < self._recompute.whole for block in range(layers))
-        keys = list(zip(units, tiers, self._shape.sparse, whole, strict=True))
+        keys = list(zip(units, tiers, self._model.kinds, whole, strict=True))
         self._replayed = list(replayed(keys, self._lead + period, period))
 
-    def _block(self, tape: Tape, decoder: Decoder, x: Tensor, block: int, skipped: int) -> Tensor:
+    def _block(self, tape: Tape, body: Body, x: Tensor, block: int, skipped: int) -> Tensor:
         """Replay a block's forward; `skipped` blocks before it are not replayed."""
-        unit = block + 1
+        unit = self._model.unit(block)
         self._enter(unit)
 
         def run(t: Tape, y: Tensor) -> Tensor:
-            return decoder.block(t, y, block, unit)
+            return body.block(t, y, block)
 
-        self._mark(tape, x, f"end of backward of block {unit}", done=unit, skipped=skipped)
+        moment = f"end of backward of block {block + 1}"
+        self._mark(tape, x, moment, unit, before=self._unit_before(block), skipped=skipped)
         if block < self._recompute.count:
             size = x.storage.nbytes
             self._checkpoints.keep(x, block)
-            selective, before = block >= self._recompute.whole, decoder.before_recomputation
+            selective, before = block >= self._recompute.whole, body.before_recomputation
             out = tape.checkpoint(run, x, lambda: self._checkpoints.bring_back(block, size), selective, before)
         else:
             out = run(tape, x)
-        self._mark(tape, out, f"backward of block {unit}")
-        return out
+        self._mark(tape, out, f"backward of block {block + 1}")
+        return body.between(tape, out, block)
 
-    def _mark(self, tape: Tape, x: Tensor, moment: str, done: int = 0, skipped: int = 0) -> None:
-        """Record the moment in backward when the gradient of `x` exists; the unit `done` is then reduced and freed.
+    def _mark(self, tape: Tape, x: Tensor, moment: str, done: int = NO_UNIT, before: int = 0, skipped: int = 0) -> None:
+        """Record the moment in backward when the gradient of `x` exists; the unit `done` is then reduced and freed, and
+        the unit `before` it gathered.
 
         Then `skipped` blocks before it are counted, as if they had run too.
         """
@@ -331,12 +337,12 @@ class Replay(Initialisation):
 
         def reached(gradient: list[Storage]) -> list[Storage]:
             self._ledger.moment = moment
-            if done:
-                self._gather(done - 1, 2 if done <= self._shape.layers else 1)  # for the backward that comes next
+            if done != NO_UNIT:
+                self._gather(before, 2 if before != self._unit_before(self._model.layers) else 1)
                 self._reduce(done)
                 self._ends.append(dict(self._ledger.held))
             if skipped:
-                period = self._shape.period
+                period = self._model.period
                 self._repeats.add(self._ends[-1 - period], skipped // period, spent=self._spends(done))
                 self._checkpoints.skip_backward(skipped)
             return [gradient.pop()]
@@ -344,53 +350,11 @@ class Replay(Initialisation):
         node.backward = reached
         x.node = node
 
-    def _head(self, tape: Tape, decoder: Decoder, x: Tensor) -> Tensor:
-        """Replay the final norm and the chunked loss, whose two gradients are computed in the forward pass."""
-        shape, setup, ledger = self._shape, self._setup, self._ledger
-        unit = 0 if shape.tie else shape.layers + 1
-        if unit:
-            self._enter(unit)
-        if shape.final_norm:
-            self._mark(tape, x, "end of backward of the head", done=unit)
-            norm = [each for each in shape.head_parameters() if each.name.startswith("norm") and each.trainable]
-            x = decoder.norm(tape, x, [each.numel * setup.width for each in norm], unit)
-        tokens, width, vocab = decoder.batch.tokens, setup.width, shape.local_vocab(setup.tp)
-        chunk = min(constants.chunk_tokens(vocab, setup.device), tokens)
-        rows = chunk * constants.padded_vocab(vocab)
-        grad_x = Storage(ledger, tokens * shape.hidden * width, "logits")
-        frozen = shape.lora is not None
-        grad_weight = None if frozen else Storage(ledger, vocab * shape.hidden * FP32, "logits")
-        small = Storage(ledger, 5 * tokens, "logits")  # losses, and which targets count
-        buffer = Storage(ledger, rows * width, "logits")
-        if not decoder.batch.has_kernels or vocab != shape.vocab:
-            # Indices and masks of a chunk, its maxima and sums, and in half precision its logits in fp32.
-            few = (29 if setup.tp == 1 else 54) * chunk
-            Storage(ledger, few + (rows * FP32 if width < FP32 else 0), "logits")
-        if width < FP32 and setup.device == "cpu" and not frozen:
-            Storage(ledger, chunk * (vocab + shape.hidden) * FP32, "logits")
-        del buffer, small
-        kept = [grad_weight, grad_x] if grad_weight is not None else [grad_x]
-        del grad_weight, grad_x
-        node = tape.record("loss", [x])
-        node.backward = lambda incoming: self._loss_backward(incoming, kept, unit)
-        return Tensor(Storage(ledger, 4), node)
-
-    def _loss_backward(self, incoming: list[Storage], kept: list[Storage], unit: int) -> list[Storage]:
-        incoming.clear()
-        grad_x = kept.pop()
-        if not kept:
-            return [grad_x]
-        weight = kept.pop()
-        if self._setup.width < FP32:
-            weight = Storage(self._ledger, weight.nbytes // FP32 * self._setup.width, "buffers")
-        if self._shape.tie:
-            self._tied.append(weight)
-        else:
-            self._on_grad(unit, weight)
-        return [grad_x]
-
     def _on_grad(self, unit: int, grad: Storage) -> None:
         """Record a parameter's gradient: kept until its unit is reduced, or added at once to the full gradient."""
+        if unit == TIED:
+            self._tied.append(grad)
+            return
         if unit == 0 and self._tied and grad.nbytes == self._tied[0].nbytes:
             if self._setup.device == "cpu":  # autograd adds them in new memory; on a GPU to the head's (torch 2.11)
                 grad = Storage(self._ledger, grad.nbytes, "buffers")

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from zerocli.plan.memory.ledger import Ledger, Storage
 
 FORWARD, BACKWARD = "forward", "backward"
+TIED = -2
+"""Stands for a unit: the gradient is the head's part of a tied weight's."""
 SHARED = -1
 """Stands for a gradient that is the incoming one, passed on without a copy."""
 
@@ -69,7 +71,8 @@ class Tape:
         self.outputs: list[tuple[int, Storage]] | None = None
         """Of a selective checkpoint: in forward the outputs of expensive operations, each with the number of tensors
         saved before it; in recomputation those that are kept, in order."""
-        self._on_grad = on_grad
+        self.hand_over = on_grad
+        """Takes the unit of a parameter, and its gradient."""
         self._nodes: list[Node] = []
 
     @property
@@ -183,7 +186,7 @@ class Tape:
         With `selective` the outputs of expensive operations are kept, but those that recomputation stops before.
         `before` are bytes of gradients that backward makes before it first needs what the block saved.
         """
-        first = Tape(self.ledger, self._on_grad, keep=False)
+        first = Tape(self.ledger, self.hand_over, keep=False)
         first.outputs = [] if selective else None
         entry = INPUT if x.node is not None else None
         out = Tensor(run(first, Tensor(x.storage, entry)).storage, self.record("recompute", [x]))
@@ -192,7 +195,7 @@ class Tape:
         assert out.node is not None
 
         def backward(gradient: list[Storage]) -> list[Storage]:
-            again = Tape(self.ledger, self._on_grad, thread=BACKWARD)
+            again = Tape(self.ledger, self.hand_over, thread=BACKWARD)
             again.last_save, again.outputs = first.num_saved, first.outputs
             source = bring_back()
             early = Storage(self.ledger, before) if before else None
@@ -227,7 +230,7 @@ class Tape:
             node.incoming.clear()
             node.saved.clear()
             while own:
-                self._on_grad(node.unit, own.pop())
+                self.hand_over(node.unit, own.pop())
         node.saved.clear()
         targets = [edge for edge in node.edges if edge is not None]
         node.edges = []

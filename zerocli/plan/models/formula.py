@@ -13,6 +13,7 @@ from zerocli.layout.sizes import format_count
 from zerocli.plan.blocks.lora import Lora
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory.build import plan_model
+from zerocli.plan.memory.of_shape import of_shape
 from zerocli.plan.memory.quick import QuickPlans
 from zerocli.plan.models.model import Model
 from zerocli.plan.rows import Plan
@@ -114,4 +115,4 @@ class Formula(Model):
 @functools.lru_cache(maxsize=16)
 def _quick_plans(shape: Shape, alike: Setup) -> QuickPlans:
     """Return the quick plans of setups that are `alike` but for stage, placement, recomputation and compiling."""
-    return QuickPlans(shape)
+    return QuickPlans(of_shape(shape))

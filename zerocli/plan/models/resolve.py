@@ -1,22 +1,36 @@
-"""A Hugging Face config without a formula, as a plan takes it: traced, or counted where it cannot be traced."""
+"""A Hugging Face config without a formula, as a plan takes it: traced, or counted where it cannot be traced.
+
+A trace takes a second and transformers some more, so both are done once: what was found is kept in the user's cache,
+under everything that it depends on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from zerocli import __version__
 from zerocli.errors import UserError
 from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.inputs import Source, model_of
+from zerocli.plan.blocks.program import FORMAT, Program
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.model import Model
+from zerocli.plan.models.traced import Traced
 from zerocli.plan.setup import Setup
+from zerocli.plan.time.bench import cache_path
+from zerocli.regular_files import read_regular
 
-if TYPE_CHECKING:
-    from zerocli.engine.engine import Engine
+MAX_NBYTES = 64 << 20
 
 
-def plan_source(source: Source, traced: bool, setup: Setup, stages: Sequence[int], notes: list[str]) -> Model | None:
+def plan_source(source: Source, traced: bool, setup: Setup, notes: list[str]) -> Model | None:
     """Return the model of a config that only transformers can build, None if `source` is another one.
 
     It is traced if it runs on fake tensors; otherwise its exact number of parameters is returned. `notes` say which.
@@ -28,29 +42,103 @@ def plan_source(source: Source, traced: bool, setup: Setup, stages: Sequence[int
         return None
     if setup.tp > 1:
         raise UserError(f"--tp {setup.tp}: models of transformers are not split over ranks", hint="--tp 1")
-    config = hugging.read_config(source.file)
-    model = hugging.build(config)
-    numel = sum(each.numel() for each in model.parameters())
-    name = type(model).__name__
-    try:
-        found = _trace(source.name, config, setup, stages)
-    except Exception as error:  # whatever the model's own code raises on tensors without values
-        notes.append(f"{name} of transformers is counted: model states alone; activations are not counted, since")
-        notes.append(f"  its step could not be traced: {hugging.first_line(error)[:200]}")
-        return Counted(numel)
-    notes.append(f"{name} of transformers, traced: the real engine on tensors without memory, with a CPU's operations")
-    if config.get_text_config() is not config:
+    traces = Traces(source.name, source.file)
+    found = traces.find(setup)
+    if found.program is None:
+        notes.append(f"{found.kind} of transformers is counted: model states alone; activations are not counted, since")
+        notes.append(f"  its step could not be traced: {found.problem}")
+        return Counted(found.numel)
+    notes.append(f"{found.kind} of transformers, traced on tensors without memory, with a CPU's operations")
+    if found.has_images:
         notes.append("traced on text alone: the activations of images are not counted")
-    return found
+    return Traced(traces.describe, setup, resizable=True, longest=found.longest)
 
 
-def _trace(name: str, config: Any, setup: Setup, stages: Sequence[int]) -> Model:
-    from zerocli.plan.models.trace import kinds_of_step, trace
+@dataclass(frozen=True)
+class Found:
+    """What is known of a model of transformers."""
 
-    with hugging.offline():
-        return trace(name, lambda: hugging.build(config), kinds_of_step(setup, stages), loss, whole=False)
+    kind: str
+    """The name of its class."""
+    numel: int
+    longest: int
+    """The longest sequence that it supports; 0: it does not say."""
+    has_images: bool
+    program: Program | None = None
+    problem: str = ""
+    """Why it could not be traced."""
 
 
-def loss(engine: Engine, setup: Setup) -> Any:
+class Traces:
+    """The traces of one config, one of each batch and precision; those in the user's cache need no torch."""
+
+    def __init__(self, name: str, file: hugging.ConfigFile) -> None:
+        self._name, self._file = name, file
+
+    def describe(self, setup: Setup) -> Program:
+        """Return the program of a setup; UserError if it cannot be traced."""
+        found = self.find(setup)
+        if found.program is None:
+            raise UserError(f"its step could not be traced: {found.problem}")
+        return found.program
+
+    def find(self, setup: Setup) -> Found:
+        """Return what is in the cache; else trace, and keep what was found."""
+        path = self._path(setup)
+        try:
+            values = json.loads(read_regular(path, MAX_NBYTES))
+            program = values.pop("program")
+            return Found(**values, program=Program.of(program) if program else None)
+        except (OSError, ValueError, TypeError, KeyError, LookupError, UserError):
+            found = self._trace(setup)
+        values = {name: value for name, value in vars(found).items() if name != "program"}
+        values["program"] = found.program.as_dict() if found.program is not None else None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(values))
+            part.replace(path)
+        except OSError:
+            pass  # a cache that cannot be written costs the next command a second
+        return found
+
+    def _path(self, setup: Setup) -> Path:
+        """Return the file of a trace: its name stands for everything that the trace depends on."""
+        versions = [_version(name) for name in ("torch", "transformers")]
+        asked = [setup.batch, setup.seq, setup.precision, setup.device]
+        key = json.dumps([FORMAT, __version__, versions, asked, self._file.values], sort_keys=True, default=str)
+        return cache_path().parent / "traces" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+    @functools.cached_property
+    def _config(self) -> Any:
+        return hugging.read_config(self._file)
+
+    def _trace(self, setup: Setup) -> Found:
+        from zerocli.plan.models.record import record
+
+        config = self._config
+        model = hugging.build(config)
+        known: dict[str, Any] = {
+            "kind": type(model).__name__,
+            "numel": sum(each.numel() for each in model.parameters()),
+            "longest": hugging.max_positions(config),
+            "has_images": config.get_text_config() is not config,
+        }
+        try:
+            with hugging.offline():
+                return Found(**known, program=record(self._name, model, setup, loss))
+        except Exception as error:  # whatever the model's own code raises on tensors without values
+            return Found(**known, problem=hugging.first_line(error)[:200])
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def loss(model: Any, setup: Setup) -> Any:
     """Run a model of transformers on a batch that it takes, and return its loss."""
-    return hugging.loss_of(engine(**hugging.batch_of(engine.model, setup.batch, setup.seq)))
+    with hugging.rows_of_one_document():
+        return hugging.loss_of(model(**hugging.batch_of(model, setup.batch, setup.seq)))

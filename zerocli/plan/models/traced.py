@@ -1,16 +1,19 @@
-"""`Traced`: the result of tracing a model on fake tensors (see trace.py). Needs no torch."""
+"""A model without a formula: its plans and seconds come from traces, one of each batch that is planned."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from offload.placement import Placement
 from zerocli.errors import UserError
-from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
-from zerocli.plan.blocks.shape import Unit
-from zerocli.plan.memory.build import plan_measured
-from zerocli.plan.models.model import TREATED_ALIKE, Model
+from zerocli.layout.recompute import NOTHING
+from zerocli.plan.blocks.program import Counts, Program
+from zerocli.plan.memory.build import check, plan_described
+from zerocli.plan.memory.quick import QuickPlans
+from zerocli.plan.memory.recorded import OfProgram
+from zerocli.plan.models.model import Model
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.compute import (
@@ -25,8 +28,13 @@ from zerocli.plan.time.compute import (
 )
 from zerocli.plan.time.hardware import HostTimes
 
+if TYPE_CHECKING:
+    from zerocli.plan.models.record import Loss
+
 # The host's times are from steps of eleven families of transformers with 4 and 12 narrow blocks, on an H200, and from
 # 28 random models of the same families on three more such machines.
+HOST_OPERATION = 14e-6
+"""Seconds in which the host launches one operation, with what a model's Python and autograd do around it."""
 UNIT, UNIT_FORWARD = 0.7, 0.41
 """The share of the host's time for a block (`hardware.HostTimes`) that is not for launching its operations (a block of
 GPT-2 has 13 in forward and 21 in backward), and forward's share of that."""
@@ -37,107 +45,101 @@ SELECTIVE_UNIT, LOOKED_AT = 0.6, 3.0
 """The same for a block that is recomputed selectively, and for each operation of its forward, which Python looks at."""
 TRACED_COMPILED = 0.3
 """Bytes that compiled blocks move, relative to the operations of eager ones one by one (transformers' Llama 8B)."""
-TRACED = TREATED_ALIKE
-"""What is traced where recomputation is to be chosen."""
+Describe = Callable[[Setup], Program]
 
 
-@dataclass(frozen=True)
 class Traced(Model):
-    """A traced model: its units, and the peak of temporary bytes within a step.
+    """A model that is run on tensors without memory, in the batch, precision and device of each setup."""
 
-    Where all blocks are alike, a step that recomputes some of them is between those in which all are treated alike.
-    """
+    def __init__(self, describe: Describe, asked: Setup, resizable: bool = False, longest: int = 0) -> None:
+        """Describe the model as `asked`; if `resizable`, also with other batches and sequences up to the `longest`."""
+        self._describe, self._asked, self.resizable, self._longest = describe, asked, resizable, longest
+        self._described: dict[Any, OfProgram] = {}
+        self._quick: dict[Any, QuickPlans] = {}
+        self.program = self.described(asked).program
 
-    name: str
-    parts: tuple[Unit, ...]
-    buffers: int
-    """Bytes of the model's own buffers."""
-    moving: dict[tuple[bool, Recompute], int]
-    """Activations, logits and gradients in backward, by `way`."""
-    work: dict[tuple[bool, Recompute], tuple[Work, Work, Work]]
-    """Of a micro-step's forward, backward and recomputation on one rank, by `way`."""
-    kept: dict[tuple[bool, Recompute], int]
-    """The part of `moving` that is there at the end of forward, by `way`."""
-    alike: int
-    """Blocks that may be recomputed, if all are alike; else 0."""
+    def described(self, setup: Setup) -> OfProgram:
+        """Return the model with a setup's batch."""
+        key = _key(setup)
+        if key not in self._described:
+            same = replace(setup, stage=0, offload=Placement(), recompute=NOTHING, compiled=False)
+            self._described[key] = OfProgram(self._between(same) or self._describe(same))
+        return self._described[key]
+
+    def _between(self, setup: Setup) -> Program | None:
+        """Return the program of a batch between two powers of two from theirs, if they allocate alike."""
+        below = 1 << (setup.batch.bit_length() - 1)
+        if setup.batch in (below, self._asked.batch) or not self.resizable:
+            return None
+        one, other = (self.described(replace(setup, batch=each)).program for each in (below, 2 * below))
+        return one.resized(other, setup.batch / below - 1)
+
+    @property
+    def numel(self) -> int:
+        return self.described(self._asked).numel
+
+    @property
+    def trainable_numel(self) -> int:
+        return self.described(self._asked).trainable_numel
 
     @property
     def blocks(self) -> int:
-        return self.alike
+        """Blocks; 0 if some are called more than once in a step, or never."""
+        called = [unit for unit, _, _ in self.program.blocks]
+        return len(called) if len(set(called)) == len(called) == self.program.repeated else 0
 
     @property
     def summary(self) -> str:
-        return f"{self.numel:,} parameters in {len(self.parts)} units; traced"
+        return f"{self.numel:,} parameters in {len(self.program.units)} units; traced"
 
     def plan(self, setup: Setup) -> Plan:
-        return plan_measured(self, setup, self.moving_nbytes(setup), self.buffers)
+        check(setup)
+        return plan_described(self.described(setup), setup)
+
+    def quick_plan(self, setup: Setup) -> Plan:
+        alike = replace(setup, stage=0, offload=Placement(), recompute=NOTHING, compiled=False)
+        if alike not in self._quick:
+            self._quick[alike] = QuickPlans(self.described(setup))
+        return self._quick[alike].plan(setup)
+
+    def sequences(self, step: int, most: int) -> tuple[Sequence[int], str]:
+        if self._longest:
+            whole = [*range(step, self._longest, step), self._longest]
+            return whole, f"the model has {self._longest} positions"
+        return range(step, most + 1, step), "longer ones are not searched"
+
+    def with_seq(self, seq: int) -> Traced:
+        return self
+
+    # -- seconds -------------------------------------------------------------------------------------------------------
 
     def computed(self, setup: Setup, host: HostTimes = USUAL) -> Computed:
-        found = self.passes(setup, host), Work(), self.model_flops(setup), self.ends_numel
-        return Computed(*found, num_chunks(self.units(), setup), self.layers, hidden=0)
-
-    def units(self) -> Iterator[tuple[Unit, int]]:
-        for unit in self.parts:
-            yield unit, 1
-
-    def moving_nbytes(self, setup: Setup) -> int:
-        """Return the temporary bytes of a step of this setup; UserError if no such step was traced.
-
-        Of blocks that are treated in several ways, backward comes to the kept ones first, then to the selective ones,
-        then to the whole ones. Whatever is behind it is freed and counts as whole, which is the least. So it is at most
-        what the blocks before it hold, and what a step needs beyond that in which all are treated as it is.
-        """
-        partitioned, shares = setup.zero.gradients, self._shares(setup)
-        if len(shares) == 1:
-            return self.moving[partitioned, next(iter(shares))]
-        highest = 0.0
-        for kind in TRACED:
-            if share := shares.get(kind, 0.0):
-                held = sum(part * self.kept[partitioned, each] for each, part in shares.items())
-                highest = max(highest, held + self.moving[partitioned, kind] - self.kept[partitioned, kind])
-                shares[kind] -= share
-                shares[WHOLE] = shares.get(WHOLE, 0.0) + share
-        return math.ceil(highest)
-
-    def _shares(self, setup: Setup) -> dict[Recompute, float]:
-        """Return the share of blocks that is treated as all are in each trace; UserError without such traces."""
-        partitioned, asked = way(setup)
-        if (partitioned, asked) in self.moving:
-            return {asked: 1.0}
-        if not self.blocks or any((partitioned, each) not in self.moving for each in TRACED):
-            raise UserError(f"stage {setup.stage} with recompute={setup.recompute} was not traced")
-        counts = setup.blocks(self.blocks)
-        numbers = {NOTHING: self.blocks - counts.count, SELECTIVELY: counts.selective, WHOLE: counts.whole}
-        return {each: number / self.blocks for each, number in numbers.items() if number}
-
-    @property
-    def layers(self) -> int:
-        """Units beside the one of all that is not repeated."""
-        return max(1, len(self.parts) - 1)
-
-    @property
-    def ends_numel(self) -> int:
-        """Parameters of the units that no block is like: what comes before and after the blocks."""
-        shapes = [tuple(each.shape for each in unit.parameters) for unit in self.parts]
-        return sum(
-            each.numel
-            for unit, shape in zip(self.parts, shapes, strict=True)
-            if shapes.count(shape) == 1
-            for each in unit.parameters
+        described = self.described(setup)
+        gradients = Work(moved=described.trainable_numel / setup.tp * (2 * setup.width + setup.grad_width))
+        own = {unit for unit, _, _ in described.program.blocks}
+        ends = sum(
+            each.numel for at, unit in enumerate(described.program.units) if at not in own for each in unit.parameters
         )
+        found = self.passes(setup, host), gradients, self.model_flops(setup), ends
+        return Computed(*found, num_chunks(described.units(), setup), max(1, described.layers), hidden=0)
 
     def passes(self, setup: Setup, host: HostTimes = USUAL) -> Passes:
         """Return the work of a micro-step."""
-        units, recompute = len(self.parts), setup.recomputed.of(self.layers)
-        whole, part = recompute.whole, recompute.count - recompute.whole
-        forward, backward, again, repeated = (each.at(host.pace) for each in self._work(setup))
+        program, pace = self.described(setup).program, host.pace
+        units, layers = len(program.units), len(program.blocks)
+        recompute = setup.recomputed.of(layers)
+        forward, backward = (_work(each, pace) for each in _once(program))
+        blocks = [program.parts[part] for _, part, _ in program.blocks]
+        whole = _total(part.repeated for part in blocks[: recompute.whole])
+        part = _total(part.cheap for part in blocks[recompute.whole : recompute.count])
+        selective = recompute.count - recompute.whole
         if setup.compiled:
-            hosted = recomputing(host, setup, whole, part)
+            hosted = recomputing(host, setup, recompute.whole, selective)
         else:
-            hosted = recomputing(host, setup, WHOLE_UNIT * whole, SELECTIVE_UNIT * part)
-            hosted += REPEATED * repeated.host
-            hosted += LOOKED_AT * forward.host * part / self.layers
-        again = again.at(0.0)  # its launches are counted
+            hosted = recomputing(host, setup, WHOLE_UNIT * recompute.whole, SELECTIVE_UNIT * selective)
+            hosted += REPEATED * _work(whole, pace).host
+            hosted += LOOKED_AT * forward.host * selective / max(1, layers)
+        again = _work(whole + part, 0.0)  # its launches are counted
         forward += Work(host=host.block * UNIT * UNIT_FORWARD * units)
         backward += Work(host=host.block * UNIT * (1 - UNIT_FORWARD) * units)
         if setup.compiled:
@@ -148,31 +150,63 @@ class Traced(Model):
         forward, again = forward + Work(host=hosted * HOST_FORWARD), again + Work(host=hosted * (1 - HOST_FORWARD))
         return Passes(forward, backward, again, Work())
 
-    def _work(self, setup: Setup) -> tuple[Work, Work, Work, Work]:
-        """Return the work of forward, of backward, of what is repeated, and of the whole blocks among that."""
-        again, repeated = Work(), Work()
-        for each, share in self._shares(setup).items():
-            counts = each.of(self.layers)
-            forward, backward, more = self.work[setup.zero.gradients, each]
-            again += more.times(share)
-            repeated += more.times(share * counts.whole / max(1, counts.count))
-        return forward, backward, again, repeated
-
     def model_flops(self, setup: Setup) -> float:
         """Return the operations of a step of all ranks, as MFU counts them: without repetition."""
-        forward, backward, *_ = self._work(setup)
+        forward, backward = _once(self.described(setup).program)
         once = forward.products + backward.products + 3 * forward.attention
         return once * setup.accumulate * setup.dp
 
-    @property
-    def numel(self) -> int:
-        return sum(each.numel for unit in self.parts for each in unit.parameters)
 
-    @property
-    def trainable_numel(self) -> int:
-        return sum(each.numel for unit in self.parts for each in unit.parameters if each.trainable)
+def trace(
+    name: str,
+    make: Any,
+    setup: Setup,
+    loss: Loss | None = None,
+    resizable: bool = True,
+) -> Traced:
+    """Trace the model that `make()` builds on the meta device; UserError if it cannot run on tensors without values.
+
+    `loss(model, setup)` runs it on a batch; by default `model(tokens, targets)` gives the loss.
+    """
+    from zerocli.plan.models.record import record
+
+    def describe(setup: Setup) -> Program:
+        try:
+            return record(name, make(), setup, loss)
+        except UserError:
+            raise
+        except ValueError as error:
+            if setup.tp > 1:
+                raise UserError(f"--trace: {error}", hint="--tp 1") from error
+            raise _did_not_run(setup, error) from error
+        except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
+            raise _did_not_run(setup, error) from error
+
+    check(setup)
+    return Traced(describe, setup, resizable)
 
 
-def way(setup: Setup) -> tuple[bool, Recompute]:
-    """Return what in a setup changes the temporary bytes: (gradients are partitioned, blocks that are recomputed)."""
-    return setup.zero.gradients, setup.recomputed
+def _did_not_run(setup: Setup, error: Exception) -> UserError:
+    return UserError(
+        f"the model did not run on (tokens, targets) of {setup.batch} x {setup.seq}: {error}",
+        hint="forward(tokens, targets) gives the loss, and asks no tensor for its value",
+    )
+
+
+def _key(setup: Setup) -> tuple[object, ...]:
+    """Return what in a setup changes the description of a model."""
+    return setup.batch, setup.seq, setup.precision, setup.device, setup.tp, setup.packed
+
+
+def _once(program: Program) -> tuple[Counts, Counts]:
+    """Return what forward and backward of a micro-step compute."""
+    calls = [part for part, _ in program.calls()]
+    return _total(part.computed for part in calls), _total(part.computed_back for part in calls)
+
+
+def _total(counts: Any) -> Counts:
+    return sum(counts, Counts())
+
+
+def _work(counts: Counts, pace: float) -> Work:
+    return Work(counts.products, counts.attention, counts.moved, counts.calls * HOST_OPERATION * pace)

@@ -1,0 +1,183 @@
+"""What a traced model allocates, keeps and computes in a step, block by block, as data. Needs no torch.
+
+A step is a row of parts: what comes before the first block, then each block and what comes between it and the next one
+(usually nothing), and last the loss. A part is what one call allocates, saves for backward and frees, in order, and the
+same for its backward. Equal blocks have the same parts, so a deep model is few parts and their order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerocli.plan.blocks.shape import Parameter, Unit
+
+FORMAT = 1
+"""Changes with what a program consists of, or with how it is traced."""
+ALLOCATE, FREE, SAVE, GRADIENT, ENTER = "allocate", "free", "save", "gradient", "enter"
+Event = tuple[str, int, int, int]
+"""One of
+(ALLOCATE, storage, bytes, 1 if a selective block keeps it),
+(FREE, parts back, storage, 0), where Python or a node of autograd drops the last reference to it,
+(SAVE, parts back, storage, 0), which keeps it for the part's backward,
+(GRADIENT, parts back, storage, unit), which hands the gradient of a parameter of that unit over (`OWN`: the block's),
+(ENTER, unit, 0, 0), the call of a unit that is not recomputed as a block.
+
+A storage has a number in the part that allocated it. `parts back` is how far that part is behind this one in forward's
+order: 0 for its own, negative for one whose backward comes earlier, and `FIRST` or `LAST` for the ends of all.
+"""
+FIRST = 1 << 20
+LAST = -FIRST
+OWN = -1
+Place = tuple[int, int]
+"""(parts back, storage)."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What operations compute: see `zerocli.plan.time.compute.Work`; `calls` are operations that the host launches."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    moved: float = 0.0
+    calls: float = 0.0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.moved + other.moved,
+            self.calls + other.calls,
+        )
+
+    def times(self, number: float) -> Counts:
+        return Counts(self.products * number, self.attention * number, self.moved * number, self.calls * number)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one call and its backward allocate and compute."""
+
+    forward: tuple[Event, ...] = ()
+    backward: tuple[Event, ...] = ()
+    input: Place | None = None
+    output: Place | None = None
+    arguments: tuple[Place, ...] = ()
+    """The other tensors of its call, which a recomputed block holds until its backward."""
+    shared: frozenset[int] = frozenset()
+    """Storages that blocks far behind use too: they stay to the end of the pass."""
+    gradient: Place | None = None
+    """The gradient of the input, at the end of backward; None if it has none."""
+    computed: Counts = Counts()
+    computed_back: Counts = Counts()
+    repeated: Counts = Counts()
+    """Of forward, what runs again if the block is recomputed: all up to the last operation that saves a tensor."""
+    cheap: Counts = Counts()
+    """The part of that which runs again if the block is recomputed selectively."""
+
+    @property
+    def num_saves(self) -> int:
+        return sum(event[0] == SAVE for event in self.forward)
+
+    def resized(self, other: Part, factor: float) -> Part | None:
+        """Return the part with each size moved along from this one's to the other's; None if the two differ in kind."""
+        forward = _resized(self.forward, other.forward, factor)
+        backward = _resized(self.backward, other.backward, factor)
+        if forward is None or backward is None:
+            return None
+        counts = {
+            name: getattr(self, name) + (getattr(other, name) + getattr(self, name).times(-1)).times(factor)
+            for name in ("computed", "computed_back", "repeated", "cheap")
+        }
+        return dataclasses.replace(self, forward=forward, backward=backward, **counts)
+
+
+def _resized(one: Sequence[Event], other: Sequence[Event], factor: float) -> tuple[Event, ...] | None:
+    if len(one) != len(other) or any(a[:2] != b[:2] or a[3] != b[3] for a, b in zip(one, other, strict=True)):
+        return None
+    return tuple(
+        (a[0], a[1], round(a[2] + (b[2] - a[2]) * factor) if a[0] == ALLOCATE else a[2], a[3])
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced model: its units, and the parts of a micro-step of one batch."""
+
+    name: str
+    units: tuple[Unit, ...]
+    """In the engine's order; of equal ones each is the same object."""
+    buffers: int
+    """Bytes of the model's own buffers."""
+    parts: tuple[Part, ...]
+    """The different ones; the first comes before the blocks, the last after them."""
+    blocks: tuple[tuple[int, int, int], ...]
+    """Of each call of a block: its unit, its part, and the part between it and the next block."""
+    repeated: int
+    """Blocks that the engine counts; others are called if some have no part in the loss, or are called again."""
+
+    def calls(self) -> Iterator[tuple[Part, bool]]:
+        """Yield the parts of a micro-step in order, each with whether it is a block."""
+        yield self.parts[0], False
+        for at, (_, block, between) in enumerate(self.blocks):
+            yield self.parts[block], True
+            if at + 1 < len(self.blocks):
+                yield self.parts[between], False
+        yield self.parts[-1], False
+
+    @property
+    def input_nbytes(self) -> int:
+        """The bytes of a block's input; of the largest where they differ."""
+        found = [0]
+        for number, part in enumerate(self.parts):
+            if part.input is not None:
+                back, storage = part.input
+                made = self.parts[0 if back == FIRST else number - back].forward
+                found += [event[2] for event in made if event[:2] == (ALLOCATE, storage)]
+        return max(found)
+
+    def resized(self, other: Program, factor: float) -> Program | None:
+        """Return the program of another batch: sizes moved along from this one's to the other's, `factor` of the way.
+
+        None if the two do not allocate alike, as where a model chooses another way for a larger batch.
+        """
+        if self.blocks != other.blocks or len(self.parts) != len(other.parts):
+            return None
+        parts = [one.resized(two, factor) for one, two in zip(self.parts, other.parts, strict=True)]
+        if any(part is None for part in parts):
+            return None
+        return dataclasses.replace(self, parts=tuple(part for part in parts if part is not None))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able values; equal units once."""
+        known: dict[Unit, int] = {}
+        order = [known.setdefault(unit, len(known)) for unit in self.units]
+        found = dataclasses.asdict(dataclasses.replace(self, units=()))
+        for part in found["parts"]:
+            part["shared"] = sorted(part["shared"])
+        return found | {"units": [dataclasses.asdict(unit) for unit in known], "order": order}
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> Program:
+        """Return the program that `as_dict` wrote; KeyError, TypeError or ValueError for anything else."""
+        units = [
+            Unit(each["kind"], tuple(Parameter(**{**p, "shape": tuple(p["shape"])}) for p in each["parameters"]))
+            for each in values["units"]
+        ]
+        rest = {name: value for name, value in values.items() if name not in ("units", "order", "parts", "blocks")}
+        return Program(
+            **rest,
+            units=tuple(units[at] for at in values["order"]),
+            parts=tuple(_part(each) for each in values["parts"]),
+            blocks=tuple(tuple(each) for each in values["blocks"]),
+        )
+
+
+def _part(values: Mapping[str, Any]) -> Part:
+    made: dict[str, Any] = {name: values[name] and tuple(values[name]) for name in ("input", "output", "gradient")}
+    made |= {name: Counts(**values[name]) for name in ("computed", "computed_back", "repeated", "cheap")}
+    made |= {name: tuple(tuple(each) for each in values[name]) for name in ("forward", "backward", "arguments")}
+    return Part(**made, shared=frozenset(values["shared"]))
