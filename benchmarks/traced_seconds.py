@@ -1,4 +1,4 @@
-"""Compares the planned seconds of a step of transformers' own models, by their traces, with measured ones.
+"""Compares planned seconds and bytes of a step of transformers' own models, by their traces, with measured ones.
 
     python benchmarks/traced_seconds.py --random 8 --seed 3
 
@@ -56,8 +56,10 @@ def draw(rng: random.Random, tiny: bool) -> tuple[dict[str, Any], dict[str, Any]
     return config, {"batch": batch, "seq": seq, "offload": offload, "recompute": rng.choice([False, True, "selective"])}
 
 
-def measure(config: Any, setup: Setup, steps: int, warmup: int) -> float:
-    """Train the model; return the seconds of a step."""
+def measure(config: Any, setup: Setup, steps: int, warmup: int) -> tuple[float, int]:
+    """Train the model; return the seconds of a step, and the most bytes that tensors took on a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     make = functools.partial(hugging.build, config)
     engine = zerocli.shard(
         make(), "adamw", 1e-5, stage=setup.stage, precision=setup.precision, clip=1.0, recompute=setup.recompute,
@@ -79,9 +81,11 @@ def measure(config: Any, setup: Setup, steps: int, warmup: int) -> float:
         engine.close()
     del engine, loss, batch
     gc.collect()
+    most = 0
     if torch.cuda.is_available():
+        most = torch.cuda.max_memory_allocated()
         torch.cuda.empty_cache()
-    return statistics.median(seconds[warmup:])
+    return statistics.median(seconds[warmup:]), most
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -109,16 +113,20 @@ def main(number: int, seed: int, steps: int, warmup: int, limit: float, path: st
             config = hugging.read_config(hugging.ConfigFile(written, {}, "drawn"))
             with hugging.offline():
                 traced = trace("drawn", functools.partial(hugging.build, config), setup, resolve.loss)
-            planned = weigh(traced, setup, hardware).estimate
+            candidate = weigh(traced, setup, hardware)
+            planned = candidate.estimate
             assert planned is not None
-            took = measure(config, setup, steps, warmup)
+            took, most = measure(config, setup, steps, warmup)
         except Exception as error:  # a failed model is a row of the table, not the end of it
             rows.append({"case": about, "failed": repr(error)[:300]})
             click.echo(f"{index:3}   failed {about}: {rows[-1]['failed'][:160]}")
             continue
         row = {"case": about, "planned": planned.seconds, "seconds": took, "parts": planned.parts}
-        rows.append(row | {"error": planned.seconds / took - 1})
-        click.echo(f"{index:3} {planned.seconds:8.4f} {took:8.4f} {rows[-1]['error']:+7.1%} {planned.bound:10} {about}")
+        bytes_planned = candidate.plan.allocated if most else 0
+        rows.append(row | {"error": planned.seconds / took - 1, "bytes": [bytes_planned, most]})
+        beside = f"{bytes_planned / most - 1:+7.2%} bytes" if most else ""
+        error = rows[-1]["error"]
+        click.echo(f"{index:3} {planned.seconds:8.4f} {took:8.4f} {error:+7.1%} {beside} {planned.bound:10} {about}")
         if path:
             Path(path).write_text(json.dumps({"schema": 1, "rows": rows}, indent=1))
     sizes = sorted(abs(row["error"]) for row in rows if "error" in row)

@@ -1,4 +1,4 @@
-"""Law: one description. Engine, plan and trace read the same values of a config, and have the same defaults."""
+"""Law: one description. Engine and plan read the same values of a config, and have the same defaults."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from random_configs import configs
 from torch import nn
 
 import zerocli
-from offload.placement import Placement
 from zerocli.cli import main as cli
 from zerocli.config import Config, Sharding, arguments_of, load, read_placement, sharding_of
 from zerocli.engine import api
 from zerocli.engine.api import settings_of
 from zerocli.engine.settings import Keywords, Settings
 from zerocli.errors import UserError
-from zerocli.plan.models import trace
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.run import trainer
 
@@ -123,18 +121,6 @@ def test_config_engine_and_plan_have_one_set_of_defaults():
         assert inspect.signature(function).parameters["optimizer"].default == described.optimizer
     setup = setup_of(Config())
     assert dataclasses.replace(setup, options={}, runtime={}) == Setup()
-
-
-def test_a_trace_runs_the_plans_description(monkeypatch):
-    monkeypatch.setattr(trace, "Engine", raise_settings)
-    changes: dict[str, Any] = {"stage": 3, "bucket_nbytes": 77, "gather_buffers": 5, "reduce": "fp32", "verify": True}
-    setup = Setup(**changes, precision="bf16", recompute=True, partition_activations=False, offload="optimizer=cpu")
-    with pytest.raises(Caught) as caught:
-        trace.run(nn.Linear(2, 2), setup)
-    traced = caught.value.args[0]
-    # States are counted by arithmetic, so they rest on the device, with an optimizer that is always there.
-    arithmetic = {"offload": Placement(), "optimizer": "adamw", "options": {}, "update": "auto", "accumulate": 1}
-    assert traced.shared() == setup.shared() | arithmetic | {"clip": 1.0, "tp": 1}
 
 
 def test_every_keyword_of_shard_is_typed_and_shown():

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -192,6 +193,7 @@ class _Trace(TorchDispatchMode):
     def __init__(self, model: nn.Module, setup: Setup, loss: Loss, places: dict[str, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._setup, self._loss = model, setup, loss
+        self.on_gpu = setup.device == "cuda"
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         compute = PRECISIONS[setup.precision].compute
         self.blocks = {id(block): name for name, block in _blocks(model)}
@@ -222,10 +224,10 @@ class _Trace(TorchDispatchMode):
         """(part, number) of live storages by identity; None for those that no operation of this run made."""
         self._numbers: Counter[int] = Counter()
         self._saves: Counter[int] = Counter()
-        self._in_loss, self.operations, self._noting = 0, 0, True
+        self._in_loss, self.operations, self._noting, self._draws = 0, 0, True, False
         drops = torch.autograd.graph.saved_tensors_hooks(self._saved, _never)
         with self._mode, RUNNING.of(Subscribers(_LossEvents(self))), torch.random.fork_rng(devices=()), self:
-            with contextlib.nullcontext() if backward else drops, _Limit(self):
+            with contextlib.nullcontext() if backward else drops, _Calls(self):
                 value = self._loss(self._model, self._setup)
             if backward:
                 self._back, self._events = True, self._run.backward
@@ -242,7 +244,7 @@ class _Trace(TorchDispatchMode):
         for tensor in tensors_in((args, kwargs)):
             self._see(tensor, None)
         out = function(*args, **kwargs)
-        kept = not self._back and is_kept(function, args, kwargs)
+        kept = not self._back and not self._draws and is_kept(function, args, kwargs)
         for tensor in tensors_in(out):
             self._see(tensor, kept)
         counts = counts_of(function, args, kwargs, out, self._in_loss > 0)
@@ -252,6 +254,15 @@ class _Trace(TorchDispatchMode):
             else:
                 self._run.work[self._part].append((self._saves[self._part], kept, counts))
         return out
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """While the body runs an operation that draws random numbers, its output is kept by no selective block."""
+        self._draws = True
+        try:
+            yield
+        finally:
+            self._draws = False
 
     def _entering(self, place: int) -> Callable[[nn.Module, Any], None]:
         return lambda module, args: self._note((ENTER, place, 0, 0))
@@ -384,10 +395,11 @@ class _LossEvents(Events):
             self._trace._in_loss -= 1
 
 
-class _Limit(TorchFunctionMode):
-    """While active, a model's forward may run `MAX_OPERATIONS`.
+class _Calls(TorchFunctionMode):
+    """While active, a model's forward may run `MAX_OPERATIONS`, and attention with dropout runs as on the device.
 
-    The RuntimeError is raised before a call of torch, not from inside an operation, where it may end the process.
+    The RuntimeError is raised before a call of torch, not from inside an operation, where it may end the process. A CPU
+    has no kernel for attention with dropout and keeps all scores; a GPU's needs what it needs without.
     """
 
     def __init__(self, trace: _Trace) -> None:
@@ -397,7 +409,11 @@ class _Limit(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._trace.operations > MAX_OPERATIONS and in_forward():
             raise RuntimeError(f"it has more than {MAX_OPERATIONS} operations in forward")
-        return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention and self._trace.on_gpu and kwargs.get("dropout_p"):
+            with self._trace.drawing():
+                return function(*args, **(kwargs | {"dropout_p": 0.0}))
+        return function(*args, **kwargs)
 
 
 def _main(values: Any) -> torch.Tensor | None:
