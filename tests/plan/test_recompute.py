@@ -326,7 +326,7 @@ def test_fit_traces_a_model_both_ways_under_auto(capsys):
 
 @pytest.mark.parametrize("command", ["train", "profile"])
 def test_a_dry_run_prints_the_choice(command, capsys):
-    words = [command, "tiny", "--dry-run", "--ranks", "2", "--set", "activations.policy=auto"]
+    words = [command, "tiny", "--dry-run", "--ranks", "2", "--set", "activations.policy=auto", "--save-every", "never"]
     for memory, line in (("1GiB", "nothing recomputed"), ("30MiB", "2 of 4 blocks recomputed whole, 2 selectively")):
         assert cli.run([*words, "--set", f"train.gpu_memory={memory}"]) == 0
         shown = capsys.readouterr()
