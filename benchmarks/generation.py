@@ -66,6 +66,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(Path(folder))
         engine, window = open_engine(folder, given.code, given.offload, given.prompt + given.tokens)
+    theirs, ids = theirs.to(engine.device), ids.to(engine.device)
     print(f"{given.family}: {sum(p.numel() for p in theirs.parameters()) / 1e6:.1f}M parameters")
     seconds: dict[str, list[float]] = {"zerocli": [], "transformers": []}
     same = True
