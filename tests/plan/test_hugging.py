@@ -253,7 +253,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path, capsys):
 
 def test_a_model_that_cannot_be_traced_is_counted(tmp_path, capsys, monkeypatch):
     """Mamba without its kernels loops over tokens: too many operations for fake tensors."""
-    monkeypatch.setattr("zerocli.plan.models.record.MAX_OPERATIONS", 100)
+    monkeypatch.setattr("zerocli.plan.models.fake_run.MAX_OPERATIONS", 100)
     code, answer, _ = fit(CONFIGS["mamba"], tmp_path, capsys, "--seq", "16")
     assert code == 0 and answer["model"]["parameters"] == count(CONFIGS["mamba"]) and not answer["model"]["whole"]
     assert any("activations are not counted" in note for note in answer["notes"])
@@ -265,7 +265,7 @@ def test_a_trace_that_is_too_long_ends_with_an_error_wherever_it_is(most, monkey
     from zerocli.plan.models.record import record
     from zerocli.plan.models.resolve import loss
 
-    monkeypatch.setattr("zerocli.plan.models.record.MAX_OPERATIONS", most)
+    monkeypatch.setattr("zerocli.plan.models.fake_run.MAX_OPERATIONS", most)
     config = hugging.read_config(hugging.ConfigFile(CONFIGS["mamba"], {}, "config.json"))
     with pytest.raises(RuntimeError, match=f"more than {most} operations"):
         record("mamba", hugging.build(config), Setup(ranks=2, stage=3, batch=2, seq=16), loss)

@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerocli.engine.optimizer.dataflow import tensors_in
@@ -23,15 +22,12 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, device: str = "cpu", granularity: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._granularity = device, granularity
-        self.recorded = 0
-        """Operations so far that autograd may have recorded."""
         self._known: dict[int, int] = {}
         """Bytes of live storages by identity; 0 for those that are not counted."""
         self.nbytes = 0
         self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.recorded += torch.is_grad_enabled() and in_forward()
         for tensor in tensors_in((args, kwargs or {})):
             self._see(tensor, ours=False)
         out = function(*args, **(kwargs or {}))
@@ -57,22 +53,6 @@ class LiveBytes(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         self.peak = self.nbytes
-
-
-class OperationLimit(TorchFunctionMode):
-    """While active, a model's forward may run `most` operations of those that `live` counts (0: any number).
-
-    The RuntimeError is raised before a call of torch, not from inside an operation, where it may end the process.
-    """
-
-    def __init__(self, live: LiveBytes, most: int) -> None:
-        super().__init__()
-        self._live, self._most = live, most
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._most and self._live.recorded > self._most and in_forward():
-            raise RuntimeError(f"it has more than {self._most} operations in forward")
-        return function(*args, **(kwargs or {}))
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:

@@ -29,7 +29,7 @@ from zerocli.plan.time.compute import (
 from zerocli.plan.time.hardware import HostTimes
 
 if TYPE_CHECKING:
-    from zerocli.plan.models.record import Loss
+    from zerocli.plan.models.fake_run import Loss
 
 # The host's times are from steps of eleven families of transformers with 4 and 12 narrow blocks, on an H200, and from
 # 28 random models of the same families on three more such machines.
