@@ -14,7 +14,7 @@ from typing import Any
 
 from zerocli.plan.blocks.shape import Parameter, Unit
 
-FORMAT = 1
+FORMAT = 2
 """Changes with what a program consists of, or with how it is traced."""
 ALLOCATE, FREE, SAVE, GRADIENT, ENTER = "allocate", "free", "save", "gradient", "enter"
 Event = tuple[str, int, int, int]
@@ -66,6 +66,8 @@ class Part:
     output: Place | None = None
     arguments: tuple[Place, ...] = ()
     """The other tensors of its call, which a recomputed block holds until its backward."""
+    copied: int = 0
+    """Bytes of those that have a gradient: a recomputed block keeps copies of them, as of its input."""
     shared: frozenset[int] = frozenset()
     """Storages that blocks far behind use too: they stay to the end of the pass."""
     gradient: Place | None = None
@@ -91,7 +93,8 @@ class Part:
             name: getattr(self, name) + (getattr(other, name) + getattr(self, name).times(-1)).times(factor)
             for name in ("computed", "computed_back", "repeated", "cheap")
         }
-        return dataclasses.replace(self, forward=forward, backward=backward, **counts)
+        copied = round(self.copied + (other.copied - self.copied) * factor)
+        return dataclasses.replace(self, forward=forward, backward=backward, copied=copied, **counts)
 
 
 def _resized(one: Sequence[Event], other: Sequence[Event], factor: float) -> tuple[Event, ...] | None:
@@ -180,4 +183,4 @@ def _part(values: Mapping[str, Any]) -> Part:
     made: dict[str, Any] = {name: values[name] and tuple(values[name]) for name in ("input", "output", "gradient")}
     made |= {name: Counts(**values[name]) for name in ("computed", "computed_back", "repeated", "cheap")}
     made |= {name: tuple(tuple(each) for each in values[name]) for name in ("forward", "backward", "arguments")}
-    return Part(**made, shared=frozenset(values["shared"]))
+    return Part(**made, shared=frozenset(values["shared"]), copied=values["copied"])

@@ -90,8 +90,9 @@ class _ProgramBody(Body):
         if tape.last_save is None:
             number = self._numbers[block] = self._next()
             if not tape.keep:
-                others = self._program.parts[part].arguments
-                self._arguments[number] = [self._made_by(self._live, number, back).get(at) for back, at in others]
+                called = self._program.parts[part]
+                held = [self._made_by(self._live, number, back).get(at) for back, at in called.arguments]
+                self._arguments[number] = [*held, Storage(self._ledger, called.copied)]
         return self._run(tape, self._program.parts[part], x, self._numbers[block], unit)
 
     def between(self, tape: Tape, x: Tensor, block: int) -> Tensor:

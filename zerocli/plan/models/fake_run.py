@@ -73,6 +73,7 @@ class Run:
         self.inputs: dict[int, Place | None] = {}
         self.outputs: dict[int, Place | None] = {}
         self.arguments: dict[int, tuple[Place, ...]] = {}
+        self.copied: dict[int, int] = {}
         self.shared: defaultdict[int, set[int]] = defaultdict(set)
         self.gradients: dict[int, Place | None] = {}
         self.called: list[str] = []
@@ -232,6 +233,7 @@ class Trace(TorchDispatchMode):
         self._run.inputs[part] = self._place_of(x, part)
         self._run.outputs[part - 1] = self._place_of(x, part - 1)
         others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each is not x]
+        self._run.copied[part] = sum(each.nbytes for each in others if each.requires_grad)
         places = (self._used(each) for each in others)
         self._run.arguments[part] = tuple(place for place in places if place is not None)
         if x is not None and x.requires_grad:

@@ -189,6 +189,7 @@ def _part(dropped: Run, kept: Run, number: int) -> Part:
         input=kept.inputs.get(number),
         output=kept.outputs.get(number),
         arguments=kept.arguments.get(number, ()),
+        copied=kept.copied.get(number, 0),
         shared=frozenset(dropped.shared[number] | kept.shared[number]),
         gradient=kept.gradients.get(number),
         computed=sum((counts for _, _, counts in work), Counts()),
