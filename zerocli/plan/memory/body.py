@@ -75,6 +75,10 @@ class Described(ABC):
     def body(self, setup: Setup, ledger: Ledger) -> Body:
         """Return the operations of a micro-step."""
 
+    def copied(self, blocks: int) -> int:
+        """Return the bytes of what the first blocks, if they are recomputed, keep copies of beside their inputs."""
+        return 0
+
     @abstractmethod
     def tables(self, setup: Setup) -> list[int]:
         """Return the bytes of the model's own buffers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from zerocli.plan.blocks.program import ALLOCATE, ENTER, FIRST, FREE, GRADIENT, LAST, OWN, SAVE, Part, Place, Program
 from zerocli.plan.blocks.shape import Unit
@@ -45,6 +45,9 @@ class OfProgram(Described):
 
     def body(self, setup: Setup, ledger: Ledger) -> Body:
         return _ProgramBody(self.program, ledger)
+
+    def copied(self, blocks: int) -> int:
+        return sum(self.program.parts[part].copied for _, part, _ in self.program.blocks[:blocks])
 
     def tables(self, setup: Setup) -> list[int]:
         return [self.program.buffers] if self.program.buffers else []
@@ -91,8 +94,8 @@ class _ProgramBody(Body):
             number = self._numbers[block] = self._next()
             if not tape.keep:
                 called = self._program.parts[part]
-                held = [self._made_by(self._live, number, back).get(at) for back, at in called.arguments]
-                self._arguments[number] = [*held, Storage(self._ledger, called.copied)]
+                others = called.arguments
+                self._arguments[number] = [self._made_by(self._live, number, back).get(at) for back, at in others]
         return self._run(tape, self._program.parts[part], x, self._numbers[block], unit)
 
     def between(self, tape: Tape, x: Tensor, block: int) -> Tensor:
@@ -139,8 +142,9 @@ class _ProgramBody(Body):
         out = self._find(live, number, *part.output) if part.output is not None else None
         node, before = None, x.node  # the node must not hold `x`, whose storage may go before backward
         if part.backward or before is not None:
-            node = tape.record("part", [x])
-            node.backward = lambda incoming: self._backward(tape, part, number, unit, incoming, saved, before)
+            node, hand_over = tape.record("part", [x]), tape.hand_over
+            if tape.keep:  # else nothing ever runs it, and it would hold what this refers to
+                node.backward = lambda incoming: self._backward(hand_over, part, number, unit, incoming, saved, before)
         return Tensor(out or x.storage, node)
 
     def _find(self, live: Held, number: int, back: int, storage: int) -> Storage | None:
@@ -152,7 +156,7 @@ class _ProgramBody(Body):
 
     def _backward(
         self,
-        tape: Tape,
+        hand_over: Callable[[int, Storage], None],
         part: Part,
         number: int,
         unit: int,
@@ -175,7 +179,7 @@ class _ProgramBody(Body):
             elif event == GRADIENT:
                 grad = self._made_by(self._back, number, one).pop(two, None) or saved.pop((one, two), None)
                 if grad is not None:
-                    tape.hand_over(unit if more == OWN else more, grad)
+                    hand_over(unit if more == OWN else more, grad)
         # What the part made and nothing has freed goes on, as a gradient that forward computed already.
         made.update({at: storage for (back, at), storage in saved.items() if back == 0})
         saved.clear()

@@ -206,6 +206,7 @@ class Replay(Initialisation):
         if not self._replayed and model.layers:
             part = -(-body.hidden // setup.parts)
             self._checkpoints.assign(self._recompute.count, part, frozen_input=model.frozen_input)
+            self._keep_bytes("activations", model.copied(self._recompute.count))
             self._choose_blocks()
         self._entering = first and self._owes
         x = self._forward(tape, body)
