@@ -143,18 +143,12 @@ class Channel:
         return rows
 
     def begin(
-        self,
-        row: tuple[int, ...],
-        collectives: Collectives,
-        call: str,
-        say: Callable[[], str],
-        title: str,
-        about: tuple[str, str] | None = None,
+        self, row: tuple[int, ...], collectives: Collectives, call: str, say: Callable[[], str], title: str
     ) -> None:
         """Begin a meeting; this rank goes on, and waits for the others in `settle`, before its next collective."""
         self.settle()
-        sent = self._send(row, collectives, about or ("", call))
-        self._begun = lambda: self.meet(row, collectives, call, say, title, about, sent)
+        sent = self._send(row, collectives, ("", call))
+        self._begun = lambda: self.meet(row, collectives, call, say, title, sent=sent)
 
     def settle(self) -> None:
         """Wait for the other ranks in a meeting that has begun; raise Disagreed on all if they make different calls."""
@@ -302,16 +296,12 @@ class Agreement:
     def end_pass(self, engines: int) -> int:
         """Meet at the end of a backward pass; return the engines that take part in it on any rank, as a set of bits.
 
-        `engines` are those that take part on this rank. If there is no other, and every reduction is launched, the
-        meeting only begins: this rank works on what is reduced already, and settles it with the last reduction.
+        `engines` are those that take part on this rank.
         """
-        call, say, about = "engine.backward", "is at the end of its backward pass", self._about(NOTHING)
-        if self.channel is not None and self.channel.num_slots == 1 and not self.active:
-            row = (MEETING, self._member.slot, _code(call), 0, engines)
-            self.channel.begin(row, self._collectives, call, lambda: say, self._member.title, about)
-            return engines
-        for other in self._meet(call, 0, engines, lambda: say, about):
-            engines |= other[_DETAIL]
+        say = "is at the end of its backward pass"
+        rows = self._meet("engine.backward", 0, engines, lambda: say, self._about(NOTHING))
+        for row in rows:
+            engines |= row[_DETAIL]
         return engines
 
     def fail_pass(self, error: BaseException) -> None:

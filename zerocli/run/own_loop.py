@@ -163,7 +163,8 @@ def _trace(model: nn.Module, example: Example | None, setup: Setup, settings: di
 
     def make() -> nn.Module:
         made = copy_on_meta(model, dtype_of)
-        made.__dict__["unit_modules"] = lambda: [made.get_submodule(name) for name in names] or None
+        chosen = [made.get_submodule(name) for name in names]  # now: a trace leaves some of equal blocks out
+        made.__dict__["unit_modules"] = lambda: chosen or None
         return made
 
     try:

@@ -52,7 +52,6 @@ class Backward:
             self._engine.reducer.launch_rest()
             for each in self._participants():
                 each._end()
-            self._settle()
         except BaseException as error:
             refusal = self._engine.hooks.explained(error)
             try:
@@ -103,15 +102,10 @@ class Backward:
         """
         known = isinstance(error, Severed | Disagreed) or not isinstance(error, Exception)
         if not known and self._engine.agreement.channel is not None:
-            self._settle()
+            self._engine.agreement.channel.settle()
             with contextlib.suppress(Exception):  # the original error is the one to raise
                 self._engine.reducer.launch_rest()
                 self._engine.agreement.fail_pass(error)
-
-    def _settle(self) -> None:
-        """Wait for the other ranks in the meeting that has begun, if any; see `Channel.settle`."""
-        if self._engine.agreement.channel is not None:
-            self._engine.agreement.channel.settle()
 
     def join(self, name: str) -> None:
         """Join another engine's pass whose loss depends on this engine's parameter `name`; refuse if there is none."""

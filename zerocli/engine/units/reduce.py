@@ -270,7 +270,6 @@ class Reducer:
 
     def _adopt_order(self) -> None:
         """Adopt the order in which rank 0's first backward completed the units as the launch order."""
-        self._settle()
         place = {id(flat): i for i, flat in enumerate(self._flats)}
         order = self._collectives.broadcast_indices([place[id(flat)] for flat in self._completed])
         self._order = [self._flats[i] for i in order]
