@@ -43,6 +43,8 @@ WHOLE_UNIT, REPEATED = 0.8, 2.0
 an operation that is repeated, relative to one that runs once: what it saves passes through Python."""
 SELECTIVE_UNIT, LOOKED_AT = 0.6, 3.0
 """The same for a block that is recomputed selectively, and for each operation of its forward, which Python looks at."""
+PER_PARAMETER = 3
+"""Operations that the engine adds to backward for each parameter: its gradient is taken, copied and dropped."""
 TRACED_COMPILED = 0.3
 """Bytes that compiled blocks move, relative to the operations of eager ones one by one (transformers' Llama 8B)."""
 Describe = Callable[[Setup], Program]
@@ -142,6 +144,8 @@ class Traced(Model):
         again = _work(whole + part, 0.0)  # its launches are counted
         forward += Work(host=host.block * UNIT * UNIT_FORWARD * units)
         backward += Work(host=host.block * UNIT * (1 - UNIT_FORWARD) * units)
+        trained = sum(each.trainable for unit in program.units for each in unit.parameters)
+        backward += Work(host=PER_PARAMETER * trained * HOST_OPERATION * pace)
         if setup.compiled:
             launched = host.block * HOST_COMPILED * units
             forward = forward.compiled(TRACED_COMPILED, launched * UNIT_FORWARD)
