@@ -162,8 +162,8 @@ def test_a_trace_of_a_model_with_a_formula_takes_as_long(layers):
         formula, ours = (weigh(each, setup, H200).estimate for each in (Formula(shape), traced))
         assert formula and ours
         assert ours.parts["compute"] == pytest.approx(formula.parts["compute"], rel=0.05), setup.recompute
-        # A trace has a CPU's operations, of which kernels of ours on a GPU join several.
-        assert 1 < ours.parts["host"] / formula.parts["host"] < 1.7, setup.recompute
+        # A trace has a CPU's operations, of which kernels of ours on a GPU join several, and none of the engine's.
+        assert 0.9 < ours.parts["host"] / formula.parts["host"] < 1.3, setup.recompute
         assert ours.mfu == pytest.approx(formula.mfu, rel=0.08)
 
 
