@@ -89,7 +89,7 @@ def own_kernels():
 @pytest.fixture(autouse=True)
 def own_plans(request):
     """Let a test that replaces parts of a plan see no plan of other tests, and leave none to them."""
-    kept = {"memory.build": "_plan_eager", "models.formula": "_quick_plans"}
+    kept = {"memory.build": "_plan_eager", "memory.quick": "_plans"}
     modules = {name: sys.modules.get(f"zerocli.plan.{name}") for name in kept}
     caches = [getattr(module, kept[name]) for name, module in modules.items() if module is not None]
     if "monkeypatch" not in request.fixturenames:

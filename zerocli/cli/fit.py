@@ -184,7 +184,7 @@ def _judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     lora = parse_lora(given["lora"]) if given["lora"] is not None else None
     if lora is not None:
         _refuse_lora(source, ask.trace, setup)
-    planned = _model(source, ask.trace, _undecided(setup, free), stages, notes, lora, chooses=bool(given["auto"]))
+    planned = _model(source, ask.trace, _undecided(setup, free), notes, lora, chooses=bool(given["auto"]))
     notes += planned.notes(setup)
     if ask.largest:
         if not planned.resizable:
@@ -458,7 +458,6 @@ def _model(
     source: Source,
     traced: bool,
     setup: Setup,
-    stages: tuple[int, ...],
     notes: list[str],
     lora: Lora | None = None,
     chooses: bool = False,

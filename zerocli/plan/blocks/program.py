@@ -122,14 +122,14 @@ class Program:
     repeated: int
     """Blocks that the engine counts; others are called if some have no part in the loss, or are called again."""
 
-    def calls(self) -> Iterator[tuple[Part, bool]]:
-        """Yield the parts of a micro-step in order, each with whether it is a block."""
-        yield self.parts[0], False
+    def calls(self) -> Iterator[Part]:
+        """Yield the parts of a micro-step in order."""
+        yield self.parts[0]
         for at, (_, block, between) in enumerate(self.blocks):
-            yield self.parts[block], True
+            yield self.parts[block]
             if at + 1 < len(self.blocks):
-                yield self.parts[between], False
-        yield self.parts[-1], False
+                yield self.parts[between]
+        yield self.parts[-1]
 
     @property
     def input_nbytes(self) -> int:

@@ -6,11 +6,13 @@ allocator's arenas, serves all placements; what is kept is counted for each.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
 from offload.placement import ACTIVATIONS, HBM, Placement
 from zerocli.layout.buffers import buckets, gather_buffers, gradient_arenas, update_slots
+from zerocli.layout.recompute import NOTHING
 from zerocli.plan.memory.body import Described
 from zerocli.plan.memory.build import check, plan_peaks
 from zerocli.plan.memory.flats import Flats, plan_flats
@@ -19,6 +21,17 @@ from zerocli.plan.memory.runtime import constant, usual_fragments
 from zerocli.plan.memory.step import Peaks, Replay, StepPeak
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
+
+
+def quick_plan(model: Described, setup: Setup) -> Plan:
+    """Return a plan that is close to the exact one; setups that differ in placement, say, share a replay."""
+    alike = replace(setup, stage=0, offload=Placement(), recompute=NOTHING, compiled=False)
+    return _plans(model, alike).plan(setup)
+
+
+@functools.lru_cache(maxsize=16)
+def _plans(model: Described, alike: Setup) -> QuickPlans:
+    return QuickPlans(model)
 
 
 class QuickPlans:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from offload.placement import Placement
-from zerocli.layout.recompute import NOTHING
 from zerocli.layout.sizes import format_count
 from zerocli.plan.blocks.lora import Lora
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory.build import plan_model
 from zerocli.plan.memory.of_shape import of_shape
-from zerocli.plan.memory.quick import QuickPlans
+from zerocli.plan.memory.quick import quick_plan
 from zerocli.plan.models.model import Model
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
@@ -65,8 +62,7 @@ class Formula(Model):
         return plan_model(self.shape, setup)
 
     def quick_plan(self, setup: Setup) -> Plan:
-        alike = replace(setup, stage=0, offload=Placement(), recompute=NOTHING, compiled=False)
-        return _quick_plans(self.shape, alike).plan(setup)
+        return quick_plan(of_shape(self.shape), setup)
 
     def computed(self, setup: Setup, host: HostTimes) -> Computed:
         return computed(self.shape, setup, host)
@@ -110,9 +106,3 @@ class Formula(Model):
         if last and not self.grows:
             return [*range(step, last, step), last], f"the model has a table of {last} positions"
         return range(step, most + 1, step), "longer ones are not searched"
-
-
-@functools.lru_cache(maxsize=16)
-def _quick_plans(shape: Shape, alike: Setup) -> QuickPlans:
-    """Return the quick plans of setups that are `alike` but for stage, placement, recomputation and compiling."""
-    return QuickPlans(of_shape(shape))

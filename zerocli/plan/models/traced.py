@@ -11,7 +11,7 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING
 from zerocli.plan.blocks.program import Counts, Program
 from zerocli.plan.memory.build import check, plan_described
-from zerocli.plan.memory.quick import QuickPlans
+from zerocli.plan.memory.quick import quick_plan
 from zerocli.plan.memory.recorded import OfProgram
 from zerocli.plan.models.model import Model
 from zerocli.plan.rows import Plan
@@ -58,7 +58,6 @@ class Traced(Model):
         """Describe the model as `asked`; if `resizable`, also with other batches and sequences up to the `longest`."""
         self._describe, self._asked, self.resizable, self._longest = describe, asked, resizable, longest
         self._described: dict[Any, OfProgram] = {}
-        self._quick: dict[Any, QuickPlans] = {}
         self.program = self.described(asked).program
 
     def described(self, setup: Setup) -> OfProgram:
@@ -100,10 +99,7 @@ class Traced(Model):
         return plan_described(self.described(setup), setup)
 
     def quick_plan(self, setup: Setup) -> Plan:
-        alike = replace(setup, stage=0, offload=Placement(), recompute=NOTHING, compiled=False)
-        if alike not in self._quick:
-            self._quick[alike] = QuickPlans(self.described(setup))
-        return self._quick[alike].plan(setup)
+        return quick_plan(self.described(setup), setup)
 
     def sequences(self, step: int, most: int) -> tuple[Sequence[int], str]:
         if self._longest:
@@ -205,7 +201,7 @@ def _key(setup: Setup) -> tuple[object, ...]:
 
 def _once(program: Program) -> tuple[Counts, Counts]:
     """Return what forward and backward of a micro-step compute."""
-    calls = [part for part, _ in program.calls()]
+    calls = list(program.calls())
     return _total(part.computed for part in calls), _total(part.computed_back for part in calls)
 
 
