@@ -254,6 +254,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path, capsys):
 def test_a_model_that_cannot_be_traced_is_counted(tmp_path, capsys, monkeypatch):
     """Mamba without its kernels loops over tokens: too many operations for fake tensors."""
     monkeypatch.setattr("zerocli.plan.models.fake_run.MAX_OPERATIONS", 100)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # another test may have kept a trace of it
     code, answer, _ = fit(CONFIGS["mamba"], tmp_path, capsys, "--seq", "16")
     assert code == 0 and answer["model"]["parameters"] == count(CONFIGS["mamba"]) and not answer["model"]["whole"]
     assert any("activations are not counted" in note for note in answer["notes"])
