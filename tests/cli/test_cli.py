@@ -1,5 +1,6 @@
 """The command line: what it takes, how it fails, what it says of the machine, and that it starts without torch."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -162,16 +163,20 @@ def test_bad_usage_is_2_with_a_way_on(words, said, capsys, monkeypatch, tmp_path
     assert said in err and err.startswith("error: ") and "Traceback" not in err
 
 
-def test_a_yaml_config_is_shown_as_toml(tmp_path, capsys):
+def test_a_yaml_config_is_shown_as_toml_without_pyyaml(tmp_path, capsys, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "yaml" else found(name, *more))
     path = tmp_path / "run.yaml"
     path.write_text("train:\n  steps: 3 # few\n  precision: bf16\ndata:\n  path: 'a b.txt'\n")
     assert cli.run(["train", str(path)]) == 2
-    shown = [line.strip() for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
+    err = capsys.readouterr().err
+    assert "PyYAML is not installed" in err and "try: pip install pyyaml" in err
+    shown = [line.strip() for line in err.splitlines() if line.startswith("  ")]
     (tmp_path / "run.toml").write_text("\n".join(shown))
     config = configs.load(str(tmp_path / "run.toml"))
     assert (config.train.steps, config.train.precision, config.data.path) == (3, "bf16", "a b.txt")
     path.write_text("train:\n  - steps\n")  # nothing that a config of ours could say
-    assert cli.run(["train", str(path)]) == 2 and "configs are TOML\n" in capsys.readouterr().err
+    assert cli.run(["train", str(path)]) == 2 and "is not installed\n" in capsys.readouterr().err
 
 
 def test_a_deepspeed_config_gives_way_to_flags(config_file, monkeypatch, tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from zerocli.config.hints import unknown_source
 from zerocli.config.options import automatic_keys
 from zerocli.console import colours, printable, show_if_unfit, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError, quote
-from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
+from zerocli.layout.sizes import count_of, format_bytes, parse_count, parse_memory
 from zerocli.plan.blocks.inputs import Source, model_of, read_source
 from zerocli.plan.blocks.lora import Lora, parse_lora
 from zerocli.plan.memory.runtime import RUNTIME
@@ -86,9 +87,9 @@ LOWEST_RATE, HIGHEST_RATE = 1e-9, 1e9
 def command(model: str, most: str | None, explain: bool, trace: bool, as_json: bool, **given: Any) -> int:
     """Needs no GPU and trains nothing: says whether MODEL fits, on which stage and tiers, and what is fastest.
 
-    MODEL is a bundled name, a .toml, a Hugging Face config.json, package.module:factory, or a count such as 7.5B, for
-    which only model states can be known. Device memory is per GPU; host memory and disk space are per node. Times are
-    estimates. Exit code 0: it fits, 3: it does not.
+    MODEL is a bundled name, a .toml or .yaml, a Hugging Face config.json, package.module:factory, or a count such as
+    7.5B, for which only model states can be known. Device memory is per GPU; host memory and disk space are per node.
+    Times are estimates. Exit code 0: it fits, 3: it does not.
 
     --set also takes what a process needs beside the model (runtime.context=600MiB) and rates of the machine
     (hardware.disk=4.5, in GB/s).
@@ -98,6 +99,8 @@ def command(model: str, most: str | None, explain: bool, trace: bool, as_json: b
         raise UserError("which MODEL?", hint="zerocli fit llama3-8b, or zerocli fit 7.5B")
     if model.startswith(("./", "../", "/", "~")) and not os.path.exists(model):
         raise unknown_source(model, ())
+    if re.fullmatch(r"[1-9]\d{0,2}", model):
+        raise UserError(f"{model}: a model of {count_of(int(model), 'parameter')}?", hint=f"zerocli fit {model}B")
     budget = _budget(given)
     sets, runtime, rates = _split_sets(given["sets"])
     tuned, notes = _as_trained(model, sets, given)

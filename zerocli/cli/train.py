@@ -129,7 +129,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--json", is_flag=True, help="One JSON document on stdout.")
 @click.pass_context
 def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: str | None, **given: Any) -> int:
-    """Train CONFIG: a bundled name (see `zerocli configs ls`), a .toml, a Hugging Face config.json or module:factory.
+    """Train CONFIG: a bundled name (zerocli configs ls), a .toml or .yaml, a Hugging Face config.json, module:factory.
 
     Or a folder of weights from the Hugging Face hub, with --data: that is fine-tuned, and its settings are printed with
     their reasons. Defaults are those of a config that does not say otherwise.
@@ -185,8 +185,8 @@ def with_defaults(
     """
     from zerocli.run import recipe
 
-    if flags["train.epochs"] is not None and flags["train.epochs"] == 0:
-        raise UserError("--epochs 0: nothing would be trained", hint="--epochs 1, or --steps N")
+    if worker is None:
+        recipe.refuse_both(flags, ctx.params["sets"])
     if launch.DEFAULTS in os.environ and worker:
         sets = (*json.loads(os.environ[launch.DEFAULTS]), *sets)
         return configs.load(source, sets=sets, flags=flags), []
@@ -204,6 +204,9 @@ def with_defaults(
     config = recipe.with_values(config, chosen)
     if (ctx.params["dry_run"] or recipe.is_fine_tuning(config)) and (not worker or worker["RANK"] == "0"):
         say(recipe.table(config, chosen, given))
+    if not worker or worker["RANK"] == "0":
+        for note in recipe.notes(config, given):
+            say(f"note: {note}")
     return config, [each.text for each in chosen]
 
 
