@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import click
-import hf_folders
 import pytest
 
 import zerocli.run
@@ -197,8 +196,11 @@ def test_fit_ends_with_the_command_that_trains_it(tmp_path, capsys):
         "torchrun --nnodes 2 --nproc-per-node 8 -m zerocli train tiny --stage 1"
     )
     assert ask("7.5B") == ask("tiny", "--lora", "4") == ""
-    path = hf_folders.write("qwen2", tmp_path / "model")
-    words = ["fit", str(path), "--ranks", "1", "--json"]
+    shape = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    header = json.dumps({"wte.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    words = ["fit", str(tmp_path), "--ranks", "1", "--json"]
     for more, nvme in (([], 2), (["--set", "checkpoint.every=0"], 0)):  # train saves a fine-tuning
         assert cli.run([*words, *more]) == 0
         found = json.loads(capsys.readouterr().out)["candidates"][0]
