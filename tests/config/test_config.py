@@ -6,8 +6,10 @@ import inspect
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,6 +30,7 @@ from zerocli.config import (
 )
 from zerocli.config import file as configfile
 from zerocli.config.file import key_lines
+from zerocli.config.yaml import other_trainer
 from zerocli.errors import ConfigError
 
 some = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -236,6 +239,12 @@ def test_yaml_says_what_toml_says(write):
     assert "could not determine a constructor" in refused(write("train: !!python/name:os.system\n", "my.yaml"))[0]
     assert refused(write("a:\n\tb: 1\n", "my.yaml"))[0].startswith("my.yaml:2:1: YAML syntax: ")
     assert refused(write("- a\n", "my.yaml")) == ["my.yaml: holds no sections with keys"]
+
+
+def test_the_commands_for_other_trainers_files_are_those_of_the_page():
+    page = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
+    found = re.findall(r"```yaml\n(.*?)```.*?```\n(zerocli [^\n]*)\n```", page, re.DOTALL)
+    assert [other_trainer(text)[1] for text, _ in found] == [command for _, command in found] and len(found) == 2
 
 
 def test_an_unreadable_file_is_named(write, monkeypatch):
