@@ -27,6 +27,8 @@ _LINE = re.compile(r"(.+?):(\d+): ")
 _UNIT = re.compile(r"[KMGT]i?B|[KMBT]")
 _VALUE = re.compile(r" is (not (?!one of \d+ layers)|below |above |beyond 64)")
 """In a fact about one value, not about a relation between two keys."""
+_STAGED = re.compile(r"placement .* (does not partition|partitions nothing)")
+_ANY_STAGE = "--stage 3, with which parameters, gradients and optimizer states may all leave the device"
 _WHOLE = "zerocli configs show tiny, which is a whole config: its sections and keys"
 # Flag -> a value that is right, where the default of its key is none.
 _EXAMPLES = {
@@ -50,6 +52,12 @@ _EXAMPLES = {
     "--tokens": "1T",
     "--lora": "16, or --lora 16:q,v",
     "--file-size": "5GB",
+    "--data": "FILE",
+    "--set": "SECTION.KEY=VALUE",
+    "--run-dir": "DIR",
+    "--init-from": "DIR",
+    "--nvme-path": "DIR",
+    "--html": "FILE",
 }
 _SHARES = {"data.split": "0.05", "optimizer.warmup": "0.03", "train.eval_every": "0.1", "checkpoint.every": "0.25"}
 _PLACE = re.compile(r"(--[a-z-]+) ?")
@@ -68,6 +76,8 @@ def explain(error: click.UsageError, args: Sequence[str], commands: Iterable[str
         found = f"{path} {' '.join(words)}"
     elif isinstance(error, click.BadParameter) and error.param is not None:
         found = _right_value(error.param, path)
+    elif isinstance(error, click.BadOptionUsage) and (example := _example(error.option_name)):
+        found = f"{path} {error.option_name} {example}"
     elif extra := re.search(r"unexpected extra arguments? \((.*)\)", message):
         found = _extra(extra[1].split(), args, path)
     elif message.startswith("there is no command help") and len(args) > 1:
@@ -89,6 +99,8 @@ def way_on(error: UserError, args: Sequence[str], commands: Iterable[str]) -> st
     path = command_path(args, commands)
     if isinstance(error, ConfigError):
         return "\n".join(dict.fromkeys(_after(problem) or f"{path} --help" for problem in error.problems))
+    if _STAGED.search(str(error)):
+        return _ANY_STAGE
     if (flag := _PLACE.match(str(error))) and (example := _example(flag[1])):
         return f"{flag[1]} {example}"
     if found := re.search(r"tp (\d+) does not divide \w+ (\d+)", str(error)):
@@ -106,6 +118,8 @@ def _after(problem: Problem) -> str:
         return f"--{problem.suggestion}{more}"
     if problem.suggestion.startswith("--"):
         return problem.suggestion
+    if _STAGED.search(problem.fact):
+        return _ANY_STAGE
     key, equals, value = problem.place.removeprefix("--set ").partition("=")
     given = problem.place.startswith("--set ")
     if given and "." in problem.suggestion:
@@ -263,4 +277,4 @@ def _extra(words: list[str], args: Sequence[str], path: str) -> str:
         return f'{path} RUN "{before} {" ".join(words)}", as one word in quotes'
     if path.endswith(" profile"):
         return f"{path} RUN_A RUN_B: at most two runs are compared"
-    return f"{path} {words[0]}" if path.endswith((" train", " check", " fit")) and words else ""
+    return f"{path} {words[0]}" if path.endswith((" train", " check", " fit")) and words else path
