@@ -105,6 +105,11 @@ def way_on(error: UserError, args: Sequence[str], commands: Iterable[str]) -> st
         return f"{flag[1]} {example}"
     if found := re.search(r"tp (\d+) does not divide \w+ (\d+)", str(error)):
         return f"--tp {nearest_divisor(int(found[1]), int(found[2]))}"
+    if found := re.fullmatch(r"optimizer '([^']*)' is not one of (.*)", str(error)):
+        inside = [name for name in found[2].split(", ") if name in found[1].lower()]
+        return f"--set optimizer.name={max(inside, key=len, default='adamw')}"
+    if found := re.match(r"optimizer \w+ takes no '(\w+)'", str(error)):
+        return f"the same without optimizer.options.{found[1]}"
     if (found := _LINE.match(str(error))) and os.path.isfile(found[1]):
         return f"sed -n {found[2]}p {quoted(found[1])}, which shows the line; docs/data.md has the formats"
     return f"{path} --help"
