@@ -138,6 +138,7 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("configs lss", 2, ("ls",)),
     # CONFIG
     ("train tinny", 2, ("did you mean tiny?", "zerocli configs ls")),
+    ("train 7B", 2, ("is a number of parameters", "zerocli fit 7B")),
     ("train Tiny", 2, ("did you mean tiny?",)),
     ("train Qwen/Qwen2.5-7B", 2, ("no such folder", HUB.format("Qwen/Qwen2.5-7B"))),
     ("train meta-llama/Llama-3.1-8B --stage 3", 2, (HUB.format("meta-llama/Llama-3.1-8B"),)),

@@ -114,6 +114,8 @@ def _nowhere(source: str, names: Sequence[str]) -> tuple[str, str, str]:
             "",
             f"hf download {source} --local-dir {name}, then the same command with ./{name}",
         )
+    if re.fullmatch(r"[\d.]+[KMBT]", source):
+        return "is a number of parameters; a model to train needs a shape", "", f"zerocli fit {source}\n{LIST}"
     if ":" in source:
         return "is no factory: write package.module:function", "", "zerocli train package.module:function"
     if source.startswith((".", "/", "~")) or source.endswith("/"):

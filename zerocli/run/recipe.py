@@ -21,7 +21,7 @@ from zerocli.config.hints import unknown_source
 from zerocli.config.schema import get
 from zerocli.console import quoted
 from zerocli.errors import UserError
-from zerocli.layout.sizes import format_count
+from zerocli.layout.sizes import count_of, format_count
 
 SAVE_EVERY, SAVE_SHARE = 1000, 0.25
 """Steps between checkpoints of a run from random weights; share of a fine-tuning between two of them."""
@@ -342,7 +342,7 @@ def notes(config: Config, given: frozenset[str]) -> list[str]:
         found.append("lr 0: no parameter will change")
     elif is_fine_tuning(config) and usual and optimizer.lr >= FAR * usual and "optimizer.lr" in given:
         found.append(f"lr {optimizer.lr:g} is {optimizer.lr / usual:,.0f} times the {usual:g} of a model of this size")
-    if optimizer.warmup >= 1 and not config.train.epochs and optimizer.warmup > config.train.steps:
+    if optimizer.warmup >= 1 and not config.train.epochs and optimizer.warmup > 2 * config.train.steps:
         share = config.train.steps / optimizer.warmup
         found.append(
             f"warmup {optimizer.warmup} and {config.train.steps} steps: the learning rate reaches {share:.2g} of lr "
@@ -350,7 +350,9 @@ def notes(config: Config, given: frozenset[str]) -> list[str]:
         )
     blocks = sum(map(int, re.findall(r":(\d+)", config.activations.policy)))
     if not config.model.external and blocks > config.model.layers:
-        found.append(f"activations.policy={config.activations.policy}: the model has {config.model.layers} blocks")
+        found.append(
+            f"activations.policy={config.activations.policy}: the model has {count_of(config.model.layers, 'block')}"
+        )
     return found
 
 
