@@ -147,7 +147,9 @@ def find(source: str) -> bool:
     if (path / "metrics.jsonl").is_file():
         raise UserError(f"{source}: the run has no checkpoint", hint="zerocli train --save-every 100")
     error = unknown_source(source, ())
-    raise UserError(*error.lines, hint=error.hint if error.hint != LIST else _WHERE)
+    if error.hint != LIST:  # an adapter, GGUF, a tokenizer
+        raise UserError(*error.lines, hint=error.hint)
+    raise UserError(f"{source}: has neither checkpoints nor config.json and safetensors", hint=_WHERE)
 
 
 def read_config(source: str, is_run: bool, given: dict[str, Any]) -> configs.Config:
