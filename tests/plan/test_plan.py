@@ -268,7 +268,7 @@ def test_a_plan_holds_where_some_blocks_are_recomputed_whole_or_selectively(case
         assert peak <= planned <= peak * 1.02, (changes, setup)
 
 
-@pytest.mark.parametrize("batch,seq", [(1, 4), (1, 64), (2, 160)])
+@pytest.mark.parametrize("batch,seq", [(1, 4), (2, 160)])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_tied_weights_two_gradients_and_their_sum_are_counted(stage, batch, seq):
     """With few tokens the peak is where autograd adds the embedding's gradient to the head's, in new memory."""
@@ -279,9 +279,9 @@ def test_a_tied_weights_two_gradients_and_their_sum_are_counted(stage, batch, se
 
 @pytest.mark.parametrize("vocab", [3001, pytest.param(3000, marks=pytest.mark.long)])
 def test_a_vocabulary_that_tensor_parallelism_does_not_divide_is_counted_once(vocab):
-    changes, setup = {"vocab": vocab, "heads": 8}, {"stage": 3, "tp": 8}
-    [peak] = most(run_ranks(8, _measure_all, [(changes, setup)], 1, 8, "fp32"))
-    planned = planned_peak(dataclasses.replace(SMALL, **changes), 1, 8, setup | {"precision": "fp32"}, 8)
+    changes, setup = {"vocab": vocab}, {"stage": 3, "tp": 4}
+    [peak] = most(run_ranks(4, _measure_all, [(changes, setup)], 1, 8, "fp32"))
+    planned = planned_peak(dataclasses.replace(SMALL, **changes), 1, 8, setup | {"precision": "fp32"}, 4)
     assert peak <= planned <= peak * 1.02
 
 

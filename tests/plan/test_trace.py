@@ -30,11 +30,7 @@ from zerocli.plan.setup import Setup
 MODEL = ModelConfig(layers=4, hidden=128, heads=4, vocab=3000)
 
 
-@pytest.fixture(autouse=True)
-def quiet_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("RANK", raising=False)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 FORMULAS: list[tuple[dict, dict]] = [
@@ -182,8 +178,11 @@ def test_a_trace_leaves_nothing_behind():
     assert bool(torch.ones(())) and torch.ones(1).data_ptr()
 
 
+SMALL = dataclasses.replace(MODEL, layers=3, hidden=64, vocab=300, tie=False)
+
+
 def _mostly_frozen() -> nn.Module:
-    decoder = build(dataclasses.replace(MODEL, tie=False), 32, "meta")
+    decoder = build(SMALL, 32, "meta")
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_("norm" in name)
     return decoder
@@ -199,7 +198,7 @@ def test_frozen_parameters_are_planned_as_frozen(stage, precision, offload):
         decoder = _mostly_frozen()
         engine = Engine(decoder, Settings(**given, clip=1.0, units=decoder.unit_modules(), device="cpu"))
         for _ in range(2):
-            tokens = torch.randint(MODEL.vocab, (2, 2, 32))
+            tokens = torch.randint(SMALL.vocab, (2, 2, 32))
             engine.backward(engine(tokens[0], tokens[1]))
             engine.step()
     engine.close()
