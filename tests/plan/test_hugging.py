@@ -289,7 +289,7 @@ def test_a_traced_model_takes_what_the_engine_takes(name):
     config = hugging.read_config(hugging.ConfigFile(CONFIGS[name] | deep, {}, "config.json"))
     asked = Setup(ranks=1, ranks_per_node=1, batch=3, seq=48, device="cpu", precision="fp32")
     traced = trace(name, lambda: hugging.build(config), asked, loss)
-    for stage, recompute in ((0, False), (2, True), (3, "selective"), (3, Recompute(2, 2))):
+    for stage, recompute in ((0, False), (2, True), (3, Recompute(2, 2))):
         given = {"stage": stage, "recompute": recompute}
         with LiveBytes() as live:
             engine = Engine(hugging.build(config), Settings(**given, precision="fp32", clip=1.0, device="cpu"))

@@ -176,12 +176,12 @@ SELECTIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 """Some or all blocks are recomputed selectively."""
 HALF = [
-    ({}, {"stage": 0}),
     ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "recompute": True}),
     ({"tie": False}, {"stage": 2, "offload": "cpu"}),
     ({}, {"stage": 3, "offload": "params=cpu,optimizer=nvme", "staging_nbytes": 1 << 20}),
+    ({"dropout": 0.1}, {"stage": 3, "recompute": "selective"}),
+    ({}, {"stage": 0}),
     ({"layers": 6, "family": "llama"}, {"stage": 0, "recompute": "selective"}),
-    ({"layers": 6, "dropout": 0.1}, {"stage": 3, "recompute": "selective"}),
 ]
 
 
@@ -241,7 +241,7 @@ def most(ranks: list[list[int]]) -> list[int]:
 @pytest.mark.longer
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_plan_is_never_below_the_measured_and_hardly_above_it(world):
-    cases = CASES[:: 1 if LONG else 2] if world > 1 else CASES[:10:3]
+    cases = CASES[:: 1 if LONG else 3] if world > 1 else CASES[:10:3]
     measured = most(run_ranks(world, _measure_all, cases, 4, 24, "fp32"))
     for (changes, setup), peak in zip(cases, measured, strict=True):
         model = dataclasses.replace(SMALL, **changes)
@@ -258,10 +258,12 @@ def test_a_plan_holds_where_layers_are_split_and_checkpoints_leave(tmp_path):
         assert peak <= planned <= peak * 1.05, (changes, setup)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "cases", [pytest.param(PARTIAL, marks=pytest.mark.long), SELECTIVE], ids=["partial", "selective"]
 )
 def test_a_plan_holds_where_some_blocks_are_recomputed_whole_or_selectively(cases):
+    cases = cases if LONG else cases[1::3]
     measured = most(run_ranks(2, _measure_all, cases, 4, 24, "fp32"))
     for (changes, setup), peak in zip(cases, measured, strict=True):
         planned = planned_peak(dataclasses.replace(SMALL, **changes), 4, 24, setup | {"precision": "fp32"}, 2)
@@ -285,9 +287,11 @@ def test_a_vocabulary_that_tensor_parallelism_does_not_divide_is_counted_once(vo
     assert peak <= planned <= peak * 1.02
 
 
+@pytest.mark.longer
 def test_a_plan_holds_in_half_precision(tmp_path):
-    measured = most(run_ranks(2, _measure_all, HALF, 2, 16, "bf16", str(tmp_path)))
-    for (changes, setup), peak in zip(HALF, measured, strict=True):
+    cases = HALF if LONG else HALF[:4]
+    measured = most(run_ranks(2, _measure_all, cases, 2, 16, "bf16", str(tmp_path)))
+    for (changes, setup), peak in zip(cases, measured, strict=True):
         model = dataclasses.replace(SMALL, **changes)
         planned = planned_peak(model, 2, 16, setup | {"precision": "bf16"}, 2)
         # The update's scratch is a constant that would hide everything else: it is taken out of the tolerance.
@@ -415,18 +419,18 @@ RULES = {
 
 
 def _rules_measured() -> list[int]:
-    return [measured_peak(SMALL, 4, 24, {"stage": 3, "offload": "cpu"} | settings) for settings, _, _ in RULES.values()]
+    given = [settings for name, (settings, _, _) in RULES.items() if name != "muon"]
+    return [measured_peak(SMALL, 4, 24, {"stage": 3, "offload": "cpu"} | settings) for settings in given]
 
 
 def test_the_states_of_every_rule_are_planned_as_it_keeps_them():
     """Those of a rule without states too, whose updates pass through slots of the device."""
-    measured = most(run_ranks(2, _rules_measured))
-    for (name, (settings, sets, number)), peak in zip(RULES.items(), measured, strict=True):
+    measured = iter(most(run_ranks(2, _rules_measured)))
+    for name, (settings, sets, number) in RULES.items():
         assert setup_of(configs.load("tiny", sets)).num_states == Setup(**settings).num_states == number, name
-        if name != "muon":  # its whole matrices pass through memory of their own
-            setup = {"stage": 3, "offload": "cpu", "precision": "fp32"} | settings
-            planned = planned_peak(SMALL, 4, 24, setup, 2)
-            assert peak <= planned <= peak * 1.02, name
+        if name != "muon":  # whose whole matrices pass through memory of their own: test_bytes.py
+            setup, peak = {"stage": 3, "offload": "cpu", "precision": "fp32"} | settings, next(measured)
+            assert peak <= planned_peak(SMALL, 4, 24, setup, 2) <= peak * 1.02, name
 
 
 @pytest.mark.parametrize(

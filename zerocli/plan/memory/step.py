@@ -143,7 +143,10 @@ class Replay(Initialisation):
             self._make(name, width, len(self._waiting[name, width]))
         self._keep_slots()
         for _ in range(STEADY if self._arenas else 1):
+            before = self._left()
             self._step()
+            if self._left() == before:  # the next one would be the same
+                break
         return Peaks(
             initialisation,
             first,
@@ -153,6 +156,11 @@ class Replay(Initialisation):
             self._checkpoints.nbytes,
             reserved=ledger.reserved,
         )
+
+    def _left(self) -> tuple[object, ...]:
+        """Return what decides where a step's allocations go: how much is held, and where lies what comes and goes."""
+        spent = [storage.address for grads in self._spent.values() for storage in grads]
+        return len(self._kept), self._ledger.total, self._ledger.reserved, spent, tuple(self._ledger.uncounted)
 
     def run_step(self) -> StepPeak:
         """Replay one step of an engine whose states and buffers take no memory."""
