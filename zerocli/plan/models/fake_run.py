@@ -27,9 +27,10 @@ from zerocli.engine.units.casts import InputCasts
 from zerocli.engine.units.unit import Unit as EngineUnit
 from zerocli.engine.units.unit import claim_parameters, find_units, recomputed_units
 from zerocli.layout.recompute import WHOLE
-from zerocli.plan.blocks.program import ALLOCATE, ENTER, FIRST, FREE, GRADIENT, LAST, OWN, SAVE, Counts, Event, Place
+from zerocli.plan.blocks.program import ALLOCATE, ENTER, FIRST, FREE, GRADIENT, LAST, OWN, SAVE, Event, Place
+from zerocli.plan.blocks.work import Work
 from zerocli.plan.measure import device_of, in_forward
-from zerocli.plan.models.operations import counts_of
+from zerocli.plan.models.operations import work_of
 from zerocli.plan.setup import Setup
 
 NEAR = 4
@@ -66,10 +67,10 @@ class Run:
     def __init__(self) -> None:
         self.forward: defaultdict[int, list[Event]] = defaultdict(list)
         self.backward: defaultdict[int, list[Event]] = defaultdict(list)
-        self.work: defaultdict[int, list[tuple[int, bool, Counts]]] = defaultdict(list)
+        self.work: defaultdict[int, list[tuple[int, bool, Work]]] = defaultdict(list)
         """Of each operation in forward: how many saves came before it in its part, whether its output is kept by a
         selective block, and its work."""
-        self.work_back: defaultdict[int, Counts] = defaultdict(Counts)
+        self.work_back: defaultdict[int, Work] = defaultdict(Work)
         self.inputs: dict[int, Place | None] = {}
         self.outputs: dict[int, Place | None] = {}
         self.arguments: dict[int, tuple[Place, ...]] = {}
@@ -140,7 +141,7 @@ class Trace(TorchDispatchMode):
         kept = not self._back and not self._draws and is_kept(function, args, kwargs)
         for tensor in tensors_in(out):
             self._see(tensor, kept)
-        counts = counts_of(function, args, kwargs, out, self._in_loss > 0)
+        counts = work_of(function, args, kwargs, out, self._in_loss > 0)
         if counts.calls:
             if self._back:
                 self._run.work_back[self._part] += counts

@@ -20,15 +20,9 @@ from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes, planned_cuts
 from zerocli.engine.units.unit import claim_parameters, find_units
 from zerocli.models.loss import chunks_of
-from zerocli.plan.blocks.program import (
-    ALLOCATE,
-    SAVE,
-    Counts,
-    Event,
-    Part,
-    Program,
-)
+from zerocli.plan.blocks.program import ALLOCATE, SAVE, Event, Part, Program
 from zerocli.plan.blocks.shape import Parameter, Unit
+from zerocli.plan.blocks.work import Work
 from zerocli.plan.models.fake_run import (
     Loss,
     Run,
@@ -192,8 +186,8 @@ def _part(dropped: Run, kept: Run, number: int) -> Part:
         copied=kept.copied.get(number, 0),
         shared=frozenset(dropped.shared[number] | kept.shared[number]),
         gradient=kept.gradients.get(number),
-        computed=sum((counts for _, _, counts in work), Counts()),
+        computed=sum((counts for _, _, counts in work), Work()),
         computed_back=kept.work_back[number],
-        repeated=sum((counts for _, counts in again), Counts()),
-        cheap=sum((counts for keeps, counts in again if not keeps), Counts()),
+        repeated=sum((counts for _, counts in again), Work()),
+        cheap=sum((counts for keeps, counts in again if not keeps), Work()),
     )

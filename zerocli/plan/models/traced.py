@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from offload.placement import Placement
 from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING
-from zerocli.plan.blocks.program import Counts, Program
+from zerocli.plan.blocks.program import Program
+from zerocli.plan.blocks.work import Work
 from zerocli.plan.memory.build import check, plan_described
 from zerocli.plan.memory.quick import quick_plan
 from zerocli.plan.memory.recorded import OfProgram
 from zerocli.plan.models.model import Model
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
-from zerocli.plan.time.compute import (
-    HOST_COMPILED,
-    HOST_FORWARD,
-    USUAL,
-    Computed,
-    Passes,
-    Work,
-    num_chunks,
-    recomputing,
-)
+from zerocli.plan.time.compute import HOST_COMPILED, HOST_FORWARD, USUAL, Computed, Passes, num_chunks, recomputing
 from zerocli.plan.time.hardware import HostTimes
 
 if TYPE_CHECKING:
@@ -124,10 +116,10 @@ class Traced(Model):
 
     def passes(self, setup: Setup, host: HostTimes = USUAL) -> Passes:
         """Return the work of a micro-step."""
-        program, pace = self.described(setup).program, host.pace
+        program, launch = self.described(setup).program, HOST_OPERATION * host.pace
         units, layers = len(program.units), len(program.blocks)
         recompute = setup.recomputed.of(layers)
-        forward, backward = (_work(each, pace) for each in _once(program))
+        forward, backward = (each.launched(launch) for each in _once(program))
         blocks = [program.parts[part] for _, part, _ in program.blocks]
         whole = _total(part.repeated for part in blocks[: recompute.whole])
         part = _total(part.cheap for part in blocks[recompute.whole : recompute.count])
@@ -136,13 +128,13 @@ class Traced(Model):
             hosted = recomputing(host, setup, recompute.whole, selective)
         else:
             hosted = recomputing(host, setup, WHOLE_UNIT * recompute.whole, SELECTIVE_UNIT * selective)
-            hosted += REPEATED * _work(whole, pace).host
+            hosted += REPEATED * whole.calls * launch
             hosted += LOOKED_AT * forward.host * selective / max(1, layers)
-        again = _work(whole + part, 0.0)  # its launches are counted
+        again = (whole + part).launched(0.0)  # its launches are counted
         forward += Work(host=host.block * UNIT * UNIT_FORWARD * units)
         backward += Work(host=host.block * UNIT * (1 - UNIT_FORWARD) * units)
         trained = sum(each.trainable for unit in program.units for each in unit.parameters)
-        backward += Work(host=PER_PARAMETER * trained * HOST_OPERATION * pace)
+        backward += Work(host=PER_PARAMETER * trained * launch)
         if setup.compiled:
             launched = host.block * HOST_COMPILED * units
             forward = forward.compiled(TRACED_COMPILED, launched * UNIT_FORWARD)
@@ -199,15 +191,11 @@ def _key(setup: Setup) -> tuple[object, ...]:
     return setup.batch, setup.seq, setup.precision, setup.device, setup.tp, setup.packed
 
 
-def _once(program: Program) -> tuple[Counts, Counts]:
+def _once(program: Program) -> tuple[Work, Work]:
     """Return what forward and backward of a micro-step compute."""
     calls = list(program.calls())
     return _total(part.computed for part in calls), _total(part.computed_back for part in calls)
 
 
-def _total(counts: Any) -> Counts:
-    return sum(counts, Counts())
-
-
-def _work(counts: Counts, pace: float) -> Work:
-    return Work(counts.products, counts.attention, counts.moved, counts.calls * HOST_OPERATION * pace)
+def _total(work: Iterable[Work]) -> Work:
+    return sum(work, Work())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from offload.placement import HBM
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
-from zerocli.plan.time.compute import UPDATE, Computed
+from zerocli.plan.time.compute import UPDATE, Computed, device_seconds
 from zerocli.plan.time.hardware import Hardware, HostTimes
 
 GB = 1e9
@@ -205,7 +205,7 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     phases = []
     for (times, computed, moves, exchanged, gathers), moved in zip(made, _moved(plan, trained), strict=True):
         parts = {
-            "compute": sum(computed.seconds(setup, hardware).values()),
+            "compute": sum(device_seconds(computed, setup, hardware).values()),
             "host": computed.host + moves,
             "tensor parallel": exchanged,
             "collectives": wire * gathers,
@@ -213,7 +213,7 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
             "nvme": moved.disk_seconds(hardware),
         }
         phases.append(Phase(parts, times=times))
-    head = sum(work.head.seconds(setup, hardware).values())
+    head = sum(device_seconds(work.head, setup, hardware).values())
     phases[0].tail = phases[2].tail = head
     return phases
 
