@@ -22,8 +22,8 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute, read_recompute
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.memory.build import plan_model
-from zerocli.plan.memory.of_shape import of_shape
 from zerocli.plan.memory.quick import QuickPlans
+from zerocli.plan.memory.replayable_shape import replayable_shape
 from zerocli.plan.memory.step import Replay
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.traced import trace
@@ -420,7 +420,7 @@ def test_a_choice_needs_few_exact_plans_and_few_replays(monkeypatch, forget_plan
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
 def test_rough_plans_are_near_exact_ones(stage):
     """Beside fragmentation, which they do not know."""
-    shape, device = shape_of(WIDE, 1024), QuickPlans(of_shape(shape_of(WIDE, 1024)))
+    shape, device = shape_of(WIDE, 1024), QuickPlans(replayable_shape(shape_of(WIDE, 1024)))
     states = ["", "optimizer=cpu", "optimizer=hbm:2GiB+cpu", "activations=cpu"]
     states += ["optimizer=cpu,grads=cpu", "optimizer=cpu,grads=hbm:1GiB+cpu"] if stage > 1 else []
     states += ["cpu", "optimizer=cpu,grads=cpu,params=hbm:1GiB+cpu"] if stage > 2 else []

@@ -34,7 +34,7 @@ from zerocli.plan.memory.build import plan_model
 from zerocli.plan.memory.decoder import Batch, Decoder
 from zerocli.plan.memory.flats import arenas, plan_flats
 from zerocli.plan.memory.ledger import Ledger, Storage
-from zerocli.plan.memory.of_shape import of_shape
+from zerocli.plan.memory.replayable_shape import replayable_shape
 from zerocli.plan.memory.step import Replay
 from zerocli.plan.memory.tape import INPUT, SHARED, Tape, Tensor
 from zerocli.plan.setup import Setup, setup_of
@@ -349,7 +349,7 @@ def test_swap_files_are_as_large_as_planned(tmp_path):
 def test_everything_a_step_takes_it_gives_back(stage, dp, batch, recompute):
     shape = shape_of(dataclasses.replace(SMALL, layers=2), 16)
     setup = Setup(stage=stage, ranks=dp, batch=batch, seq=16, recompute=recompute)
-    replay = Replay(of_shape(shape), setup, plan_flats(shape, setup))
+    replay = Replay(replayable_shape(shape), setup, plan_flats(shape, setup))
     replay.run()
     held = dict(replay._ledger.held)
     arena = 2 * -(-batch * 16 * 32 * 2 // 512) * 512 if recompute else 0  # checkpoints' own, which stays

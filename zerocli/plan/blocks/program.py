@@ -46,9 +46,9 @@ class Part:
     output: Place | None = None
     arguments: tuple[Place, ...] = ()
     """The other tensors of its call, which a recomputed block holds until its backward."""
-    copied: int = 0
+    copied_nbytes: int = 0
     """Bytes of those that have a gradient: a recomputed block keeps copies of them, as of its input."""
-    shared: frozenset[int] = frozenset()
+    long_lived: frozenset[int] = frozenset()
     """Storages that blocks far behind use too: they stay to the end of the pass."""
     gradient: Place | None = None
     """The gradient of the input, at the end of backward; None if it has none."""
@@ -73,8 +73,8 @@ class Part:
             name: getattr(self, name) + (getattr(other, name) + getattr(self, name).times(-1)).times(factor)
             for name in ("computed", "computed_back", "repeated", "cheap")
         }
-        copied = round(self.copied + (other.copied - self.copied) * factor)
-        return dataclasses.replace(self, forward=forward, backward=backward, copied=copied, **counts)
+        copied_nbytes = round(self.copied_nbytes + (other.copied_nbytes - self.copied_nbytes) * factor)
+        return dataclasses.replace(self, forward=forward, backward=backward, copied_nbytes=copied_nbytes, **counts)
 
 
 def _resized(one: Sequence[Event], other: Sequence[Event], factor: float) -> tuple[Event, ...] | None:
@@ -140,7 +140,7 @@ class Program:
         order = [known.setdefault(unit, len(known)) for unit in self.units]
         found = dataclasses.asdict(dataclasses.replace(self, units=()))
         for part in found["parts"]:
-            part["shared"] = sorted(part["shared"])
+            part["long_lived"] = sorted(part["long_lived"])
         return found | {"units": [dataclasses.asdict(unit) for unit in known], "order": order}
 
     @staticmethod
@@ -163,4 +163,4 @@ def _part(values: Mapping[str, Any]) -> Part:
     made: dict[str, Any] = {name: values[name] and tuple(values[name]) for name in ("input", "output", "gradient")}
     made |= {name: Work(**values[name]) for name in ("computed", "computed_back", "repeated", "cheap")}
     made |= {name: tuple(tuple(each) for each in values[name]) for name in ("forward", "backward", "arguments")}
-    return Part(**made, shared=frozenset(values["shared"]), copied=values["copied"])
+    return Part(**made, long_lived=frozenset(values["long_lived"]), copied_nbytes=values["copied_nbytes"])

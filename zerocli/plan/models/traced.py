@@ -11,9 +11,9 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING
 from zerocli.plan.blocks.program import Program
 from zerocli.plan.blocks.work import Work
-from zerocli.plan.memory.build import check, plan_described
+from zerocli.plan.memory.build import check, plan_replayable
 from zerocli.plan.memory.quick import quick_plan
-from zerocli.plan.memory.recorded import OfProgram
+from zerocli.plan.memory.replayable_program import ReplayableProgram
 from zerocli.plan.models.model import Model
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
@@ -49,32 +49,32 @@ class Traced(Model):
     def __init__(self, describe: Describe, asked: Setup, resizable: bool = False, longest: int = 0) -> None:
         """Describe the model as `asked`; if `resizable`, also with other batches and sequences up to the `longest`."""
         self._describe, self._asked, self.resizable, self._longest = describe, asked, resizable, longest
-        self._described: dict[Any, OfProgram] = {}
-        self.program = self.described(asked).program
+        self._known: dict[Any, ReplayableProgram] = {}
+        self.program = self.replayable(asked).program
 
-    def described(self, setup: Setup) -> OfProgram:
+    def replayable(self, setup: Setup) -> ReplayableProgram:
         """Return the model with a setup's batch."""
         key = _key(setup)
-        if key not in self._described:
+        if key not in self._known:
             same = replace(setup, stage=0, offload=Placement(), recompute=NOTHING, compiled=False)
-            self._described[key] = OfProgram(self._between(same) or self._describe(same))
-        return self._described[key]
+            self._known[key] = ReplayableProgram(self._interpolated(same) or self._describe(same))
+        return self._known[key]
 
-    def _between(self, setup: Setup) -> Program | None:
+    def _interpolated(self, setup: Setup) -> Program | None:
         """Return the program of a batch between two powers of two from theirs, if they allocate alike."""
         below = 1 << (setup.batch.bit_length() - 1)
         if setup.batch in (below, self._asked.batch) or not self.resizable:
             return None
-        one, other = (self.described(replace(setup, batch=each)).program for each in (below, 2 * below))
+        one, other = (self.replayable(replace(setup, batch=each)).program for each in (below, 2 * below))
         return one.resized(other, setup.batch / below - 1)
 
     @property
     def numel(self) -> int:
-        return self.described(self._asked).numel
+        return self.replayable(self._asked).numel
 
     @property
     def trainable_numel(self) -> int:
-        return self.described(self._asked).trainable_numel
+        return self.replayable(self._asked).trainable_numel
 
     @property
     def blocks(self) -> int:
@@ -88,10 +88,10 @@ class Traced(Model):
 
     def plan(self, setup: Setup) -> Plan:
         check(setup)
-        return plan_described(self.described(setup), setup)
+        return plan_replayable(self.replayable(setup), setup)
 
     def quick_plan(self, setup: Setup) -> Plan:
-        return quick_plan(self.described(setup), setup)
+        return quick_plan(self.replayable(setup), setup)
 
     def sequences(self, step: int, most: int) -> tuple[Sequence[int], str]:
         if self._longest:
@@ -105,18 +105,18 @@ class Traced(Model):
     # -- seconds -------------------------------------------------------------------------------------------------------
 
     def computed(self, setup: Setup, host: HostTimes = USUAL) -> Computed:
-        described = self.described(setup)
-        gradients = Work(moved=described.trainable_numel / setup.tp * (2 * setup.width + setup.grad_width))
-        own = {unit for unit, _, _ in described.program.blocks}
+        model = self.replayable(setup)
+        gradients = Work(moved=model.trainable_numel / setup.tp * (2 * setup.width + setup.grad_width))
+        own = {unit for unit, _, _ in model.program.blocks}
         ends = sum(
-            each.numel for at, unit in enumerate(described.program.units) if at not in own for each in unit.parameters
+            each.numel for at, unit in enumerate(model.program.units) if at not in own for each in unit.parameters
         )
         found = self.passes(setup, host), gradients, self.model_flops(setup), ends
-        return Computed(*found, num_chunks(described.units(), setup), max(1, described.layers), hidden=0)
+        return Computed(*found, num_chunks(model.units(), setup), max(1, model.layers), hidden=0)
 
     def passes(self, setup: Setup, host: HostTimes = USUAL) -> Passes:
         """Return the work of a micro-step."""
-        program, launch = self.described(setup).program, HOST_OPERATION * host.pace
+        program, launch = self.replayable(setup).program, HOST_OPERATION * host.pace
         units, layers = len(program.units), len(program.blocks)
         recompute = setup.recomputed.of(layers)
         forward, backward = (each.launched(launch) for each in _once(program))
@@ -145,7 +145,7 @@ class Traced(Model):
 
     def model_flops(self, setup: Setup) -> float:
         """Return the operations of a step of all ranks, as MFU counts them: without repetition."""
-        forward, backward = _once(self.described(setup).program)
+        forward, backward = _once(self.replayable(setup).program)
         once = forward.products + backward.products + 3 * forward.attention
         return once * setup.accumulate * setup.dp
 

@@ -26,7 +26,7 @@ PLACEMENTS = {
     3: ("", "optimizer=cpu", "cpu", "params=cpu,grads=cpu,optimizer=nvme", "nvme"),
 }
 """The placements to try at each stage, those closest to the device first."""
-QUICK = 0.02
+QUICK_PLAN_ERROR = 0.02
 """Share of a device's memory by which a quick plan without fragmentation may be too high."""
 
 
@@ -202,7 +202,7 @@ def may_fit(candidate: Candidate, tiers: Sequence[str] = ()) -> bool:
 
     A quick plan guesses the fragmentation of the device's memory; beside that it is exact to a per cent or two.
     """
-    slack = {HBM: candidate.plan.fragments + QUICK * (candidate.available.get(HBM) or 0)}
+    slack = {HBM: candidate.plan.fragments + QUICK_PLAN_ERROR * (candidate.available.get(HBM) or 0)}
     return all(nbytes <= slack.get(tier, 0) for tier, nbytes in candidate.over.items() if not tiers or tier in tiers)
 
 

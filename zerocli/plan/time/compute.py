@@ -18,7 +18,7 @@ from zerocli.plan.time.hardware import Hardware, HostTimes
 # Shares of the data sheet's rates, measured on an H200 with torch 2.11: 1.41B GPT-2, 16 x 1024 tokens, bf16.
 PRODUCTS = 0.73
 """Matrix products of at least a thousand rows and columns."""
-ATTENTION, SHORT = 0.60, 512
+ATTENTION, HALF_RATE_TOKENS = 0.60, 512
 """Causal attention, forward, reaches the first share for long sequences and half of it for so many tokens; its backward
 reaches 0.7 of that."""
 MEMORY = 0.64
@@ -45,7 +45,7 @@ def device_seconds(work: Work, setup: Setup, hardware: Hardware) -> dict[str, fl
     rate = hardware.products * 1e12 if hardware.products and setup.width < 4 else peak * PRODUCTS
     return {
         "products": work.products / rate,
-        "attention": work.attention / (peak * ATTENTION * setup.seq / (setup.seq + SHORT)),
+        "attention": work.attention / (peak * ATTENTION * setup.seq / (setup.seq + HALF_RATE_TOKENS)),
         "memory": work.moved / (hardware.hbm * 1e9 * MEMORY),
     }
 
