@@ -22,6 +22,7 @@ from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.families import FAMILIES, read_shape
 from zerocli.plan.blocks.fields import NoFormula
 from zerocli.plan.blocks.inputs import read_source
+from zerocli.plan.models.resolve import Traces
 from zerocli.plan.setup import Setup
 
 pytest.importorskip("transformers")
@@ -301,6 +302,13 @@ def test_a_traced_model_takes_what_the_engine_takes(name):
         engine.close()
         planned = traced.plan(dataclasses.replace(asked, **given)).allocated
         assert live.peak * 0.995 <= planned <= live.peak * 1.01, (stage, recompute)
+
+
+def test_a_trace_is_kept_for_its_own_batch_sequence_precision_and_device():
+    traces, asked = Traces("bert", hugging.ConfigFile(CONFIGS["bert"], {}, "config.json")), Setup(batch=2, seq=16)
+    others = [{"batch": 3}, {"seq": 32}, {"precision": "fp32"}, {"device": "cpu", "precision": "bf16"}]
+    assert len({traces._path(dataclasses.replace(asked, **each)) for each in [{}, *others]}) == 5
+    assert traces._path(dataclasses.replace(asked, stage=3, ranks=4)) == traces._path(asked)
 
 
 def test_a_trace_in_the_cache_is_as_good_as_a_new_one_and_needs_no_torch(tmp_path, capsys, monkeypatch):

@@ -14,7 +14,7 @@ from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.model import Model
 from zerocli.plan.rows import TIERS as OWN_TIERS
 from zerocli.plan.rows import Plan
-from zerocli.plan.search.recompute import decide, needed_by
+from zerocli.plan.search.recompute import needed_by, plan_decided
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.hardware import Hardware
 from zerocli.plan.time.seconds import Estimate, estimate
@@ -80,8 +80,7 @@ class Candidate:
 
 def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
     """Return the candidate of a setup on this machine."""
-    setup, reason = decide(model, setup, hardware.gpu_memory)
-    return judge(model, replace(model.plan(setup), activations=reason), hardware)
+    return judge(model, plan_decided(model, setup, hardware.gpu_memory), hardware)
 
 
 def judge(model: Model, plan: Plan, hardware: Hardware) -> Candidate:
