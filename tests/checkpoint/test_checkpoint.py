@@ -200,6 +200,7 @@ def test_resumed_equals_uninterrupted_on_three_ranks_whatever_the_order_of_units
     assert run_ranks(3, backwards, str(tmp_path), 4) == saved
 
 
+@pytest.mark.longer
 def test_a_checkpoint_loads_bitwise_at_every_stage_placement_and_world(tmp_path):
     """Chain 1 -> 2 -> 4 -> 3 ranks, each at another stage and placement, loading what the one before saved."""
     nvme = {"nvme_path": (str(tmp_path),)}
@@ -210,7 +211,7 @@ def test_a_checkpoint_loads_bitwise_at_every_stage_placement_and_world(tmp_path)
         (3, {"stage": 3, "offload": "nvme", **nvme}),
         (2, {"stage": 1, "offload": "optimizer=cpu", "update": "stream"}),
         (1, {"stage": 3, "offload": "nvme", **nvme}),
-    ]
+    ][: None if LONG else 4]
     world, settings = chain[0]
     run_ranks(world, save_at, str(tmp_path / "0"), settings, 3)
     first = None
@@ -374,6 +375,7 @@ def test_a_save_through_many_slots_holds_every_byte(tmp_path, monkeypatch):
     assert _loaded(str(tmp_path), 2) == everything(engine)
 
 
+@pytest.mark.long
 def test_the_buffer_bounds_memory_and_a_hundred_saves_leak_nothing(tmp_path):
     model, engine = engine_of({"stage": 3})
     saver = Saver(engine, tmp_path, keep=1)
@@ -519,6 +521,10 @@ def test_a_process_without_others_saves_and_loads_without_a_warning(tmp_path, re
     assert resume(engine, tmp_path).step == 1
     assert [str(each.message) for each in recwarn if "torch.distributed" in str(each.message)] == []
     assert list(warnings.filters) == filters
+
+
+@pytest.mark.long
+def test_importing_the_loader_leaves_the_filters_of_warnings_alone():
     code = "import warnings, zerocli.checkpoint.loader; print([each[1] for each in warnings.filters])"
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert "torch.distributed is disabled" not in shown

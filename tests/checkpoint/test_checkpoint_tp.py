@@ -89,6 +89,7 @@ def test_a_checkpoint_loads_bitwise_at_every_degree(tmp_path):
                 assert all(torch.equal(loaded[key], state[key]) for key in state), (name, world)
 
 
+@pytest.mark.long
 def test_states_on_a_disk_go_on_at_another_degree(tmp_path):
     away = {"stage": 3, "tp": 2, "offload": "nvme", "nvme_path": (str(tmp_path),), "staging_nbytes": 48000}
     away["read_ahead_nbytes"] = 48000

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lengths import LONG
 from ranks import run_ranks
 from runs import losses, train
 from saved_engines import engine_of, everything, rewrite, save_at
@@ -29,9 +30,7 @@ from zerocli.profile.lines import Line
 from zerocli.regular_files import write_text
 from zerocli.run.output.metrics import MetricsFile
 
-LONG = "ZEROCLI_TEST_LONG" in os.environ
-
-NUM_CORRUPTIONS = 240
+NUM_CORRUPTIONS = 240 if LONG else 80
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +91,7 @@ def remove(path: Path, draw: random.Random) -> str:
     return "removed"
 
 
+@pytest.mark.longer
 def test_no_corruption_is_ever_loaded(saved, tmp_path):
     """Padding between pieces is the one place where a byte may change unseen: it is part of no number."""
     path, expected = saved

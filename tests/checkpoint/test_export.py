@@ -322,7 +322,8 @@ ODD = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@pytest.mark.longer
+@settings(max_examples=300 if LONG else 80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_header_is_refused_or_gives_each_byte_to_one_tensor(tmp_path, data):
     header: dict = {

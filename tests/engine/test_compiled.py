@@ -127,7 +127,8 @@ def _numbered(num_blocks: int, broken: bool = False, **settings) -> tuple[Engine
     return engine, losses
 
 
-@pytest.mark.parametrize("recompute", MAYBE_RECOMPUTED)
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", [False, True])
 def test_blocks_that_differ_in_a_number_are_all_compiled_beyond_the_limit_of_one_function(recompute):
     number = torch._dynamo.config.recompile_limit + 1
     _, expected = _numbered(number, recompute=recompute)
@@ -221,6 +222,7 @@ def test_selective_graphs_save_products_and_run_none_of_them_again():
     assert matmuls["selective"] == matmuls[False] == LAYERS * 4 * 2 < matmuls[True]
 
 
+@pytest.mark.long
 def test_blocks_that_are_recomputed_in_different_ways_have_graphs_of_their_own():
     kept = _graphs_and_losses(stage=3)[1]
     graphs, losses = _graphs_and_losses(stage=3, recompute=Recompute(1, 2), **COMPILED)

@@ -291,6 +291,7 @@ class Outer(nn.Module):
         return x + self.last(torch.tanh(x))
 
 
+@pytest.mark.long
 def test_parts_of_a_block_may_be_compiled_or_units_themselves():
     """Muon's update has matrix products of its own."""
     assert _norms(Compiled, recompute="selective") == _norms(Compiled)

@@ -32,7 +32,7 @@ def test_a_tier_from_another_package_changes_no_number(monkeypatch):
 
 @pytest.mark.parametrize("command", [
     pytest.param([sys.executable, str(EXAMPLES / "own_loop.py")], marks=pytest.mark.long, id="alone"),
-    pytest.param([sys.executable, str(EXAMPLES / "averaged_weights.py")], id="average"),
+    pytest.param([sys.executable, str(EXAMPLES / "averaged_weights.py")], marks=pytest.mark.long, id="average"),
     pytest.param(["torchrun", "own_loop.py"], marks=pytest.mark.long, id="torchrun"),
     pytest.param(["torchrun", "encoder_decoder.py"], marks=pytest.mark.long, id="encoder-decoder"),
     pytest.param(["torchrun", "vision.py"], marks=pytest.mark.long, id="vision"),

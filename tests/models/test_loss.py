@@ -109,7 +109,7 @@ def test_fp16_takes_a_loss_scale_beyond_its_range() -> None:
 def test_fp16_gradients_do_not_underflow_with_many_tokens() -> None:
     """A probability near 1/2048 divided by 2048 tokens has few of fp16's bits left, and a loss scale comes too late."""
     x, weight, targets = make_case(2048, 2048)
-    x, weight, targets = x.half(), weight.half(), torch.zeros_like(targets)
+    x, weight, targets = x[:, :4].half(), weight[:, :4].half(), torch.zeros_like(targets)
     expected = differentiate(plain(targets), x.float(), weight.float())[2][1:]
     got = differentiate(chunked(targets, 1024), x, weight, scale=2.0**11)[2][1:]
     assert (got - expected).norm() <= 2e-3 * expected.norm()

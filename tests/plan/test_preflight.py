@@ -122,7 +122,8 @@ def test_under_torchrun_the_first_rank_of_a_node_refuses(monkeypatch, capsys, tm
 def test_a_folder_that_no_state_is_placed_in_need_not_exist(capsys):
     for command in ("train", "profile"):
         assert (
-            cli.run([command, "tiny", "--stage", "3", "--offload", "cpu", "--nvme-path", "/nowhere", "--dry-run"]) == 0
+            cli.run([command, "tiny", "--stage", "3", "--offload", "cpu", "--nvme-path", "/proc/nowhere", "--dry-run"])
+            == 0
         )
         assert "\nfits this machine" in capsys.readouterr().out
 
@@ -132,8 +133,8 @@ def test_under_torchrun_the_first_rank_of_a_node_looks_at_its_disks(monkeypatch,
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert cli.run(["train", "tiny", "--stage", "3", "--offload", "nvme", "--nvme-path", "/nowhere"]) == 2
-    assert "--nvme-path /nowhere: there is no such folder" in capsys.readouterr().err
+    assert cli.run(["train", "tiny", "--stage", "3", "--offload", "nvme", "--nvme-path", "/proc/nowhere"]) == 2
+    assert "--nvme-path /proc/nowhere: there is no such folder" in capsys.readouterr().err
 
 
 def test_a_run_within_the_plans_accuracy_is_not_refused(monkeypatch):

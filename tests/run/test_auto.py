@@ -129,7 +129,12 @@ def test_a_choice_is_replayed_by_its_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     "sets, fixed, room",
     [
-        (["train.global_batch=64"], set(), {"gpu_memory": 4 << 30, "nvme_space": 0, "products": 0.0}),
+        pytest.param(
+            ["train.global_batch=64"],
+            set(),
+            {"gpu_memory": 4 << 30, "nvme_space": 0, "products": 0.0},
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             ["train.global_batch=12", "checkpoint.every=10"], {"train.batch"}, {"nvme_space": 0}, marks=pytest.mark.long
         ),

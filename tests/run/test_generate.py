@@ -52,7 +52,7 @@ def test_the_choice_of_a_token_obeys_its_settings():
         choose(torch.full((3,), float("nan")), Sampling(), torch.Generator())
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=["gpt2", pytest.param("llama", marks=pytest.mark.long)])
 def trained(request, tmp_path_factory) -> Path:
     """A run of two ranks, and its export beside it."""
     folder = tmp_path_factory.mktemp(request.param)

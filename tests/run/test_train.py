@@ -199,6 +199,7 @@ def test_an_interrupt_ends_every_rank(tmp_path, how):
     assert all(json.loads(line) for line in metrics.read_text().splitlines())  # whole lines only
 
 
+@pytest.mark.long
 def test_a_run_that_neither_saves_nor_resumes_does_not_wait_for_torchs_checkpoints():
     """Importing them takes longer than many a small run's steps."""
     code = "import sys, zerocli.run.trainer; sys.exit('torch.distributed.checkpoint' in sys.modules)"

@@ -11,13 +11,13 @@ import zerocli
 from zerocli.config import ModelConfig
 from zerocli.models import build
 
-LAYERS, BATCH, SEQ, HIDDEN = 4, 2, 16, 64
+LAYERS, BATCH, SEQ, HIDDEN = 4, 2, 16, 32  # bf16 takes 100 times as long as fp32 on some CPUs
 CHECKPOINT = BATCH * SEQ * HIDDEN * 4
 
 
-def make(layers: int = LAYERS, dropout: float = 0.1, **settings: Any) -> zerocli.Engine:
+def make(layers: int = LAYERS, dropout: float = 0.1, hidden: int = HIDDEN, **settings: Any) -> zerocli.Engine:
     torch.manual_seed(0)
-    shape = ModelConfig(layers=layers, hidden=HIDDEN, heads=2, vocab=64, dropout=dropout)
+    shape = ModelConfig(layers=layers, hidden=hidden, heads=2, vocab=64, dropout=dropout)
     model = build(shape, SEQ, "cpu")
     return zerocli.shard(model, **{"stage": 3, "clip": 0.5, "units": model.unit_modules(), **NVME} | settings)
 

@@ -75,6 +75,7 @@ def test_a_killed_process_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_file_that_kept_its_name_is_swept_once_its_owner_is_dead(tmp_path):
     with child(tmp_path, "named", "stay") as process:
         assert process.stdout.readline() == "ready\n"

@@ -197,6 +197,8 @@ class Job:
             **self.environ,
         }
         environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // self.num_ranks)))
+        # On ARM torch's allocator gives freed pages back after 10 ms, and the next step faults them in again.
+        environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
         environ.setdefault("PYTHONFAULTHANDLER", "1")
         with listen_on_loopback() as store:  # rank 0 inherits the socket, so no other process can take the port
             environ |= {"MASTER_PORT": str(store.getsockname()[1]), STORE_FD: str(store.fileno())}
