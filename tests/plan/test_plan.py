@@ -298,6 +298,13 @@ def test_a_plan_holds_in_half_precision(tmp_path):
         assert peak <= planned <= peak + 0.02 * (peak - HALF_SCRATCH), (changes, setup)
 
 
+def test_logits_of_half_precision_are_counted_in_fp32():
+    model, setup = dataclasses.replace(SMALL, vocab=3000, layers=1), {"stage": 0, "precision": "bf16"}
+    with torch.backends.mkldnn.flags(enabled=False):  # its refusal of bf16 on old cores costs more than the matmul
+        peak = measured_peak(model, 4, 64, setup)
+    assert peak <= planned_peak(model, 4, 64, setup, 1) <= peak * 1.01
+
+
 def test_the_ledger_would_notice_what_is_left_out():
     """Without what blocks keep, or without the loss's gradients, the plan would fall below the measured."""
     setup = {"stage": 2, "precision": "fp32"}
