@@ -218,6 +218,7 @@ def test_the_flags_beside_fits_give_the_numbers_shown(words, auto, capsys):
     assert f"activations.policy={best['exact_policy']}" in flags
 
 
+@pytest.mark.long
 def test_the_flags_of_several_machines_give_the_numbers_shown(capsys):
     words = ["llama3-8b", "--auto", "--hardware"]
     _, shown = ask(capsys, *words, "rtx4090,l40s")

@@ -129,7 +129,7 @@ def test_a_hugging_face_config_is_traced_as_the_model_it_describes(family, capsy
         assert code == 2 and "names none that is built in" in captured.err
 
 
-@pytest.mark.parametrize("model", ["tiny", "test_trace:builtin"])
+@pytest.mark.parametrize("model", ["tiny", pytest.param("test_trace:builtin", marks=pytest.mark.long)])
 def test_a_traced_rank_holds_its_part_of_split_layers(model, capsys):
     """Of 4 ranks two split each layer: the same states as by formula, a factory's model like a config's."""
     words = ["tiny", "--ranks", "4", "--tp", "2", "--stage", "3", "--batch", "2", "--precision", "fp32", "--json"]
