@@ -171,8 +171,11 @@ class Stack:
         self._used.clear()
 
     def _grow(self, nbytes: int) -> None:
-        """Add slots for `expected` arrays: on the first tier until its budget or space is used up, then on the next."""
-        left = self._expected
+        """Add slots for `expected` arrays: on the first tier until its budget or space is used up, then on the next.
+
+        An array beyond those is one that few blocks have, such as an encoder's output: it gets a slot of its own.
+        """
+        left = 1 if self._slots else self._expected
         for number, share in enumerate(self._shares):
             tier = self._open_tier(share.tier)
             each = round_up(max(nbytes, 1), tier.alignment)

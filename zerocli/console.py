@@ -9,7 +9,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from zerocli.errors import DOES_NOT_FIT, UserError
@@ -23,10 +24,51 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+_BARS: list[Any] = []
+"""Progress bars that are on the terminal now."""
+LINE_SECONDS = 10.0
+"""Between two lines of progress where there is no terminal."""
+
+
 def say(text: str) -> None:
-    """Print a message for people to stderr; nobody listening, or no room for a log, fails no run."""
+    """Print a message for people to stderr, above a progress bar; nobody listening, or no room, fails no run."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: the stream was closed
-        print(printable(text), file=sys.stderr, flush=True)
+        if _BARS:
+            _BARS[-1].write(printable(text), file=sys.stderr)
+        else:
+            print(printable(text), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def bar(**settings: Any) -> Iterator[Any]:
+    """Show a progress bar on the terminal, and what is said meanwhile above it."""
+    from tqdm import tqdm
+
+    with tqdm(file=sys.stderr, dynamic_ncols=True, **settings) as made:
+        _BARS.append(made)
+        try:
+            yield made
+        finally:
+            _BARS.remove(made)
+
+
+@contextlib.contextmanager
+def counting(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """Show how much of `total` is done: a bar on a terminal, a line now and then elsewhere; yield what counts more."""
+    if sys.stderr.isatty():
+        with bar(total=total, unit=unit, unit_scale=unit == "B", desc=what) as made:
+            yield lambda done: made.update(done)
+        return
+    done, said = 0, time.monotonic()
+
+    def move(more: int) -> None:
+        nonlocal done, said
+        done += more
+        if time.monotonic() - said >= LINE_SECONDS:
+            said = time.monotonic()
+            say(f"{what}: {min(100, 100 * done // max(1, total))} %")
+
+    yield move
 
 
 def show(text: str) -> None:

@@ -108,8 +108,8 @@ STATES = [(stage, offload) for stage in (0, 1, 2, 3) for offload in ("", "cpu", 
 # What a precision adds (a master beside the parameters, a loss scale) does not depend on the disk that holds it: every
 # precision meets some stages and placements, and all of them in the long set.
 PRECISIONS = {
-    "fp32": [(0, ""), (1, "cpu"), (2, "nvme")],
-    "bf16": [(2, ""), (3, "cpu")],
+    "fp32": [(0, ""), (2, "nvme")],
+    "bf16": [(3, "cpu")],
     "fp16": [(3, "nvme")],
 }
 if LONG:

@@ -72,6 +72,14 @@ def test_every_stage_and_placement_equals_plain_torch(tmp_path, extra, some):
     assert len(digests) == 1
 
 
+def test_the_unsharded_run_shows_its_progress(monkeypatch, capsys):
+    """Two runs of three steps, the second off by one rounding: a line for each forward and backward."""
+    monkeypatch.setattr("zerocli.console.LINE_SECONDS", 0.0)
+    checked("tiny", [], SMALL)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("training without sharding: ")]
+    assert [line.rpartition(": ")[2] for line in said] == [f"{100 * done // 6} %" for done in range(1, 7)]
+
+
 def test_what_sharding_changes_is_found_and_named():
     sources = [f"check_models:{name}" for name in ("Sound", "ByRank", "Stateful", "Refusing")]
     rows = [Row(0), Row(3, "cpu", "cpu", recompute=True)]

@@ -1,5 +1,6 @@
 """The command line: what it takes, how it fails, what it says of the machine, and that it starts without torch."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -162,16 +163,67 @@ def test_bad_usage_is_2_with_a_way_on(words, said, capsys, monkeypatch, tmp_path
     assert said in err and err.startswith("error: ") and "Traceback" not in err
 
 
-def test_a_yaml_config_is_shown_as_toml(tmp_path, capsys):
+def test_a_yaml_config_is_shown_as_toml_without_pyyaml(tmp_path, capsys, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "yaml" else found(name, *more))
     path = tmp_path / "run.yaml"
     path.write_text("train:\n  steps: 3 # few\n  precision: bf16\ndata:\n  path: 'a b.txt'\n")
     assert cli.run(["train", str(path)]) == 2
-    shown = [line.strip() for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
+    err = capsys.readouterr().err
+    assert "PyYAML is not installed" in err and "try: pip install pyyaml" in err
+    shown = [line.strip() for line in err.splitlines() if line.startswith("  ")]
     (tmp_path / "run.toml").write_text("\n".join(shown))
     config = configs.load(str(tmp_path / "run.toml"))
     assert (config.train.steps, config.train.precision, config.data.path) == (3, "bf16", "a b.txt")
     path.write_text("train:\n  - steps\n")  # nothing that a config of ours could say
-    assert cli.run(["train", str(path)]) == 2 and "configs are TOML\n" in capsys.readouterr().err
+    assert cli.run(["train", str(path)]) == 2 and "is not installed\n" in capsys.readouterr().err
+
+
+def test_fit_ends_with_the_command_that_trains_it(tmp_path, capsys):
+    """All that was asked is in it; adapters, which train has not yet, and bare counts have none."""
+
+    def ask(*words):
+        assert cli.run(["fit", *words]) == 0
+        out = capsys.readouterr().out
+        assert "GiB: GPU of one GPU, host and nvme of a node" in out
+        return " ".join(out.partition("to train it:\n")[2].replace("\\\n", "").split())
+
+    asked = ("--seq", "64", "--set", "optimizer.name=sgd", "--hardware", "t4", "--stage", "3", "--offload", "cpu")
+    assert ask("tiny", "--ranks", "2", *asked) == (
+        "zerocli train tiny --stage 3 --offload cpu --ranks 2 --seq 64 --precision fp16 --set optimizer.name=sgd"
+    )
+    assert ask("tiny", "--ranks", "16", "--stage", "1", "--offload", "none").startswith(
+        "torchrun --nnodes 2 --nproc-per-node 8 -m zerocli train tiny --stage 1"
+    )
+    assert ask("7.5B") == ask("tiny", "--lora", "4") == ""
+    shape = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    header = json.dumps({"wte.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    words = ["fit", str(tmp_path), "--ranks", "1", "--json"]
+    for more, nvme in (([], 2), (["--set", "checkpoint.every=0"], 0)):  # train saves a fine-tuning
+        assert cli.run([*words, *more]) == 0
+        found = json.loads(capsys.readouterr().out)["candidates"][0]
+        assert bool(found["tiers"]["nvme"]["needed"]) == bool(nvme)
+
+
+def test_operations_of_frozen_weights_are_counted_without_their_gradients(capsys):
+    """LoRA of 8B at 8192 tokens: four operations per frozen weight and token, six per trained one, and attention."""
+    assert (
+        cli.run(["fit", "llama3-8b", "--lora", "16", "--ranks", "1", "--hardware", "h100", "--stage", "0", "--json"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)["candidates"][0]["step"]
+    trained, embedding = 41_943_040, 128_256 * 4096
+    frozen = 8_030_261_248 - embedding  # looked up, not multiplied
+    operations = 8192 * (4 * frozen + 6 * trained + 6 * 32 * 8192 * 4096)
+    assert found["mfu"] * found["seconds"] * 989e12 == pytest.approx(operations, rel=0.02)
+
+
+def test_the_help_of_profile_has_its_own_defaults(capsys):
+    assert cli.run(["profile", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "of a folder" not in out and "[default: 6]" in out and "[default: never]" in out
 
 
 def test_a_deepspeed_config_gives_way_to_flags(config_file, monkeypatch, tmp_path, capsys):

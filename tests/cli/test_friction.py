@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import fcntl
 import os
+import pty
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
+import termios
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +26,7 @@ from zerocli.cli import main as cli
 from zerocli.cli.run_dirs import refuse_no_run
 from zerocli.config.options import RunOptions
 from zerocli.config.schema import FIELDS
+from zerocli.console import counting, say
 from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, USAGE, UserError
 from zerocli.profile.lines import Line
 from zerocli.ranks import store
@@ -184,6 +192,44 @@ def test_steps_that_were_not_applied_are_said_and_counted(capsys):
     assert "3 of 9 steps were not applied: gradients overflowed in fp16" in report.skipped_line(summary)[0]
     assert "no step was applied" in report.skipped_line(summary | {"skipped": 9})[0]
     assert report.skipped_line(summary | {"skipped": 0}) == []
+
+
+def terminal(columns: int, write: Callable[[], None]) -> str:
+    """Return what `write` sends to stderr if that is a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(theirs, "w") as stderr, contextlib.redirect_stderr(stderr):
+        write()
+        stderr.flush()
+        return os.read(ours, 2**16).decode()
+
+
+def test_the_bar_has_the_learning_rate_in_80_columns_and_messages_stand_above_it():
+    def train() -> None:
+        with report.Progress(12_345, 100, active=True) as progress:
+            for step in range(1, 4):
+                progress.show(dataclasses.replace(line(step, False), loss=12.3456, tokens_per_second=1_234_567.0))
+                say(f"evaluation after step {step}: loss 1.0")
+        say("the end")
+
+    frames = terminal(80, train).replace("\r\n", "\n").replace("\x1b[A", "")
+    for frame in re.split(r"[\r\n]", frames):
+        assert len(frame) <= 80, frame
+    assert re.search(r"3/12345 \|.{8,}\| \d\d:\d\d<\S+ loss 12.3456 lr 1.0e-03 1.23M tokens/s", frames)
+    for said in ("evaluation after step 1: loss 1.0", "evaluation after step 3: loss 1.0", "the end"):
+        assert re.search(rf"(^|[\r\n]){said}\n", frames), frames
+
+
+def test_counting_shows_how_much_is_done(monkeypatch, capsys):
+    def count() -> None:
+        with counting("reading", 4, "pass") as done:
+            done(3)
+            say("meanwhile")
+
+    assert re.search(r"reading:  75%.* 3/4 ", terminal(80, count)) and "\rmeanwhile\r\n" in terminal(80, count)
+    monkeypatch.setattr("zerocli.console.LINE_SECONDS", 0.0)
+    count()
+    assert capsys.readouterr().err == "reading: 75 %\nmeanwhile\n"
 
 
 def test_the_summary_shows_the_peak_and_its_largest_holders():

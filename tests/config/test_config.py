@@ -6,8 +6,10 @@ import inspect
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,6 +30,7 @@ from zerocli.config import (
 )
 from zerocli.config import file as configfile
 from zerocli.config.file import key_lines
+from zerocli.config.yaml import other_trainer
 from zerocli.errors import ConfigError
 
 some = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -210,10 +213,38 @@ def test_files_that_cannot_be_read_are_named(write, tmp_path):
     (tmp_path / "folder.toml").mkdir()
     assert refused(str(tmp_path / "folder.toml")) == ["folder.toml: is a folder, not a config file"]
     assert refused(write(b"# fine\n# \xff\n")) == ["my.toml:2: is not UTF-8: byte 0xff"]
-    assert refused(write("", "my.conf")) == ["my.conf: is neither a .toml nor a .json file"]
-    assert refused(write("", "my.yaml")) == ["my.yaml: is YAML, and configs are TOML"]
+    assert refused(write("", "my.conf")) == ["my.conf: is neither a .toml, .yaml nor .json file"]
     assert "\0.toml: no such file" in refused("\0.toml")[0]
     assert load(write(b"\xef\xbb\xbf[train]\r\nsteps = 7\r\n")).train.steps == 7
+
+
+YAML = "train:\n  steps: 3 # few\n  precision: bf16\n"
+YAML += "optimizer:\n  lr: 1e-4\n  betas: [0.9, 0.99]\ndata:\n  path: 'a b.txt'\n"
+
+
+def test_yaml_says_what_toml_says(write):
+    """Numbers such as 1e-4 are numbers, every problem has its line, and no tag, alias or second key is taken."""
+    pytest.importorskip("yaml")
+    toml = '[train]\nsteps = 3\nprecision = "bf16"\n'
+    toml += '[optimizer]\nlr = 1e-4\nbetas = [0.9, 0.99]\n[data]\npath = "a b.txt"\n'
+    assert load(write(YAML, "my.yaml")) == load(write(toml, "my.toml"))
+    assert load(write("", "my.yml")) == load(write("", "my.toml"))
+    wrong = "train:\n  stesp: 3\nmodel:\n  heads: four\n  factory: os:system\n"
+    assert [line.partition(": ")[0] for line in refused(write(wrong, "my.yaml"))] == [f"my.yaml:{n}" for n in (2, 4, 5)]
+    assert "no code is run because a file says so" in refused(write(wrong, "my.yaml"))[2]
+    assert refused(write("train: {steps: 3}\ntrain: {batch: 2}\n", "my.yaml")) == [
+        "my.yaml:2: train is there twice; first at my.yaml:1"
+    ]
+    assert refused(write("train: &a {steps: 3}\ndata: *a\n", "my.yaml")) == ["my.yaml:2: *a: aliases are not read"]
+    assert "could not determine a constructor" in refused(write("train: !!python/name:os.system\n", "my.yaml"))[0]
+    assert refused(write("a:\n\tb: 1\n", "my.yaml"))[0].startswith("my.yaml:2:1: YAML syntax: ")
+    assert refused(write("- a\n", "my.yaml")) == ["my.yaml: holds no sections with keys"]
+
+
+def test_the_commands_for_other_trainers_files_are_those_of_the_page():
+    page = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
+    found = re.findall(r"```yaml\n(.*?)```.*?```\n(zerocli [^\n]*)\n```", page, re.DOTALL)
+    assert [other_trainer(text)[1] for text, _ in found] == [command for _, command in found] and len(found) == 2
 
 
 def test_an_unreadable_file_is_named(write, monkeypatch):

@@ -162,6 +162,12 @@ def test_a_malformed_table_array_or_pair_is_refused_with_its_place(tmp_path, nam
         assert "data.columns=prompt:prompt,chosen:completion" in hint and "DPO" in message
 
 
+def test_content_in_parts_of_text_is_joined(tmp_path):
+    file = tmp_path / "parts.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]}]}\n')
+    assert rows_of(file)[0].values["messages"] == [{"role": "user", "content": "ab"}]
+
+
 def test_columns_have_the_names_that_the_config_gives_them(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"question": "q", "my answer": "a", "text": "not read"}\n{"question": "q"}\n')
     form, files = find_files(str(tmp_path / "x.jsonl"))

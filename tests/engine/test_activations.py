@@ -343,6 +343,57 @@ def test_two_forwards_before_a_backward_keep_their_own_checkpoints():
     assert run() == run(recompute=True) == run(offload="activations=cpu")
 
 
+class Crossing(nn.Module):
+    """An encoder's block, and blocks of a decoder that all take its output."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.other = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.own(x) * self.other(memory))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(HIDDEN, HIDDEN)
+        self.blocks = nn.ModuleList(Crossing.Block() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder(x)
+        for block in self.blocks:
+            x = block(x, memory)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("way", [{}, *WAYS[:4]], ids=["kept", "recomputed", "hbm", "cpu", "nvme"])
+def test_an_input_of_several_blocks_is_kept_once(tmp_path, way):
+    """Their own inputs, the first of which is no result of a computation, and one that all have."""
+    results = []
+    for settings in ({}, way):
+        torch.manual_seed(0)
+        model = Crossing()
+        common = {"stage": 3, "units": list(model.blocks), "nvme_path": (str(tmp_path),), **NVME}
+        engine = zerocli.shard(model, **common | settings)
+        losses = []
+        for step in range(3):
+            torch.manual_seed(step)
+            engine.tiers.traffic.clear()
+            loss = engine(torch.randn(BATCH, SEQ, HIDDEN))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        results.append((losses, {name: value.tolist() for name, value in engine.state_dict().items()}))
+        used, traffic = engine.memory()["activations"], engine.tiers.traffic
+        engine.close()
+    assert results[0] == results[1]
+    if way in WAYS[2:4]:
+        assert used == 0 and traffic["activations written"] == LAYERS * CHECKPOINT
+        assert traffic["activations read"] <= LAYERS * CHECKPOINT
+    elif way:
+        assert used == LAYERS * CHECKPOINT
+
+
 def test_random_placements_change_nothing():
     dice = random.Random(3)
     kept = train(make(6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import time
 from pathlib import Path
@@ -19,11 +20,13 @@ from zerocli.engine.events import Probe
 from zerocli.engine.streams import Waits
 from zerocli.layout.categories import CATEGORIES
 from zerocli.layout.recompute import Recompute
+from zerocli.layout.sizes import format_bytes
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.memory.build import plan_model
 from zerocli.plan.search.recompute import MARGIN, needed_by
 from zerocli.plan.setup import setup_of
 from zerocli.profile import clock as clocks
+from zerocli.profile import page, table
 from zerocli.profile.clock import Segment, Span
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger
 from zerocli.profile.profiler import links
@@ -33,6 +36,21 @@ TOKENS, HIDDEN, LAYERS = 2 * 32, 32, 3
 STAGE_0, STAGE_3 = ("zero.stage=0",), ("zero.stage=3",)
 OFFLOAD = (*STAGE_3, "offload.placement=cpu")
 RECOMPUTE = (*STAGE_3, "activations.policy=recompute")
+
+
+def test_the_finding_is_what_the_numbers_say(tmp_path):
+    """The largest category with its share; what is said to be saved is what a run with that change does save."""
+    kept = profile(tmp_path / "kept", "train.batch=8", "train.seq=64", world=1)
+    again = profile(tmp_path / "again", "train.batch=8", "train.seq=64", "activations.policy=recompute", world=1)
+    share = 100 * rows(kept, "hbm")["activations"] / kept["peak"]["hbm"]["measured"]
+    saved = kept["peak"]["hbm"]["predicted"] - again["peak"]["hbm"]["predicted"]
+    said = kept["finding"]
+    assert said.startswith(f"{share:.0f} % of the device's peak of ") and " are activations; " in said
+    assert f"recomputation (--set activations.policy=recompute) would save {format_bytes(saved)}" in said
+    measured = kept["peak"]["hbm"]["measured"] - again["peak"]["hbm"]["measured"]
+    assert 0 < measured and saved == pytest.approx(measured, rel=0.1)
+    assert "recomputation" not in again["finding"]
+    assert f"finding: {said}" in table.render(kept) and html.escape(said) in page.render([("kept", kept)])
 
 
 SELECTIVE = (*STAGE_3, "activations.policy=selective")

@@ -84,6 +84,22 @@ def test_a_run_from_scratch_saves_its_last_step_and_evaluates_some_of_its_data()
     assert [each.key for each in recipe.choose(configs.load("tiny"), frozenset(), recipe.Plan(2, checked=True))] == []
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["optimizer.lr=0"], "lr 0: no parameter will change"),
+        (["optimizer.lr=5"], "lr 5 is 250,000 times the 2e-05 of a model of this size"),
+        (["optimizer.lr=1e-4"], ""),
+        (["optimizer.warmup=1000", "train.steps=5"], "warmup 1000 and 5 steps: the learning rate reaches 0.005 of lr"),
+        (["activations.policy=recompute:99"], "the model has 1 block"),
+    ],
+)
+def test_values_that_are_hardly_meant_are_said(given, said, folder):
+    sets = [*BYTES, *given]
+    notes = recipe.notes(configs.load(str(folder), sets), configs.given_keys(str(folder), sets))
+    assert said in " ".join(notes) and bool(notes) == bool(said)
+
+
 def test_shares_become_steps():
     sets = ["train.steps=49", "checkpoint.every=0.25", "train.eval_every=0.1", "optimizer.warmup=0.03"]
     config = with_whole_steps(configs.load("tiny", sets))

@@ -58,11 +58,63 @@ def test_wandb_is_offline_and_has_each_step_once(tmp_path, monkeypatch):
     assert logged[1][1] == {"eval/loss": 2.0}
 
 
+def test_wandb_sends_only_if_that_is_asked_for(tmp_path, monkeypatch):
+    given = {}
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **about: given.update(about) or types.SimpleNamespace(log=lambda *a, **k: None, finish=bool)
+    fake.__spec__ = types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    with Writers.open(["wandb-online"], str(tmp_path / "run"), 1, 0, {}):
+        assert os.environ["WANDB_MODE"] == given["mode"] == "online" and given["project"] == "mine"
+
+
+def test_mlflow_has_each_step_once_and_a_server_that_fails_ends_no_run(tmp_path, monkeypatch, capsys):
+    """A resumed run goes on with the same id; RUN/mlflow is the place unless MLFLOW_TRACKING_URI names another."""
+    calls = []
+
+    def log_metrics(values, step):
+        calls.append((step, values))
+        if values.get("train/loss") == 9.0:
+            raise OSError("no route to the server")
+
+    fake = types.ModuleType("mlflow")
+    fake.__spec__ = types.SimpleNamespace()
+    fake.set_tracking_uri = lambda uri: calls.append(uri)
+    fake.set_experiment = lambda name: calls.append(name)
+    fake.start_run = lambda run_id, run_name: (
+        calls.append((run_id, run_name)) or types.SimpleNamespace(info=types.SimpleNamespace(run_id="id7"))
+    )
+    fake.log_params = lambda values: calls.append(values)
+    fake.log_metrics = log_metrics
+    fake.end_run = lambda: calls.append("end")
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    place, run = str(tmp_path / "run"), tmp_path / "run"
+    run.mkdir()
+    with Writers.open(["mlflow"], place, 1, 0, {"name": "tiny", "train": {"steps": 3}}) as writers:
+        writers.step(line(1, 1.5))
+    assert calls[:4] == [(run / "mlflow").as_uri(), "zerocli", (None, "run"), {"train.steps": 3}]
+    assert calls[4][0] == 1 and calls[4][1]["train/loss"] == 1.5 and calls[5] == "end"
+    calls.clear()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://nowhere")
+    with Writers.open(["mlflow"], place, 2, 2, {}) as writers:
+        for step, loss in ((2, 1.5), (3, 9.0), (4, 1.0)):
+            writers.step(line(step, loss))
+    assert calls[0] == ("id7", None) and [each[0] for each in calls[1:]] == [3]
+    assert capsys.readouterr().err == (
+        "mlflow is written no more (no route to the server); metrics.jsonl has every step\n"
+    )
+
+
 def test_a_missing_package_is_named_with_its_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="tensorboard and wandb are not installed") as error:
         refuse_missing(["tensorboard", "wandb"])
     assert error.value.hint == "pip install tensorboard wandb"
+    with pytest.raises(UserError, match="wandb is not installed"):
+        refuse_missing(["wandb-online", "wandb"])
     refuse_missing([])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import gc
 import itertools
 import json
@@ -22,7 +23,7 @@ from zerocli.check.plain import NotPlain, Plain, train
 from zerocli.check.rows import COMPILED_FACTOR, FACTOR, Checklist, Row
 from zerocli.checkpoint.imports import load_weights
 from zerocli.config import Config, read_placement
-from zerocli.console import say
+from zerocli.console import counting, say
 from zerocli.data.sources import open_batches, with_packing
 from zerocli.engine.api import open_process_group
 from zerocli.engine.engine import Engine
@@ -158,7 +159,9 @@ class Ranks:
         chosen, reason = precision(self.config.train.precision, device)
         by, note = "plain torch", ""
         try:
-            outcome, moved = (self._unsharded(start, device, off) for off in (False, True))
+            passes = 2 * self.steps * self.config.train.accumulate * self.replicas
+            with counting("training without sharding", passes, "pass") as count:
+                outcome, moved = (self._unsharded(start, device, off, count) for off in (False, True))
         except NotPlain as error:
             by, note = "the engine on one rank", str(error)
             outcome, moved = (self._by_engine(start, off * rounding(chosen.compute)) for off in (0, 1))
@@ -198,13 +201,26 @@ class Ranks:
         }
         return outcome, tolerance, about
 
-    def _unsharded(self, start: dict[str, torch.Tensor], device: torch.device, off: bool) -> Outcome:
+    def _unsharded(
+        self, start: dict[str, torch.Tensor], device: torch.device, off: bool, count: Callable[[int], None]
+    ) -> Outcome:
+        """Return the numbers of plain torch; `count` is called after each forward and backward."""
+
+        def counted(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            def once() -> torch.Tensor:
+                loss = run()
+                count(1)
+                return loss
+
+            return once
+
         config = self.config
         chosen, _ = precision(config.train.precision, device)
         passes = config.train.accumulate * self.replicas
         about = (config.optimizer, config.train.steps, chosen, config.train.clip, passes, device, off)
         run = Plain(self._whole_model(), start, *about)
-        losses, norms = train(run, self.steps, lambda step: self._micro_steps(run, step, range(self.replicas), device))
+        micro_steps = functools.partial(self._micro_steps, run, replicas=range(self.replicas), device=device)
+        losses, norms = train(run, self.steps, lambda step: [counted(each) for each in micro_steps(step)])
         return run.outcome(losses, norms)
 
     def _by_engine(self, start: dict[str, torch.Tensor], off: float) -> Outcome:

@@ -87,7 +87,8 @@ def export(
                 hint = "" if step is None else "without --step it is the newest whole one"
                 raise UserError(f"{path}: {error}", hint=hint, exit_code=FAILURE) from None
             say(f"{path.name} skipped: {error}")
-    raise UserError(f"{run}: none of its {len(found)} checkpoints is whole", exit_code=FAILURE)
+    fact = f"{run}: none of its {len(found)} checkpoints is whole"
+    raise UserError(fact, hint="another copy of the run; what is left of it cannot be used", exit_code=FAILURE)
 
 
 def candidates(run: str, step: int | None) -> list[Path]:

@@ -34,14 +34,14 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
     weights = Weights(path)
     entries = [entry for flat in engine.flats() for entry in flat.layout.entries]
     if model.code == "transformers":
-        by_name, names = _names_of_transformers(engine, weights, path)
+        by_name, names = _names_of_transformers(engine, weights, path, model)
     else:
         by_name, names = _names_of_ours([entry.name for entry in entries], weights, path, model)
     shapes = {entry.name: extent_of(engine, entry.name, entry.shape) for entry in entries}
     problems = [line for name, extent in shapes.items() if (line := _mismatch(by_name[name], extent.shape, weights))]
     if problems:
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise UserError(*[f"{path}: {line}" for line in problems[:8]], *more, hint=_hint(path))
+        raise UserError(*[f"{path}: {line}" for line in problems[:8]], *more, hint=_hint(path, model))
     engine.synchronize()
     flats = list(engine.flats())
     reads: list[Read] = []
@@ -90,7 +90,9 @@ def _names_of_ours(
     return {mapping.ours: _found(mapping, weights) for mapping in mapped}, names
 
 
-def _names_of_transformers(engine: Engine, weights: Weights, path: str) -> tuple[dict[str, Mapping], str]:
+def _names_of_transformers(
+    engine: Engine, weights: Weights, path: str, model: ModelConfig
+) -> tuple[dict[str, Mapping], str]:
     """Return the tensors of each parameter and buffer of a module of transformers; UserError if one has none."""
     from zerocli.models import transformers_names
 
@@ -98,7 +100,7 @@ def _names_of_transformers(engine: Engine, weights: Weights, path: str) -> tuple
     if found.missing:
         more = f" and {len(found.missing) - 8} more" if len(found.missing) > 8 else ""
         listed = ", ".join(found.missing[:8])
-        raise UserError(f"{path}: has no values for {listed}{more}", hint=_hint(path))
+        raise UserError(f"{path}: has no values for {listed}{more}", hint=_hint(path, model))
     for first, second in found.doubled:
         if not _equal(weights, first, second):
             raise UserError(
@@ -128,8 +130,10 @@ def _unused(weights: Weights, used: set[str]) -> str:
     return f"; not used: {', '.join(left[:4])}{more}" if left else ""
 
 
-def _hint(path: str) -> str:
+def _hint(path: str, model: ModelConfig) -> str:
     config = Path(path, "config.json")
+    if model.folder and Path(model.folder).absolute() == Path(path).absolute():
+        return "the same without --set model.KEY; else the config.json that belongs to these weights"
     return f"zerocli train {config} --init-from {path}" if config.is_file() else "the config of the weights' own model"
 
 

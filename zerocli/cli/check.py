@@ -90,7 +90,8 @@ def command(
 
     Trains a few steps without sharding, in plain torch, and then under every stage and placement that this machine
     allows, without and with recomputation and compiled blocks. Losses, gradient norms, parameters and optimizer states
-    must be equal up to rounding. MODEL is a bundled name, a .toml, a Hugging Face config.json or module:factory.
+    must be equal up to rounding. MODEL is a bundled name, a .toml or .yaml, a Hugging Face config.json or
+    module:factory.
     """
     if given["loop"] or given["optimizer"]:
         return _own_loop(ctx, source, sets, stage, offload, given)
@@ -151,7 +152,8 @@ def _imported(name: str) -> Any:
     """Return what `package.module:function` names; UserError if it cannot be imported."""
     module, colon, path = name.partition(":")
     if not colon:
-        raise UserError(f"{name} is no package.module:function")
+        hint = "zerocli check my.module:make_model --loop my.module:train"
+        raise UserError(f"{name} is no package.module:function", hint=hint)
     try:
         found: Any = importlib.import_module(module)
         for part in path.split("."):

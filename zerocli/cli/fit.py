@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +18,9 @@ from zerocli.cli.types import FiniteRange
 from zerocli.config import AUTO, hub, with_dividing_batch
 from zerocli.config.hints import unknown_source
 from zerocli.config.options import automatic_keys
-from zerocli.console import colours, printable, show_if_unfit, show_json
+from zerocli.console import colours, printable, quoted, show_if_unfit, show_json
 from zerocli.errors import DOES_NOT_FIT, OK, UserError, quote
-from zerocli.layout.sizes import format_bytes, parse_count, parse_memory
+from zerocli.layout.sizes import count_of, format_bytes, parse_count, parse_memory
 from zerocli.plan.blocks.inputs import Source, model_of, read_source
 from zerocli.plan.blocks.lora import Lora, parse_lora
 from zerocli.plan.memory.runtime import RUNTIME
@@ -28,7 +29,7 @@ from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
 from zerocli.plan.models.resolve import plan_source
-from zerocli.plan.report.text import render, render_machines
+from zerocli.plan.report.text import arguments, render, render_machines
 from zerocli.plan.report.verdict import Budget, Verdict, document, machines_document, unplanned
 from zerocli.plan.rows import Row
 from zerocli.plan.search import automatic, largest
@@ -44,6 +45,8 @@ STAGES = (0, 1, 2, 3)
 SHOWN = 8
 """Rows of the table of `--auto`."""
 
+LONGEST_NAME = 60
+"""Characters of MODEL that are repeated in the command that trains it."""
 HIGHEST_PRICE = 1e12
 """Above it a price is a mistake, and the cost of a run could be beyond a float."""
 LOWEST_RATE, HIGHEST_RATE = 1e-9, 1e9
@@ -86,9 +89,9 @@ LOWEST_RATE, HIGHEST_RATE = 1e-9, 1e9
 def command(model: str, most: str | None, explain: bool, trace: bool, as_json: bool, **given: Any) -> int:
     """Needs no GPU and trains nothing: says whether MODEL fits, on which stage and tiers, and what is fastest.
 
-    MODEL is a bundled name, a .toml, a Hugging Face config.json, package.module:factory, or a count such as 7.5B, for
-    which only model states can be known. Device memory is per GPU; host memory and disk space are per node. Times are
-    estimates. Exit code 0: it fits, 3: it does not.
+    MODEL is a bundled name, a .toml or .yaml, a Hugging Face config.json, package.module:factory, or a count such as
+    7.5B, for which only model states can be known. Device memory is per GPU; host memory and disk space are per node.
+    Times are estimates. Exit code 0: it fits, 3: it does not.
 
     --set also takes what a process needs beside the model (runtime.context=600MiB) and rates of the machine
     (hardware.disk=4.5, in GB/s).
@@ -98,6 +101,8 @@ def command(model: str, most: str | None, explain: bool, trace: bool, as_json: b
         raise UserError("which MODEL?", hint="zerocli fit llama3-8b, or zerocli fit 7.5B")
     if model.startswith(("./", "../", "/", "~")) and not os.path.exists(model):
         raise unknown_source(model, ())
+    if re.fullmatch(r"[1-9]\d{0,2}", model):
+        raise UserError(f"{model}: a model of {count_of(int(model), 'parameter')}?", hint=f"zerocli fit {model}B")
     budget = _budget(given)
     sets, runtime, rates = _split_sets(given["sets"])
     tuned, notes = _as_trained(model, sets, given)
@@ -119,8 +124,33 @@ def command(model: str, most: str | None, explain: bool, trace: bool, as_json: b
     if as_json:
         show_json(document(verdict))
     else:
-        click.echo(render(verdict, explain, colours()))
+        click.echo(render(verdict, explain, colours(), _train_command(model, ask, verdict, sets)))
     return OK if verdict.fits else DOES_NOT_FIT
+
+
+def _train_command(model: str, ask: Question, verdict: Verdict, sets: tuple[str, ...]) -> str:
+    """Return the whole command that trains what fits; empty where there is none: of a count, or of adapters."""
+    best, given = verdict.best, ask.given
+    if best is None or ask.source.count or given["lora"] or ask.largest == "model":
+        return ""
+    setup, flags = best.setup, arguments(verdict)
+    named = quoted(model) if len(quoted(model)) <= LONGEST_NAME else "MODEL"  # else no terminal would keep its line
+    words = ["zerocli", "train", named, flags]
+    if setup.ranks > setup.ranks_per_node:
+        nodes = setup.ranks // setup.ranks_per_node
+        words[:2] = [f"torchrun --nnodes {nodes} --nproc-per-node {setup.ranks_per_node} -m zerocli train"]
+    else:
+        words.append(f"--ranks {setup.ranks}")
+    found = {name: given[name] for name in ("tp", "batch", "seq", "precision")}
+    if setup.precision == "fp16":
+        found["precision"] = "fp16"
+    if ask.largest:
+        found[ask.largest] = _value(verdict)
+    words += [f"--{name} {value}" for name, value in found.items() if value is not None and f"--{name} " not in flags]
+    words += [f"--set {quoted(text)}" for text in sets]
+    if hub.is_model(model) and not any(text.startswith("data.") for text in sets):
+        words.append("--data FILE")
+    return " ".join(word for word in words if word)
 
 
 def _as_trained(model: str, sets: tuple[str, ...], given: Mapping[str, Any]) -> tuple[tuple[str, ...], list[str]]:
@@ -140,12 +170,15 @@ def _as_trained(model: str, sets: tuple[str, ...], given: Mapping[str, Any]) -> 
     plan = recipe.Plan(ranks, auto=bool(given["auto"]))
     if given["tp"]:
         config = recipe.with_values(config, [recipe.Default("parallel.tp", given["tp"], "")])
-    made = recipe.shape(config, configs.given_keys(model, sets, flags), plan, lengths)
+    known = configs.given_keys(model, sets, flags)
+    made = recipe.shape(config, known, plan, lengths)
+    saves = [recipe.Default("checkpoint.every", recipe.SAVE_SHARE, "")] if "checkpoint.every" not in known else []
+    texts = tuple(each.text for each in (*made, *saves))
     if not made:
-        return (), []
+        return texts, []
     shown = ", ".join(f"{each.key.partition('.')[2]} {each.value} ({each.reason})" for each in made)
     data = "" if config.data.path else "; --set data.path=FILE takes it from your data"
-    return tuple(each.text for each in made), [f"as train does: {shown}{data}"]
+    return texts, [f"as train does: {shown}{data}"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,17 +19,21 @@ from zerocli import machine
 from zerocli.checkpoint import source_files
 from zerocli.checkpoint.best import best_step
 from zerocli.checkpoint.folder import MANIFEST
+from zerocli.cli.run_dirs import nearest_run
 from zerocli.cli.train import has_checkpoint, option_words, own_config
 from zerocli.cli.types import FiniteRange
-from zerocli.console import say
+from zerocli.config.hints import LIST, unknown_source
+from zerocli.console import quoted, say
 from zerocli.data.prompts import read_prompts
 from zerocli.errors import OK, UserError
 from zerocli.layout.sizes import format_bytes
 from zerocli.ranks.worker import die_with_parent, worker_environment
 from zerocli.run.processes import launch
+from zerocli.run.recipe import refuse_bytes
 
 FITS = 0.85
 """Share of a GPU's memory that weights may take for one GPU to be enough."""
+_WHERE = "zerocli train CONFIG --run-dir RUN, then zerocli generate RUN; or the folder of an export or of the hub"
 
 
 @click.command()
@@ -70,6 +74,8 @@ def command(
     if worker:
         die_with_parent()
     asked = read_prompts(prompt, given["prompts"])
+    if given["ranks"] is not None and given["ranks"] < 1:
+        raise UserError(f"--ranks {given['ranks']}: is below 1")
     if given["chat"] and given["plain"]:
         raise UserError("--chat and --plain: a prompt is a message or a text", hint="one of them")
     is_run = find(source)
@@ -79,6 +85,8 @@ def command(
         )
     step = best_step(source) if best else step
     config = read_config(source, is_run, given)
+    if not is_run:
+        refuse_bytes(config.data.tokenizer, source)
     if worker is None:
         ranks, reason = choose_ranks(config, given["ranks"] or 0)
         if ranks > 1:
@@ -127,16 +135,21 @@ def find(source: str) -> bool:
     path = Path(source)
     if not path.is_dir():
         fact = "is a file, not a folder" if path.exists() else "no such folder"
-        raise UserError(f"{source}: {fact}", hint="the folder of a run (zerocli train --run-dir RUN), or of an export")
+        meant = "" if path.exists() else nearest_run(source)
+        hint = f'zerocli generate {quoted(meant)} "..."' if meant else _WHERE
+        if not meant and "/" in source:  # perhaps a name of the hub
+            hint = unknown_source(source, ()).hint
+        raise UserError(f"{source}: {fact}", hint=hint)
     if (path / MANIFEST).is_file() or has_checkpoint(path):
         return True
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return False
     if (path / "metrics.jsonl").is_file():
         raise UserError(f"{source}: the run has no checkpoint", hint="zerocli train --save-every 100")
-    raise UserError(
-        f"{source}: has neither checkpoints nor config.json and safetensors", hint="zerocli export RUN FOLDER"
-    )
+    error = unknown_source(source, ())
+    if error.hint != LIST:  # an adapter, GGUF, a tokenizer
+        raise UserError(*error.lines, hint=error.hint)
+    raise UserError(f"{source}: has neither checkpoints nor config.json and safetensors", hint=_WHERE)
 
 
 def read_config(source: str, is_run: bool, given: dict[str, Any]) -> configs.Config:

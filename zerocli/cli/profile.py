@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from pathlib import Path
@@ -29,8 +30,12 @@ STEPS = 6
 """Default number of steps: memory is followed in two, the others are timed."""
 
 
+DEFAULTS = {"steps": str(STEPS), "batch": "8", "seq": "128", "accumulate": "1", "lr": "3e-4"}
+DEFAULTS |= {"eval_every": "0", "save_every": "never"}
+
+
 @click.command()
-@config_options
+@functools.partial(config_options, shown=DEFAULTS)
 @click.argument("other", metavar="[RUN]", required=False)
 @click.option("--run-dir", metavar="DIR", help="Folder of this run; by default runs/<config>-<time>.")
 @click.option("--init-from", metavar="DIR", help="Start from the weights in DIR (safetensors), such as an export.")

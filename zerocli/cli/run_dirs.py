@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from zerocli.checkpoint.folder import Folder
+from zerocli.config.hub import is_model
 from zerocli.console import quoted
 from zerocli.errors import UserError
 
@@ -30,7 +31,7 @@ def refuse_no_run(ctx: click.Context, run_dir: str, words: Sequence[str], worker
     if has_run(run_dir):
         return
     folder = Path(run_dir)
-    fact = "there is no such folder" if not folder.exists() else "it holds no checkpoint and no config.json"
+    fact = "there is no such folder" if not folder.exists() else "it holds no checkpoint and no config.json of a run"
     meant = nearest_run(run_dir)
     if ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
         words = words[1:]  # a resumed run has its own config
@@ -45,7 +46,8 @@ def refuse_no_run(ctx: click.Context, run_dir: str, words: Sequence[str], worker
 def has_run(run_dir: str | os.PathLike[str]) -> bool:
     """Return whether a run has started in this folder, or left a checkpoint there."""
     folder = Path(run_dir)
-    return any((folder / name).exists() for name in TRACES) or bool(Folder(folder / "checkpoints").newest_first())
+    started = any((folder / name).exists() for name in TRACES) and not is_model(os.fspath(run_dir))
+    return started or bool(Folder(folder / "checkpoints").newest_first())
 
 
 def _restarted(environ: Mapping[str, str] = os.environ) -> bool:
@@ -58,6 +60,9 @@ def nearest_run(run_dir: str) -> str:
 
     Folders beside `run_dir` and those in `runs` are considered.
     """
+    above = [each for each in Path(run_dir).parents if Folder(each / "checkpoints").committed()]
+    if above:  # RUN/checkpoints, or a checkpoint itself
+        return str(above[0])
     found: dict[str, Path] = {}
     for parent in (Path(run_dir).parent, Path(RUNS)):
         try:
@@ -88,6 +93,8 @@ def refuse_no_export(run: str) -> None:
         fact = "is a file, not a run folder" if path.exists() else "there is no such folder"
         hint = f"zerocli export {quoted(meant)} OUT" if meant else "zerocli train --set checkpoint.every=100, first"
         raise UserError(f"{run}: {fact}", hint=hint)
+    if path.name == "checkpoints" and (meant := nearest_run(run)):
+        raise UserError(f"{run}: is inside a run, which is named as RUN", hint=f"zerocli export {quoted(meant)} OUT")
     weights = ("model.safetensors", "model.safetensors.index.json")
     if any((path / name).exists() for name in weights) and not (path / "checkpoints").exists():
         raise UserError(

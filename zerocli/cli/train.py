@@ -53,8 +53,20 @@ KEYS = {
 DATA_HELP = "Text, documents (.jsonl, .json, .csv, .parquet) or tokens (.bin, .npy); documents may be repeated."
 
 
-def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add CONFIG, the flags that set config keys, and `--set` to a command."""
+DEFAULTS = {
+    "steps": "100; of a folder --epochs 1",
+    "batch": "8; of a folder what fits",
+    "seq": "128; of a folder by its data",
+    "accumulate": "1; of a folder as 64 sequences a step need",
+    "lr": "3e-4; of a folder by its size, 2e-5 for 7B",
+    "eval_every": "0; of a folder 0.1",
+    "save_every": "1000; of a folder 0.25",
+}
+"""Defaults of `train`, as its help shows them; other commands have others."""
+
+
+def config_options(function: Callable[..., Any], shown: Mapping[str, str] = DEFAULTS) -> Callable[..., Any]:
+    """Add CONFIG, the flags that set config keys, and `--set` to a command; its help has the defaults `shown`."""
     decorators = [
         click.argument("source", metavar="[CONFIG]", default="tiny"),
         click.option(
@@ -70,28 +82,26 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--nvme-path", multiple=True, metavar="DIR", help="Folder on an NVMe disk; may be repeated."),
         click.option("--ranks", type=int, metavar="N", help="Processes; by default one per GPU, two without a GPU."),
         click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.  [default: 1]"),
-        click.option("--steps", type=int, metavar="N", help="Optimizer steps.  [default: 100; of a folder --epochs 1]"),
+        click.option("--steps", type=int, metavar="N", help=f"Optimizer steps.  [default: {shown['steps']}]"),
         click.option("--epochs", type=float, metavar="N", help="Passes over the data, instead of --steps."),
         click.option(
             "--batch",
             type=int,
             metavar="N",
-            help="Sequences per data-parallel rank and micro-step.  [default: 8; of a folder what fits]",
+            help=f"Sequences per data-parallel rank and micro-step.  [default: {shown['batch']}]",
         ),
-        click.option(
-            "--seq", type=int, metavar="N", help="Tokens per sequence.  [default: 128; of a folder by its data]"
-        ),
+        click.option("--seq", type=int, metavar="N", help=f"Tokens per sequence.  [default: {shown['seq']}]"),
         click.option(
             "--accumulate",
             type=int,
             metavar="N",
-            help="Micro-steps per optimizer step.  [default: 1; of a folder as 64 sequences a step need]",
+            help=f"Micro-steps per optimizer step.  [default: {shown['accumulate']}]",
         ),
         click.option(
             "--lr",
             type=float,
             metavar="RATE",
-            help="Highest learning rate.  [default: 3e-4; of a folder by its size, 2e-5 for 7B]",
+            help=f"Highest learning rate.  [default: {shown['lr']}]",
         ),
         click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto.  [default: auto]"),
         click.option("--data", multiple=True, metavar="PATH[:WEIGHT]", help=DATA_HELP),
@@ -99,14 +109,15 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "--eval-every",
             type=Steps(),
             metavar="N",
-            help="Steps between evaluations on held-out data, or a share of the run.  [default: 0; of a folder 0.1]",
+            help="Steps between evaluations on held-out data, or a share of the run.  "
+            f"[default: {shown['eval_every']}]",
         ),
         click.option(
             "--save-every",
             type=Steps(),
             metavar="N",
             help="Steps between checkpoints, a share of the run, or never; the last step is saved.  "
-            "[default: 1000; of a folder 0.25]",
+            f"[default: {shown['save_every']}]",
         ),
         click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order.  [default: 1234]"),
         click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated."),
@@ -129,7 +140,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--json", is_flag=True, help="One JSON document on stdout.")
 @click.pass_context
 def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: str | None, **given: Any) -> int:
-    """Train CONFIG: a bundled name (see `zerocli configs ls`), a .toml, a Hugging Face config.json or module:factory.
+    """Train CONFIG: a bundled name (zerocli configs ls), a .toml or .yaml, a Hugging Face config.json, module:factory.
 
     Or a folder of weights from the Hugging Face hub, with --data: that is fine-tuned, and its settings are printed with
     their reasons. Defaults are those of a config that does not say otherwise.
@@ -185,8 +196,8 @@ def with_defaults(
     """
     from zerocli.run import recipe
 
-    if flags["train.epochs"] is not None and flags["train.epochs"] == 0:
-        raise UserError("--epochs 0: nothing would be trained", hint="--epochs 1, or --steps N")
+    if worker is None:
+        recipe.refuse_both(flags, ctx.params["sets"])
     if launch.DEFAULTS in os.environ and worker:
         sets = (*json.loads(os.environ[launch.DEFAULTS]), *sets)
         return configs.load(source, sets=sets, flags=flags), []
@@ -204,6 +215,9 @@ def with_defaults(
     config = recipe.with_values(config, chosen)
     if (ctx.params["dry_run"] or recipe.is_fine_tuning(config)) and (not worker or worker["RANK"] == "0"):
         say(recipe.table(config, chosen, given))
+    if not worker or worker["RANK"] == "0":
+        for note in recipe.notes(config, given):
+            say(f"note: {note}")
     return config, [each.text for each in chosen]
 
 

@@ -11,6 +11,7 @@ from zerocli.config import file as configfile
 from zerocli.config.convert import convert
 from zerocli.config.laws import violations
 from zerocli.config.schema import FIELDS, PRESETS, SECTIONS, Config, TrainConfig, get, short
+from zerocli.config.yaml import SUFFIXES as YAML
 from zerocli.errors import ConfigError, Problem, closest, quote
 
 # Flags that are not named after their key.
@@ -73,7 +74,7 @@ def given_keys(source: str, sets: Sequence[str] = (), flags: Mapping[str, object
 def _read(source: str, sets: Sequence[str], flags: Mapping[str, object] | None) -> "_Draft":
     if "=" in source and not os.path.exists(source):
         raise ConfigError([Problem(source, "is no config; keys are set with --set")], hint=set_hint([source]))
-    return _combine(configfile.read(source), sets, flags, is_file=source.endswith((".toml", ".json")))
+    return _combine(configfile.read(source), sets, flags, is_file=source.endswith((".toml", ".json", *YAML)))
 
 
 def notes_of(source: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Read config sources (bundled names, TOML, Hugging Face folders, JSON, factories) and locate each key in them.
+"""Read config sources (bundled names, TOML, YAML, Hugging Face folders, JSON, factories) and locate each key in them.
 
 This module does not know which keys exist: a `Document` is nested values and places, checked by `zerocli.config`.
 """
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from zerocli.config import hub, hugging
-from zerocli.config.hints import unknown_source
-from zerocli.config.yaml import yaml_error
+from zerocli.config.hints import other_json, unknown_source
+from zerocli.config.yaml import SUFFIXES as YAML
+from zerocli.config.yaml import read_yaml
 from zerocli.errors import ConfigError, Problem, closest, quote
 from zerocli.regular_files import MAX_CONFIG_NBYTES
 
@@ -64,8 +65,9 @@ def read(source: str) -> Document:
         return document
     if os.path.isfile(os.path.join(source, hub.CONFIG)):
         return read_folder(source)
-    if source.endswith((".yaml", ".yml")) and os.path.isfile(source):
-        raise yaml_error(source, _read_text(source))
+    if source.endswith(YAML) and os.path.isfile(source):
+        values, places = read_yaml(source, _read_text(source))
+        return Document(os.path.basename(source).rpartition(".")[0], values, places)
     raise unknown_source(source, list(names))
 
 
@@ -138,6 +140,8 @@ def read_toml(path: str, shown: str = "") -> Document:
 def read_json(path: str) -> Document:
     """Return the sections of a run's config.json, or a Hugging Face config.json as a model section."""
     values, places, stem = read_values(path)
+    if refused := other_json(path, values):
+        raise refused
     if _is_of_run(values):
         return Document(stem, values, places)
     return _either_code(stem, values, places, path)
@@ -162,7 +166,8 @@ def read_folder(folder: str) -> Document:
 
 
 def _is_of_run(values: dict[str, Any]) -> bool:
-    return "model_type" not in values and isinstance(values.get("model"), dict)
+    sections = ("model", "train", "data", "optimizer", "zero")
+    return "model_type" not in values and any(isinstance(values.get(name), dict) for name in sections)
 
 
 def _either_code(stem: str, values: dict[str, Any], places: dict[str, str], path: str) -> Document:

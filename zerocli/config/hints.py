@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zerocli.console import quoted
 from zerocli.errors import ConfigError, Problem, closest
@@ -45,6 +45,17 @@ def unknown_source(source: str, names: Sequence[str]) -> ConfigError:
     return ConfigError([Problem(source or '""', fact, meant)], hint=hint)
 
 
+def other_json(path: str, values: Mapping[str, object]) -> ConfigError | None:
+    """Return the error for a JSON object that is a tokenizer's or DeepSpeed's; None if it may be a config."""
+    if os.path.basename(path) in _TOKENIZER or "added_tokens" in values:
+        tokenizer = f"zerocli train CONFIG --set data.tokenizer={quoted(path)}"
+        return ConfigError([Problem(path, "is a tokenizer, not a config")], hint=tokenizer)
+    if "zero_optimization" in values or "train_micro_batch_size_per_gpu" in values:
+        hint = f"zerocli train CONFIG --deepspeed {quoted(path)}"
+        return ConfigError([Problem(path, "is a config of DeepSpeed, which names no model")], hint=hint)
+    return None
+
+
 def _folder(source: str) -> tuple[str, str, str]:
     inside = set(os.listdir(source)) if os.access(source, os.R_OK) else set()
     if "adapter_config.json" in inside:
@@ -75,12 +86,6 @@ def _folder(source: str) -> tuple[str, str, str]:
 
 def _file(source: str) -> tuple[str, str, str]:
     lowered = source.lower()
-    if lowered.endswith((".yaml", ".yml")):
-        return (
-            "is YAML, and configs are TOML (the same sections and keys, written `[train]` and `batch = 8`)",
-            "",
-            "zerocli configs show tiny, which is one to copy from",
-        )
     if lowered.endswith(".gguf"):
         return _GGUF, "", DOWNLOAD
     if lowered.endswith(_WEIGHTS):
@@ -91,13 +96,13 @@ def _file(source: str) -> tuple[str, str, str]:
     if lowered.endswith(".py"):
         module = os.path.splitext(source)[0].strip("./").replace("/", ".")
         return "is Python code; a model in it is named as module:function", "", f"zerocli train {module}:FUNCTION"
-    return "is neither a .toml nor a .json file", "", LIST
+    return "is neither a .toml, .yaml nor .json file", "", LIST
 
 
 def _nowhere(source: str, names: Sequence[str]) -> tuple[str, str, str]:
     meant = closest(source, names)
     if source.lower().endswith((".yaml", ".yml")):
-        return "no such file; and configs are TOML", _beside(source), LIST
+        return "no such file", _beside(source), LIST
     if "=" in source:
         return "is key=value, which belongs after --set", "", f"--set {quoted(source)}, after a CONFIG or none (tiny)"
     if "://" in source:
@@ -109,6 +114,8 @@ def _nowhere(source: str, names: Sequence[str]) -> tuple[str, str, str]:
             "",
             f"hf download {source} --local-dir {name}, then the same command with ./{name}",
         )
+    if re.fullmatch(r"[\d.]+[KMBT]", source):
+        return "is a number of parameters; a model to train needs a shape", "", f"zerocli fit {source}\n{LIST}"
     if ":" in source:
         return "is no factory: write package.module:function", "", "zerocli train package.module:function"
     if source.startswith((".", "/", "~")) or source.endswith("/"):

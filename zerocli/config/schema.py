@@ -132,8 +132,8 @@ class TrainConfig:
     """At most this many batches of `batch` sequences per evaluation, over all ranks; 0 = all held-out data."""
     patience: int = setting(0, least=0)
     """Evaluations in a row without a lower loss after which the run ends; 0 = it never ends early."""
-    log_to: tuple[str, ...] = setting((), each=("tensorboard", "wandb"))
-    """Further places for metrics, beside metrics.jsonl: tensorboard, wandb (offline)."""
+    log_to: tuple[str, ...] = setting((), each=("tensorboard", "wandb", "wandb-online", "mlflow"))
+    """Further places for metrics, beside metrics.jsonl: tensorboard, wandb (offline), wandb-online, mlflow."""
     on_inputs: bool = setting(False)
     """Whether prompts and other people's turns count for the loss too; the same as `data.mask=none`."""
     sample_every: int = setting(0, least=0)

@@ -1,26 +1,82 @@
-"""YAML files, which are no configs here: what the same is as TOML, or as flags if another trainer reads the file."""
+"""YAML configs, read by PyYAML if it is installed; and what to type for one that another trainer reads.
 
+Only plain values are made (as of `yaml.safe_load`): no tag of a file makes an object or runs code.
+"""
+
+import importlib.util
 import json
 import re
 import tomllib
+from collections.abc import Iterator
+from typing import Any
 
 from zerocli.console import quoted
 from zerocli.errors import ConfigError, Problem
 
+SUFFIXES = (".yaml", ".yml")
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+"""Numbers such as 1e-4, which YAML 1.1 takes for text."""
 
-def yaml_error(path: str, text: str) -> ConfigError:
-    """Return the error for a YAML file, with its keys as TOML if it is as simple as a config of ours."""
+
+def read_yaml(path: str, text: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the sections of a YAML config and the place of every key; ConfigError if it is no config of ours."""
     if foreign := other_trainer(text):
         trainer, command = foreign
         fact = f"is a config of {trainer}; zerocli takes the model's folder, the data and a few flags"
-        return ConfigError([Problem(path, fact)], hint=command)
+        raise ConfigError([Problem(path, fact)], hint=command)
+    if importlib.util.find_spec("yaml") is None:
+        raise _not_installed(path, text)
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """safe_load, and numbers with an exponent."""
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+    try:
+        aliased = [token for token in yaml.scan(text) if isinstance(token, yaml.AliasToken)]
+        if aliased:  # a few of them within each other could stand for billions of values
+            line = aliased[0].start_mark.line + 1
+            raise ConfigError([Problem(f"{path}:{line}", f"*{aliased[0].value}: aliases are not read")], hint=_COPY)
+        root = yaml.compose(text, Loader=Loader)
+        values = yaml.load(text, Loader=Loader)  # noqa: S506, a SafeLoader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
+        fact = str(getattr(error, "problem", None) or error).splitlines()[0]
+        raise ConfigError([Problem(place, f"YAML syntax: {fact}")], hint=_COPY) from None
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError([Problem(path, f"cannot be read as YAML: {why}")], hint=_COPY) from None
+    if values is None:
+        return {}, {}
+    if not isinstance(values, dict):
+        raise ConfigError([Problem(path, "holds no sections with keys")], hint=_COPY)
+    places: dict[str, str] = {}
+    for key, line in _key_lines(root):
+        if key in places:
+            raise ConfigError([Problem(f"{path}:{line}", f"{key} is there twice; first at {places[key]}")], hint=_COPY)
+        places[key] = f"{path}:{line}"
+    return {str(key): value for key, value in values.items()}, places
+
+
+_COPY = "zerocli configs show tiny, which is a whole config in TOML; YAML has the same sections and keys"
+
+
+def _key_lines(node: Any, before: str = "") -> Iterator[tuple[str, int]]:
+    """Yield each dotted key of a composed document and its line, in order."""
+    if isinstance(node.value, list) and node.id == "mapping":
+        for key, value in node.value:
+            name = f"{before}{key.value}"
+            yield name, key.start_mark.line + 1
+            yield from _key_lines(value, f"{name}.")
+
+
+def _not_installed(path: str, text: str) -> ConfigError:
+    """Return the error for YAML without PyYAML, with the keys as TOML if they are as simple as a config of ours."""
     target = f"{path.rpartition('.')[0]}.toml"
     lines = [f"  {line}" for line in as_toml(text)]
-    fact = f"is YAML, and configs are TOML; as {target} it is:" if lines else "is YAML, and configs are TOML"
-    hint = (
-        f"zerocli train {target}, once that file is there" if lines else "zerocli configs cp tiny . is one to copy from"
-    )
-    return ConfigError([Problem(path, "\n".join([fact, *lines]))], hint=hint)
+    fact = "is YAML, and PyYAML is not installed" + (f"; as {target} it is:" if lines else "")
+    return ConfigError([Problem(path, "\n".join([fact, *lines]))], hint="pip install pyyaml, or a .toml in its place")
 
 
 # Key of axolotl, LLaMA-Factory or a Trainer -> the flag that says the same.
@@ -29,6 +85,9 @@ _FLAGS = {
     "num_epochs": "--epochs",
     "num_train_epochs": "--epochs",
     "max_steps": "--steps",
+    "epochs": "--epochs",
+    "max_steps_per_epoch": "--steps",
+    "batch_size": "--batch",
     "micro_batch_size": "--batch",
     "per_device_train_batch_size": "--batch",
     "gradient_accumulation_steps": "--accumulate",
@@ -37,7 +96,12 @@ _FLAGS = {
     "output_dir": "--run-dir",
     "seed": "--seed",
 }
-_TRAINERS = {"base_model": "axolotl", "model_name_or_path": "LLaMA-Factory"}
+_TRAINERS = {
+    "base_model": "axolotl",
+    "model_name_or_path": "LLaMA-Factory",
+    "distributed_type": "accelerate",
+    "compute_environment": "accelerate",
+}
 
 
 def other_trainer(text: str) -> tuple[str, str] | None:
@@ -48,6 +112,10 @@ def other_trainer(text: str) -> tuple[str, str] | None:
         trainer = "torchtune"
     if not trainer:
         return None
+    if trainer == "torchtune":  # one level down, in sections that name code
+        inner = dict(re.findall(r"(?m)^ +(lr|checkpoint_dir|max_seq_len): *([^\s#]+)", text))
+        found = {"learning_rate": "lr", "base_model": "checkpoint_dir", "sequence_len": "max_seq_len"}
+        values |= {ours: inner[theirs] for ours, theirs in found.items() if inner.get(theirs, "null") != "null"}
     model = values.get("base_model") or values.get("model_name_or_path") or "FOLDER"
     words = [word for key, flag in _FLAGS.items() if key in values for word in (flag, values[key].strip("'\""))]
     name = model.strip("'\"").rstrip("/").rpartition("/")[2]

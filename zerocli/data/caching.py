@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from zerocli.console import say
+from zerocli.console import counting, say
 from zerocli.data import cache
 from zerocli.data.documents import Moved
 from zerocli.ranks.startup import STARTUP
 
-LINE_SECONDS = 10.0
-"""Between two lines of progress where there is no terminal."""
 _ROUNDS = itertools.count()
 
 
@@ -55,22 +52,9 @@ class Node:
         """Show the progress of reading `nbytes`: a bar on a terminal, a line now and then elsewhere."""
         if not self.shows:
             yield lambda moved: None
-        elif sys.stderr.isatty():
-            from tqdm import tqdm
-
-            with tqdm(total=nbytes, unit="B", unit_scale=True, desc=what, dynamic_ncols=True) as bar:
-                yield lambda moved: bar.update(moved)
         else:
-            done, said = 0, time.monotonic()
-
-            def move(moved: int) -> None:
-                nonlocal done, said
-                done += moved
-                if time.monotonic() - said >= LINE_SECONDS:
-                    said = time.monotonic()
-                    say(f"{what}: {min(100, 100 * done // max(1, nbytes))} %")
-
-            yield move
+            with counting(what, nbytes, "B") as move:
+                yield move
 
 
 ALONE = Node()

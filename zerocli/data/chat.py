@@ -190,4 +190,7 @@ class Chat:
                 ) from None
             if type(error) is jinja2.TemplateError:
                 raise UserError(f"{place}: the chat template refuses this conversation: {fact}") from None
-            raise UserError(f"{self._name}: fails at {place}: {type(error).__name__}: {fact}") from None
+            raise UserError(
+                f"{self._name}: fails at {place}: {type(error).__name__}: {fact}",
+                hint=f"the template of the model's authors, as {FILE} in that folder; or mend that row",
+            ) from None

@@ -90,7 +90,8 @@ class FileEncoder(Encoder):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the package raises bare Exception
-            raise UserError(f"{path}: is not a tokenizer.json ({error})") from None
+            hint = "a whole copy of it: hf download OWNER/NAME tokenizer.json --local-dir FOLDER"
+            raise UserError(f"{path}: is not a tokenizer.json ({error})", hint=hint) from None
         self.name, self.folder = path, str(Path(path).absolute().parent)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1

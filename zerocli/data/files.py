@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import difflib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,14 +39,15 @@ _ARCHIVES = (
     ((".rar",), b"Rar!\x1a\x07", 0, "unrar x"),
     ((".tar",), b"ustar", 257, "tar -xf"),
 )
+_NO_TEXT = frozenset(".pdf .doc .docx .xls .xlsx .odt .png .jpg .jpeg .gif .webp .mp3 .wav .mp4 .pkl .pt .pth".split())
 
 
 def find_files(path: str) -> tuple[str, list[Path]]:
     """Return (format, files) of a file or folder: `text`, one of `DOCUMENTS` or one of `TOKENS`; raise UserError."""
     if "\0" in path or not os.path.exists(path):
-        raise UserError(f"{quote(path, 4096)[1:-1]}: no such file or folder", hint="--data PATH, or no --data at all")
+        raise UserError(f"{quote(path, 4096)[1:-1]}: no such file or folder", hint=_elsewhere(path))
     if not os.path.isfile(path) and not os.path.isdir(path):
-        raise UserError(f"{path}: is neither a regular file nor a folder")
+        raise UserError(f"{path}: is neither a regular file nor a folder", hint="--data FILE")
     files = _in_folder(Path(path)) if os.path.isdir(path) else [Path(path)]
     if any(file.suffix in (".arrow", ".feather") for file in files):
         program = f"from datasets import load_from_disk as load; load({path!r}).to_json('data.jsonl')"
@@ -60,8 +64,28 @@ def find_files(path: str) -> tuple[str, list[Path]]:
         found = set(formats.values())
     if len(found) > 1:
         mixed = "text and token ids do not mix" if found <= {"text", *TOKENS} else "a run takes one format"
-        raise UserError(f"{path}: holds {' and '.join(sorted(found))} files: {mixed}")
+        first = next(file for file, kind in formats.items() if kind != "text")
+        fact = f"{path}: holds {' and '.join(sorted(found))} files: {mixed}"
+        raise UserError(fact, hint=f"--data {quoted(first)}, or a folder with files of one format")
     return (found.pop() if found else "text"), list(formats)
+
+
+def _elsewhere(path: str) -> str:
+    """Return what to type in place of a path that does not exist: data that must be fetched, several files, a typo."""
+    if "://" in path:
+        return f"curl -LO {quoted(path)}, then --data {quoted(path.rpartition('/')[2] or 'FILE')}"
+    if "," in path and all(map(os.path.exists, path.split(","))):
+        return " ".join(f"--data {quoted(each)}" for each in path.split(","))
+    folder, name = os.path.split(path.rstrip("/"))
+    if path.count(":") and os.path.exists(path.rpartition(":")[0]):
+        return f"--data {quoted(path.rpartition(':')[0])}:1, whose weight is a number above 0"
+    with contextlib.suppress(OSError):
+        if near := difflib.get_close_matches(name, os.listdir(folder or "."), n=1, cutoff=0.8):
+            return f"--data {quoted(os.path.join(folder, near[0]))}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        program = f"from datasets import load_dataset as load; load({path!r}, split='train').to_json('data.jsonl')"
+        return f"python -c {quoted(program)}, then --data data.jsonl: zerocli downloads nothing"
+    return "--data with a file or folder that exists; docs/data.md has the formats"
 
 
 def format_of(file: Path) -> str:
@@ -80,7 +104,10 @@ def format_of(file: Path) -> str:
 
 
 def refuse_archive(file: Path, head: bytes) -> None:
-    """Raise UserError with the command that unpacks the file, if it is packed."""
+    """Raise UserError with the command that unpacks the file, if it is packed; and if it holds no text."""
+    if (suffix := file.suffix.lower()) in _NO_TEXT:
+        fact = f"{file}: {suffix} is no text, and no documents or tokens"
+        raise UserError(fact, hint="text or .jsonl made from it; docs/data.md has the formats")
     for suffixes, magic, at, command in _ARCHIVES:
         packed = bool(magic) and head[at : at + len(magic)] == magic
         if file.name.lower().endswith(suffixes) or packed:

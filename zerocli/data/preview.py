@@ -65,11 +65,16 @@ def _refuse(config: Config) -> None:
             return
         form, files = find_files(path) if path else ("text", [])
         if form in TOKENS:
+            from zerocli.data.tokens import open_source
+
+            open_source(path, dtype=config.data.dtype, vocab=known_vocab(config), seq=config.train.seq)
             return
         tokenizer, _ = find_tokenizer(config.data.tokenizer, config.model.folder)
         if tokenizer != BYTES:
             encoder = open_encoder(tokenizer)
             refuse_vocabulary(encoder.name, encoder.size, known_vocab(config))
+        if path and not files:
+            raise UserError(f"{path}: there is no data in it", hint="--data PATH")
         for file in files:
             with open(file, "rb") as opened:
                 TextCheck(str(file)).decode(opened.read(HEAD_NBYTES))

@@ -153,11 +153,25 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise UserError(f"{where} has no role; its keys: {', '.join(map(str, message)) or 'none'}")
     message = {**message, "role": ROLES.get(message["role"].lower(), message["role"])}
+    if isinstance(message.get("content"), list):
+        message["content"] = _joined(where, message["content"])
     if isinstance(message.get("content"), str):
         _check_text(where, "content", message["content"])
     elif "content" not in message and "tool_calls" not in message:
         raise UserError(f"{where} has no content; its keys: {', '.join(map(str, message))}")
     return _tool_call(where, message) if message["role"] == "function_call" else message
+
+
+def _joined(where: str, parts: list[Any]) -> str:
+    """Return content that is given in parts, each `{"type": "text", "text": ...}`, as one text."""
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else _NAMES.get(type(part), "null")
+            raise UserError(
+                f"{where}: a part of its content is {quote(kind, 40)}, and only text is trained on",
+                hint="the same data without such rows",
+            )
+    return "".join(part["text"] for part in parts)
 
 
 def _tool_call(where: str, message: dict[str, Any]) -> dict[str, Any]:

@@ -218,6 +218,10 @@ def _describe(
             about["apart"],
             "in which a token would span the prompt and the answer: the two are tokenised apart, as generate does",
         ),
+        (
+            len(found) if found.kind != "text" and 0 < found.num_counted <= len(found) else 0,
+            "of which at most the end counts for the loss: are the answers empty?",
+        ),
         (about["last_only"], "of several turns of which only the last counts: the template changes earlier ones"),
     ]
     cuts, others = (

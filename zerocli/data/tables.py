@@ -146,4 +146,5 @@ def _parquet(file: Path, columns: Mapping[str, str]) -> Iterator[Row]:
                     yield make_row(f"{file}: row {number}", present, each, columns)
     except (pyarrow.ArrowException, EOFError) as error:
         after = f" after row {number}" if number else ""
-        raise UserError(f"{file}: is not a whole parquet file{after} ({str(error).splitlines()[0]})") from None
+        fact = f"{file}: is not a whole parquet file{after} ({str(error).splitlines()[0]})"
+        raise UserError(fact, hint="another copy of the file") from None

@@ -20,6 +20,9 @@ LIBRARY_PACKAGES = ("asyncio", "collections", "concurrent", "email", "http", "js
 CHECKED_NUMEL = 2_000_000_000
 CHUNK_NUMEL = 4 * 2**20
 
+_FLAT = "numpy.save('ids.npy', ids.astype('uint32').ravel()), with ids from 0 to the vocabulary's last"
+"""How an .npy that can be read is written."""
+
 
 class Part(NamedTuple):
     """One file of a source: its name for errors, and its ids (any integer type, possibly memory-mapped)."""
@@ -81,11 +84,13 @@ class TokenSource:
         # A vocabulary larger than the ids' dtype can hold bounds nothing: only negative ids are outside.
         outside = ids < 0 if self.vocab > np.iinfo(ids.dtype).max else (ids < 0) | (ids >= self.vocab)
         offset = int(np.argmax(outside))
-        enough = 256 if ids.dtype == np.uint8 else int(ids.max()) + 1
+        hint = "--set model.vocab=256"
+        if ids.dtype != np.uint8:
+            hint = f"--set model.vocab={int(ids.max()) + 1} for a new model; else ids of the model's own tokenizer"
         raise UserError(
             f"{name}: token id {int(ids[offset])} at element {first + offset} is outside the vocabulary: "
             f"the model knows 0 to {self.vocab - 1}",
-            hint=f"--set model.vocab={enough}" if int(ids.min()) >= 0 else "",
+            hint=hint if int(ids.min()) >= 0 else _FLAT,
         )
 
 
@@ -203,11 +208,13 @@ def _read_npy(file: Path) -> Part:
     try:
         ids = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise UserError(f"{file}: is not an .npy array of integers ({str(error).splitlines()[0]})") from None
+        raise UserError(
+            f"{file}: is not an .npy array of integers ({str(error).splitlines()[0]})", hint=_FLAT
+        ) from None
     if not isinstance(ids, np.ndarray):
-        raise UserError(f"{file}: is an archive of arrays, not one .npy array")
+        raise UserError(f"{file}: is an archive of arrays, not one .npy array", hint=_FLAT)
     if ids.dtype.kind not in "iu":
-        raise UserError(f"{file}: holds {ids.dtype}, not integer token ids")
+        raise UserError(f"{file}: holds {ids.dtype}, not integer token ids", hint=_FLAT)
     if ids.ndim != 1:
-        raise UserError(f"{file}: has shape {ids.shape}; token ids are one flat sequence")
+        raise UserError(f"{file}: has shape {ids.shape}; token ids are one flat sequence", hint=_FLAT)
     return Part(str(file), ids)

@@ -25,6 +25,7 @@ from zerocli.plan.time import bench
 from zerocli.plan.time.hardware import this_machine
 from zerocli.plan.time.seconds import estimate
 from zerocli.profile import rates
+from zerocli.profile.finding import finding
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 
 SCHEMA = 1
@@ -49,7 +50,7 @@ def assemble(
     if plan is not None and facts["device"] == "cpu":  # there dram is what the tiers have; gloo's memory is no tier's
         kept = tuple(row for row in plan.rows if (row.tier, row.category) != ("dram", "runtime"))
         plan = dataclasses.replace(plan, rows=kept)
-    document = {
+    document: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": "profile",
         "config": config.name,
@@ -76,6 +77,7 @@ def assemble(
         "notes": notes,
         "everyone": [of_rank(rank, each) for rank, each in enumerate(everyone)],
     }
+    document["finding"] = finding(document, config, facts, plan, predict)
     return document | {name: facts[name] for name in ("capacity", "units", "timeline") if name in facts}
 
 

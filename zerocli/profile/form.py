@@ -103,6 +103,7 @@ DOCUMENT: Form = {
     "step": (_TIMED, _UNTIMED),
     "system": (dict.fromkeys(("rss_peak", "pinned", "nvme"), NUMBER), NULL),
     "notes": [TEXT],
+    "finding?": TEXT,
     "made?": _MADE,
     "capacity?": {"*": NUMBER + OR_NULL},
     "everyone?": [_RANK],

@@ -64,6 +64,8 @@ def _run(runs: Sequence[tuple[str, Mapping[str, Any]]], index: int) -> Iterator[
     if len(runs) > 1:
         yield f'<h1 class="next">{html.escape(name)}</h1>'
     yield sheets.about(run)
+    if run.get("finding"):
+        yield f'<p class="finding">{html.escape(run["finding"])}</p>'
     yield f"<h2>seconds</h2>{sheets.seconds(run)}"
     yield _timeline(run, index)
     yield f"<h2>memory</h2>{sheets.memory(run)}"

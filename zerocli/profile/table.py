@@ -23,6 +23,7 @@ def render(document: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             title(document),
+            *([f"finding: {document['finding']}"] if document.get("finding") else []),
             "",
             *_memory(document),
             "",

@@ -189,7 +189,8 @@ def load(engine: Engine, config: Config, weights: Weights, tell: Tell) -> None:
         else:
             tell(f"{format_count(engine.numel)} parameters from {path}; {sharded}")
             return
-    raise UserError(f"{weights.path}: none of its {len(found)} checkpoints is whole", exit_code=FAILURE)
+    fact = f"{weights.path}: none of its {len(found)} checkpoints is whole"
+    raise UserError(fact, hint="another copy of the run; what is left of it cannot be used", exit_code=FAILURE)
 
 
 def _print(engine: Engine, config: Config, codec: Codec, start: Start, asked: Asked, prints: bool) -> dict[str, Any]:

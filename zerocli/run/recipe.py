@@ -9,17 +9,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zerocli.config import Config, hub
 from zerocli.config.file import read_values
+from zerocli.config.hints import unknown_source
 from zerocli.config.schema import get
 from zerocli.console import quoted
 from zerocli.errors import UserError
-from zerocli.layout.sizes import format_count
+from zerocli.layout.sizes import count_of, format_count
 
 SAVE_EVERY, SAVE_SHARE = 1000, 0.25
 """Steps between checkpoints of a run from random weights; share of a fine-tuning between two of them."""
@@ -29,6 +31,8 @@ EVAL_TOKENS = 2**16
 """About as many tokens are evaluated at once, as far as nobody says how many."""
 LR, LR_PARAMETERS, MAX_LR = 2e-5, 7e9, 3e-4
 """Full fine-tuning of 7B with AdamW; it falls with the fourth root of the parameters (124M: 5e-5, 70B: 1e-5)."""
+FAR = 30.0
+"""A learning rate as many times above that rule is said to be high."""
 ADAM = ("adamw", "adam")
 GLOBAL_BATCH, MIN_STEPS = 64, 50
 """Sequences of a step; fewer where an epoch would have fewer steps than this."""
@@ -249,6 +253,8 @@ def refuse_incomplete(config: Config) -> None:
             f"data.validation {config.data.validation}: no such file or folder",
             hint="--set data.validation=FILE; or --set data.split=0.05, which holds out a part of --data",
         )
+    if config.train.init_from and not is_fine_tuning(config):
+        _refuse_weights(config.train.init_from)
     if not is_fine_tuning(config):
         return
     folder = quoted(os.path.relpath(config.model.folder))
@@ -263,7 +269,7 @@ def refuse_incomplete(config: Config) -> None:
             f"{folder}: which data? A model from a folder is trained on examples of your own",
             hint=f"zerocli train {folder} --data FILE (.jsonl, .parquet, text or token ids; docs/data.md)",
         )
-    from zerocli.data.encoder import BYTES, find_tokenizer, open_encoder
+    from zerocli.data.encoder import find_tokenizer, open_encoder
     from zerocli.data.files import TOKENS, find_files, unreadable
     from zerocli.data.preview import known_vocab
 
@@ -280,12 +286,74 @@ def refuse_incomplete(config: Config) -> None:
             f"{tokenizer}: has {size} token ids, and the model in {folder} has weights for {vocab}",
             hint="the tokenizer.json that belongs to the model: --set data.tokenizer=PATH",
         )
-    if tokenizer == BYTES and not config.data.tokenizer:
+    refuse_bytes(config.data.tokenizer, config.model.folder)
+
+
+def _refuse_weights(folder: str) -> None:
+    """Raise UserError if `--init-from` names no folder with safetensors of a whole model."""
+    if not os.path.isdir(folder):
+        fact = "is a file, not a folder" if os.path.exists(folder) else "no such folder"
         raise UserError(
-            f"{folder}: has no tokenizer.json, so the text cannot become the tokens that this model knows",
+            f"--init-from {folder}: {fact}", hint="--init-from with a folder of .safetensors, such as an export"
+        )
+    if os.path.isfile(os.path.join(folder, "adapter_config.json")):
+        error = unknown_source(folder, ())
+        raise UserError(f"--init-from {error}", hint=error.hint)
+    if not hub.has_weights(folder):
+        raise UserError(
+            f"--init-from {folder}: has no .safetensors",
+            hint=f"zerocli export {quoted(folder)} OUT, then --init-from OUT, if it is a run",
+        )
+
+
+def refuse_bytes(asked: str, folder: str) -> None:
+    """Raise UserError if a model's folder has no tokenizer and nobody asks for one: its text would become bytes."""
+    from zerocli.data.encoder import BYTES, find_tokenizer
+
+    if not asked and find_tokenizer(asked, folder)[0] == BYTES:
+        raise UserError(
+            f"{quoted(os.path.relpath(folder))}: has no tokenizer.json, so the text cannot become the tokens that this "
+            "model knows",
             hint="copy the model's tokenizer.json to the folder, or --set data.tokenizer=PATH\n"
             "--set data.tokenizer=bytes, if it was trained on bytes",
         )
+
+
+def refuse_both(flags: Mapping[str, Any], sets: Sequence[str]) -> None:
+    """Raise UserError for two keys of which each says what the other says too."""
+    if flags["train.epochs"] == 0:
+        raise UserError("--epochs 0: nothing would be trained", hint="--epochs 1, or --steps N")
+    given = {key for key, value in flags.items() if value is not None}
+    given |= {text.partition("=")[0].strip() for text in sets if text.partition("=")[2].strip() not in ("0", "0.0")}
+    for first, second, why in (
+        ("train.steps", "train.epochs", "both are the length of the run"),
+        ("train.accumulate", "train.global_batch", "one follows from the other, --batch and --ranks"),
+    ):
+        if {first, second} <= given:
+            names = [f"--{key.partition('.')[2]}" if flags.get(key) is not None else key for key in (first, second)]
+            raise UserError(f"{' and '.join(names)}: {why}", hint=f"the same without {' or without '.join(names)}")
+
+
+def notes(config: Config, given: frozenset[str]) -> list[str]:
+    """Return what is to be said of given values that are probably not meant."""
+    optimizer, found = config.optimizer, []
+    usual = next((each.value for each in _of_optimizer(config) if each.key == "optimizer.lr"), 0.0)
+    if optimizer.lr == 0:
+        found.append("lr 0: no parameter will change")
+    elif is_fine_tuning(config) and usual and optimizer.lr >= FAR * usual and "optimizer.lr" in given:
+        found.append(f"lr {optimizer.lr:g} is {optimizer.lr / usual:,.0f} times the {usual:g} of a model of this size")
+    if optimizer.warmup >= 1 and not config.train.epochs and optimizer.warmup > 2 * config.train.steps:
+        share = config.train.steps / optimizer.warmup
+        found.append(
+            f"warmup {optimizer.warmup} and {config.train.steps} steps: the learning rate reaches {share:.2g} of lr "
+            "(optimizer.warmup=0.03 is a share of the run)"
+        )
+    blocks = sum(map(int, re.findall(r":(\d+)", config.activations.policy)))
+    if not config.model.external and blocks > config.model.layers:
+        found.append(
+            f"activations.policy={config.activations.policy}: the model has {count_of(config.model.layers, 'block')}"
+        )
+    return found
 
 
 def table(config: Config, chosen: list[Default], given: frozenset[str]) -> str:

@@ -1,8 +1,9 @@
 """Activation checkpoints: only the input of each recomputed block is kept, on the tier that the placement says.
 
 Torch's non-reentrant checkpointing saves a block's inputs through the active saved-tensor hooks. Our hooks take the
-computed inputs (not masks, positions or other tensors that blocks share) and push them to a `Stack` (offload/stack.py).
-Backward fetches them in reverse order, prefetching one block ahead.
+computed inputs (not masks, positions or other tensors without a gradient) and push them to a `Stack`
+(offload/stack.py). Backward fetches them in reverse order, prefetching one block ahead. An input of several blocks is
+kept once: such as an encoder's output, which each block of a decoder takes.
 
 With tensor parallelism every rank has the same input (Pa of the ZeRO paper): each rank keeps a part of it, and the
 parts are all-gathered just before the recomputation.
@@ -45,6 +46,10 @@ class Checkpoint:
         self.saved, self.total, self.own = saved, total, own
         self.size, self.stride, self.numel, self.dtype = tensor.size(), tensor.stride(), tensor.numel(), tensor.dtype
         self.arrival: Arrival | None = None
+        self.is_shared = False
+        """Whether several blocks have this input."""
+        self.fetched: torch.Tensor | None = None
+        """A shared input that one block of backward has fetched, for the others."""
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.as_strided(self.size, self.stride)
@@ -73,6 +78,8 @@ class Activations:
         self._side = SideStream(device)
         self._order: list[weakref.ref[Checkpoint]] = []
         """Live checkpoints, in forward order."""
+        self._kept: dict[int, tuple[weakref.ref[torch.Tensor], int, weakref.ref[Checkpoint]]] = {}
+        """Inputs that were kept: the tensor and its version, by the tensor's id."""
         self._loaded: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._notes: dict[str, str] = {}
         self.peak_nbytes = 0
@@ -105,13 +112,14 @@ class Activations:
     @contextlib.contextmanager
     def keeping(self, name: str, leaves: Sequence[Any]) -> Iterator[None]:
         """Push the computed inputs among `leaves` to the stack while the body runs the checkpointed unit `name`."""
-        inputs = _versions(leaves)
+        computed = {_place(leaf): leaf for leaf in leaves if _is_computed(leaf)}
+        inputs = {place: leaf._version for place, leaf in computed.items()}
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         outer_pack, outer_unpack = outer if outer is not None else (None, None)
 
         def pack(tensor: torch.Tensor) -> Any:
-            if _place(tensor) in inputs:
-                return self._keep(tensor, name)
+            if (leaf := computed.get(_place(tensor))) is not None:
+                return self._keep_once(leaf, name)
             return tensor if outer_pack is None else outer_pack(tensor)
 
         def unpack(packed: Any) -> torch.Tensor:
@@ -121,6 +129,7 @@ class Activations:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+        computed.clear()  # the hooks may live as long as the graph
         if inputs != _versions(leaves):
             raise Refused(
                 f"{name} changes its input in place, so it cannot be recomputed from it: change a copy, or exclude the "
@@ -135,8 +144,21 @@ class Activations:
                     self._wait(checkpoint.arrival)
                 checkpoint.arrival = None
         self._order.clear()
+        self._kept.clear()
 
     # -- offload ---------------------------------------------------------------------------------------------------
+
+    def _keep_once(self, leaf: torch.Tensor, name: str) -> Checkpoint:
+        """Return the checkpoint of a block's input: that of an earlier block if it took the same unchanged tensor."""
+        tensor, version, kept = self._kept.get(id(leaf), (None, 0, None))
+        if tensor is not None and kept is not None and tensor() is leaf and version == leaf._version:
+            if (checkpoint := kept()) is not None:
+                checkpoint.is_shared = True
+                return checkpoint
+        checkpoint = self._keep(leaf, name)
+        self._kept = {key: each for key, each in self._kept.items() if each[2]() is not None}
+        self._kept[id(leaf)] = weakref.ref(leaf), leaf._version, weakref.ref(checkpoint)
+        return checkpoint
 
     def _keep(self, tensor: torch.Tensor, name: str) -> Checkpoint:
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
@@ -167,6 +189,7 @@ class Activations:
             with self._waits.waiting("transfers"):
                 self._wait(arrival)
             flat = arrival.full
+            checkpoint.fetched = flat if checkpoint.is_shared else None
         alive = self._alive()
         at = next((i for i, other in enumerate(alive) if other is checkpoint), 0)
         if at > 0 and alive[at - 1].arrival is None and self._ready(alive[at - 1]) is None:
@@ -178,6 +201,8 @@ class Activations:
 
     def _ready(self, checkpoint: Checkpoint) -> torch.Tensor | None:
         """Return the input if it is still on the device; None if partitioned, so that all ranks take the same path."""
+        if checkpoint.fetched is not None:
+            return checkpoint.fetched
         return checkpoint.saved.held() if self._group.world == 1 else None
 
     def _start(self, checkpoint: Checkpoint) -> Arrival:

@@ -36,13 +36,15 @@ NOTHING = {
 Paint = Callable[..., str]
 
 
-def render(verdict: Verdict, explain: bool, colour: bool) -> str:
-    """Return the verdict as text, with colour if the terminal supports it."""
+def render(verdict: Verdict, explain: bool, colour: bool, command: str = "") -> str:
+    """Return the verdict as text, with colour if the terminal supports it; `command` trains what fits."""
     paint = _painter(colour)
     lines = [*wrap(_title(verdict)), *wrap(_terms(verdict))]
     lines += [line for note in verdict.notes for line in wrap(note, "  ")]
-    lines += ["", *_candidates(verdict, paint), ""]
+    lines += ["", *_candidates(verdict, paint), *wrap(_legend(verdict)), ""]
     lines += _fits(verdict, verdict.best, paint) if verdict.best is not None else _does_not_fit(verdict, paint)
+    if command and verdict.best is not None:
+        lines += ["to train it:", *command_lines(command)]
     if verdict.largest is not None:
         lines += ["", *_max(verdict.largest)]
     if explain:
@@ -215,6 +217,21 @@ def _candidates(verdict: Verdict, paint: Paint) -> list[str]:
         rows.append([*cells, word])
         styles.append(("green" if each.fits else "red") + " bold" * (each is verdict.best))
     return table(rows, styles, paint, words=(1, len(head)))
+
+
+def _legend(verdict: Verdict) -> str:
+    """Return what the columns of the candidates' table are."""
+    words = "GiB: GPU of one GPU, host and nvme of a node"
+    if any(each.estimate is not None for each in verdict.candidates):
+        words += "; step: estimated"
+    if any(each.plan.activations for each in verdict.candidates):
+        words += "; recomp.: blocks recomputed, of all (sel: selectively)"
+    return words
+
+
+def arguments(verdict: Verdict) -> str:
+    """Return the flags that give the best candidate; empty if none fits."""
+    return _arguments(verdict.best, verdict) if verdict.best is not None else ""
 
 
 def _fits(verdict: Verdict, best: Candidate, paint: Paint) -> list[str]:

@@ -117,9 +117,12 @@ def num_chunks(units: Iterable[tuple[Unit, int]], setup: Setup) -> float:
 def model_flops(shape: Shape, setup: Setup) -> float:
     """Return the operations of a step of all ranks that the model itself needs, as MFU counts them: no repetition."""
     tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
-    embedding = 0 if shape.tie else sum(each.numel for each in shape.embed_parameters())
+    looked_up = () if shape.tie else tuple(shape.embed_parameters())
+    embedding = sum(each.numel for each in looked_up)
+    # A frozen weight has no gradient: 4 operations for each of its elements and a token instead of 6.
+    frozen = shape.numel - shape.trainable_numel - sum(each.numel for each in looked_up if not each.trainable)
     attention = 6 * shape.layers * setup.seq * (shape.width_q + shape.width_out) / 2
-    return tokens * (6.0 * (shape.active_numel - embedding) + attention)
+    return tokens * (6.0 * (shape.active_numel - embedding) - 2.0 * frozen + attention)
 
 
 def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Work, Work]:

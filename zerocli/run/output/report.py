@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -13,7 +14,7 @@ import torch
 from zerocli.checkpoint.folder import Folder
 from zerocli.config import Config
 from zerocli.config.options import RunOptions
-from zerocli.console import quoted, say
+from zerocli.console import bar, quoted, say
 from zerocli.engine.engine import Engine
 from zerocli.engine.optimizer.rates import slower_than_fp32
 from zerocli.engine.precision import precision
@@ -36,7 +37,7 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
     world, tp, train = engine.collectives.world, engine.tensor_parallel.world, config.train
     tokens = train.batch * train.accumulate * world * train.seq
     axes = f" ({world} data-parallel x {tp} tensor-parallel)" if tp > 1 else ""
-    each = "data-parallel ranks" if tp > 1 else "ranks"
+    each = "data-parallel rank" if tp > 1 else "rank"
     update = f"; update {'on the CPU' if engine.updater.on_cpu else 'through the device'} ({engine.update_reason})"
     offload = [f"offload {config.offload.placement}{update if any(f.offloaded for f in engine.flats()) else ''}"]
     return "\n".join(
@@ -48,7 +49,7 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
             f"compile {'true' if engine.hooks.blocks.on else 'false'} ({engine.hooks.blocks.reason})",
             *([f"activations: {recomputed}"] if recomputed else []),
             *_vocabulary(config, engine),
-            f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {world} {each} x accumulate "
+            f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {count_of(world, each)} x accumulate "
             f"{train.accumulate} x seq {train.seq}",
             *([*offload, *engine.tiers.notes] if engine.placement.tiers else []),
         ]
@@ -86,6 +87,8 @@ def _vocabulary(config: Config, engine: Engine) -> list[str]:
 
 
 MAX_SKIPPED_LINES = 5
+BAR = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining} {desc}"
+"""The bar takes what the numbers leave of the terminal's width: about 15 of 80 columns."""
 
 
 class Progress:
@@ -94,13 +97,12 @@ class Progress:
     def __init__(self, steps: int, every: int, active: bool) -> None:
         self._steps, self._every, self._active = steps, every, active
         self._bar: Any = None
+        self._stack = contextlib.ExitStack()
         self._skipped = 0
 
     def __enter__(self) -> Progress:
         if self._active and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=self._steps, unit="step", dynamic_ncols=True)
+            self._bar = self._stack.enter_context(bar(total=self._steps, bar_format=BAR))
         return self
 
     def show(self, line: Line) -> None:
@@ -110,7 +112,8 @@ class Progress:
             self._say_skipped(line)
         text = f"loss {line.loss:.4f}  grad {line.grad_norm:.3f}  {line.tokens_per_second:,.0f} tokens/s"
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
+            rate = format_count(round(line.tokens_per_second))
+            self._bar.set_description_str(f"loss {line.loss:.4f} lr {line.lr:.1e} {rate} tokens/s", refresh=False)
             self._bar.update()
         elif line.step == 1 or line.step % self._every == 0 or line.step == self._steps:
             say(f"step {line.step}/{self._steps}  {text}  lr {line.lr:.2e}")
@@ -124,14 +127,10 @@ class Progress:
         text = (
             f"step {line.step} was not applied: its gradients are not finite (in fp16 the loss scale is halved){more}"
         )
-        if self._bar is None:
-            say(text)
-        else:
-            self._bar.write(text, file=sys.stderr)
+        say(text)
 
     def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._stack.close()
 
 
 def gather_memory(engine: Engine) -> dict[str, int]:

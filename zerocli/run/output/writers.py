@@ -5,13 +5,16 @@ metrics.jsonl is always written and is complete; these are copies for other prog
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from zerocli.console import say
 from zerocli.profile.lines import Line
+from zerocli.regular_files import write_text
 from zerocli.run.evaluate import Evaluated
 from zerocli.run.processes.launch import refuse_missing
 
@@ -45,16 +48,18 @@ class WeightsAndBiases:
     A resumed run has the same id. Steps that an earlier process wrote have the same values and are left out.
     """
 
+    mode = "offline"
+
     def __init__(self, run_dir: Path, first: int, last_written: int, config: Mapping[str, Any]) -> None:
-        os.environ["WANDB_MODE"] = "offline"
+        os.environ["WANDB_MODE"] = self.mode
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
         name = run_dir.absolute().name
         self._last_written = last_written
-        self._run: Any = wandb.init(
-            dir=str(run_dir), mode="offline", project="zerocli", name=name, id=name, resume="allow", config=dict(config)
-        )
+        project = os.environ.get("WANDB_PROJECT", "zerocli")
+        about = {"project": project, "name": name, "id": name, "resume": "allow", "config": dict(config)}
+        self._run: Any = wandb.init(dir=str(run_dir), mode=self.mode, **about)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if step > self._last_written:
@@ -64,17 +69,64 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-WRITERS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
+class WeightsAndBiasesOnline(WeightsAndBiases):
+    """The same run, sent to the server that `wandb login` names while it trains."""
+
+    mode = "online"
+
+
+class MLflow:
+    """A run of MLflow: in RUN/mlflow, or on the server that MLFLOW_TRACKING_URI names.
+
+    RUN/mlflow.txt keeps its id for a resumed run. Steps that an earlier process wrote are left out.
+    """
+
+    def __init__(self, run_dir: Path, first: int, last_written: int, config: Mapping[str, Any]) -> None:
+        import mlflow
+
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            mlflow.set_tracking_uri((run_dir.absolute() / "mlflow").as_uri())
+        kept = run_dir / "mlflow.txt"
+        known = kept.read_text().strip() if first > 1 and kept.is_file() else None
+        self._mlflow, self._last_written = mlflow, last_written
+        if known is None:
+            mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "zerocli"))
+        run = mlflow.start_run(run_id=known, run_name=None if known else run_dir.absolute().name)
+        if known is None:
+            write_text(kept, f"{run.info.run_id}\n")
+            flat = {f"{section}.{key}": value for section, keys in _sections(config) for key, value in keys.items()}
+            for at in range(0, len(flat), PARAMS):
+                mlflow.log_params(dict(list(flat.items())[at : at + PARAMS]))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if step > self._last_written:
+            self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+PARAMS = 100
+"""Parameters that MLflow takes at once."""
+
+
+def _sections(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(name, keys) for name, keys in config.items() if isinstance(keys, Mapping)]
+
+
+WRITERS: dict[str, Callable[[Path, int, int, Mapping[str, Any]], Writer]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
+    "wandb-online": WeightsAndBiasesOnline,
+    "mlflow": MLflow,
 }
 
 
 class Writers:
     """All writers of a run; none without `train.log_to`, and none on ranks other than 0."""
 
-    def __init__(self, writers: Sequence[Writer] = ()) -> None:
-        self._writers = writers
+    def __init__(self, writers: Mapping[str, Writer] | None = None) -> None:
+        self._writers = dict(writers or {})
 
     @classmethod
     def open(
@@ -82,7 +134,21 @@ class Writers:
     ) -> Writers:
         """Open the writers of a run that begins with step `first`; steps to `last_written` were written before."""
         refuse_missing(names)
-        return cls([WRITERS[name](Path(run_dir), first, last_written, config) for name in dict.fromkeys(names)])
+        made = cls()
+        for name in dict.fromkeys(names):
+            with made._going_on(name):
+                made._writers[name] = WRITERS[name](Path(run_dir), first, last_written, config)
+        return made
+
+    @contextlib.contextmanager
+    def _going_on(self, name: str) -> Iterator[None]:
+        """Log what fails within and write there no more: a server that is away must not end a run."""
+        try:
+            yield
+        except Exception as error:
+            self._writers.pop(name, None)
+            fact = str(error).splitlines()[0] if str(error) else type(error).__name__
+            say(f"{name} is written no more ({fact}); metrics.jsonl has every step")
 
     def step(self, line: Line) -> None:
         """Write the metrics of a step."""
@@ -95,12 +161,15 @@ class Writers:
         self._write(row.step, {"eval/loss": row.loss, "eval/perplexity": row.perplexity})
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
-        for writer in self._writers:
-            writer.write(step, {name: value for name, value in values.items() if math.isfinite(value)})
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        for name, writer in list(self._writers.items()):
+            with self._going_on(name):
+                writer.write(step, finite)
 
     def __enter__(self) -> Writers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for writer in self._writers:
-            writer.close()
+        for name, writer in list(self._writers.items()):
+            with self._going_on(name):
+                writer.close()
