@@ -22,6 +22,7 @@ from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.families import FAMILIES, read_shape
 from zerocli.plan.blocks.fields import NoFormula
 from zerocli.plan.blocks.inputs import read_source
+from zerocli.plan.models.resolve import Traces
 from zerocli.plan.setup import Setup
 
 pytest.importorskip("transformers")
@@ -193,7 +194,7 @@ def test_more_experts_than_any_model_has_are_refused(name):
         read_shape(values, {}, "config.json")
 
 
-@pytest.mark.parametrize("name", some(list(CONFIGS), ("vit", "t5", "gemma3")))
+@pytest.mark.parametrize("name", some(list(CONFIGS), ("vit", "t5")))
 def test_every_family_is_planned_with_its_exact_count(name, tmp_path, capsys):
     code, answer, _ = fit(CONFIGS[name], tmp_path, capsys, "--seq", "16")
     assert code == 0
@@ -229,18 +230,16 @@ def test_a_broken_transformers_is_named_and_formulas_go_on_without_it(tmp_path):
     paths = os.pathsep.join(map(str, (package.parent, Path(__file__).parents[2])))
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
 
-    def planned(values: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps(values))
-        command = [sys.executable, "-m", "zerocli", "fit", str(path), "--ranks", "2", "--stage", "3", *words]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-    assert planned(CONFIGS["gemma2"]).returncode == 0
-    for given in ((CONFIGS["vit"],), (CONFIGS["gemma2"], "--trace")):
-        refused = planned(*given)
-        assert refused.returncode == 2 and "a bug in zerocli" not in refused.stderr
-        assert "but cannot be imported: ImportError: no module named other" in refused.stderr
-        assert str(package) in refused.stderr and "pip install 'zerocli[hf]'" in refused.stderr
+    commands = []
+    for name, *words in (("gemma2",), ("vit",), ("gemma2", "--trace")):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(CONFIGS[name]))
+        commands.append(["fit", str(path), "--ranks", "2", "--stage", "3", *words])
+    code = f"from zerocli.cli.main import run; codes = [run(words) for words in {commands}]; print(codes)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith("[0, 2, 2]\n") and "a bug in zerocli" not in done.stderr
+    assert done.stderr.count("but cannot be imported: ImportError: no module named other") == 2
+    assert str(package) in done.stderr and "pip install 'zerocli[hf]'" in done.stderr
 
 
 def test_code_that_comes_with_a_model_is_not_run(tmp_path, capsys):
@@ -260,7 +259,7 @@ def test_a_model_that_cannot_be_traced_is_counted(tmp_path, capsys, monkeypatch)
     assert any("activations are not counted" in note for note in answer["notes"])
 
 
-@pytest.mark.parametrize("most", range(288, 294))
+@pytest.mark.parametrize("most", range(288, 291))
 def test_a_trace_that_is_too_long_ends_with_an_error_wherever_it_is(most, monkeypatch):
     """From inside some operations an exception would end the process: here every other number of operations did."""
     from zerocli.plan.models.record import record
@@ -280,18 +279,18 @@ def test_sizes_that_no_model_has_are_refused():
 
 @pytest.mark.parametrize("name", some(["gemma2", "llama", "falcon-rw", "gpt_neox", "bert", "vit"], ("llama",)))
 def test_a_traced_model_takes_what_the_engine_takes(name):
-    """Of nine blocks three are traced; the engine's steps are real."""
+    """Of five blocks three are traced; the engine's steps are real."""
     from zerocli.engine.engine import Engine
     from zerocli.engine.settings import Settings
     from zerocli.plan.measure import LiveBytes
     from zerocli.plan.models.resolve import loss
     from zerocli.plan.models.traced import trace
 
-    deep = {key: 9 for key in ("num_hidden_layers", "num_layers", "n_layer") if key in CONFIGS[name]}
+    deep = {key: 5 for key in ("num_hidden_layers", "num_layers", "n_layer") if key in CONFIGS[name]}
     config = hugging.read_config(hugging.ConfigFile(CONFIGS[name] | deep, {}, "config.json"))
     asked = Setup(ranks=1, ranks_per_node=1, batch=3, seq=48, device="cpu", precision="fp32")
     traced = trace(name, lambda: hugging.build(config), asked, loss)
-    for stage, recompute in ((0, False), (2, True), (3, "selective"), (3, Recompute(4, 2))):
+    for stage, recompute in ((0, False), (2, True), (3, Recompute(2, 2))):
         given = {"stage": stage, "recompute": recompute}
         with LiveBytes() as live:
             engine = Engine(hugging.build(config), Settings(**given, precision="fp32", clip=1.0, device="cpu"))
@@ -303,6 +302,13 @@ def test_a_traced_model_takes_what_the_engine_takes(name):
         engine.close()
         planned = traced.plan(dataclasses.replace(asked, **given)).allocated
         assert live.peak * 0.995 <= planned <= live.peak * 1.01, (stage, recompute)
+
+
+def test_a_trace_is_kept_for_its_own_batch_sequence_precision_and_device():
+    traces, asked = Traces("bert", hugging.ConfigFile(CONFIGS["bert"], {}, "config.json")), Setup(batch=2, seq=16)
+    others = [{"batch": 3}, {"seq": 32}, {"precision": "fp32"}, {"device": "cpu", "precision": "bf16"}]
+    assert len({traces._path(dataclasses.replace(asked, **each)) for each in [{}, *others]}) == 5
+    assert traces._path(dataclasses.replace(asked, stage=3, ranks=4)) == traces._path(asked)
 
 
 def test_a_trace_in_the_cache_is_as_good_as_a_new_one_and_needs_no_torch(tmp_path, capsys, monkeypatch):

@@ -9,13 +9,11 @@ import pytest
 from zerocli.cli import main as cli
 from zerocli.plan.search.recompute import MARGIN
 
-SMALL = ("gpt2-124m", "--ranks", "2", "--hardware", "rtx4090")
+FEW_BLOCKS = ("gpt2-124m", "--set", "model.layers=4")
+SMALL = (*FEW_BLOCKS, "--ranks", "2", "--hardware", "rtx4090")
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def ask(capsys, *words):
@@ -133,7 +131,7 @@ def test_the_text_says_the_number_the_next_and_the_margin(capsys):
 
 def test_nothing_fits_is_exit_code_3(capsys):
     for kind, said in (("batch", "smallest batch"), ("seq", "shortest sequence")):
-        words = ["llama3-8b", "--ranks", "1", "--gpu-memory", "1GiB", "--max", kind]
+        words = [*FEW_BLOCKS, "--ranks", "1", "--gpu-memory", "1GiB", "--max", kind]
         code, answer = ask(capsys, *words)
         assert code == 3 and answer["max"]["value"] is None and answer["best"] is None
         assert cli.run(["fit", *words]) == 3
@@ -165,7 +163,7 @@ def test_a_count_has_no_batch(capsys):
 
 
 def test_machines_are_compared_by_their_largest(capsys):
-    words = ("gpt2-124m", "--hardware", "rtx4090,h200", "--max", "batch", "--ranks", "1")
+    words = (*FEW_BLOCKS, "--hardware", "rtx4090,h200", "--max", "batch", "--ranks", "1")
     _, answer = ask(capsys, *words)
     small, large = (each["max"]["value"] for each in answer["machines"])
     assert 0 < small < large

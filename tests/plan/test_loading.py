@@ -55,7 +55,7 @@ def _measure(folder: str) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_loading_takes_what_the_plan_says(world, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     for number, (changes, _) in enumerate(CASES):
@@ -78,9 +78,8 @@ def test_loading_takes_what_the_plan_says(world, tmp_path):
             assert 0.98 * taken <= loading <= most, (changes, setup, kind, loading / taken)
 
 
-def test_fit_says_what_loading_takes(capsys, monkeypatch):
+def test_fit_says_what_loading_takes(capsys, no_gpu):
     """Of one rank: a pinned buffer for each thread that reads, beside Python and what is offloaded."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = ["fit", "llama3-8b", "--ranks", "1", "--stage", "3", "--hardware", "h200"]
     assert cli.run([*words, "--offload", "", "--json"]) == 0
     loading = json.loads(capsys.readouterr().out)["candidates"][0]["loading"]

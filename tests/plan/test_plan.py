@@ -34,7 +34,7 @@ from zerocli.plan.memory.build import plan_model
 from zerocli.plan.memory.decoder import Batch, Decoder
 from zerocli.plan.memory.flats import arenas, plan_flats
 from zerocli.plan.memory.ledger import Ledger, Storage
-from zerocli.plan.memory.of_shape import of_shape
+from zerocli.plan.memory.replayable_shape import replayable_shape
 from zerocli.plan.memory.step import Replay
 from zerocli.plan.memory.tape import INPUT, SHARED, Tape, Tensor
 from zerocli.plan.setup import Setup, setup_of
@@ -176,12 +176,12 @@ SELECTIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 """Some or all blocks are recomputed selectively."""
 HALF = [
-    ({}, {"stage": 0}),
     ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "recompute": True}),
     ({"tie": False}, {"stage": 2, "offload": "cpu"}),
     ({}, {"stage": 3, "offload": "params=cpu,optimizer=nvme", "staging_nbytes": 1 << 20}),
+    ({"dropout": 0.1}, {"stage": 3, "recompute": "selective"}),
+    ({}, {"stage": 0}),
     ({"layers": 6, "family": "llama"}, {"stage": 0, "recompute": "selective"}),
-    ({"layers": 6, "dropout": 0.1}, {"stage": 3, "recompute": "selective"}),
 ]
 
 
@@ -241,7 +241,7 @@ def most(ranks: list[list[int]]) -> list[int]:
 @pytest.mark.longer
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_plan_is_never_below_the_measured_and_hardly_above_it(world):
-    cases = CASES[:: 1 if LONG else 2] if world > 1 else CASES[:10:3]
+    cases = CASES[:: 1 if LONG else 3] if world > 1 else CASES[:10:3]
     measured = most(run_ranks(world, _measure_all, cases, 4, 24, "fp32"))
     for (changes, setup), peak in zip(cases, measured, strict=True):
         model = dataclasses.replace(SMALL, **changes)
@@ -258,17 +258,19 @@ def test_a_plan_holds_where_layers_are_split_and_checkpoints_leave(tmp_path):
         assert peak <= planned <= peak * 1.05, (changes, setup)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "cases", [pytest.param(PARTIAL, marks=pytest.mark.long), SELECTIVE], ids=["partial", "selective"]
 )
 def test_a_plan_holds_where_some_blocks_are_recomputed_whole_or_selectively(cases):
+    cases = cases if LONG else cases[1::3]
     measured = most(run_ranks(2, _measure_all, cases, 4, 24, "fp32"))
     for (changes, setup), peak in zip(cases, measured, strict=True):
         planned = planned_peak(dataclasses.replace(SMALL, **changes), 4, 24, setup | {"precision": "fp32"}, 2)
         assert peak <= planned <= peak * 1.02, (changes, setup)
 
 
-@pytest.mark.parametrize("batch,seq", [(1, 4), (1, 64), (2, 160)])
+@pytest.mark.parametrize("batch,seq", [(1, 4), (2, 160)])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_tied_weights_two_gradients_and_their_sum_are_counted(stage, batch, seq):
     """With few tokens the peak is where autograd adds the embedding's gradient to the head's, in new memory."""
@@ -279,19 +281,28 @@ def test_a_tied_weights_two_gradients_and_their_sum_are_counted(stage, batch, se
 
 @pytest.mark.parametrize("vocab", [3001, pytest.param(3000, marks=pytest.mark.long)])
 def test_a_vocabulary_that_tensor_parallelism_does_not_divide_is_counted_once(vocab):
-    changes, setup = {"vocab": vocab, "heads": 8}, {"stage": 3, "tp": 8}
-    [peak] = most(run_ranks(8, _measure_all, [(changes, setup)], 1, 8, "fp32"))
-    planned = planned_peak(dataclasses.replace(SMALL, **changes), 1, 8, setup | {"precision": "fp32"}, 8)
+    changes, setup = {"vocab": vocab}, {"stage": 3, "tp": 4}
+    [peak] = most(run_ranks(4, _measure_all, [(changes, setup)], 1, 8, "fp32"))
+    planned = planned_peak(dataclasses.replace(SMALL, **changes), 1, 8, setup | {"precision": "fp32"}, 4)
     assert peak <= planned <= peak * 1.02
 
 
+@pytest.mark.longer
 def test_a_plan_holds_in_half_precision(tmp_path):
-    measured = most(run_ranks(2, _measure_all, HALF, 2, 16, "bf16", str(tmp_path)))
-    for (changes, setup), peak in zip(HALF, measured, strict=True):
+    cases = HALF if LONG else HALF[:4]
+    measured = most(run_ranks(2, _measure_all, cases, 2, 16, "bf16", str(tmp_path)))
+    for (changes, setup), peak in zip(cases, measured, strict=True):
         model = dataclasses.replace(SMALL, **changes)
         planned = planned_peak(model, 2, 16, setup | {"precision": "bf16"}, 2)
         # The update's scratch is a constant that would hide everything else: it is taken out of the tolerance.
         assert peak <= planned <= peak + 0.02 * (peak - HALF_SCRATCH), (changes, setup)
+
+
+def test_logits_of_half_precision_are_counted_in_fp32():
+    model, setup = dataclasses.replace(SMALL, vocab=3000, layers=1), {"stage": 0, "precision": "bf16"}
+    with torch.backends.mkldnn.flags(enabled=False):  # its refusal of bf16 on old cores costs more than the matmul
+        peak = measured_peak(model, 4, 64, setup)
+    assert peak <= planned_peak(model, 4, 64, setup, 1) <= peak * 1.01
 
 
 def test_the_ledger_would_notice_what_is_left_out():
@@ -345,7 +356,7 @@ def test_swap_files_are_as_large_as_planned(tmp_path):
 def test_everything_a_step_takes_it_gives_back(stage, dp, batch, recompute):
     shape = shape_of(dataclasses.replace(SMALL, layers=2), 16)
     setup = Setup(stage=stage, ranks=dp, batch=batch, seq=16, recompute=recompute)
-    replay = Replay(of_shape(shape), setup, plan_flats(shape, setup))
+    replay = Replay(replayable_shape(shape), setup, plan_flats(shape, setup))
     replay.run()
     held = dict(replay._ledger.held)
     arena = 2 * -(-batch * 16 * 32 * 2 // 512) * 512 if recompute else 0  # checkpoints' own, which stays
@@ -415,18 +426,18 @@ RULES = {
 
 
 def _rules_measured() -> list[int]:
-    return [measured_peak(SMALL, 4, 24, {"stage": 3, "offload": "cpu"} | settings) for settings, _, _ in RULES.values()]
+    given = [settings for name, (settings, _, _) in RULES.items() if name != "muon"]
+    return [measured_peak(SMALL, 4, 24, {"stage": 3, "offload": "cpu"} | settings) for settings in given]
 
 
 def test_the_states_of_every_rule_are_planned_as_it_keeps_them():
     """Those of a rule without states too, whose updates pass through slots of the device."""
-    measured = most(run_ranks(2, _rules_measured))
-    for (name, (settings, sets, number)), peak in zip(RULES.items(), measured, strict=True):
+    measured = iter(most(run_ranks(2, _rules_measured)))
+    for name, (settings, sets, number) in RULES.items():
         assert setup_of(configs.load("tiny", sets)).num_states == Setup(**settings).num_states == number, name
-        if name != "muon":  # its whole matrices pass through memory of their own
-            setup = {"stage": 3, "offload": "cpu", "precision": "fp32"} | settings
-            planned = planned_peak(SMALL, 4, 24, setup, 2)
-            assert peak <= planned <= peak * 1.02, name
+        if name != "muon":  # whose whole matrices pass through memory of their own: test_bytes.py
+            setup, peak = {"stage": 3, "offload": "cpu", "precision": "fp32"} | settings, next(measured)
+            assert peak <= planned_peak(SMALL, 4, 24, setup, 2) <= peak * 1.02, name
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 
 from tiers.pages import resident_nbytes
 from zerocli.checkpoint.saver import Saver
@@ -54,10 +54,14 @@ def planned(world: int, **setup: Any) -> Plan:
 OFFLOADS = ["nvme", "params=nvme,optimizer=cpu", "params=cpu,grads=cpu,optimizer=nvme"]
 
 
-def _footprints(folder: str, room: int) -> list[tuple[int, int]]:
-    """Return, for each placement, the bytes in RAM of the tiers' arenas, and those with staging."""
+PLACES = [*((512 << 20, offload) for offload in OFFLOADS), (1 << 20, "nvme")]
+"""Room for copies that are read ahead, for all of them or for few, and a placement."""
+
+
+def _footprints(folder: str) -> list[tuple[int, int]]:
+    """Return, for each room and placement, the bytes in RAM of the tiers' arenas, and those with staging."""
     found = []
-    for offload in OFFLOADS:
+    for room, offload in PLACES:
         engine = trained(stage=3, offload=offload, nvme_path=(folder,), read_ahead_nbytes=room)
         arenas = [memory for tier in engine.tiers.opened() if tier.name == "dram" for memory in tier.host_memory()]
         found.append((sum(map(resident_nbytes, arenas)), places.footprint(engine)["dram"]))
@@ -65,17 +69,16 @@ def _footprints(folder: str, room: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("room", [512 << 20, 1 << 20], ids=["room for all", "room for few"])
-def test_host_memory_of_disks_is_counted_as_it_is_taken(room, tmp_path):
-    measured = run_ranks(2, _footprints, str(tmp_path), room)
-    for at, offload in enumerate(OFFLOADS):
+def test_host_memory_of_disks_is_counted_as_it_is_taken(tmp_path):
+    measured = run_ranks(2, _footprints, str(tmp_path))
+    for at, (room, offload) in enumerate(PLACES):
         plan = planned(2, stage=3, offload=offload, read_ahead_nbytes=room)
         rows = [row for row in plan.rows if row.tier == "dram"]
         [staged] = [row for row in rows if "staging" in row.formula]
         host = sum(row.nbytes for row in rows if row.category != "runtime")
         arenas, mapped = (sum(rank[at][which] for rank in measured) for which in (0, 1))
         # With room for few, what is read ahead fills its budget only as far as whole copies do.
-        fewer = 0 if room > 1 << 20 or "params=nvme" not in f"params={offload}" else 2 * room // 4
+        fewer = 0 if room > 1 << 20 else 2 * room // 4
         assert -fewer <= arenas - (host - staged.nbytes) <= 0, offload
         assert mapped <= host, offload
         assert staged.nbytes < 2 * (8 << 20), offload  # a small model's transfers use little of their buffers
@@ -156,16 +159,16 @@ def _save(folder: str, stage: int, tp: int) -> tuple[int, int, int]:
     return one, most, used
 
 
-@pytest.mark.parametrize(("stage", "tp"), [(0, 1), (3, 1), (2, 2)])
-def test_saved_checkpoints_are_as_large_as_planned(stage, tp, tmp_path):
-    results = run_ranks(2, _save, str(tmp_path), stage, tp)
-    one, most, _ = results[0]  # which commits
-    plan = planned(2, stage=stage, tp=tp, checkpoints=3)
-    assert plan.saved is not None and plan.saved in plan.rows and plan.saved.tier == "nvme"
-    assert 3 * 12 * plan.numel < most == pytest.approx(3 * one, rel=1e-3)
-    assert most <= plan.saved.nbytes <= most * 1.02
-    [row] = [row for row in plan.rows if row.tier == "dram" and "checkpoint" in row.formula]
-    assert max(used for *_, used in results) <= row.nbytes // 2 <= 2 * 32 << 20
+def test_saved_checkpoints_are_as_large_as_planned(tmp_path):
+    cases = [(str(tmp_path / f"{stage}"), stage, tp) for stage, tp in ((0, 1), (3, 1), (2, 2))]
+    for (_, stage, tp), results in zip(cases, run_cases(2, _save, cases), strict=True):
+        one, most, _ = results[0]  # which commits
+        plan = planned(2, stage=stage, tp=tp, checkpoints=3)
+        assert plan.saved is not None and plan.saved in plan.rows and plan.saved.tier == "nvme"
+        assert 3 * 12 * plan.numel < most == pytest.approx(3 * one, rel=1e-3), stage
+        assert most <= plan.saved.nbytes <= most * 1.02, stage
+        [row] = [row for row in plan.rows if row.tier == "dram" and "checkpoint" in row.formula]
+        assert max(used for *_, used in results) <= row.nbytes // 2 <= 2 * 32 << 20, stage
 
 
 def test_a_saves_buffer_is_within_its_key():
@@ -182,9 +185,7 @@ def ask(capsys: Any, *words: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_run_folder_counts_as_nvme_on_one_node_and_on_no_tier_on_several(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_run_folder_counts_as_nvme_on_one_node_and_on_no_tier_on_several(capsys, no_gpu):
     words = ("llama3-8b", "--stage", "3", "--offload", "optimizer=nvme", "--ranks-per-node", "8")
     every = ("--set", "checkpoint.every=100")
     each = 12 * 8_030_261_248
@@ -211,10 +212,8 @@ def test_a_run_folder_counts_as_nvme_on_one_node_and_on_no_tier_on_several(capsy
     )
 
 
-def test_a_node_without_disks_is_planned(capsys, monkeypatch, tmp_path):
+def test_a_node_without_disks_is_planned(capsys, no_gpu):
     """Nothing fits on its nvme tier; its run folder is elsewhere, so checkpoints count on no tier."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for space in ("0", "0B"):
         words = ("gpt2-124m", "--ranks", "2", "--nvme-space", space, "--set", "checkpoint.every=10")
         answer = ask(capsys, *words)
@@ -227,9 +226,7 @@ def test_a_node_without_disks_is_planned(capsys, monkeypatch, tmp_path):
         assert f"{flag} 0B is not above 0" in capsys.readouterr().err
 
 
-def test_the_largest_count_is_of_model_states_alone(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_the_largest_count_is_of_model_states_alone(capsys, no_gpu):
     words = ("--max", "--ranks", "8", "--stage", "3", "--offload", "nvme", "--nvme-space", "100GiB")
     without = ask(capsys, *words)["max"]
     saving = ask(capsys, *words, "--set", "checkpoint.every=10")["max"]

@@ -41,7 +41,10 @@ def test_a_dry_run_of_what_does_not_fit_is_3_with_a_verdict(words, capsys):
     assert "does not fit this machine" in out and "24.0 GiB available" in out and "\ntry: " in out
 
 
-@pytest.mark.parametrize("words", [["llama3-70b", "--ranks", "2"], ["tiny", "--batch", "1000000"]])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(["llama3-70b", "--ranks", "2"], marks=pytest.mark.long), ["tiny", "--batch", "1000000"]],
+)
 def test_a_dry_run_of_profile_has_the_verdict_of_train(words, capsys):
     assert cli.run(["profile", *words, "--dry-run", "--json"]) == 3
     answer = json.loads(capsys.readouterr().out)

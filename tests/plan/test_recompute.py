@@ -36,11 +36,7 @@ from zerocli.plan.time.hardware import Hardware
 GIB = 2**30
 
 
-@pytest.fixture(autouse=True)
-def quiet_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("RANK", raising=False)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def drawn(seed: int) -> tuple[Shape, Setup]:

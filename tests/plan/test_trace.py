@@ -30,26 +30,26 @@ from zerocli.plan.setup import Setup
 MODEL = ModelConfig(layers=4, hidden=128, heads=4, vocab=3000)
 
 
-@pytest.fixture(autouse=True)
-def quiet_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("RANK", raising=False)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 FORMULAS: list[tuple[dict, dict]] = [
     ({}, {"stage": 0}),
-    ({"tie": False}, {"stage": 3, "ranks": 1024, "recompute": True}),
     ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 3, "ranks": 4096, "offload": "cpu"}),
-    ({"family": "llama"}, {"stage": 2, "ranks": 64, "offload": "optimizer=cpu", "recompute": True}),
     ({"family": "llama", "kv_heads": 2}, {"stage": 3, "ranks": 8, "recompute": Recompute(1, 2)}),
     ({"tie": False, "layers": 40}, {"stage": 3, "ranks": 1024, "recompute": "selective"}),
     ({"layers": 40}, {"stage": 1, "ranks": 2, "recompute": 7, "offload": "activations=cpu"}),
     ({"family": "llama", "window": 64, "window_layers": "1-2"}, {"stage": 2, "ranks": 2, "accumulate": 2}),
 ]
+MORE: list[tuple[dict, dict]] = [
+    ({"tie": False}, {"stage": 3, "ranks": 1024, "recompute": True}),
+    ({"family": "llama"}, {"stage": 2, "ranks": 64, "offload": "optimizer=cpu", "recompute": True}),
+]
 
 
-@pytest.mark.parametrize(("changes", "setup"), FORMULAS)
+@pytest.mark.parametrize(
+    ("changes", "setup"), [*FORMULAS, *(pytest.param(*each, marks=pytest.mark.long) for each in MORE)]
+)
 def test_a_formula_and_a_trace_give_the_same_plan(changes, setup):
     """In fp32 on a CPU a trace runs the operations that a formula knows: they differ by scalars and lists of ids."""
     model = dataclasses.replace(MODEL, **changes)
@@ -71,9 +71,10 @@ def test_a_program_is_read_as_it_was_written():
 def test_a_batch_between_two_powers_of_two_is_planned_from_theirs():
     """Without another trace, and to the byte as one of its own: sizes are linear in the batch."""
     asked = Setup(batch=4, seq=32, precision="fp32", device="cpu", stage=2)
-    traced = trace("some", lambda: build(MODEL, 32, "meta"), asked)
+    model = dataclasses.replace(MODEL, layers=1)
+    traced = trace("some", lambda: build(model, 32, "meta"), asked)
     between = dataclasses.replace(asked, batch=6)
-    own = trace("some", lambda: build(MODEL, 32, "meta"), between)
+    own = trace("some", lambda: build(model, 32, "meta"), between)
     assert traced.plan(between).allocated == own.plan(between).allocated > traced.plan(asked).allocated
 
 
@@ -128,7 +129,7 @@ def test_a_hugging_face_config_is_traced_as_the_model_it_describes(family, capsy
         assert code == 2 and "names none that is built in" in captured.err
 
 
-@pytest.mark.parametrize("model", ["tiny", "test_trace:builtin"])
+@pytest.mark.parametrize("model", ["tiny", pytest.param("test_trace:builtin", marks=pytest.mark.long)])
 def test_a_traced_rank_holds_its_part_of_split_layers(model, capsys):
     """Of 4 ranks two split each layer: the same states as by formula, a factory's model like a config's."""
     words = ["tiny", "--ranks", "4", "--tp", "2", "--stage", "3", "--batch", "2", "--precision", "fp32", "--json"]
@@ -182,14 +183,20 @@ def test_a_trace_leaves_nothing_behind():
     assert bool(torch.ones(())) and torch.ones(1).data_ptr()
 
 
+SMALL = dataclasses.replace(MODEL, layers=3, hidden=64, vocab=300, tie=False)
+
+
 def _mostly_frozen() -> nn.Module:
-    decoder = build(dataclasses.replace(MODEL, tie=False), 32, "meta")
+    decoder = build(SMALL, 32, "meta")
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_("norm" in name)
     return decoder
 
 
-@pytest.mark.parametrize("stage,precision,offload", [(0, "fp32", ""), (2, "bf16", ""), (3, "bf16", "cpu")])
+@pytest.mark.parametrize(
+    "stage,precision,offload",
+    [(0, "fp32", ""), pytest.param(2, "bf16", "", marks=pytest.mark.long), (3, "bf16", "cpu")],
+)
 def test_frozen_parameters_are_planned_as_frozen(stage, precision, offload):
     given = {"stage": stage, "precision": precision, "offload": offload}
     setup = Setup(ranks=1, ranks_per_node=1, batch=2, seq=32, device="cpu", **given)
@@ -199,7 +206,7 @@ def test_frozen_parameters_are_planned_as_frozen(stage, precision, offload):
         decoder = _mostly_frozen()
         engine = Engine(decoder, Settings(**given, clip=1.0, units=decoder.unit_modules(), device="cpu"))
         for _ in range(2):
-            tokens = torch.randint(MODEL.vocab, (2, 2, 32))
+            tokens = torch.randint(SMALL.vocab, (2, 2, 32))
             engine.backward(engine(tokens[0], tokens[1]))
             engine.step()
     engine.close()

@@ -18,9 +18,9 @@ from zerocli.models import build
 from zerocli.models.loss import linear_cross_entropy
 from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.inputs import shape_of
-from zerocli.plan.blocks.program import Counts
+from zerocli.plan.blocks.work import Work
 from zerocli.plan.models.formula import Formula
-from zerocli.plan.models.operations import BALANCE, counts_of
+from zerocli.plan.models.operations import BALANCE, work_of
 from zerocli.plan.models.traced import HOST_OPERATION, LOOKED_AT, REPEATED, trace
 from zerocli.plan.search.auto import choose
 from zerocli.plan.search.candidates import weigh
@@ -96,15 +96,15 @@ class Operations(TorchDispatchMode):
 
     def __init__(self, in_loss: bool = False) -> None:
         super().__init__()
-        self.total, self._in_loss = Counts(), in_loss
+        self.total, self._in_loss = Work(), in_loss
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        self.total += counts_of(function, args, kwargs or {}, out, self._in_loss)
+        self.total += work_of(function, args, kwargs or {}, out, self._in_loss)
         return out
 
-    def take(self) -> Counts:
-        found, self.total = self.total, Counts()
+    def take(self) -> Work:
+        found, self.total = self.total, Work()
         return found
 
 
@@ -125,7 +125,7 @@ def test_views_and_queries_are_no_work_and_each_byte_of_a_kernel_counts_once():
     with Operations() as operations:
         x = torch.empty(64, 32)
         x.view(32, 64).t()[1:].detach()
-        assert operations.take() == Counts()
+        assert operations.take() == Work()
         x.add_(x)
         assert operations.take().moved == x.nbytes
         torch.add(x, 1)

@@ -15,12 +15,13 @@ from zerocli import config as configs
 from zerocli.cli import main as cli
 from zerocli.config.options import AUTOMATIC, RunOptions
 from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.blocks.work import Work
 from zerocli.plan.memory.build import plan_model
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.search import automatic
 from zerocli.plan.search.recompute import needed_by
 from zerocli.plan.setup import Setup, setup_of
-from zerocli.plan.time.compute import Work
+from zerocli.plan.time.compute import device_seconds
 from zerocli.run.automatic import choose_here, choose_together
 
 FREE = frozenset(AUTOMATIC)
@@ -84,7 +85,7 @@ def test_a_cpu_that_is_slow_in_bf16_is_planned_with_that_rate(monkeypatch):
     for precision in ("fp32", "bf16", "fp16"):
         setup = setup_of(configs.load("tiny"), precision=precision, device="cpu")
         work = Work(products=1e12, attention=1e12)
-        seconds[precision] = work.seconds(setup, automatic.hardware_here((), setup, 1 << 30))
+        seconds[precision] = device_seconds(work, setup, automatic.hardware_here((), setup, 1 << 30))
     for kind in ("products", "attention"):
         assert seconds["bf16"][kind] / seconds["fp32"][kind] == pytest.approx(700)
         assert seconds["fp16"][kind] == pytest.approx(seconds["fp32"][kind])  # not measured: fp32's

@@ -135,19 +135,36 @@ class Setup(Sharding):
 
     @functools.cached_property
     def num_states(self) -> int:
-        """Number of fp32 arrays of the optimizer, without the master."""
-        return num_states(self)
+        """Number of parameter-sized fp32 arrays that the optimizer keeps, without the master.
+
+        AdamW and SGD are answered without torch; other optimizers are constructed once and asked.
+        """
+        name, options = self.optimizer.lower(), self.options
+        if self.arrays is not None:
+            return self.arrays[0]
+        if name == "adamw" and options.keys() <= {"betas", "eps"}:
+            return 2
+        if name == "sgd" and options.keys() <= {"momentum"}:
+            return int(options.get("momentum", 0) != 0)
+        return _count(self).states
 
     @functools.cached_property
     def num_temporaries(self) -> tuple[int, int]:
         """Numbers of fp32 arrays that the optimizer allocates while it updates a piece, each as long as the piece: for
-        the first time, and later."""
-        return num_temporaries(self)
+        the first time, and later; torch's fused kernels need none."""
+        if self.arrays is not None:
+            return self.arrays[1]
+        return (0, 0) if self._has_known_update else _count(self).temporaries
+
+    @property
+    def _has_known_update(self) -> bool:
+        """Whether an optimizer's update is known without constructing it; `arrays` are of one that updates pieces."""
+        return self.arrays is not None or self.optimizer.lower() in ("adamw", "adam", "sgd")
 
     @functools.cached_property
     def updates_whole(self) -> bool:
         """Whether the optimizer updates whole matrices, in their own shapes, not pieces of flats."""
-        return not _known(self) and _count(self).whole
+        return not self._has_known_update and _count(self).whole
 
     @property
     def state_width(self) -> int:
@@ -164,35 +181,6 @@ class Setup(Sharding):
     def checkpoint_shares(self) -> tuple[Share, ...]:
         """Return the tiers of the blocks' checkpoints, in order, with one rank's budgets."""
         return self.placement().of(ACTIVATIONS)
-
-
-def num_states(sharding: Setup) -> int:
-    """Return the number of parameter-sized fp32 arrays that the optimizer keeps.
-
-    AdamW and SGD are answered without torch; other optimizers are constructed once and asked.
-    """
-    if sharding.arrays is not None:
-        return sharding.arrays[0]
-    name, options = sharding.optimizer.lower(), sharding.options
-    if name == "adamw" and options.keys() <= {"betas", "eps"}:
-        return 2
-    if name == "sgd" and options.keys() <= {"momentum"}:
-        return int(options.get("momentum", 0) != 0)
-    return _count(sharding).states
-
-
-def num_temporaries(sharding: Setup) -> tuple[int, int]:
-    """Return the numbers of piece-sized fp32 arrays that the first update and a later one allocate; torch's fused
-    kernels need none.
-    """
-    if sharding.arrays is not None:
-        return sharding.arrays[1]
-    return (0, 0) if _known(sharding) else _count(sharding).temporaries
-
-
-def _known(sharding: Setup) -> bool:
-    """Whether an optimizer's update is known without constructing it; `arrays` are of one that updates pieces."""
-    return sharding.arrays is not None or sharding.optimizer.lower() in ("adamw", "adam", "sgd")
 
 
 class _Counted(NamedTuple):
@@ -254,7 +242,7 @@ def setup_of(config: Config, **changes: object) -> Setup:
     if "optimizer" in changes:
         given["options"] = {}  # those of the config's optimizer do not apply
     setup = Setup(**(given | changes))
-    num_states(setup)  # refuses an unknown optimizer
+    assert setup.num_states >= 0  # which refuses an unknown optimizer
     if "accumulate" in changes:
         return setup
     return replace(setup, accumulate=num_micro_steps(replace(train, batch=setup.batch), setup.ranks, setup.tp))

@@ -58,118 +58,95 @@ def text_family(values: Mapping[str, Any]) -> str:
     return family if isinstance(family, str) and family in FAMILIES else ""
 
 
+Named = tuple[str, int]
+"""The name of a field, and the family's default."""
+
+
+def _sizes(f: Fields, layers: Named, hidden: Named, heads: Named, vocab: Named) -> dict[str, Any]:
+    """Return a shape's sizes that every family has; refuse heads that do not divide the hidden size."""
+    found = {"hidden": f.whole(*hidden), "heads": f.whole(*heads)}
+    f.divides(heads[0], hidden[0], found["heads"], found["hidden"])
+    return found | {"layers": f.whole(*layers, most=MAX_LAYERS), "vocab": f.whole(*vocab)}
+
+
+def _biases(there: bool) -> dict[str, Any]:
+    return dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), there)
+
+
 def _gpt2(f: Fields) -> Shape:
-    hidden, heads = f.whole("n_embd", 768), f.whole("n_head", 12)
-    f.divides("n_head", "n_embd", heads, hidden)
+    sizes = _sizes(f, ("n_layer", 12), ("n_embd", 768), ("n_head", 12), ("vocab_size", 50257))
     f.fixed("add_cross_attention", False)
-    positions = f.whole("n_positions", 1024)
-    return Shape(
-        "gpt2",
-        f.whole("n_layer", 12, most=MAX_LAYERS),
-        hidden,
-        heads,
-        f.whole("vocab_size", 50257),
-        f.whole("n_inner", 4 * hidden),
-        tie=f.flag("tie_word_embeddings", True),
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        positions=positions,
-        max_positions=positions,
-    )
+    positions, inner = f.whole("n_positions", 1024), f.whole("n_inner", 4 * sizes["hidden"])
+    more = _biases(True) | {"tie": f.flag("tie_word_embeddings", True)}
+    return Shape("gpt2", **sizes, mlp_hidden=inner, positions=positions, max_positions=positions, **more)
 
 
 def _gpt_neox(f: Fields) -> Shape:
-    hidden, heads = f.whole("hidden_size", 6144), f.whole("num_attention_heads", 64)
-    f.divides("num_attention_heads", "hidden_size", heads, hidden)
-    bias = f.flag("attention_bias", True)
+    layers, heads = ("num_hidden_layers", 44), ("num_attention_heads", 64)
+    sizes = _sizes(f, layers, ("hidden_size", 6144), heads, ("vocab_size", 50432))
+    bias, parallel = f.flag("attention_bias", True), f.flag("use_parallel_residual", True)
     return Shape(
         "gpt_neox",
-        f.whole("num_hidden_layers", 44, most=MAX_LAYERS),
-        hidden,
-        heads,
-        f.whole("vocab_size", 50432),
-        f.whole("intermediate_size", 24576),
+        **sizes,
+        mlp_hidden=f.whole("intermediate_size", 24576),
         tie=f.flag("tie_word_embeddings", False),
+        rotary=True,
+        norms="parallel" if parallel else "pre",
+        max_positions=f.whole("max_position_embeddings", 2048),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=True,
-        rotary=True,
-        norms="parallel" if f.flag("use_parallel_residual", True) else "pre",
-        max_positions=f.whole("max_position_embeddings", 2048),
     )
 
 
 def _opt(f: Fields) -> Shape:
-    hidden, heads = f.whole("hidden_size", 768), f.whole("num_attention_heads", 12)
-    f.divides("num_attention_heads", "hidden_size", heads, hidden)
+    layers, heads = ("num_hidden_layers", 12), ("num_attention_heads", 12)
+    sizes = _sizes(f, layers, ("hidden_size", 768), heads, ("vocab_size", 50272))
     positions = f.whole("max_position_embeddings", 2048)
-    bias = f.flag("enable_bias", True)
-    first = f.flag("do_layer_norm_before", True) and not f.flag("_remove_final_layer_norm", False)
     return Shape(
         "opt",
-        f.whole("num_hidden_layers", 12, most=MAX_LAYERS),
-        hidden,
-        heads,
-        f.whole("vocab_size", 50272),
-        f.whole("ffn_dim", 3072),
+        **sizes,
+        mlp_hidden=f.whole("ffn_dim", 3072),
         tie=f.flag("tie_word_embeddings", True),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
         norm="layer" if f.flag("layer_norm_elementwise_affine", True) else "plain",
-        final_norm=first,
+        final_norm=f.flag("do_layer_norm_before", True) and not f.flag("_remove_final_layer_norm", False),
         positions=positions + 2,  # its table starts at 2
-        embed_dim=f.whole("word_embed_proj_dim", hidden),
+        embed_dim=f.whole("word_embed_proj_dim", sizes["hidden"]),
         max_positions=positions,
+        **_biases(f.flag("enable_bias", True)),
     )
 
 
 def _gptj(f: Fields, family: str) -> Shape:
-    hidden, heads = f.whole("n_embd", 4096), f.whole("n_head", 16)
-    f.divides("n_head", "n_embd", heads, hidden)
+    sizes = _sizes(f, ("n_layer", 28), ("n_embd", 4096), ("n_head", 16), ("vocab_size", 50400))
+    inner, longest = f.whole("n_inner", 4 * sizes["hidden"]), f.whole("n_positions", 2048)
     return Shape(
         family,
-        f.whole("n_layer", 28, most=MAX_LAYERS),
-        hidden,
-        heads,
-        f.whole("vocab_size", 50400),
-        f.whole("n_inner", 4 * hidden),
+        **sizes,
+        mlp_hidden=inner,
         tie=f.flag("tie_word_embeddings", False),
         norms="shared",
         mlp_bias=True,
         head_bias=True,
         rotary=True,
-        max_positions=f.whole("n_positions", 2048),
+        max_positions=longest,
     )
 
 
 def _bloom(f: Fields) -> Shape:
-    hidden, heads = f.whole("hidden_size", 64), f.whole("n_head", 8)
-    f.divides("n_head", "hidden_size", heads, hidden)
-    return Shape(
-        "bloom",
-        f.whole("n_layer", 2, most=MAX_LAYERS),
-        hidden,
-        heads,
-        f.whole("vocab_size", 250880),
-        4 * hidden,
-        tie=f.flag("tie_word_embeddings", True),
-        embed_norm=True,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-    )
+    sizes = _sizes(f, ("n_layer", 2), ("hidden_size", 64), ("n_head", 8), ("vocab_size", 250880))
+    has = _biases(True) | {"embed_norm": True, "tie": f.flag("tie_word_embeddings", True)}
+    return Shape("bloom", **sizes, mlp_hidden=4 * sizes["hidden"], **has)
 
 
 NEW_FALCON = "new_decoder_architecture is true"
 
 
 def _falcon(f: Fields) -> Shape:
-    hidden, heads = f.whole("hidden_size", 4544), f.whole("num_attention_heads", 71)
-    f.divides("num_attention_heads", "hidden_size", heads, hidden)
+    layers, vocab = ("num_hidden_layers", 32), ("vocab_size", 65024)
+    sizes = _sizes(f, layers, ("hidden_size", 4544), ("num_attention_heads", 71), vocab)
+    heads = sizes["heads"]
     new, parallel = f.flag("new_decoder_architecture", False), f.flag("parallel_attn", True)
-    bias = f.flag("bias", False)
     kv_heads, norms = 1, f.whole("num_ln_in_parallel_attn", 2 if new else 1, most=2)
     if new:
         kv_heads = f.whole("num_kv_heads", heads)
@@ -186,17 +163,12 @@ def _falcon(f: Fields) -> Shape:
         f.refuse("num_ln_in_parallel_attn", fact, hint=f"{NEW_FALCON}, or num_ln_in_parallel_attn 1")
     return Shape(
         "falcon",
-        f.whole("num_hidden_layers", 32, most=MAX_LAYERS),
-        hidden,
-        heads,
-        f.whole("vocab_size", 65024),
-        f.whole("ffn_hidden_size", 4 * hidden),
+        **sizes,
+        mlp_hidden=f.whole("ffn_hidden_size", 4 * sizes["hidden"]),
         kv_heads=0 if kv_heads == heads else kv_heads,
         tie=f.flag("tie_word_embeddings", True),
         norms="pre" if not parallel else "parallel" if norms == 2 else "shared",
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
+        **_biases(f.flag("bias", False)),
         rotary=not f.flag("alibi", False),
         max_positions=f.whole("max_position_embeddings", 2048),
     )

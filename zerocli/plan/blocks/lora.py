@@ -3,7 +3,7 @@
 A projection with an adapter gives `torch.add(y, b(a(x)), alpha=scale)`, with `a` of (rank, inputs) and `b` of
 (outputs, rank). Projections that are one matrix here (queries, keys and values; gate and up) have an adapter each, as
 peft makes them of a Llama. In some families of transformers they are one matrix too, and peft makes one adapter for all
-of it: `ONE_MATRIX`. Every other parameter is frozen: it has no gradient and no optimizer states,
+of it: `FUSED_PROJECTIONS`. Every other parameter is frozen: it has no gradient and no optimizer states,
 and autograd does not keep its input for backward.
 """
 
@@ -17,7 +17,7 @@ TARGETS = ("q", "k", "v", "out", "gate", "up", "down")
 _NAMES = {f"{name}_proj": name for name in TARGETS} | {"o": "out", "o_proj": "out"}
 MAX_RANK = 65536
 _QKV, _GATE_UP = ("q", "k", "v"), ("gate", "up")
-ONE_MATRIX: dict[str, tuple[tuple[str, ...], ...]] = {
+FUSED_PROJECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("bloom", "codegen", "falcon", "gpt2", "gpt_neox"), (_QKV,)),
     **dict.fromkeys(("glm", "glm4"), (_GATE_UP,)),
     "phi3": (_QKV, _GATE_UP),

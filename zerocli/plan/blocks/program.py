@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerocli.plan.blocks.shape import Parameter, Unit
+from zerocli.plan.blocks.work import Work
 
-FORMAT = 2
+FORMAT = 3
 """Changes with what a program consists of, or with how it is traced."""
 ALLOCATE, FREE, SAVE, GRADIENT, ENTER = "allocate", "free", "save", "gradient", "enter"
 Event = tuple[str, int, int, int]
@@ -36,27 +37,6 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What operations compute: see `zerocli.plan.time.compute.Work`; `calls` are operations that the host launches."""
-
-    products: float = 0.0
-    attention: float = 0.0
-    moved: float = 0.0
-    calls: float = 0.0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.moved + other.moved,
-            self.calls + other.calls,
-        )
-
-    def times(self, number: float) -> Counts:
-        return Counts(self.products * number, self.attention * number, self.moved * number, self.calls * number)
-
-
-@dataclass(frozen=True)
 class Part:
     """What one call and its backward allocate and compute."""
 
@@ -66,17 +46,17 @@ class Part:
     output: Place | None = None
     arguments: tuple[Place, ...] = ()
     """The other tensors of its call, which a recomputed block holds until its backward."""
-    copied: int = 0
+    copied_nbytes: int = 0
     """Bytes of those that have a gradient: a recomputed block keeps copies of them, as of its input."""
-    shared: frozenset[int] = frozenset()
+    long_lived: frozenset[int] = frozenset()
     """Storages that blocks far behind use too: they stay to the end of the pass."""
     gradient: Place | None = None
     """The gradient of the input, at the end of backward; None if it has none."""
-    computed: Counts = Counts()
-    computed_back: Counts = Counts()
-    repeated: Counts = Counts()
+    computed: Work = Work()
+    computed_back: Work = Work()
+    repeated: Work = Work()
     """Of forward, what runs again if the block is recomputed: all up to the last operation that saves a tensor."""
-    cheap: Counts = Counts()
+    cheap: Work = Work()
     """The part of that which runs again if the block is recomputed selectively."""
 
     @property
@@ -93,8 +73,8 @@ class Part:
             name: getattr(self, name) + (getattr(other, name) + getattr(self, name).times(-1)).times(factor)
             for name in ("computed", "computed_back", "repeated", "cheap")
         }
-        copied = round(self.copied + (other.copied - self.copied) * factor)
-        return dataclasses.replace(self, forward=forward, backward=backward, copied=copied, **counts)
+        copied_nbytes = round(self.copied_nbytes + (other.copied_nbytes - self.copied_nbytes) * factor)
+        return dataclasses.replace(self, forward=forward, backward=backward, copied_nbytes=copied_nbytes, **counts)
 
 
 def _resized(one: Sequence[Event], other: Sequence[Event], factor: float) -> tuple[Event, ...] | None:
@@ -160,7 +140,7 @@ class Program:
         order = [known.setdefault(unit, len(known)) for unit in self.units]
         found = dataclasses.asdict(dataclasses.replace(self, units=()))
         for part in found["parts"]:
-            part["shared"] = sorted(part["shared"])
+            part["long_lived"] = sorted(part["long_lived"])
         return found | {"units": [dataclasses.asdict(unit) for unit in known], "order": order}
 
     @staticmethod
@@ -181,6 +161,6 @@ class Program:
 
 def _part(values: Mapping[str, Any]) -> Part:
     made: dict[str, Any] = {name: values[name] and tuple(values[name]) for name in ("input", "output", "gradient")}
-    made |= {name: Counts(**values[name]) for name in ("computed", "computed_back", "repeated", "cheap")}
+    made |= {name: Work(**values[name]) for name in ("computed", "computed_back", "repeated", "cheap")}
     made |= {name: tuple(tuple(each) for each in values[name]) for name in ("forward", "backward", "arguments")}
-    return Part(**made, shared=frozenset(values["shared"]), copied=values["copied"])
+    return Part(**made, long_lived=frozenset(values["long_lived"]), copied_nbytes=values["copied_nbytes"])

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from zerocli.errors import UserError
-from zerocli.plan.blocks.lora import ONE_MATRIX, Lora
+from zerocli.plan.blocks.lora import FUSED_PROJECTIONS, Lora
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class Shape:
     def adapters_in_common(self) -> dict[tuple[str, ...], tuple[int, int]]:
         """Return projections that have one adapter in peft, with the parameters of theirs here and of that one."""
         found: dict[tuple[str, ...], tuple[int, int]] = {}
-        for names in ONE_MATRIX.get(self.family, ()):
+        for names in FUSED_PROJECTIONS.get(self.family, ()):
             if self.lora is not None and (chosen := self.lora.of(*names)):
                 outputs = {name: self.projections()[name][1] for name in names}
                 times = self.lora.rank * self.layers

@@ -20,26 +20,20 @@ COMPUTE = ""
 """The arena of the compute stream."""
 
 
-class Arena:
-    """A range of addresses that grows by pages where no free part of it is large enough."""
+class Arena(Extents):
+    """A range of addresses that grows by pages where no free part of it is large enough; nothing is unmapped."""
 
     def __init__(self, page: int) -> None:
-        self._page, self._extents = page, Extents()
-        self.give = self._extents.give
-        """Frees an allocation: its address and its size."""
+        super().__init__()
+        self._page = page
 
-    @property
-    def nbytes(self) -> int:
-        """What is mapped; nothing is ever unmapped."""
-        return self._extents.size
-
-    def take(self, size: int) -> int:
+    def take(self, nbytes: int, end_last: bool = True) -> int:
         """Allocate; return the address."""
-        start = self._extents.take(size, end_last=True)
+        start = super().take(nbytes, end_last)
         if start is None:
-            missing = size - self._extents.free_at_end
-            self._extents.grow(-(-missing // self._page) * self._page)
-            start = self._extents.take(size)
+            missing = nbytes - self.free_at_end
+            self.grow(-(-missing // self._page) * self._page)
+            start = super().take(nbytes)
         assert start is not None
         return start
 
@@ -54,7 +48,7 @@ class Arenas:
     @property
     def nbytes(self) -> int:
         """The bytes that are reserved, of all streams."""
-        return sum(arena.nbytes for kind in (self._large, self._small) for arena in kind.values())
+        return sum(arena.size for kind in (self._large, self._small) for arena in kind.values())
 
     def take(self, size: int, stream: str = COMPUTE) -> int:
         return (self._large if size > SMALL_NBYTES else self._small)[stream].take(size)

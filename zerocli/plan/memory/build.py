@@ -24,10 +24,10 @@ from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory import saves
-from zerocli.plan.memory.body import Described
-from zerocli.plan.memory.flats import Flats, arenas, fullest_flats, pages, swap
+from zerocli.plan.memory.flats import Flats, arenas, flats_with_largest_slots, pages, swap
 from zerocli.plan.memory.loading import host_nbytes
-from zerocli.plan.memory.of_shape import of_shape
+from zerocli.plan.memory.replayable import Replayable
+from zerocli.plan.memory.replayable_shape import replayable_shape
 from zerocli.plan.memory.runtime import DISK_THREADS, LAST_PAGES, SENTENCES, constant, process_nbytes
 from zerocli.plan.memory.step import ROUNDING, Peaks, Replay
 from zerocli.plan.rows import Plan, Row
@@ -59,10 +59,10 @@ def _up(number: int, multiple: int) -> int:
 
 def plan_model(shape: Shape, setup: Setup) -> Plan:
     """Return the bytes that one step of a model of this shape needs on every tier."""
-    return plan_described(of_shape(shape), setup)
+    return plan_replayable(replayable_shape(shape), setup)
 
 
-def plan_described(model: Described, setup: Setup) -> Plan:
+def plan_replayable(model: Replayable, setup: Setup) -> Plan:
     """Return the bytes that one step of this model needs on every tier."""
     if setup.compiled:  # which takes less time, and is planned with the memory of eager blocks
         return dataclasses.replace(_plan_eager(model, dataclasses.replace(setup, compiled=False)), setup=setup)
@@ -70,14 +70,14 @@ def plan_described(model: Described, setup: Setup) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_eager(model: Described, setup: Setup) -> Plan:
+def _plan_eager(model: Replayable, setup: Setup) -> Plan:
     """Return the plan of a model whose blocks are not compiled.
 
     A search asks for some setups again, also for another machine; replaying a step takes tens of milliseconds.
     """
     check(setup)
     model.check(setup)
-    flats = fullest_flats(model, setup)
+    flats = flats_with_largest_slots(model, setup)
     peaks = Replay(model, setup, flats).run()
     if setup.device == "cpu" and setup.dp > 1:
         with_gloo = Replay(model, setup, flats, with_gloo=True).run().highest.nbytes
@@ -85,7 +85,7 @@ def _plan_eager(model: Described, setup: Setup) -> Plan:
     return plan_peaks(model, setup, flats, peaks)
 
 
-def plan_peaks(model: Described, setup: Setup, flats: Flats, peaks: Peaks) -> Plan:
+def plan_peaks(model: Replayable, setup: Setup, flats: Flats, peaks: Peaks) -> Plan:
     """Return the plan of a model whose device memory has these peaks."""
     kept = saves.saved(model.numel, setup, flats, model.numel - model.trainable_numel)
     process = process_nbytes(setup, model.rotary)
@@ -156,7 +156,7 @@ def _states_formula(category: str, numel: int, setup: Setup, split: bool, state_
     return f"{width} x {format_count(numel)} parameters" + (f" / {setup.dp} ranks" if split else "")
 
 
-def _device_rows(model: Described, setup: Setup, peaks: Peaks) -> list[Row]:
+def _device_rows(model: Replayable, setup: Setup, peaks: Peaks) -> list[Row]:
     peak = peaks.highest
     sizes = [
         (math.prod(each.local(setup.tp)) * times, each.trainable)

@@ -20,7 +20,7 @@ class Checkpoints:
         self._ledger, self._setup, self._keep_slots = ledger, setup, keep_slots
         self.tiers: list[str] = []
         """The tier of each recomputed block's input."""
-        self.away: dict[str, int] = {}
+        self.offloaded: dict[str, int] = {}
         """Bytes of slots on other tiers than the device."""
         self.nbytes = 0
         """Bytes of one checkpoint, a rank's part of it."""
@@ -31,7 +31,7 @@ class Checkpoints:
         """The first block's input, if it needs no gradient."""
         self._in_flight: dict[int, Storage] = {}
         """Checkpoints that are still being written to their tier, by block: two at most."""
-        self._ahead: dict[int, Storage] = {}
+        self._prefetched: dict[int, Storage] = {}
         """Checkpoints prefetched before their block's backward."""
 
     def assign(self, count: int, part: int, frozen_input: bool) -> None:
@@ -46,7 +46,7 @@ class Checkpoints:
             number = left if share.budget is None else min(left, share.budget // each)
             self.tiers += [share.tier] * number
             if share.tier != HBM and number:
-                self.away[share.tier] = self.away.get(share.tier, 0) + number * each
+                self.offloaded[share.tier] = self.offloaded.get(share.tier, 0) + number * each
         if (left := count - len(self.tiers)) > 0:
             fact = f"activations: {left} of {count} checkpoints have no place left in their budgets"
             raise UserError(fact, hint="name another tier after them: activations=cpu+nvme", exit_code=DOES_NOT_FIT)
@@ -80,11 +80,11 @@ class Checkpoints:
         if self._setup.parts == 1 and self.tiers[block] == HBM:
             return Storage(self._ledger, 0)  # it is read in place
         source = self._in_flight.pop(block, None) if self._setup.parts == 1 else None
-        source = source or self._ahead.pop(block, None) or Storage(self._ledger, size)
+        source = source or self._prefetched.pop(block, None) or Storage(self._ledger, size)
         before = block - 1
         resting = self._setup.parts == 1 and (before in self._in_flight or self.tiers[before] == HBM)
         if before >= 0 and not resting:
-            self._ahead[before] = Storage(self._ledger, size)
+            self._prefetched[before] = Storage(self._ledger, size)
         if self._setup.parts > 1:
             self._in_flight.pop(block, None)
         return source
@@ -96,4 +96,4 @@ class Checkpoints:
 
     def skip_backward(self, skipped: int) -> None:
         """After a block's backward, let what is prefetched be for the block before the `skipped` ones."""
-        self._ahead = {each - skipped: storage for each, storage in self._ahead.items()}
+        self._prefetched = {each - skipped: storage for each, storage in self._prefetched.items()}

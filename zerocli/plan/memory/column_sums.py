@@ -11,7 +11,7 @@ import math
 
 THREADS, WARP = 512, 32
 """Threads of a block if each has one column, and those that are side by side in a row."""
-FEW, MANY = 16, 256
+MIN_ROWS, MAX_ROWS = 16, 256
 """Rows that a thread should have at least, and at most."""
 PROCESSORS, RESIDENT = 132, 2048
 """Multiprocessors of an H100 or H200, and threads that each of them holds."""
@@ -25,13 +25,13 @@ def column_sums_nbytes(rows: int, columns: int) -> int:
     side = min(threads, _power_below(columns // vector))
     height = min(_power_below(rows), threads // min(side, WARP))
     side = min(side, threads // height)
-    if rows < min(height * FEW, MANY):  # a thread sums all rows of its columns
+    if rows < min(height * MIN_ROWS, MAX_ROWS):  # a thread sums all rows of its columns
         return 0
     each, blocks = -(-rows // height), -(-columns // vector // side)
     wanted = PROCESSORS * (RESIDENT // (side * height))
-    if each < MANY or blocks > wanted:
+    if each < MAX_ROWS or blocks > wanted:
         return 0
-    shared = max(min(-(-wanted // blocks), -(-each // FEW)), -(-each // MANY))
+    shared = max(min(-(-wanted // blocks), -(-each // MIN_ROWS)), -(-each // MAX_ROWS))
     return SUM_NBYTES * columns * shared * side * vector if shared > 1 else 0
 
 

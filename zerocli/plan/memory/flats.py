@@ -99,7 +99,7 @@ class Flats(list[FlatSpec]):
         return chosen
 
 
-def fullest_flats(model: HasUnits, setup: Setup) -> Flats:
+def flats_with_largest_slots(model: HasUnits, setup: Setup) -> Flats:
     """Return the flats of the rank whose update has the largest slots.
 
     Ranks hold equally much of every flat, but cut into other chunks where the weight decay changes. In a large model

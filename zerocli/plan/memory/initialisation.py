@@ -10,10 +10,10 @@ from zerocli.layout import buffers
 from zerocli.layout.buffers import Spec, chunk_runs
 from zerocli.layout.flats import FP32, REMAINDER, FlatSpec
 from zerocli.plan.memory.arena import COMPUTE, Arenas
-from zerocli.plan.memory.body import Described
 from zerocli.plan.memory.flats import WHOLE, Flats
 from zerocli.plan.memory.ledger import Ledger, Storage
 from zerocli.plan.memory.repeats import replayed
+from zerocli.plan.memory.replayable import Replayable
 from zerocli.plan.memory.runtime import constant
 from zerocli.plan.setup import Setup
 
@@ -21,7 +21,7 @@ GRANULARITY = {"cuda": 512, "cpu": 1}
 """Bytes to which the device's allocator rounds."""
 THREADS = 2
 """Threads that compute, one in forward and one in backward: cuBLAS has a workspace for each."""
-ONE_BY_ONE = 24
+REPLAYED_UNITS = 24
 """So many units at the start and at the end of a run of equal ones are replayed, as their order decides what is between
 them in the allocator's memory; the others are counted."""
 
@@ -29,7 +29,7 @@ them in the allocator's memory; the others are counted."""
 class Initialisation:
     """One rank's device memory while its units are initialised, and what it keeps from then on."""
 
-    def __init__(self, model: Described, setup: Setup, flats: Flats, arenas: bool = True) -> None:
+    def __init__(self, model: Replayable, setup: Setup, flats: Flats, arenas: bool = True) -> None:
         """Follow the GPU's allocator with `arenas`, which takes most of the time."""
         self._model, self._setup, self._flats = model, setup, flats
         self._arenas = arenas and setup.device == "cuda"
@@ -57,7 +57,7 @@ class Initialisation:
         self._keep_bytes("buffers", *tables, 4096 + 128 * len(self._flats))
         held = [dict(ledger.held)]
         period = self._model.period
-        lead = max(period, ONE_BY_ONE) if self._arenas else period
+        lead = max(period, REPLAYED_UNITS) if self._arenas else period
         for at, skipped in replayed([id(unit) for unit in self._units], lead, period):
             if skipped:
                 for category, nbytes in ledger.since(held[-1 - period], skipped // period).items():

@@ -31,7 +31,7 @@ class Ledger:
     def __init__(self, granularity: int = 1, arenas: Arenas | None = None, workspace: int = 0) -> None:
         self._granularity, self._arenas = granularity, arenas
         self._workspace, self._multiplied = workspace, set[str]()
-        self._uncounted: list[tuple[int, int]] = []
+        self.uncounted: list[tuple[int, int]] = []
         """(address, size) in the compute stream's arena of what `add` has added."""
         self.held = dict.fromkeys(CATEGORIES, 0)
         self.total = 0
@@ -122,12 +122,12 @@ class Ledger:
     def _reserve(self, change: int) -> None:
         """Follow a change that `add` made in the arenas, as one allocation, or as frees of earlier ones."""
         assert self._arenas is not None
-        while change < 0 and self._uncounted:
-            address, size = self._uncounted.pop()
+        while change < 0 and self.uncounted:
+            address, size = self.uncounted.pop()
             self._arenas.give(address, size)
             change += size
         if change > 0:  # an increase, or what was freed beyond the change
-            self._uncounted.append((self._arenas.take(change), change))
+            self.uncounted.append((self._arenas.take(change), change))
 
     def begin(self, moment: str) -> None:
         """Start a phase; its peak starts at the bytes that are live now."""
@@ -138,13 +138,13 @@ class Ledger:
 class Storage:
     """A size without memory; its free is counted when the last reference is dropped."""
 
-    __slots__ = ("_category", "_ledger", "_stream", "_taken", "nbytes")
+    __slots__ = ("_category", "_ledger", "_size", "_stream", "address", "nbytes")
 
     def __init__(self, ledger: Ledger, nbytes: int, category: str = "activations", stream: str = COMPUTE) -> None:
         self.nbytes = nbytes
         self._ledger, self._category, self._stream = ledger, category, stream
-        self._taken = ledger.take(nbytes, category, stream)
+        self._size, self.address = ledger.take(nbytes, category, stream)
 
     def __del__(self) -> None:
-        if hasattr(self, "_taken"):  # an interrupt may come before it is counted
-            self._ledger.give(*self._taken, self._category, self._stream)
+        if hasattr(self, "address"):  # an interrupt may come before it is counted
+            self._ledger.give(self._size, self.address, self._category, self._stream)

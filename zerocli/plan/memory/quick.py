@@ -13,31 +13,31 @@ from dataclasses import replace
 from offload.placement import ACTIVATIONS, HBM, Placement
 from zerocli.layout.buffers import buckets, gather_buffers, gradient_arenas, update_slots
 from zerocli.layout.recompute import NOTHING
-from zerocli.plan.memory.body import Described
 from zerocli.plan.memory.build import check, plan_peaks
 from zerocli.plan.memory.flats import Flats, plan_flats
 from zerocli.plan.memory.ledger import Peak
+from zerocli.plan.memory.replayable import Replayable
 from zerocli.plan.memory.runtime import constant, usual_fragments
 from zerocli.plan.memory.step import Peaks, Replay, StepPeak
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 
 
-def quick_plan(model: Described, setup: Setup) -> Plan:
+def quick_plan(model: Replayable, setup: Setup) -> Plan:
     """Return a plan that is close to the exact one; setups that differ in placement, say, share a replay."""
     alike = replace(setup, stage=0, offload=Placement(), recompute=NOTHING, compiled=False)
     return _plans(model, alike).plan(setup)
 
 
 @functools.lru_cache(maxsize=16)
-def _plans(model: Described, alike: Setup) -> QuickPlans:
+def _plans(model: Replayable, alike: Setup) -> QuickPlans:
     return QuickPlans(model)
 
 
 class QuickPlans:
     """Plans of one model."""
 
-    def __init__(self, model: Described) -> None:
+    def __init__(self, model: Replayable) -> None:
         self._model = model
         self._plans: dict[Setup, Plan] = {}
         self._steps: dict[tuple[object, ...], StepPeak] = {}

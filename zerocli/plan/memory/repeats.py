@@ -56,25 +56,25 @@ class Repeats:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._held: dict[str, int] = dict.fromkeys(ledger.held, 0)
-        self._spent = 0
+        self._pending = 0
         """Bytes of gradients that are still read in the next step."""
 
-    def add(self, before: Mapping[str, int], times: int, spent: bool = False) -> None:
-        """Count what has changed since `before` another `times`; with `spent`, its gradients outlive the step."""
+    def add(self, before: Mapping[str, int], times: int, pending: bool = False) -> None:
+        """Count what has changed since `before` another `times`; with `pending`, its gradients outlive the step."""
         change = self._ledger.since(before, times)
         self._ledger.add(change)
         for category, nbytes in change.items():
             self._held[category] += nbytes
-        self._spent += change[GRADIENTS] if spent else 0
+        self._pending += change[GRADIENTS] if pending else 0
 
     def end_pass(self) -> None:
         """Free all but gradients."""
         self._free([category for category in CATEGORIES if category != GRADIENTS])
 
     def end_step(self) -> None:
-        """Free all but gradients that are spent in the next step."""
-        self._free(CATEGORIES, self._spent)
-        self._spent = 0
+        """Free all but gradients that are pending in the next step."""
+        self._free(CATEGORIES, self._pending)
+        self._pending = 0
 
     def _free(self, categories: Sequence[str], gradients_left: int = 0) -> None:
         for category in categories:

@@ -12,12 +12,12 @@ from zerocli.layout.buffers import Spec
 from zerocli.layout.flats import FlatSpec
 from zerocli.layout.shards import Entry
 from zerocli.plan.memory.arena import COMPUTE
-from zerocli.plan.memory.body import NO_UNIT, Body, Described
 from zerocli.plan.memory.checkpoints import Checkpoints
 from zerocli.plan.memory.flats import Flats
 from zerocli.plan.memory.initialisation import Initialisation
 from zerocli.plan.memory.ledger import Peak, Storage
 from zerocli.plan.memory.repeats import Repeats, replayed
+from zerocli.plan.memory.replayable import NO_UNIT, MicroStep, Replayable
 from zerocli.plan.memory.tape import TIED, Tape, Tensor
 from zerocli.plan.setup import Setup
 
@@ -26,12 +26,12 @@ FETCHES, UPDATES, REDUCTIONS = "fetches", "updates", "reductions"
 TRANSIENT = 3
 """Blocks of a run after which each further one changes what is held by the same bytes: two checkpoints are in flight,
 and one is prefetched."""
-FOLLOWED = 16
+REPLAYED_BLOCKS = 16
 """Blocks at each end of a run that are replayed where the allocator is followed: the gaps between their tensors decide
 where others go. With it, plans of 40 random models of 24 to 40 blocks are within 1 % of those with all replayed."""
-DEEP, FOLLOWED_IF_DEEP = 40, 8
+DEEP_LAYERS, REPLAYED_IF_DEEP = 40, 8
 """Of a model with more blocks than the first, the second many are replayed: its plans take too long otherwise."""
-STEADY = 2
+STEADY_STEPS = 2
 """Steps after the first that are replayed where the allocator is followed: all hold the same bytes, but the second of
 them begins with other gaps between what is held."""
 ROUNDING = {"bf16": 6, "fp16": 2}
@@ -88,7 +88,7 @@ class Replay(Initialisation):
     """One rank's device memory through initialisation and a step."""
 
     def __init__(
-        self, model: Described, setup: Setup, flats: Flats, with_gloo: bool = False, arenas: bool = True
+        self, model: Replayable, setup: Setup, flats: Flats, with_gloo: bool = False, arenas: bool = True
     ) -> None:
         """Take `with_gloo` to count gloo's copies of what it reduce-scatters, which are in the process's memory."""
         super().__init__(model, setup, flats, arenas)
@@ -99,7 +99,7 @@ class Replay(Initialisation):
         """Gradients of units in backward, until they are reduced."""
         self._flat_grads: dict[int, list[Storage]] = {}
         """Gradients of flats, by unit, if they do not stay allocated: from backward to the update."""
-        self._spent: dict[int, list[Storage]] = {}
+        self._pending_grads: dict[int, list[Storage]] = {}
         """Those that the next forward's updates read, until it enters their unit."""
         self._slot_buffers: dict[buffers.SlotKey, Storage] = {}
         self._tied: list[Storage] = []
@@ -110,9 +110,10 @@ class Replay(Initialisation):
         self._waiting: dict[tuple[str, int], list[Spec]] = defaultdict(list)
         self._made: Counter[tuple[str, int]] = Counter()
         """Gather buffers and buckets that are not there yet, and how many are, by name and bytes per element."""
-        self._lead = (FOLLOWED if model.layers <= DEEP else FOLLOWED_IF_DEEP) if self._arenas else TRANSIENT
+        followed = REPLAYED_BLOCKS if model.layers <= DEEP_LAYERS else REPLAYED_IF_DEEP
+        self._lead = followed if self._arenas else TRANSIENT
         """How many blocks are replayed at both ends of a run of equal ones, beside a period."""
-        self._owes = False
+        self._updates_pending = False
         """Whether the last step's updates of offloaded states are left to this step's forward."""
         self._entering = False
         """Whether this forward runs them."""
@@ -142,17 +143,25 @@ class Replay(Initialisation):
         for name, width in list(self._waiting):  # units are prefetched from now on
             self._make(name, width, len(self._waiting[name, width]))
         self._keep_slots()
-        for _ in range(STEADY if self._arenas else 1):
+        for _ in range(STEADY_STEPS if self._arenas else 1):
+            before = self._left()
             self._step()
+            if self._left() == before:  # the next one would be the same
+                break
         return Peaks(
             initialisation,
             first,
             ledger.peak,
-            dict(self._checkpoints.away),
+            dict(self._checkpoints.offloaded),
             built,
             self._checkpoints.nbytes,
             reserved=ledger.reserved,
         )
+
+    def _left(self) -> tuple[object, ...]:
+        """Return what decides where a step's allocations go: how much is held, and where lies what comes and goes."""
+        pending = [storage.address for grads in self._pending_grads.values() for storage in grads]
+        return len(self._kept), self._ledger.total, self._ledger.reserved, pending, tuple(self._ledger.uncounted)
 
     def run_step(self) -> StepPeak:
         """Replay one step of an engine whose states and buffers take no memory."""
@@ -162,8 +171,8 @@ class Replay(Initialisation):
         self._step()
         gradients = self._flats.total(self._grads_of)
         both, rest = self._ledger.peak.nbytes, self._ledger.without_gradients
-        away, nbytes = dict(self._checkpoints.away), self._checkpoints.nbytes
-        return StepPeak(rest, both if self._frees_grads else rest + gradients, gradients, away, nbytes)
+        offloaded, nbytes = dict(self._checkpoints.offloaded), self._checkpoints.nbytes
+        return StepPeak(rest, both if self._frees_grads else rest + gradients, gradients, offloaded, nbytes)
 
     def _grads_of(self, flat: FlatSpec) -> int:
         """Return the bytes of a flat's gradients, wherever they rest."""
@@ -185,14 +194,14 @@ class Replay(Initialisation):
         for number in range(min(2, setup.accumulate)):
             self._micro_step(first=number == 0)
         ledger.moment = "update"
-        if not self._owes:  # the first one makes scratch memory
+        if not self._updates_pending:  # the first one makes scratch memory
             streamed = any(flat.offloaded for flat in self._trainable)
             self._keep(*buffers.update_scratch(self._trainable, self._sizing), stream=UPDATES if streamed else COMPUTE)
         if setup.updates_whole:
             self._update_whole()
-        self._update(self._trainable, offloaded=False, count=setup.num_temporaries[self._owes])
-        self._owes = True
-        self._spent = {index: grads for index, grads in self._flat_grads.items() if self._spends(index)}
+        self._update(self._trainable, offloaded=False, count=setup.num_temporaries[self._updates_pending])
+        self._updates_pending = True
+        self._pending_grads = {unit: each for unit, each in self._flat_grads.items() if self._update_is_pending(unit)}
         self._flat_grads.clear()
         self._repeats.end_step()
         self._ends.clear()
@@ -200,23 +209,23 @@ class Replay(Initialisation):
     def _micro_step(self, first: bool) -> None:
         """Replay a forward and a backward; the first of a step runs updates that the last step has left to it."""
         setup, model, ledger = self._setup, self._model, self._ledger
-        body = model.body(setup, ledger)
+        step = model.micro_step(setup, ledger)
         tape = Tape(ledger, self._on_grad)
-        inputs = [Storage(ledger, nbytes) for nbytes in body.inputs()]
+        inputs = [Storage(ledger, nbytes) for nbytes in step.inputs()]
         if not self._replayed and model.layers:
-            part = -(-body.hidden // setup.parts)
+            part = -(-step.hidden // setup.parts)
             self._checkpoints.assign(self._recompute.count, part, frozen_input=model.frozen_input)
-            self._keep_bytes("activations", model.copied(self._recompute.count))
+            self._keep_bytes("activations", model.copied_nbytes(self._recompute.count))
             self._choose_blocks()
-        self._entering = first and self._owes
-        x = self._forward(tape, body)
+        self._entering = first and self._updates_pending
+        x = self._forward(tape, step)
         ledger.moment = "head and loss"
 
         def mark(x: Tensor, moment: str, unit: int) -> None:
             self._mark(tape, x, moment, unit, before=self._unit_before(model.layers))
 
-        loss = body.end(tape, x, self._enter, mark)
-        del x, body
+        loss = step.end(tape, x, self._enter, mark)
+        del x, step
         ledger.moment = "backward of the head"
         root = loss.node
         assert root is not None
@@ -229,7 +238,7 @@ class Replay(Initialisation):
         self._repeats.end_pass()
         self._ends.clear()
 
-    def _spends(self, unit: int) -> bool:
+    def _update_is_pending(self, unit: int) -> bool:
         """Whether the next forward's update reads a unit's gradients; without a GPU they are freed before."""
         return self._setup.device == "cuda" and any(flat.offloaded for flat in self._units[unit] if flat.trainable)
 
@@ -247,7 +256,7 @@ class Replay(Initialisation):
 
     def _update_whole(self) -> None:
         """Replay updates of whole matrices, wherever their states are; the first one makes a state of each."""
-        made = bool(self._setup.options.get("nesterov", True)) + (not self._owes)
+        made = bool(self._setup.options.get("nesterov", True)) + (not self._updates_pending)
         rounding = ROUNDING.get(self._setup.precision, 0)
         held = []
         for spec in buffers.whole_update(self._trainable, self._sizing, _is_matrix, made, rounding):
@@ -263,7 +272,7 @@ class Replay(Initialisation):
             last += self._setup.gather_buffers - 1
         for each in self._units[unit if unit == 0 else last : last + 1]:
             self._update(each, offloaded=True, count=self._setup.num_temporaries[0])  # the first step's
-        self._spent.pop(unit, None)
+        self._pending_grads.pop(unit, None)
 
     def _gather(self, unit: int, number: int) -> None:
         """Allocate gather buffers for a unit's flats, unless there are `number` of their size."""
@@ -278,11 +287,11 @@ class Replay(Initialisation):
             self._keep(waiting.pop(), stream=REDUCTIONS if name == buffers.BUCKET_SUMS else COMPUTE)
             self._made[name, width] += 1
 
-    def _forward(self, tape: Tape, body: Body) -> Tensor:
+    def _forward(self, tape: Tape, step: MicroStep) -> Tensor:
         """Replay the embedding, and the first and last blocks of each run of equal ones; the others are counted."""
         self._ledger.moment = "embedding"
         self._enter(0)
-        x = body.begin(tape, self._enter)
+        x = step.begin(tape, self._enter)
         period = self._model.period
         begins: list[dict[str, int]] = []
         for block, skipped in self._replayed:
@@ -291,7 +300,7 @@ class Replay(Initialisation):
                 self._checkpoints.skip_forward(block, skipped)
             begins.append(dict(self._ledger.held))
             self._ledger.moment = f"forward of block {block + 1}"
-            x = self._block(tape, body, x, block, skipped)
+            x = self._block(tape, step, x, block, skipped)
         return x
 
     def _unit_before(self, block: int) -> int:
@@ -306,25 +315,25 @@ class Replay(Initialisation):
         keys = list(zip(units, tiers, self._model.kinds, whole, strict=True))
         self._replayed = list(replayed(keys, self._lead + period, period))
 
-    def _block(self, tape: Tape, body: Body, x: Tensor, block: int, skipped: int) -> Tensor:
+    def _block(self, tape: Tape, step: MicroStep, x: Tensor, block: int, skipped: int) -> Tensor:
         """Replay a block's forward; `skipped` blocks before it are not replayed."""
         unit = self._model.unit(block)
         self._enter(unit)
 
         def run(t: Tape, y: Tensor) -> Tensor:
-            return body.block(t, y, block)
+            return step.block(t, y, block)
 
         moment = f"end of backward of block {block + 1}"
         self._mark(tape, x, moment, unit, before=self._unit_before(block), skipped=skipped)
         if block < self._recompute.count:
             size = x.storage.nbytes
             self._checkpoints.keep(x, block)
-            selective, before = block >= self._recompute.whole, body.before_recomputation
+            selective, before = block >= self._recompute.whole, step.before_recomputation
             out = tape.checkpoint(run, x, lambda: self._checkpoints.bring_back(block, size), selective, before)
         else:
             out = run(tape, x)
         self._mark(tape, out, f"backward of block {block + 1}")
-        return body.between(tape, out, block)
+        return step.between(tape, out, block)
 
     def _mark(self, tape: Tape, x: Tensor, moment: str, done: int = NO_UNIT, before: int = 0, skipped: int = 0) -> None:
         """Record the moment in backward when the gradient of `x` exists; the unit `done` is then reduced and freed, and
@@ -344,7 +353,7 @@ class Replay(Initialisation):
                 self._ends.append(dict(self._ledger.held))
             if skipped:
                 period = self._model.period
-                self._repeats.add(self._ends[-1 - period], skipped // period, spent=self._spends(done))
+                self._repeats.add(self._ends[-1 - period], skipped // period, pending=self._update_is_pending(done))
                 self._checkpoints.skip_backward(skipped)
             return [gradient.pop()]
 

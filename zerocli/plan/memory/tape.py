@@ -76,16 +76,16 @@ class Tape:
         self._nodes: list[Node] = []
 
     @property
-    def ghost(self) -> bool:
+    def stopped(self) -> bool:
         return self.last_save is not None and self.num_saved >= self.last_save
 
     def new(self, nbytes: int, category: str = "activations") -> Storage:
         """Return a storage that lives until its last reference is dropped."""
-        return Storage(self.ledger, 0 if self.ghost else nbytes, category)
+        return Storage(self.ledger, 0 if self.stopped else nbytes, category)
 
     def product(self, nbytes: int) -> Storage:
         """Return the output of an expensive operation (a matrix product, attention): selective checkpoints keep it."""
-        if self.outputs is None or self.ghost:
+        if self.outputs is None or self.stopped:
             return self.new(nbytes)
         if self.last_save is not None:
             return self.outputs.pop(0)[1]
@@ -123,7 +123,7 @@ class Tape:
         if out is None:
             out = self.product(nbytes) if product else self.new(nbytes)
         scratch = self.new(temporary) if temporary and output_first else scratch
-        if product and not self.ghost:
+        if product and not self.stopped:
             self.ledger.multiply(self.thread)
         if node is not None:
             node.product, node.last = product, last

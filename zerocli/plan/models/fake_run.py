@@ -27,12 +27,13 @@ from zerocli.engine.units.casts import InputCasts
 from zerocli.engine.units.unit import Unit as EngineUnit
 from zerocli.engine.units.unit import claim_parameters, find_units, recomputed_units
 from zerocli.layout.recompute import WHOLE
-from zerocli.plan.blocks.program import ALLOCATE, ENTER, FIRST, FREE, GRADIENT, LAST, OWN, SAVE, Counts, Event, Place
+from zerocli.plan.blocks.program import ALLOCATE, ENTER, FIRST, FREE, GRADIENT, LAST, OWN, SAVE, Event, Place
+from zerocli.plan.blocks.work import Work
 from zerocli.plan.measure import device_of, in_forward
-from zerocli.plan.models.operations import counts_of
+from zerocli.plan.models.operations import work_of
 from zerocli.plan.setup import Setup
 
-NEAR = 4
+MAX_DISTANCE = 4
 """Parts that lie so far apart at most refer to each other's storages; what a part further away frees stays to the end
 of the pass."""
 MAX_OPERATIONS = 15_000
@@ -66,15 +67,15 @@ class Run:
     def __init__(self) -> None:
         self.forward: defaultdict[int, list[Event]] = defaultdict(list)
         self.backward: defaultdict[int, list[Event]] = defaultdict(list)
-        self.work: defaultdict[int, list[tuple[int, bool, Counts]]] = defaultdict(list)
+        self.work: defaultdict[int, list[tuple[int, bool, Work]]] = defaultdict(list)
         """Of each operation in forward: how many saves came before it in its part, whether its output is kept by a
         selective block, and its work."""
-        self.work_back: defaultdict[int, Counts] = defaultdict(Counts)
+        self.work_back: defaultdict[int, Work] = defaultdict(Work)
         self.inputs: dict[int, Place | None] = {}
         self.outputs: dict[int, Place | None] = {}
         self.arguments: dict[int, tuple[Place, ...]] = {}
-        self.copied: dict[int, int] = {}
-        self.shared: defaultdict[int, set[int]] = defaultdict(set)
+        self.copied_nbytes: dict[int, int] = {}
+        self.long_lived: defaultdict[int, set[int]] = defaultdict(set)
         self.gradients: dict[int, Place | None] = {}
         self.called: list[str] = []
         """The names of the blocks, in the order of their calls."""
@@ -140,7 +141,7 @@ class Trace(TorchDispatchMode):
         kept = not self._back and not self._draws and is_kept(function, args, kwargs)
         for tensor in tensors_in(out):
             self._see(tensor, kept)
-        counts = counts_of(function, args, kwargs, out, self._in_loss > 0)
+        counts = work_of(function, args, kwargs, out, self._in_loss > 0)
         if counts.calls:
             if self._back:
                 self._run.work_back[self._part] += counts
@@ -198,7 +199,7 @@ class Trace(TorchDispatchMode):
             return FIRST, owner[1]
         if self._back and back and owner[0] == 2 * (self._call + 1):
             return LAST, owner[1]
-        return (back, owner[1]) if abs(back) <= NEAR else None
+        return (back, owner[1]) if abs(back) <= MAX_DISTANCE else None
 
     def _place_of(self, tensor: torch.Tensor | None, part: int) -> Place | None:
         if tensor is None:
@@ -217,7 +218,7 @@ class Trace(TorchDispatchMode):
             return place
         owner = self._owners[tensor.untyped_storage()._cdata]
         assert owner is not None
-        self._run.shared[owner[0]].add(owner[1])
+        self._run.long_lived[owner[0]].add(owner[1])
         return None
 
     # -- parts ---------------------------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ class Trace(TorchDispatchMode):
         self._run.inputs[part] = self._place_of(x, part)
         self._run.outputs[part - 1] = self._place_of(x, part - 1)
         others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each is not x]
-        self._run.copied[part] = sum(each.nbytes for each in others if each.requires_grad)
+        self._run.copied_nbytes[part] = sum(each.nbytes for each in others if each.requires_grad)
         places = (self._used(each) for each in others)
         self._run.arguments[part] = tuple(place for place in places if place is not None)
         if x is not None and x.requires_grad:

@@ -10,8 +10,8 @@ from zerocli.layout.sizes import format_count
 from zerocli.plan.blocks.lora import Lora
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory.build import plan_model
-from zerocli.plan.memory.of_shape import of_shape
 from zerocli.plan.memory.quick import quick_plan
+from zerocli.plan.memory.replayable_shape import replayable_shape
 from zerocli.plan.models.model import Model
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
@@ -62,7 +62,7 @@ class Formula(Model):
         return plan_model(self.shape, setup)
 
     def quick_plan(self, setup: Setup) -> Plan:
-        return quick_plan(of_shape(self.shape), setup)
+        return quick_plan(replayable_shape(self.shape), setup)
 
     def computed(self, setup: Setup, host: HostTimes) -> Computed:
         return computed(self.shape, setup, host)

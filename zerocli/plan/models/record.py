@@ -20,15 +20,9 @@ from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes, planned_cuts
 from zerocli.engine.units.unit import claim_parameters, find_units
 from zerocli.models.loss import chunks_of
-from zerocli.plan.blocks.program import (
-    ALLOCATE,
-    SAVE,
-    Counts,
-    Event,
-    Part,
-    Program,
-)
+from zerocli.plan.blocks.program import ALLOCATE, SAVE, Event, Part, Program
 from zerocli.plan.blocks.shape import Parameter, Unit
+from zerocli.plan.blocks.work import Work
 from zerocli.plan.models.fake_run import (
     Loss,
     Run,
@@ -42,7 +36,7 @@ from zerocli.plan.models.fake_run import (
 )
 from zerocli.plan.setup import Setup
 
-KEPT = 3
+TRACED_PER_KIND = 3
 """Blocks of each kind that run: the first, the last, and one that stands for all between them."""
 
 
@@ -56,7 +50,7 @@ def record(name: str, model: nn.Module, setup: Setup, loss: Loss | None = None) 
     blocks = blocks_of(model)
     kinds = [kind_of(*block) for block in blocks]
     full = [places.get(block, 0) for block, _ in blocks]  # the rest has what several blocks share
-    if any(number > KEPT for number in Counter(kinds).values()):
+    if any(number > TRACED_PER_KIND for number in Counter(kinds).values()):
         model = shallow(model)
     with _ranks(setup) as mesh, chunks_of(setup.device), values_unknown(), quiet():
         if mesh is not None:
@@ -109,7 +103,7 @@ def shallow(model: nn.Module) -> nn.Module:
         for at, block in enumerate(blocks):
             kind = kind_of(f"{name}.{at}", block)
             seen[kind] += 1
-            if seen[kind] <= KEPT:
+            if seen[kind] <= TRACED_PER_KIND:
                 kept.append(block)
         if len(kept) < len(blocks):
             owner, _, attribute = name.rpartition(".")
@@ -155,7 +149,7 @@ def _assemble(
     if not last:  # no block: the first part has all, and nothing comes after it
         return [*parts, Part()], []
     number = Counter(kinds)
-    if max(number.values()) <= KEPT:  # all of them ran, in whatever order
+    if max(number.values()) <= TRACED_PER_KIND:  # all of them ran, in whatever order
         place = dict(zip(trace.kinds, units, strict=True))
         return parts, [(place[name], 2 * call + 1, 2 * call + 2) for call, name in enumerate(kept.called)]
     traced: defaultdict[Any, list[int]] = defaultdict(list)
@@ -168,9 +162,10 @@ def _assemble(
         seen[kind] += 1
         if not calls:  # it has no part in this loss, as images have none in that of a text
             continue
-        if len(calls) != min(KEPT, number[kind]):
+        if len(calls) != min(TRACED_PER_KIND, number[kind]):
             raise RuntimeError("its blocks are not called once each, in the order in which it has them")
-        call = calls[at] if number[kind] <= KEPT or at == 0 else calls[-1] if at == number[kind] - 1 else calls[1]
+        last = at == number[kind] - 1
+        call = calls[at] if number[kind] <= TRACED_PER_KIND or at == 0 else calls[-1 if last else 1]
         order.append((unit, 2 * call + 1, 2 * call + 2))
     return parts, order
 
@@ -189,11 +184,11 @@ def _part(dropped: Run, kept: Run, number: int) -> Part:
         input=kept.inputs.get(number),
         output=kept.outputs.get(number),
         arguments=kept.arguments.get(number, ()),
-        copied=kept.copied.get(number, 0),
-        shared=frozenset(dropped.shared[number] | kept.shared[number]),
+        copied_nbytes=kept.copied_nbytes.get(number, 0),
+        long_lived=frozenset(dropped.long_lived[number] | kept.long_lived[number]),
         gradient=kept.gradients.get(number),
-        computed=sum((counts for _, _, counts in work), Counts()),
+        computed=sum((counts for _, _, counts in work), Work()),
         computed_back=kept.work_back[number],
-        repeated=sum((counts for _, counts in again), Counts()),
-        cheap=sum((counts for keeps, counts in again if not keeps), Counts()),
+        repeated=sum((counts for _, counts in again), Work()),
+        cheap=sum((counts for keeps, counts in again if not keeps), Work()),
     )

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from offload.placement import Placement
 from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING
-from zerocli.plan.blocks.program import Counts, Program
-from zerocli.plan.memory.build import check, plan_described
+from zerocli.plan.blocks.program import Program
+from zerocli.plan.blocks.work import Work
+from zerocli.plan.memory.build import check, plan_replayable
 from zerocli.plan.memory.quick import quick_plan
-from zerocli.plan.memory.recorded import OfProgram
+from zerocli.plan.memory.replayable_program import ReplayableProgram
 from zerocli.plan.models.model import Model
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
-from zerocli.plan.time.compute import (
-    HOST_COMPILED,
-    HOST_FORWARD,
-    USUAL,
-    Computed,
-    Passes,
-    Work,
-    num_chunks,
-    recomputing,
-)
+from zerocli.plan.time.compute import HOST_COMPILED, HOST_FORWARD, USUAL, Computed, Passes, num_chunks, recomputing
 from zerocli.plan.time.hardware import HostTimes
 
 if TYPE_CHECKING:
@@ -57,32 +49,32 @@ class Traced(Model):
     def __init__(self, describe: Describe, asked: Setup, resizable: bool = False, longest: int = 0) -> None:
         """Describe the model as `asked`; if `resizable`, also with other batches and sequences up to the `longest`."""
         self._describe, self._asked, self.resizable, self._longest = describe, asked, resizable, longest
-        self._described: dict[Any, OfProgram] = {}
-        self.program = self.described(asked).program
+        self._known: dict[Any, ReplayableProgram] = {}
+        self.program = self.replayable(asked).program
 
-    def described(self, setup: Setup) -> OfProgram:
+    def replayable(self, setup: Setup) -> ReplayableProgram:
         """Return the model with a setup's batch."""
         key = _key(setup)
-        if key not in self._described:
+        if key not in self._known:
             same = replace(setup, stage=0, offload=Placement(), recompute=NOTHING, compiled=False)
-            self._described[key] = OfProgram(self._between(same) or self._describe(same))
-        return self._described[key]
+            self._known[key] = ReplayableProgram(self._interpolated(same) or self._describe(same))
+        return self._known[key]
 
-    def _between(self, setup: Setup) -> Program | None:
+    def _interpolated(self, setup: Setup) -> Program | None:
         """Return the program of a batch between two powers of two from theirs, if they allocate alike."""
         below = 1 << (setup.batch.bit_length() - 1)
         if setup.batch in (below, self._asked.batch) or not self.resizable:
             return None
-        one, other = (self.described(replace(setup, batch=each)).program for each in (below, 2 * below))
+        one, other = (self.replayable(replace(setup, batch=each)).program for each in (below, 2 * below))
         return one.resized(other, setup.batch / below - 1)
 
     @property
     def numel(self) -> int:
-        return self.described(self._asked).numel
+        return self.replayable(self._asked).numel
 
     @property
     def trainable_numel(self) -> int:
-        return self.described(self._asked).trainable_numel
+        return self.replayable(self._asked).trainable_numel
 
     @property
     def blocks(self) -> int:
@@ -96,10 +88,10 @@ class Traced(Model):
 
     def plan(self, setup: Setup) -> Plan:
         check(setup)
-        return plan_described(self.described(setup), setup)
+        return plan_replayable(self.replayable(setup), setup)
 
     def quick_plan(self, setup: Setup) -> Plan:
-        return quick_plan(self.described(setup), setup)
+        return quick_plan(self.replayable(setup), setup)
 
     def sequences(self, step: int, most: int) -> tuple[Sequence[int], str]:
         if self._longest:
@@ -113,21 +105,21 @@ class Traced(Model):
     # -- seconds -------------------------------------------------------------------------------------------------------
 
     def computed(self, setup: Setup, host: HostTimes = USUAL) -> Computed:
-        described = self.described(setup)
-        gradients = Work(moved=described.trainable_numel / setup.tp * (2 * setup.width + setup.grad_width))
-        own = {unit for unit, _, _ in described.program.blocks}
+        model = self.replayable(setup)
+        gradients = Work(moved=model.trainable_numel / setup.tp * (2 * setup.width + setup.grad_width))
+        own = {unit for unit, _, _ in model.program.blocks}
         ends = sum(
-            each.numel for at, unit in enumerate(described.program.units) if at not in own for each in unit.parameters
+            each.numel for at, unit in enumerate(model.program.units) if at not in own for each in unit.parameters
         )
         found = self.passes(setup, host), gradients, self.model_flops(setup), ends
-        return Computed(*found, num_chunks(described.units(), setup), max(1, described.layers), hidden=0)
+        return Computed(*found, num_chunks(model.units(), setup), max(1, model.layers), hidden=0)
 
     def passes(self, setup: Setup, host: HostTimes = USUAL) -> Passes:
         """Return the work of a micro-step."""
-        program, pace = self.described(setup).program, host.pace
+        program, launch = self.replayable(setup).program, HOST_OPERATION * host.pace
         units, layers = len(program.units), len(program.blocks)
         recompute = setup.recomputed.of(layers)
-        forward, backward = (_work(each, pace) for each in _once(program))
+        forward, backward = (each.launched(launch) for each in _once(program))
         blocks = [program.parts[part] for _, part, _ in program.blocks]
         whole = _total(part.repeated for part in blocks[: recompute.whole])
         part = _total(part.cheap for part in blocks[recompute.whole : recompute.count])
@@ -136,13 +128,13 @@ class Traced(Model):
             hosted = recomputing(host, setup, recompute.whole, selective)
         else:
             hosted = recomputing(host, setup, WHOLE_UNIT * recompute.whole, SELECTIVE_UNIT * selective)
-            hosted += REPEATED * _work(whole, pace).host
+            hosted += REPEATED * whole.calls * launch
             hosted += LOOKED_AT * forward.host * selective / max(1, layers)
-        again = _work(whole + part, 0.0)  # its launches are counted
+        again = (whole + part).launched(0.0)  # its launches are counted
         forward += Work(host=host.block * UNIT * UNIT_FORWARD * units)
         backward += Work(host=host.block * UNIT * (1 - UNIT_FORWARD) * units)
         trained = sum(each.trainable for unit in program.units for each in unit.parameters)
-        backward += Work(host=PER_PARAMETER * trained * HOST_OPERATION * pace)
+        backward += Work(host=PER_PARAMETER * trained * launch)
         if setup.compiled:
             launched = host.block * HOST_COMPILED * units
             forward = forward.compiled(TRACED_COMPILED, launched * UNIT_FORWARD)
@@ -153,7 +145,7 @@ class Traced(Model):
 
     def model_flops(self, setup: Setup) -> float:
         """Return the operations of a step of all ranks, as MFU counts them: without repetition."""
-        forward, backward = _once(self.described(setup).program)
+        forward, backward = _once(self.replayable(setup).program)
         once = forward.products + backward.products + 3 * forward.attention
         return once * setup.accumulate * setup.dp
 
@@ -199,15 +191,11 @@ def _key(setup: Setup) -> tuple[object, ...]:
     return setup.batch, setup.seq, setup.precision, setup.device, setup.tp, setup.packed
 
 
-def _once(program: Program) -> tuple[Counts, Counts]:
+def _once(program: Program) -> tuple[Work, Work]:
     """Return what forward and backward of a micro-step compute."""
     calls = list(program.calls())
     return _total(part.computed for part in calls), _total(part.computed_back for part in calls)
 
 
-def _total(counts: Any) -> Counts:
-    return sum(counts, Counts())
-
-
-def _work(counts: Counts, pace: float) -> Work:
-    return Work(counts.products, counts.attention, counts.moved, counts.calls * HOST_OPERATION * pace)
+def _total(work: Iterable[Work]) -> Work:
+    return sum(work, Work())

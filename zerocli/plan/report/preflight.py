@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
 from zerocli.plan.rows import Plan
 from zerocli.plan.search import candidates as search
-from zerocli.plan.search.recompute import decide, room_here
+from zerocli.plan.search.recompute import plan_decided, room_here
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.time.hardware import USABLE
 
@@ -88,7 +87,7 @@ def preflight(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, nume
     setup, there = _here(config, gpus, ranks_per_node)
     if config.model.external:
         return Preflight(setup, None, _compare(setup, _states(setup, numel), there))
-    plan = plan_here(Formula(shape_of(config.model, config.train.seq)), setup, _room(config, setup, there))
+    plan = plan_decided(Formula(shape_of(config.model, config.train.seq)), setup, _room(config, setup, there))
     return Preflight(plan.setup, plan, _compare(setup, _certain(plan, config), there))
 
 
@@ -103,24 +102,14 @@ def _here(config: Config, gpus: Sequence[Gpu], ranks_per_node: int) -> tuple[Set
     return setup, _available(config, setup, gpus)
 
 
-def plan_here(model: Model, setup: Setup, room: int) -> Plan:
-    """Return the plan with `activations.policy=auto` decided for `room` bytes per rank."""
-    reason = ""
-    if setup.recompute == AUTO:
-        setup, reason = decide(model, setup, room)
-    return dataclasses.replace(model.plan(setup), activations=reason)
-
-
 def plan_config(config: Config, device: str) -> Plan | None:
     """Return the plan of a training config on one node of such devices; None for a foreign model."""
     if config.model.external:
         return None
     ranks = max(1, config.parallel.ranks)
     setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=ranks)
-    model, reason = Formula(shape_of(config.model, config.train.seq)), ""
-    if setup.recompute == AUTO:
-        setup, reason = decide(model, setup, room_here(device, ranks, config.train.gpu_memory))
-    return dataclasses.replace(model.plan(setup), activations=reason)
+    room = room_here(device, ranks, config.train.gpu_memory) if setup.recompute == AUTO else 0
+    return plan_decided(Formula(shape_of(config.model, config.train.seq)), setup, room)
 
 
 def refuse(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, host: bool = True) -> None:
@@ -210,7 +199,7 @@ def smallest_change(config: Config, setup: Setup, gpus: Sequence[Gpu]) -> str:
     model = Formula(shape_of(config.model, config.train.seq))
     for words, changed in _changes(config, setup, model):
         try:
-            plan = plan_here(model, changed, _room(config, changed, there))
+            plan = plan_decided(model, changed, _room(config, changed, there))
         except UserError:
             continue
         if all(room.fits for room in _compare(changed, _certain(plan, config), there)):

@@ -32,22 +32,22 @@ from zerocli.plan.time.hardware import Hardware
 
 HOST_MARGIN = 0.05
 """Share of host memory and disk space that a choice leaves free."""
-TIE = 5e-4
+SAME_SECONDS = 5e-4
 """Of choices whose estimates differ by less than this share, the one that leaves most device memory free is taken."""
 LEVELS, FINEST = 6, 64
 """Amounts of recomputation are first tried at so many steps, then between the best and its neighbours, down to steps of
 one part in so many."""
-FEW = 12
+ENOUGH_EXACT_PLANS = 12
 """After so many exact plans, the fastest two are enough for a table of the best."""
-CHANGES = 3
+MAX_CHANGES = 3
 """How often a candidate is changed until its exact plan fits."""
-WORTH = 0.02
+MIN_GAIN = 0.02
 """A placement with budgets is shown if it is faster than the others by more than this share."""
-NEAR = 6
+NUM_NEAREST = 6
 """Where nothing fits, so many that exceed the machine least are planned exactly."""
 ORDERS = (("optimizer", "gradients", "parameters"), ("optimizer", "parameters", "gradients"))
 """Kinds of states in the orders in which they leave the device."""
-GRAIN, COARSE, LARGE = 64 << 20, 1 << 30, 100 << 30
+BUDGET_STEP, LARGE_BUDGET_STEP, LARGE_BUDGET = 64 << 20, 1 << 30, 100 << 30
 """Budgets are multiples of the first many bytes, or of the second from the third on."""
 CPU_ESTIMATE = 0.8
 """An update on the CPU is chosen if it is estimated to take less than this: estimates of it are that much too short."""
@@ -119,7 +119,7 @@ def with_budgets(
         found = choose(model, setup, hardware, stages).best
     except UserError:
         return []
-    if found is None or (best is not None and best.cost <= found.cost * (1 + WORTH)):
+    if found is None or (best is not None and best.cost <= found.cost * (1 + MIN_GAIN)):
         return []
     return [found]
 
@@ -151,7 +151,7 @@ class _Search:
         self._exact: dict[Key, Candidate] = {}
         self._plain: dict[Key, Candidate] = {}
         """Plain placements that may fit: each is planned exactly before a slower candidate is chosen."""
-        self._beyond: dict[Key, int] = {}
+        self._underestimates: dict[Key, int] = {}
         """By how much exact plans were above quick ones, by what `_alike` returns."""
         self._orders: dict[Key, list[Recompute]] = {}
         """What may be recomputed, by stage and batch."""
@@ -165,7 +165,7 @@ class _Search:
             raise self._refused[0] if self._refused else UserError("there is nothing to choose from")
         fitting = self._checked(shown)
         if not fitting:
-            for each in sorted(self._found.values(), key=_over)[:NEAR]:
+            for each in sorted(self._found.values(), key=_over)[:NUM_NEAREST]:
                 self._exactly(each.setup)
             fitting = sorted(map(self._finished, (each for each in self._exact.values() if each.fits)), key=_rank)
         nearest = fitting[0] if fitting else min(self._exact.values(), key=_over)
@@ -173,7 +173,9 @@ class _Search:
         return Choice(without_margins, nearest.on(self._hardware), len(self._found))
 
     def _checked(self, shown: int) -> list[Candidate]:
-        """Return the fastest that fit by exact plans, best first, one of each kind; after `FEW` plans, only two."""
+        """Return the fastest that fit by exact plans, best first, one of each kind.
+
+        After `ENOUGH_EXACT_PLANS` only two are looked for."""
         found = {key: each for key, each in self._found.items() if each.fits} | self._plain
         waiting = [(_rank(each), number, 0, each) for number, each in enumerate(found.values())]
         numbers = itertools.count(len(waiting))
@@ -184,7 +186,7 @@ class _Search:
         def wait(candidate: Candidate, changes: int) -> None:
             heapq.heappush(waiting, (_rank(candidate), next(numbers), changes, candidate))
 
-        while waiting and len(fitting) < (shown if len(self._exact) < FEW else min(shown, 2)):
+        while waiting and len(fitting) < (shown if len(self._exact) < ENOUGH_EXACT_PLANS else min(shown, 2)):
             _, _, changes, candidate = heapq.heappop(waiting)
             kind, key = kind_of(candidate.setup), key_of(candidate.setup, candidate.setup.offload)
             if changes < 0:
@@ -199,7 +201,7 @@ class _Search:
                     wait(self._finished(exact), -1)
                     continue
                 changes += 1
-            if changes <= CHANGES:
+            if changes <= MAX_CHANGES:
                 for less in self._lighter(candidate.setup):
                     wait(less, changes)
         return list(fitting.values())
@@ -209,17 +211,17 @@ class _Search:
         key, alike = key_of(setup, setup.offload), _alike(setup)
         if key not in self._exact:
             self._exact[key] = weigh(self._model, setup, self._limits)
-            beyond = needed_by(self._exact[key].plan) - needed_by(self._weigh_quickly(setup).plan)
-            self._beyond[alike] = max(self._beyond.get(alike, 0), beyond)
+            underestimate = needed_by(self._exact[key].plan) - needed_by(self._weigh_quickly(setup).plan)
+            self._underestimates[alike] = max(self._underestimates.get(alike, 0), underestimate)
         return self._exact[key]
 
-    def _excess(self, setup: Setup, beyond: int | None = None) -> int:
-        """Return by how much a setup exceeds the device if its quick plan is too low by `beyond` bytes.
+    def _excess(self, setup: Setup, underestimate: int | None = None) -> int:
+        """Return by how much a setup exceeds the device if its quick plan is too low by `underestimate` bytes.
 
         By default by as much as exact plans of its kind have shown.
         """
-        beyond = self._beyond.get(_alike(setup), 0) if beyond is None else beyond
-        return needed_by(self._weigh_quickly(setup).plan) + beyond - self._limits.gpu_memory
+        underestimate = self._underestimates.get(_alike(setup), 0) if underestimate is None else underestimate
+        return needed_by(self._weigh_quickly(setup).plan) + underestimate - self._limits.gpu_memory
 
     def _lighter(self, setup: Setup) -> Iterator[Candidate]:
         """Yield candidates that need less, as the quick plan of this one is too low.
@@ -227,8 +229,8 @@ class _Search:
         With a budget that is smaller. Without one, with more recomputation, or with a further kind of states off the
         device.
         """
-        beyond = self._beyond.get(_alike(setup), 0)
-        missing = self._excess(setup, beyond)
+        underestimate = self._underestimates.get(_alike(setup), 0)
+        missing = self._excess(setup, underestimate)
         if missing <= 0:
             return
         if self._places and (smaller := with_less(setup, missing)) is not None:
@@ -239,20 +241,20 @@ class _Search:
             low, high = order.index(setup.recomputed), len(order)
             while high - low > 1:
                 middle = (low + high) // 2
-                over = self._excess(replace(setup, recompute=order[middle]), beyond) > 0
+                over = self._excess(replace(setup, recompute=order[middle]), underestimate) > 0
                 low, high = (middle, high) if over else (low, middle)
             if high < len(order):
                 yield self._weigh_quickly(replace(setup, recompute=order[high]))
         if self._places:
-            yield from self._with_more_off(setup, beyond)
+            yield from self._with_more_off(setup, underestimate)
 
-    def _with_more_off(self, setup: Setup, beyond: int) -> Iterator[Candidate]:
+    def _with_more_off(self, setup: Setup, underestimate: int) -> Iterator[Candidate]:
         """Yield candidates with a further kind of states off the device, as much of it as must be."""
         shares, away = setup.offload.shares, (Share(self._off),)
         left = [[kind for kind in order if kind not in shares and getattr(setup.zero, kind)] for order in ORDERS]
         for kind in dict.fromkeys(kinds[0] for kinds in left if kinds):
             whole = replace(setup, offload=Placement({**shares, kind: away}))
-            budget = rounded(-self._excess(whole, beyond))
+            budget = rounded(-self._excess(whole, underestimate))
             kept = (Share(HBM, budget),) if budget > 0 else ()
             placement = self._spilled(whole, Placement({**shares, kind: (*kept, *away)}))
             found = self._weigh(whole, placement)
@@ -368,7 +370,8 @@ class _Search:
                     seconds.append(found.cost)
                     self._best = min(self._best, found.cost)
                     break
-                if found is not None and found.cost > self._best * (1 + TIE):  # what leaves the device takes more time
+                # What leaves the device takes more time.
+                if found is not None and found.cost > self._best * (1 + SAME_SECONDS):
                     break
         return min(seconds)
 
@@ -399,7 +402,7 @@ class _Search:
             if found.fits:
                 yield found.setup.offload
                 return
-            room = budget - max(GRAIN, found.over.get(HBM, 0))
+            room = budget - max(BUDGET_STEP, found.over.get(HBM, 0))
         yield self._spilled(setup, whole)
 
     def _spilled(self, setup: Setup, placement: Placement) -> Placement:
@@ -418,7 +421,7 @@ class _Search:
             found = self._weigh(setup, spilled)
             if found is None or "dram" not in found.over or not middle:
                 return spilled
-            over += max(GRAIN, found.over["dram"])
+            over += max(BUDGET_STEP, found.over["dram"])
         return spilled
 
     def _weigh_quickly(self, setup: Setup) -> Candidate:
@@ -441,7 +444,8 @@ class _Search:
 
 def _rank(candidate: Candidate) -> tuple[int, int, int]:
     """Return the order of candidates: by seconds, and of about equal ones the roomier first."""
-    return round(math.log(max(candidate.cost, 1e-9)) / TIE), candidate.plan.needed(HBM), candidate.plan.needed("dram")
+    plan, seconds = candidate.plan, max(candidate.cost, 1e-9)
+    return round(math.log(seconds) / SAME_SECONDS), plan.needed(HBM), plan.needed("dram")
 
 
 def _over(candidate: Candidate) -> int:
@@ -469,8 +473,8 @@ def key_of(setup: Setup, placement: Placement) -> Key:
 
 def rounded(nbytes: int) -> int:
     """Return the largest budget of at most `nbytes`."""
-    grain = COARSE if nbytes >= LARGE else GRAIN
-    return nbytes // grain * grain
+    step = LARGE_BUDGET_STEP if nbytes >= LARGE_BUDGET else BUDGET_STEP
+    return nbytes // step * step
 
 
 def with_less(setup: Setup, nbytes: int) -> Setup | None:

@@ -14,7 +14,7 @@ from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.model import Model
 from zerocli.plan.rows import TIERS as OWN_TIERS
 from zerocli.plan.rows import Plan
-from zerocli.plan.search.recompute import decide, needed_by
+from zerocli.plan.search.recompute import needed_by, plan_decided
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.hardware import Hardware
 from zerocli.plan.time.seconds import Estimate, estimate
@@ -26,7 +26,7 @@ PLACEMENTS = {
     3: ("", "optimizer=cpu", "cpu", "params=cpu,grads=cpu,optimizer=nvme", "nvme"),
 }
 """The placements to try at each stage, those closest to the device first."""
-QUICK = 0.02
+QUICK_PLAN_ERROR = 0.02
 """Share of a device's memory by which a quick plan without fragmentation may be too high."""
 
 
@@ -80,8 +80,7 @@ class Candidate:
 
 def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
     """Return the candidate of a setup on this machine."""
-    setup, reason = decide(model, setup, hardware.gpu_memory)
-    return judge(model, replace(model.plan(setup), activations=reason), hardware)
+    return judge(model, plan_decided(model, setup, hardware.gpu_memory), hardware)
 
 
 def judge(model: Model, plan: Plan, hardware: Hardware) -> Candidate:
@@ -202,7 +201,7 @@ def may_fit(candidate: Candidate, tiers: Sequence[str] = ()) -> bool:
 
     A quick plan guesses the fragmentation of the device's memory; beside that it is exact to a per cent or two.
     """
-    slack = {HBM: candidate.plan.fragments + QUICK * (candidate.available.get(HBM) or 0)}
+    slack = {HBM: candidate.plan.fragments + QUICK_PLAN_ERROR * (candidate.available.get(HBM) or 0)}
     return all(nbytes <= slack.get(tier, 0) for tier, nbytes in candidate.over.items() if not tiers or tier in tiers)
 
 

@@ -43,6 +43,12 @@ def decide(model: Model, setup: Setup, room: int) -> tuple[Setup, str]:
     return replace(setup, recompute=chosen), reason
 
 
+def plan_decided(model: Model, setup: Setup, room: int) -> Plan:
+    """Return the plan of a setup with what is recomputed in place of `auto`, and the reason."""
+    setup, reason = decide(model, setup, room)
+    return replace(model.plan(setup), activations=reason)
+
+
 def choices(layers: int) -> list[Recompute]:
     """Return what `auto` chooses from, in its order, for a model of so many blocks that are alike."""
     some = [Recompute(0, count) for count in range(layers + 1)]

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from zerocli.layout import constants
 from zerocli.plan.blocks.shape import NORMS, Shape, Unit
+from zerocli.plan.blocks.work import Work
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.hardware import Hardware, HostTimes
 
 # Shares of the data sheet's rates, measured on an H200 with torch 2.11: 1.41B GPT-2, 16 x 1024 tokens, bf16.
 PRODUCTS = 0.73
 """Matrix products of at least a thousand rows and columns."""
-ATTENTION, SHORT = 0.60, 512
+ATTENTION, HALF_RATE_TOKENS = 0.60, 512
 """Causal attention, forward, reaches the first share for long sequences and half of it for so many tokens; its backward
 reaches 0.7 of that."""
 MEMORY = 0.64
@@ -38,46 +39,15 @@ HOST_COMPILED, HOST_AGAIN = 1.25, 0.7
 USUAL = HostTimes()
 
 
-@dataclass(frozen=True)
-class Work:
-    """Operations and bytes of one rank."""
-
-    products: float = 0.0
-    attention: float = 0.0
-    """Operations, weighted: those of backward count as the forward operations that take as long."""
-    moved: float = 0.0
-    """Bytes of kernels that are bound by memory."""
-    host: float = 0.0
-    """Seconds in which the host launches it."""
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.moved + other.moved,
-            self.host + other.host,
-        )
-
-    def times(self, number: float) -> Work:
-        return Work(self.products * number, self.attention * number, self.moved * number, self.host * number)
-
-    def at(self, pace: float) -> Work:
-        """Return the same work for a host that takes so many times as long."""
-        return Work(self.products, self.attention, self.moved, self.host * pace)
-
-    def compiled(self, moved: float, host: float) -> Work:
-        """Return the work of the same operations in compiled blocks, which move a share of the bytes."""
-        return Work(self.products, self.attention, self.moved * moved, host)
-
-    def seconds(self, setup: Setup, hardware: Hardware) -> dict[str, float]:
-        """Return the device's seconds by kind of kernel; the kinds run one after the other."""
-        peak = hardware.tflops * 1e12 * (FP32_PRODUCTS if setup.width == 4 else 1.0)
-        rate = hardware.products * 1e12 if hardware.products and setup.width < 4 else peak * PRODUCTS
-        return {
-            "products": self.products / rate,
-            "attention": self.attention / (peak * ATTENTION * setup.seq / (setup.seq + SHORT)),
-            "memory": self.moved / (hardware.hbm * 1e9 * MEMORY),
-        }
+def device_seconds(work: Work, setup: Setup, hardware: Hardware) -> dict[str, float]:
+    """Return the device's seconds by kind of kernel; the kinds run one after the other."""
+    peak = hardware.tflops * 1e12 * (FP32_PRODUCTS if setup.width == 4 else 1.0)
+    rate = hardware.products * 1e12 if hardware.products and setup.width < 4 else peak * PRODUCTS
+    return {
+        "products": work.products / rate,
+        "attention": work.attention / (peak * ATTENTION * setup.seq / (setup.seq + HALF_RATE_TOKENS)),
+        "memory": work.moved / (hardware.hbm * 1e9 * MEMORY),
+    }
 
 
 @dataclass(frozen=True)
@@ -177,12 +147,12 @@ def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Wor
     again += biases + 2 * (queries + 2 * keys)  # sums over rows; gradients of queries, keys and values joined
     factor = tokens * width * (COMPILED if setup.compiled else 1.0)
     return (
-        Work(products * tokens, attention * tokens, there * factor, host.block * HOST_FORWARD * _hosted(setup)),
+        Work(products * tokens, attention * tokens, there * factor, host=host.block * HOST_FORWARD * _hosted(setup)),
         Work(
             (1 + trained) * products * tokens,
             attention * tokens * BACKWARD_OPS,
             again * factor,
-            host.block * (1 - HOST_FORWARD) * _hosted(setup),
+            host=host.block * (1 - HOST_FORWARD) * _hosted(setup),
         ),
     )
 
@@ -249,5 +219,5 @@ def _ends(shape: Shape, setup: Setup, host: HostTimes) -> tuple[Work, Work]:
     summed = 2 * chunks * vocab * inputs * 4
     moved = 3 * logits + 4 * hidden + 3 * table + summed
     products = 6.0 if shape.trainable_numel == shape.numel else 4.0  # a frozen head has no gradient
-    forward = Work(products * tokens * vocab * inputs, 0.0, moved, 2 * host.block * HOST_FORWARD)
-    return forward, Work(0.0, 0.0, 10 * hidden + 2 * table, 2 * host.block * (1 - HOST_FORWARD))
+    forward = Work(products * tokens * vocab * inputs, moved=moved, host=2 * host.block * HOST_FORWARD)
+    return forward, Work(moved=10 * hidden + 2 * table, host=2 * host.block * (1 - HOST_FORWARD))

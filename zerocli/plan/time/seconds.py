@@ -14,27 +14,27 @@ from dataclasses import dataclass, field
 from offload.placement import HBM
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
-from zerocli.plan.time.compute import UPDATE, Computed
+from zerocli.plan.time.compute import UPDATE, Computed, device_seconds
 from zerocli.plan.time.hardware import Hardware, HostTimes
 
 GB = 1e9
 LINK, DISK = 0.95, 0.9
 """Shares of the rates that copies alone reach which a step's transfers reach (measured on an H200; its disk was slower
 with files of 8 GiB than with the benchmark's of one)."""
-WAITED = 0.4
+CHECKPOINT_WAIT = 0.4
 """Share of an activation checkpoint's way back that backward waits for (measured on an H200)."""
-EXPOSED = 2.5
+EXPOSED_GATHERS = 2.5
 """How often per micro-step compute waits for the gathers of offloaded embedding and head: in forward for both, in
 backward for one of them, as nothing is before them that could hide it (measured on an H200)."""
-SHARPNESS = 3
+OVERLAP_EXPONENT = 3
 """How sharply the longer of host and device decides (`_together`): if both take as long, they take a quarter more, and
 4 % more if one takes half as long (measured on an H200)."""
-AHEAD = 12
+BLOCKS_AHEAD = 12
 """Blocks that the host can be ahead of the device: CUDA holds 1024 calls, and a block with offloading has about 80."""
-STEADY = 1e-12
+LEAD_TOLERANCE = 1e-12
 """Change of the host's lead over a micro-step, in parts of its seconds, below which all others take as long."""
-FOLLOWED = 1024
-"""Micro-steps that are followed at most. The lead is bounded by `AHEAD` blocks and changes ever less, so that those
+MAX_FOLLOWED = 1024
+"""Micro-steps that are followed at most. The lead is bounded by `BLOCKS_AHEAD` and changes ever less, so that those
 after them take as long as the last one to about a thousandth."""
 
 
@@ -106,8 +106,8 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
         here *= 1 - offloaded / states
     every = (first, backward, forward)
     parts = {name: sum(each.parts.get(name, 0.0) * each.times for each in every) for name in first.parts}
-    waits = here + _exposed(plan, work.ends, hardware)
-    ahead = AHEAD * hardware.host.block
+    waits = here + _waited(plan, work.ends, hardware)
+    ahead = BLOCKS_AHEAD * hardware.host.block
     forwarded, seconds = _ends(every, setup.accumulate, waits, ahead)
     parts["update"] = parts.get("update", 0.0) + here
     bound = max(parts, key=lambda name: parts[name])
@@ -136,7 +136,7 @@ def _ends(phases: Sequence[Phase], accumulate: int, waits: float, ahead: float) 
     for number in range(1, accumulate):
         before, lead = device, device - host
         device, host = run(backward, *run(forward, device, host))
-        if number == FOLLOWED or abs(device - host - lead) <= STEADY * (device - before):
+        if number == MAX_FOLLOWED or abs(device - host - lead) <= LEAD_TOLERANCE * (device - before):
             device += (accumulate - 1 - number) * (device - before)
             break
     return forwarded[0], device
@@ -147,10 +147,10 @@ def _together(device: float, host: float) -> float:
 
     Where these are alike, each waits for the other at times: some kernels are shorter than their launch, others longer.
     """
-    return float((device**SHARPNESS + host**SHARPNESS) ** (1 / SHARPNESS))
+    return float((device**OVERLAP_EXPONENT + host**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT))
 
 
-def _exposed(plan: Plan, ends: int, hardware: Hardware) -> float:
+def _waited(plan: Plan, ends: int, hardware: Hardware) -> float:
     """Return the seconds of a step in which compute waits for transfers: of the offloaded ones of `ends` parameters,
     and of activation checkpoints in backward.
     """
@@ -158,7 +158,7 @@ def _exposed(plan: Plan, ends: int, hardware: Hardware) -> float:
     off, held = _parameters_off_device(plan), plan.of("parameters", HBM)
     share = off / (off + held) if off else 0.0
     checkpoints = sum(plan.of("activations", tier) for tier in _off_device(plan)) / setup.local_ranks
-    waited = EXPOSED * share * ends * setup.width / setup.tp + WAITED * checkpoints
+    waited = EXPOSED_GATHERS * share * ends * setup.width / setup.tp + CHECKPOINT_WAIT * checkpoints
     return setup.accumulate * waited / (hardware.pcie * GB * LINK)
 
 
@@ -205,7 +205,7 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     phases = []
     for (times, computed, moves, exchanged, gathers), moved in zip(made, _moved(plan, trained), strict=True):
         parts = {
-            "compute": sum(computed.seconds(setup, hardware).values()),
+            "compute": sum(device_seconds(computed, setup, hardware).values()),
             "host": computed.host + moves,
             "tensor parallel": exchanged,
             "collectives": wire * gathers,
@@ -213,7 +213,7 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
             "nvme": moved.disk_seconds(hardware),
         }
         phases.append(Phase(parts, times=times))
-    head = sum(work.head.seconds(setup, hardware).values())
+    head = sum(device_seconds(work.head, setup, hardware).values())
     phases[0].tail = phases[2].tail = head
     return phases
 

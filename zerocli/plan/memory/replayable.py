@@ -17,7 +17,7 @@ Mark = Callable[[Tensor, str, int], None]
 """Notes the moment in backward when the gradient of a tensor exists, after which a unit (or `NO_UNIT`) is reduced."""
 
 
-class Body(ABC):
+class MicroStep(ABC):
     """The operations of one micro-step on one rank."""
 
     hidden: int
@@ -46,7 +46,7 @@ class Body(ABC):
         """Run what comes after the last block, up to the loss."""
 
 
-class Described(ABC):
+class Replayable(ABC):
     """A model whose steps can be replayed."""
 
     numel: int
@@ -72,10 +72,10 @@ class Described(ABC):
         """Return the place of a block's unit."""
 
     @abstractmethod
-    def body(self, setup: Setup, ledger: Ledger) -> Body:
+    def micro_step(self, setup: Setup, ledger: Ledger) -> MicroStep:
         """Return the operations of a micro-step."""
 
-    def copied(self, blocks: int) -> int:
+    def copied_nbytes(self, blocks: int) -> int:
         """Return the bytes of what the first blocks, if they are recomputed, keep copies of beside their inputs."""
         return 0
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from zerocli.plan.blocks.program import ALLOCATE, ENTER, FIRST, FREE, GRADIENT, LAST, OWN, SAVE, Part, Place, Program
 from zerocli.plan.blocks.shape import Unit
-from zerocli.plan.memory.body import Body, Described, Enter, Mark
 from zerocli.plan.memory.ledger import Ledger, Storage
+from zerocli.plan.memory.replayable import Enter, Mark, MicroStep, Replayable
 from zerocli.plan.memory.tape import BACKWARD, FORWARD, Node, Tape, Tensor
 from zerocli.plan.setup import Setup
 
@@ -19,7 +19,7 @@ Held = dict[int, Storage]
 """Storages by their number in a part."""
 
 
-class OfProgram(Described):
+class ReplayableProgram(Replayable):
     """A model of any kind, by what was traced of it."""
 
     rotary = True
@@ -43,11 +43,11 @@ class OfProgram(Described):
     def unit(self, block: int) -> int:
         return self.program.blocks[block][0]
 
-    def body(self, setup: Setup, ledger: Ledger) -> Body:
-        return _ProgramBody(self.program, ledger)
+    def micro_step(self, setup: Setup, ledger: Ledger) -> MicroStep:
+        return _ProgramMicroStep(self.program, ledger)
 
-    def copied(self, blocks: int) -> int:
-        return sum(self.program.parts[part].copied for _, part, _ in self.program.blocks[:blocks])
+    def copied_nbytes(self, blocks: int) -> int:
+        return sum(self.program.parts[part].copied_nbytes for _, part, _ in self.program.blocks[:blocks])
 
     def tables(self, setup: Setup) -> list[int]:
         return [self.program.buffers] if self.program.buffers else []
@@ -67,7 +67,7 @@ def _repeats(kinds: Sequence[Hashable], period: int) -> bool:
     return all(one == other for one, other in zip(inner, inner[period:], strict=False))
 
 
-class _ProgramBody(Body):
+class _ProgramMicroStep(MicroStep):
     """Replays the parts of a micro-step. A storage is there as long as Python, or a part that saved it, holds it."""
 
     def __init__(self, program: Program, ledger: Ledger) -> None:
@@ -78,7 +78,7 @@ class _ProgramBody(Body):
         """What the backward of each part has made."""
         self._arguments: dict[int, list[Storage | None]] = {}
         """What the checkpoint of each recomputed block holds."""
-        self._shared: list[Storage] = []
+        self._long_lived: list[Storage] = []
         self._num_parts = 0
         self._numbers: dict[int, int] = {}
         """The number of each block's part."""
@@ -125,8 +125,8 @@ class _ProgramBody(Body):
                 break
             if event == ALLOCATE:
                 live[one] = tape.product(two) if flag else tape.new(two)
-                if one in part.shared and not again:
-                    self._shared.append(live[one])
+                if one in part.long_lived and not again:
+                    self._long_lived.append(live[one])
             elif event == SAVE:
                 left -= 1
                 tape.num_saved += not again

@@ -9,14 +9,14 @@ from zerocli.errors import UserError
 from zerocli.layout import constants
 from zerocli.layout.flats import FP32
 from zerocli.plan.blocks.shape import Shape, Unit
-from zerocli.plan.memory.body import NO_UNIT, Body, Described, Enter, Mark
 from zerocli.plan.memory.decoder import Batch, Decoder
 from zerocli.plan.memory.ledger import Ledger, Storage
+from zerocli.plan.memory.replayable import NO_UNIT, Enter, Mark, MicroStep, Replayable
 from zerocli.plan.memory.tape import TIED, Tape, Tensor
 from zerocli.plan.setup import Setup
 
 
-class OfShape(Described):
+class ReplayableShape(Replayable):
     """A decoder: unit 0 is the embedding (and the head, if tied), then come the blocks, then a head of its own."""
 
     def __init__(self, shape: Shape) -> None:
@@ -32,8 +32,8 @@ class OfShape(Described):
     def unit(self, block: int) -> int:
         return block + 1
 
-    def body(self, setup: Setup, ledger: Ledger) -> Body:
-        return _ShapeBody(self.shape, setup, ledger)
+    def micro_step(self, setup: Setup, ledger: Ledger) -> MicroStep:
+        return _ShapeMicroStep(self.shape, setup, ledger)
 
     def tables(self, setup: Setup) -> list[int]:
         """Return the bytes of cosines and sines of rotary positions."""
@@ -60,9 +60,9 @@ class OfShape(Described):
 
 
 @functools.lru_cache(maxsize=64)
-def of_shape(shape: Shape) -> OfShape:
+def replayable_shape(shape: Shape) -> ReplayableShape:
     """Return a shape as steps are replayed with it; equal shapes have the same one."""
-    return OfShape(shape)
+    return ReplayableShape(shape)
 
 
 def _activations(shape: Shape, setup: Setup) -> str:
@@ -85,7 +85,7 @@ def _activations(shape: Shape, setup: Setup) -> str:
     return parts[0]
 
 
-class _ShapeBody(Body):
+class _ShapeMicroStep(MicroStep):
     def __init__(self, shape: Shape, setup: Setup, ledger: Ledger) -> None:
         batch = Batch(setup.batch, setup.seq, setup.width, setup.device == "cuda", setup.tp, setup.packed)
         self._decoder, self._shape, self._setup, self._ledger = Decoder(shape, batch), shape, setup, ledger
