@@ -16,12 +16,15 @@ from hf_configs import CONFIGS
 from hf_drawn import draw
 
 from zerocli.cli import main as cli
+from zerocli.engine.engine import Engine
+from zerocli.engine.settings import Settings
 from zerocli.errors import ConfigError, UserError
 from zerocli.layout.recompute import Recompute
 from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.families import FAMILIES, read_shape
 from zerocli.plan.blocks.fields import NoFormula
 from zerocli.plan.blocks.inputs import read_source
+from zerocli.plan.measure import LiveBytes
 from zerocli.plan.models.resolve import Traces
 from zerocli.plan.setup import Setup
 
@@ -322,3 +325,27 @@ def test_a_trace_in_the_cache_is_as_good_as_a_new_one_and_needs_no_torch(tmp_pat
     kept.write_text("{}")
     found.append(fit(CONFIGS["bert"], tmp_path, capsys, "--seq", "16")[1]["candidates"])
     assert found[0] == found[1] == found[2] and found[0]
+
+
+def test_what_all_blocks_of_a_t5_have_is_planned_once():
+    """The encoder's output and the table of distances, and the one gradient of each: nothing grows with the depth."""
+    from zerocli.plan.models.resolve import loss
+    from zerocli.plan.models.traced import trace
+
+    over = []
+    for layers in (5, 9):
+        values = CONFIGS["t5"] | {"num_layers": layers, "num_decoder_layers": layers}
+        config = hugging.read_config(hugging.ConfigFile(values, {}, "config.json"))
+        given = {"stage": 2, "precision": "fp32", "recompute": True}
+        setup = Setup(ranks=1, ranks_per_node=1, batch=3, seq=48, device="cpu", **given)
+        planned = trace("t5", lambda config=config: hugging.build(config), setup, loss).plan(setup).allocated
+        live = LiveBytes()
+        with live:
+            engine = Engine(hugging.build(config), Settings(**given, clip=1.0, device="cpu"))
+            live.reset_peak()
+            for _ in range(2):
+                engine.backward(hugging.loss_of(engine(**hugging.batch_of(engine.model, 3, 48))))
+                engine.step()
+        engine.close()
+        over.append(planned - live.peak)
+    assert over[0] >= 0 and abs(over[1] - over[0]) <= 8192, over

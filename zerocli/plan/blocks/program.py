@@ -15,7 +15,7 @@ from typing import Any
 from zerocli.plan.blocks.shape import Parameter, Unit
 from zerocli.plan.blocks.work import Work
 
-FORMAT = 3
+FORMAT = 4
 """Changes with what a program consists of, or with how it is traced."""
 ALLOCATE, FREE, SAVE, GRADIENT, ENTER = "allocate", "free", "save", "gradient", "enter"
 Event = tuple[str, int, int, int]
@@ -47,7 +47,8 @@ class Part:
     arguments: tuple[Place, ...] = ()
     """The other tensors of its call, which a recomputed block holds until its backward."""
     copied_nbytes: int = 0
-    """Bytes of those that have a gradient: a recomputed block keeps copies of them, as of its input."""
+    """Bytes of those that have a gradient, which a recomputed block keeps as it does its input; the first that has one.
+    """
     long_lived: frozenset[int] = frozenset()
     """Storages that blocks far behind use too: they stay to the end of the pass."""
     gradient: Place | None = None

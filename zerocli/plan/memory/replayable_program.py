@@ -47,7 +47,15 @@ class ReplayableProgram(Replayable):
         return _ProgramMicroStep(self.program, ledger)
 
     def copied_nbytes(self, blocks: int) -> int:
-        return sum(self.program.parts[part].copied_nbytes for _, part, _ in self.program.blocks[:blocks])
+        parts, called = self.program.parts, [part for _, part, _ in self.program.blocks]
+        total = 0
+        for at, part in enumerate(called[:blocks]):
+            # A part stands for several blocks: what is new to the first of them is so to all if it is to the last one.
+            again = part in called[:at]
+            total += min(
+                parts[part].copied_nbytes, parts[called[-1]].copied_nbytes if again else parts[part].copied_nbytes
+            )
+        return total
 
     def tables(self, setup: Setup) -> list[int]:
         return [self.program.buffers] if self.program.buffers else []

@@ -118,6 +118,8 @@ class Trace(TorchDispatchMode):
         """(part, number) of live storages by identity; None for those that no operation of this run made."""
         self._numbers: Counter[int] = Counter()
         self._saves: Counter[int] = Counter()
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Arguments of blocks that have a gradient, by id."""
         self._in_loss, self.operations, self._noting, self._draws = 0, 0, True, False
         drops = torch.autograd.graph.saved_tensors_hooks(self._saved, _never)
         with self._mode, RUNNING.of(Subscribers(_LossEvents(self))), torch.random.fork_rng(devices=()), self:
@@ -234,11 +236,17 @@ class Trace(TorchDispatchMode):
         self._run.inputs[part] = self._place_of(x, part)
         self._run.outputs[part - 1] = self._place_of(x, part - 1)
         others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each is not x]
-        self._run.copied_nbytes[part] = sum(each.nbytes for each in others if each.requires_grad)
+        self._run.copied_nbytes[part] = sum(each.nbytes for each in others if each.requires_grad and self._is_new(each))
         places = (self._used(each) for each in others)
         self._run.arguments[part] = tuple(place for place in places if place is not None)
         if x is not None and x.requires_grad:
             x.register_hook(self._reached(part - 1, part))
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        """Whether no earlier block was given this tensor."""
+        known = self._given.get(id(tensor))
+        self._given[id(tensor)] = weakref.ref(tensor)
+        return known is None or known() is not tensor
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1

@@ -36,8 +36,8 @@ from zerocli.plan.models.fake_run import (
 )
 from zerocli.plan.setup import Setup
 
-TRACED_PER_KIND = 3
-"""Blocks of each kind that run: the first, the last, and one that stands for all between them."""
+TRACED_PER_KIND = 4
+"""Blocks of each kind that run: the first, the last two, and one that stands for all between them."""
 
 
 def record(name: str, model: nn.Module, setup: Setup, loss: Loss | None = None) -> Program:
@@ -164,8 +164,10 @@ def _assemble(
             continue
         if len(calls) != min(TRACED_PER_KIND, number[kind]):
             raise RuntimeError("its blocks are not called once each, in the order in which it has them")
-        last = at == number[kind] - 1
-        call = calls[at] if number[kind] <= TRACED_PER_KIND or at == 0 else calls[-1 if last else 1]
+        # The one before the last stands apart: a sum of gradients, such as that of a table which all blocks add, begins
+        # in the last block, and those before add to what another has added.
+        left = number[kind] - 1 - at
+        call = calls[at] if number[kind] <= TRACED_PER_KIND or at == 0 else calls[-1 - left if left < 2 else 1]
         order.append((unit, 2 * call + 1, 2 * call + 2))
     return parts, order
 
