@@ -39,7 +39,8 @@ from zerocli.layout.shards import Span
 
 
 @given(st.lists(st.integers(1, 6), max_size=4), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if LONG else 60, deadline=None)
+@pytest.mark.longer
 def test_boxes_tile_a_run_in_memory_order(shape, data):
     shape = tuple(shape)
     numel = math.prod(shape)
@@ -58,7 +59,8 @@ def test_boxes_tile_a_run_in_memory_order(shape, data):
 
 
 @given(st.lists(st.integers(0, 4), max_size=3), st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300 if LONG else 80, deadline=None, derandomize=True)
+@pytest.mark.longer
 def test_boxes_tile_exactly_if_every_element_is_covered_once(shape, data):
     shape = tuple(shape)
     spans = [st.integers(0, n).flatmap(lambda a, n=n: st.integers(a, n).map(lambda b, a=a: (a, b - a))) for n in shape]
@@ -310,7 +312,7 @@ BESIDE = [
     {"stage": 3, "offload": "cpu", "update": "cpu", "precision": "bf16"},
     {"stage": 3, "offload": "cpu", "update": "stream"},
     {"stage": 3, "offload": "nvme"},
-][:: 1 if LONG else 2]
+][:: 1 if LONG else 3]
 
 
 def each_beside(folder: str):

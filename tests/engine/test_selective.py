@@ -57,6 +57,7 @@ def test_selective_recomputation_changes_no_number(stage):
         run_ranks(2, _every_way, {"stage": 3, "precision": "bf16"}, WAYS[1:4])
 
 
+@pytest.mark.long
 def test_selective_recomputation_goes_together_with_states_elsewhere(tmp_path):
     away = {"offload": "params=nvme,grads=cpu,optimizer=cpu", "nvme_path": (str(tmp_path),), "update": "stream"}
     kept, selective, mixed = run_cases(

@@ -30,7 +30,7 @@ from fuzz.server import Ranks
 from fuzz.sharded import Outcome
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 
-NUMBER = int(os.environ.get("ZEROCLI_FUZZ", "300" if "ZEROCLI_TEST_LONG" in os.environ else "40"))
+NUMBER = int(os.environ.get("ZEROCLI_FUZZ", "300" if "ZEROCLI_TEST_LONG" in os.environ else "28"))
 SEED = int(os.environ.get("ZEROCLI_FUZZ_SEED", "0"))
 KEEP_GOING = bool(os.environ.get("ZEROCLI_FUZZ_KEEP_GOING"))
 NO_CHECKS = [

@@ -337,7 +337,10 @@ def _parted(stage: int, offload: str) -> tuple[str, list[float]]:
     return replicated_digest(engine), shown["norms"]
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, ""), pytest.param(3, "", marks=pytest.mark.long), (2, "grads=cpu")])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [(0, ""), pytest.param(3, "", marks=pytest.mark.long), pytest.param(2, "grads=cpu", marks=pytest.mark.long)],
+)
 def test_copies_of_a_parameter_never_drift_apart(stage, offload):
     ranks = run_ranks(4, _parted, stage, offload)
     assert all(rank == ranks[0] for rank in ranks)

@@ -177,6 +177,7 @@ def test_two_hundred_steps_leak_nothing(tmp_path, world, text, room):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_states_are_whole_wherever_they_lie(tmp_path):
     torch.manual_seed(0)
     plain, away = Deep(3), Deep(3)

@@ -129,6 +129,7 @@ def test_a_host_that_takes_as_long_as_the_device_delays_it():
     assert slow.seconds == pytest.approx(10 * device, rel=0.05)
 
 
+@pytest.mark.long
 def test_the_host_is_measured_by_training(monkeypatch):
     for name, few in {"LAYERS": 2, "TURNS": 1, "STEPS": 2, "FAMILIES": ("llama",)}.items():
         monkeypatch.setattr(host_times, name, few)

@@ -206,6 +206,7 @@ def test_a_setup_of_python_is_read_too():
     assert Setup(recompute="recompute:3+selective:2").recomputed.policy == "recompute:3+selective:2"
 
 
+@pytest.mark.long
 def test_a_global_batch_that_the_own_batch_does_not_divide_is_trained(tmp_path, capsys):
     """12 sequences on 2 ranks with a config's batch of 8: 6, 3 or 1 at a time are chosen, and 8 never."""
     common = ("train.global_batch=12", "train.steps=2", "checkpoint.every=0")

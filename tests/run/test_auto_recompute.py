@@ -39,7 +39,8 @@ def room_for(recompute: Recompute, *sets: str, world: int = 2, device: str = "cp
     return int(needed / (1 - MARGIN)) + 1
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.long
 def test_auto_changes_no_loss_and_says_what_it_chose(tmp_path, stage):
     """Neither does a resume that finds another device: it chooses anew."""
     sets = (f"zero.stage={stage}", "activations.policy=keep")

@@ -352,6 +352,7 @@ def closed(*fds: int):
     return lambda: [os.close(fd) for fd in fds]
 
 
+@pytest.mark.long
 def test_a_run_without_standard_streams_ends_as_it_should(tmp_path):
     """Closed streams would lend their numbers to the next files opened, and those get what was meant for people."""
     run = tmp_path / "run"

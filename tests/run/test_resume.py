@@ -63,7 +63,9 @@ def whole(tmp_path_factory) -> dict[int, float]:
     return losses(folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)], ids=["SIGTERM", "SIGUSR1"]
+)
 def test_a_signal_to_one_rank_saves_on_all_and_says_75(tmp_path, whole, number):
     stopped = train(tmp_path / "run", "checkpoint.every=100", death=Death((1,), 20, "", number))
     assert stopped.codes == [75, 75], stopped.said

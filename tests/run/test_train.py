@@ -180,9 +180,8 @@ def children(pid: int) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM], ids=["ctrl-c", "sigterm"]
-)
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.long
 def test_an_interrupt_ends_every_rank(tmp_path, how):
     command = [sys.executable, "-m", "zerocli", "train", *SMALL, "--steps", "100000", "--run-dir", "run"]
     command += ["--save-every", "never"]

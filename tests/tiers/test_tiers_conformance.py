@@ -75,6 +75,7 @@ def _pread(fd: int, nbytes: int, start: int) -> bytes:
 
 
 @pytest.mark.long
+@pytest.mark.long
 class TestNvmeTwoDirectories(TestNvme):
     num_directories = 2
 
@@ -97,6 +98,7 @@ class TestNvmeBuffered(TestNvme):
     options = {"direct": False}
 
 
+@pytest.mark.long
 @pytest.mark.long
 class TestNvmeBufferedUnverified(TestNvmeUnverified):
     options = {"direct": False, "verify": False}
