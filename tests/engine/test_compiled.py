@@ -139,7 +139,9 @@ def test_blocks_that_differ_in_a_number_are_all_compiled_beyond_the_limit_of_one
     assert engine.hooks.blocks.notes[0].startswith(f"compiled {number} blocks in ")
 
 
-@pytest.mark.parametrize("recompute", [*MAYBE_RECOMPUTED, "selective"])
+@pytest.mark.parametrize(
+    "recompute", [*(pytest.param(way, marks=pytest.mark.long) for way in (False, True)), "selective"]
+)
 def test_a_block_that_breaks_the_graph_is_compiled_in_parts(recompute):
     """One that is recomputed selectively runs eagerly."""
     _, expected = _numbered(2, broken=True, recompute=recompute)
@@ -207,6 +209,7 @@ def test_recomputed_graphs_save_only_the_blocks_inputs_and_recompute_no_more_tha
     assert matmuls["compiled"] == LAYERS * (4 * 2 + 3) <= matmuls["eager"]
 
 
+@pytest.mark.long
 def test_selective_graphs_save_products_and_run_none_of_them_again():
     saved, matmuls = {}, {}
     for recompute in (True, "selective", False):
@@ -245,6 +248,7 @@ def test_checkpoints_of_compiled_blocks_go_to_their_tier_and_change_no_number(se
     run_ranks(2, _offloaded, settings, seconds=300)
 
 
+@pytest.mark.long
 def test_dropout_of_compiled_blocks_is_the_same_when_recomputed():
     runs = [_graphs_and_losses(stage=2, recompute=recompute, **COMPILED)[1] for recompute in (True, False)]
     assert runs[0] == runs[1]

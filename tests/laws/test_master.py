@@ -150,6 +150,7 @@ def _resumed(saved: str, loaded: str, stage: int) -> tuple[list[float], list[flo
     return steps(model, engine, 3), expected
 
 
+@pytest.mark.long
 def test_states_are_read_both_ways():
     cases = [(*way, stage) for way in (("split", "fp32"), ("fp32", "split")) for stage in (0, 3)]
     for case, ranks in zip(cases, run_cases(2, _resumed, cases), strict=True):

@@ -151,6 +151,7 @@ def test_the_newest_whole_one_is_taken_and_what_was_passed_over_is_said(tmp_path
     assert {found.step for found in Folder(run / "checkpoints").newest_first()} == {6, 4}
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_another_batch_in_its_data_and_says_so(tmp_path):
     """At a rate of almost nothing a step's loss is that of its samples, whichever step they are in."""
     still = ("optimizer.lr=1e-30", "optimizer.weight_decay=0", "optimizer.schedule=constant")
