@@ -123,6 +123,7 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("fit llama3-8b --gpu-memory 80 GB", 2, ("zerocli fit --gpu-memory 80GB",)),
     ("fit -7B", 2, ("zerocli fit 7B",)),
     ("generate hollow hi there", 2, ('"hi there"',)),
+    ("generate hollow ''", 2, ("PROMPT is empty",)),
     ("train tiny lr=3e-4", 2, ("--set optimizer.lr=3e-4",)),
     ("train tiny optimizer.lr=3e-4", 2, ("--set optimizer.lr=3e-4",)),
     ("train lr=3e-4", 2, ("--set",)),

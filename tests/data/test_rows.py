@@ -149,6 +149,7 @@ def test_rows_of_sharegpt_alpaca_arrays_and_tables_are_those_of_jsonl(tmp_path):
         ("x.csv", 'text\na\n"b', ":3: is not a row of a table: unexpected end of data"),
         ("x.csv", "question,answer\na,1\n", ":2: has neither text"),
         ("x.jsonl", '{"chosen": "a", "rejected": "b", "prompt": "c"}', ":1: has chosen and rejected"),
+        ("x.jsonl", '{"prompt": "a", "completion": "b", "label": false}', ":1: has a label beside its completion"),
         ("x.jsonl", '{"messages": [{"role": "user", "content": "a"}], "tools": "["}', ":1: tools is not JSON"),
     ],
 )

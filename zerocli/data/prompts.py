@@ -31,7 +31,9 @@ def read_prompts(prompt: str | None, path: str | None) -> list[Prompt]:
         fact = "PROMPT is missing" if path is None else "PROMPT and --prompts: one of them"
         raise UserError(fact, hint='zerocli generate RUN "a text to continue", or --prompts FILE')
     if path is None:
-        return [Prompt("the prompt", prompt or "")]
+        if not prompt:
+            raise UserError("PROMPT is empty", hint='zerocli generate RUN "a text to continue"')
+        return [Prompt("the prompt", prompt)]
     if not os.path.isfile(path):
         raise UserError(f"{path}: no such file", hint="--prompts with a file of one prompt per line")
     try:

@@ -72,6 +72,11 @@ def make_row(place: str, value: Any, nbytes: int, columns: Mapping[str, str] | N
             f"{place}: has chosen and rejected: preference pairs are not trained on (there is no DPO yet)",
             hint=f"--set data.columns={taken} trains on the chosen answers alone",
         )
+    if isinstance(value.get("label"), bool) and "prompt" in value and "completion" in value:
+        raise UserError(
+            f"{place}: has a label beside its completion: rated answers are not trained on (there is no KTO yet)",
+            hint="--set data.columns=prompt:prompt,completion:completion trains on all of them, whatever their label",
+        )
     kind = next((kind for kind, keys in KINDS.items() if all(key in value for key in keys)), "")
     if not kind:
         refuse_keys(place, list(value), "keys")
