@@ -47,15 +47,11 @@ class ReplayableProgram(Replayable):
         return _ProgramMicroStep(self.program, ledger)
 
     def copied_nbytes(self, blocks: int) -> int:
-        parts, called = self.program.parts, [part for _, part, _ in self.program.blocks]
-        total = 0
-        for at, part in enumerate(called[:blocks]):
-            # A part stands for several blocks: what is new to the first of them is so to all if it is to the last one.
-            again = part in called[:at]
-            total += min(
-                parts[part].copied_nbytes, parts[called[-1]].copied_nbytes if again else parts[part].copied_nbytes
-            )
-        return total
+        called = [part for _, part, _ in self.program.blocks]
+        own = [self.program.parts[part].copied_nbytes for part in called]
+        # A part stands for several blocks. What is new to the first of them is shared, unless the last has some too.
+        again = [called.index(part) < at for at, part in enumerate(called[:blocks])]
+        return sum(min(nbytes, own[-1]) if is_again else nbytes for nbytes, is_again in zip(own, again, strict=False))
 
     def tables(self, setup: Setup) -> list[int]:
         return [self.program.buffers] if self.program.buffers else []
@@ -70,8 +66,8 @@ class ReplayableProgram(Replayable):
 
 
 def _repeats(kinds: Sequence[Hashable], period: int) -> bool:
-    """Whether all kinds but those of the first and last blocks are those `period` blocks before them."""
-    inner = kinds[1:-1]
+    """Whether all kinds but those of the first block and the last two are those `period` blocks before them."""
+    inner = kinds[1:-2]
     return all(one == other for one, other in zip(inner, inner[period:], strict=False))
 
 
