@@ -23,6 +23,7 @@ from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.blocks.program import Program
 from zerocli.plan.measure import LiveBytes
 from zerocli.plan.memory.build import plan_model
+from zerocli.plan.memory.replayable_program import ReplayableProgram
 from zerocli.plan.models.record import record
 from zerocli.plan.models.traced import trace
 from zerocli.plan.setup import Setup
@@ -66,6 +67,7 @@ def test_a_program_is_read_as_it_was_written():
     program = record("some", made, Setup(batch=2, seq=32, precision="fp32"))
     assert len(program.parts) == 9 and len(program.blocks) == 9  # four blocks stand for all
     assert Program.of(json.loads(json.dumps(program.as_dict()))) == program
+    assert ReplayableProgram(program).period == 1  # equal blocks are replayed once
 
 
 def test_a_batch_between_two_powers_of_two_is_planned_from_theirs():
