@@ -114,7 +114,7 @@ def test_text_is_on_stdout_and_all_else_on_stderr(tmp_path):
 
 @pytest.mark.long
 def test_one_process_is_enough_and_json_is_one_document(trained):
-    words = ["generate", "out", PROMPT, "--max-tokens", "5", "--json"]
+    words = ["generate", "out", PROMPT, "--max-tokens", "5", "--json", "--set", "data.tokenizer=bytes"]
     done = run(trained, *words)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
