@@ -43,6 +43,7 @@ KEYS = {
     "precision": "train.precision",
     "data": "data.path",
     "seed": "train.seed",
+    "lora": "lora.rank",
 }
 
 
@@ -59,6 +60,7 @@ KEYS = {
 )
 @click.option("--seq", type=int, metavar="N", help="Tokens per sequence; by default the config's, at most 128.")
 @click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto.")
+@click.option("--lora", metavar="RANK[:LAYERS]", help="Train adapters of this rank alone.")
 @click.option("--data", metavar="PATH", help="Text file or folder, .jsonl, .parquet, or tokens in .bin or .npy.")
 @click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated.")
