@@ -239,14 +239,14 @@ def _choose(
 def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, dict[str, int]]:
     """Return the model's parameters, and the bytes that the unsharded run and the comparison need on each tier."""
     from zerocli.plan.blocks.factory import count_external
-    from zerocli.plan.blocks.inputs import shape_of
+    from zerocli.plan.blocks.inputs import run_shape
     from zerocli.plan.report.preflight import plan_config
 
     if config.model.external:
         numel = count_external(config.model, config.train.seq)
         whole = 16 * numel  # parameters, gradients and Adam's two moments; activations are not known
     else:
-        numel = shape_of(config.model, config.train.seq).numel
+        numel = run_shape(config).numel
         alone = dataclasses.replace(
             config,
             parallel=dataclasses.replace(config.parallel, ranks=1, tp=1),
