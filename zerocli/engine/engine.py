@@ -506,7 +506,7 @@ class Engine:
         with self.events.phase(EXCHANGE):
             return self.tensor_parallel.gather_control(self.collectives.gather_control(tensor)).flatten(0, 1)
 
-    # -- whole parameters and gradients: see states/whole.py --------------------------------------------------------------
+    # -- whole parameters and gradients: see states/whole.py -------------------------------------------------------
 
     @contextlib.contextmanager
     def gathered(self, *what: str | nn.Parameter | nn.Module, write: bool = False) -> Iterator[None]:
@@ -536,7 +536,7 @@ class Engine:
         self.meet("engine.grad", name, self.passes.count)
         return whole.gradient(self, name)
 
-    # -- whole states, under the model's own names: see states/states.py --------------------------------------------------
+    # -- whole states, under the model's own names: see states/states.py -------------------------------------------
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
