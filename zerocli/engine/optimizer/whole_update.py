@@ -13,7 +13,7 @@ from zerocli.engine.optimizer.optim import StepValues
 from zerocli.engine.optimizer.rules import MuonWithAdamW
 from zerocli.engine.optimizer.torchrule import WholeOptimizer
 from zerocli.engine.optimizer.whole_rule import PersistentOptimizer, Row
-from zerocli.engine.states.states import load_whole, read_held, write_held
+from zerocli.engine.states.held import load_whole, read_held, write_held
 from zerocli.engine.units.unit import MASTER, REPLICATED, Flat
 
 
