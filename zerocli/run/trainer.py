@@ -398,11 +398,15 @@ def compare(run: Run, start: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def count_parameters(config: Config) -> tuple[int, int]:
-    """Return (the model's parameters, those of one rank under tensor parallelism), without building every block."""
+def count_parameters(config: Config) -> tuple[int, int, int]:
+    """Return (the model's parameters, those of one rank under tensor parallelism, those that are trained).
 
-    def count(model: nn.Module) -> tuple[int, int]:
-        return sum(p.numel() for p in model.parameters()), local_numel(model, config.parallel.tp)
+    Does not build every block.
+    """
+
+    def count(model: nn.Module) -> tuple[int, int, int]:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return sum(p.numel() for p in model.parameters()), local_numel(model, config.parallel.tp), trained
 
     layers = config.model.layers
     if config.model.external or layers < 3:
@@ -411,8 +415,8 @@ def count_parameters(config: Config) -> tuple[int, int]:
         count(make_model(dataclasses.replace(config, model=dataclasses.replace(config.model, layers=num))))
         for num in (1, 2)
     ]
-    numel, local = (one + (layers - 1) * (two - one) for one, two in zip(*counts, strict=True))
-    return numel, local
+    numel, local, trained = (one + (layers - 1) * (two - one) for one, two in zip(*counts, strict=True))
+    return numel, local, trained
 
 
 def dry_run(config: Config, options: RunOptions) -> int:
@@ -430,8 +434,8 @@ def dry_run(config: Config, options: RunOptions) -> int:
     for line in (*notes_of(options.source), *chosen.lines):
         say(line)
     try:
-        numel, local = count_parameters(config)
-        held = report.planned_memory(config, numel, local)
+        numel, local, trained = count_parameters(config)
+        held = report.planned_memory(config, numel, local, trained)
     except ValueError as error:
         raise UserError(str(error)) from error
     if config.model.external and config.activations.policy == AUTO:

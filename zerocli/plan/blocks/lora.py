@@ -15,7 +15,8 @@ from zerocli.config import LoraConfig
 from zerocli.config.lora import matches
 from zerocli.errors import UserError
 
-_QKV, _GATE_UP = {"qkv": ("q", "k", "v")}, {"gate_up": ("gate", "up")}
+_QKV: dict[str, tuple[str, ...]] = {"qkv": ("q", "k", "v")}
+_GATE_UP: dict[str, tuple[str, ...]] = {"gate_up": ("gate", "up")}
 FUSED_PROJECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("bloom", "codegen", "falcon", "gpt2", "gpt_neox"), _QKV),
     **dict.fromkeys(("glm", "glm4"), _GATE_UP),
