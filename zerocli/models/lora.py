@@ -145,9 +145,10 @@ def adapt(model: nn.Module, asked: LoraConfig, theirs: Theirs | None = None) -> 
         raise UserError("the model has adapters already")
     _refuse_expressions(asked)
     layers = dict(linear_layers(model))
-    chosen = {path: _chosen(path, layer, asked, theirs) for path, layer in layers.items()}
-    if not any(chosen.values()):
-        raise _no_target(asked.targets, layers, theirs)
+    chosen = {path: _chosen(path, layer, asked.targets, theirs) for path, layer in layers.items()}
+    missing = [each for each in asked.targets if not _finds(each, layers, theirs)]
+    if not any(chosen.values()) or (missing and not asked.start):  # peft's folders name layers of many families
+        raise _no_target(missing, layers, theirs)
     kept = trained_whole(model, asked.save_modules, theirs)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in kept)
@@ -209,14 +210,18 @@ def widths_of(layer: Any) -> dict[str, int]:
     return dict(getattr(layer, "parts", None) or {WHOLE: matrix_of(layer).shape[0]})
 
 
-def _chosen(path: str, layer: nn.Module, asked: LoraConfig, theirs: Theirs) -> list[str]:
+def _finds(target: str, layers: Mapping[str, nn.Module], theirs: Theirs) -> bool:
+    return any(_chosen(path, layer, (target,), theirs) for path, layer in layers.items())
+
+
+def _chosen(path: str, layer: nn.Module, targets: tuple[str, ...], theirs: Theirs) -> list[str]:
     """Return the parts of a layer that are targets."""
     widths = widths_of(layer)
     names = theirs.get(path) or (path,) * len(widths)
     found = []
     for part, name in zip(widths, names, strict=True):
         own = path if part == WHOLE else f"{path.rpartition('.')[0]}.{part}"
-        if matches(asked.targets, name, own, path):
+        if matches(targets, name, own, path):
             found.append(part)
     return found
 
