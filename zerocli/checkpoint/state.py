@@ -30,6 +30,7 @@ from zerocli.engine.units.master import narrow
 from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.errors import Refused
 from zerocli.layout.shards import Span
+from zerocli.models.lora import tied_names
 from zerocli.ranks.encoding import decode, encode
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
     }
     if engine.settings.base is not None:
         values["base"] = engine.settings.base.fingerprint
+        values["tied"] = tied_names(engine.model)
     return parts, values
 
 
