@@ -52,6 +52,7 @@ def base_of(config: Config, model: nn.Module) -> Base | None:
         return None
     kept = trained_whole(model, config.lora.save_modules, names_there(config.model))
     own = adapter_names(model) | kept
+    _refuse_missing(config.train.init_from, "--set train.init_from=FOLDER, where it is now")
     return Base(fingerprint(config.train.init_from), lambda name: name not in own)
 
 
@@ -79,16 +80,17 @@ def refuse_other_base(config: Config, manifest: Manifest) -> None:
     said, path = manifest.values.get("base"), config.train.init_from
     if said is None:
         return
-    if not os.path.exists(path):
-        raise UserError(
-            f"{path}: the base of the adapters is not there any more",
-            hint="--set train.init_from=FOLDER, where it is now",
-        )
+    _refuse_missing(path, "--base FOLDER, where it is now")
     if fingerprint(path) != said:
         raise UserError(
             f"{path}: holds other weights than those that the adapters were trained on",
-            hint="--set train.init_from=FOLDER of the model that the run began from",
+            hint="--base FOLDER of the model that the run began from",
         )
+
+
+def _refuse_missing(path: str, hint: str) -> None:
+    if not os.path.exists(path):
+        raise UserError(f"{path}: the base of the adapters is not there", hint=hint)
 
 
 # -- peft's folder -------------------------------------------------------------------------------------------------
