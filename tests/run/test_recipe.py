@@ -125,7 +125,7 @@ REFUSED = {
     "train --load-in-4bit": ("--load-in-4bit", "--auto"),
     "train --set optimizer.learning_rate=1": ("learning_rate", "--set optimizer.lr=1"),
     "train --save-every sometimes": ("never", "zerocli train --help"),
-    "train adapter --data data.jsonl": ("holds an adapter", "merge_and_unload"),
+    "train adapter --data data.jsonl": ("holds an adapter", "zerocli train BASE --lora adapter --data FILE"),
     "train weights.gguf": ("GGUF", "hf download"),
     "train axolotl.yml": ("config of axolotl", "zerocli train ./Llama --data FILE --lr 0.0002"),
     "fit ./nowhere": ("no such file or folder", "configs ls"),

@@ -127,9 +127,9 @@ def _lora_checks(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
     if config.parallel.tp > 1:
         yield ("parallel.tp", "lora.rank"), f"tp {config.parallel.tp}: adapters are not split over ranks", "tp 1"
     if config.optimizer.name.lower() == "muon":
-        yield ("optimizer.name", "lora.rank"), "muon is for whole matrices, not for adapters of low rank", "adamw"
+        yield ("optimizer.name",), "muon is for whole matrices, not for adapters of low rank", "adamw"
     if config.train.freeze:
-        yield ("train.freeze", "lora.rank"), "freeze: beside adapters all else is frozen anyway", ""
+        yield ("train.freeze",), "freeze: beside adapters all else is frozen anyway", "one of the two"
 
 
 def _loop_checks(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
