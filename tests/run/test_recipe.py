@@ -170,6 +170,7 @@ def test_a_dry_run_and_fit_have_the_shape_of_train(folder, tmp_path, capsys):
     ("name", "words"),
     [
         ("finetune-7b", "--ranks 1 --gpu-memory 80GB --host-memory 128GB --stage 2 --offload optimizer=cpu"),
+        ("lora-8b", "--hardware rtx4090 --ranks 1 --stage 2 --offload none"),
         ("pretrain-1b", "--hardware a100-80 --ranks 8 --stage 1 --offload none"),
     ],
 )
