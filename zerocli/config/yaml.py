@@ -81,6 +81,8 @@ def _not_installed(path: str, text: str) -> ConfigError:
 
 # Key of axolotl, LLaMA-Factory or a Trainer -> the flag that says the same.
 _FLAGS = {
+    "lora_r": "--lora",
+    "lora_rank": "--lora",
     "learning_rate": "--lr",
     "num_epochs": "--epochs",
     "num_train_epochs": "--epochs",
