@@ -27,6 +27,7 @@ from zerocli.plan.memory import tape
 from zerocli.plan.memory.build import plan_model
 from zerocli.plan.memory.decoder import Batch, Decoder
 from zerocli.plan.memory.ledger import Ledger, Storage
+from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.traced import trace
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
@@ -299,3 +300,33 @@ def test_fit_adapts_what_it_traces(tmp_path, monkeypatch, capsys):
         for each in (plain, few)
     ]
     assert 0 < states[1] < states[0] / 20
+
+
+def test_frozen_parameters_of_a_count_have_no_states():
+    setup = Setup(stage=2, ranks=2, ranks_per_node=2, precision="bf16")
+    rows = {row.category: row.nbytes for row in Counted(1000, 900).plan(setup).rows if row.tier == "hbm"}
+    assert rows == {"parameters": 2 * 1000, "gradients": 2 * 100 // 2, "optimizer_states": 12 * 100 // 2}
+
+
+def test_experts_with_adapters_are_traced(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    values = {"model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    values |= {"num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 100, "num_local_experts": 2}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    asked_for = (
+        "--batch",
+        "2",
+        "--seq",
+        "8",
+        "--ranks",
+        "1",
+        "--stage",
+        "0",
+        "--hardware",
+        "h100",
+        "--lora",
+        "4:q_proj",
+    )
+    code, found = ask(capsys, str(tmp_path / "config.json"), *asked_for)
+    assert code == 0 and found["model"]["trainable_parameters"] == 2 * 4 * (32 + 32)

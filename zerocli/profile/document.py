@@ -128,7 +128,7 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
         changes["update"] = "cpu" if facts["update_on_cpu"] else "stream"
     try:
         shape = config_shape(config)
-        model = Counted(facts["parameters"]) if shape is None else Formula(shape)
+        model = Counted(facts["parameters"], facts.get("frozen", 0)) if shape is None else Formula(shape)
         plan = model.plan(setup_of(config, **changes))
     except UserError as error:
         return None, f"nothing is predicted: {error}"

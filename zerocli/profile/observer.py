@@ -126,6 +126,7 @@ def facts(engine: Engine) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(engine.device) if cuda else None,
         "precision": engine.precision.name,
         "parameters": engine.numel,
+        "frozen": sum(flat.layout.numel for flat in engine.flats() if not flat.trainable),
         "ranks": engine.collectives.world * engine.tensor_parallel.world,
         "ranks_per_node": engine.local_world,
         "tp": engine.tensor_parallel.world,

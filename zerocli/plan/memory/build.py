@@ -117,17 +117,21 @@ def plan_peaks(model: Replayable, setup: Setup, flats: Flats, peaks: Peaks) -> P
     )
 
 
-def plan_count(numel: int, setup: Setup) -> Plan:
-    """Return the model states of a bare parameter count, as the paper counts them; the rest needs a shape."""
+def plan_count(numel: int, setup: Setup, frozen: int = 0) -> Plan:
+    """Return the model states of a bare parameter count, as the paper counts them; the rest needs a shape.
+
+    `frozen` of the parameters are not trained: they have no gradients and no optimizer states.
+    """
     check(setup)
     each = -(-numel // setup.tp)
     state_width = FP32 * (setup.num_states + (setup.width < FP32))  # the paper's: its master is whole
-    held = model_states(each, setup.stage, setup.dp, setup.width, setup.grad_width, state_width)
+    trained = -(-(numel - frozen) // setup.tp)
+    held = model_states(each, setup.stage, setup.dp, setup.width, setup.grad_width, state_width, trained)
     placement = setup.placement()
     rows = []
     for kind, category in WORDS.items():
         left, split = held[category], getattr(setup.zero, kind)
-        formula = _states_formula(category, each, setup, split, state_width)
+        formula = _states_formula(category, each if category == "parameters" else trained, setup, split, state_width)
         for share in placement.of(kind):
             part = left if share.budget is None else min(left, share.budget)
             left -= part
@@ -140,7 +144,7 @@ def plan_count(numel: int, setup: Setup) -> Plan:
                 hint="a tier without a budget at the end",
                 exit_code=DOES_NOT_FIT,
             )
-    kept = saves.saved(numel, setup, Flats())
+    kept = saves.saved(numel, setup, Flats(), frozen)
     return Plan(setup, numel, (*rows, *_on_nvme(kept)), {}, "", whole=False, saved=kept)
 
 

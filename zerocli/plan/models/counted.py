@@ -12,9 +12,10 @@ from zerocli.plan.setup import Setup
 
 @dataclass(frozen=True)
 class Counted(Model):
-    """So many parameters, all of them trained."""
+    """So many parameters, all of them trained but for the frozen ones."""
 
     count: int
+    frozen: int = 0
     whole = False
 
     @property
@@ -22,8 +23,12 @@ class Counted(Model):
         return self.count
 
     @property
+    def trainable_numel(self) -> int:
+        return self.count - self.frozen
+
+    @property
     def summary(self) -> str:
         return f"{self.count:,} parameters; model states alone"
 
     def plan(self, setup: Setup) -> Plan:
-        return plan_count(self.count, setup)
+        return plan_count(self.count, setup, self.frozen)

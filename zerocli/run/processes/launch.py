@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerocli import machine
-from zerocli.config import Config
+from zerocli.config import Config, hub
 from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.errors import DOES_NOT_FIT, INTERRUPTED, USAGE, UserError
@@ -52,7 +52,7 @@ def launch(
     if isinstance(config, Config):
         refuse_missing(config.train.log_to)
         preflight.refuse_disks(config, options.auto)
-        config = automatic.choose_here(with_ranks(config, num_ranks), options).config
+        config = automatic.choose_here(with_ranks(_with_own_files(config, options.run_dir), num_ranks), options).config
         preflight.refuse(config, gpus)
         from zerocli.data.preview import refuse_data  # imports numpy, which --help does not need
 
@@ -69,6 +69,15 @@ def launch(
         if code in (USAGE, DOES_NOT_FIT, INTERRUPTED):  # other failures are explained by the logs
             folder.discard()
     return code
+
+
+def _with_own_files(config: Config, run_dir: str) -> Config:
+    """Return a config whose model's folder is gone with the run's own copy of its small files."""
+    if not config.model.folder or os.path.isfile(hub.config_path(config.model.folder)):
+        return config
+    from zerocli.checkpoint.source_files import with_kept  # imports torch
+
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, folder=with_kept(config, run_dir)))
 
 
 def fits(config: Config, gpus: Sequence[machine.Gpu]) -> bool:
