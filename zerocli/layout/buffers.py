@@ -72,6 +72,8 @@ def states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:
 
 def parameters(flat: FlatSpec, sizing: Sizing) -> Spec:
     """Return a flat's parameters: the whole flat if it is resident, else the slice that this rank owns."""
+    if flat.codec:
+        return Spec("parameters", f"{flat.unit} parameters", flat.own_nbytes, 1, flat.tiers["parameters"])
     numel = flat.total if flat.resident(sizing) else flat.own.numel
     return Spec("parameters", f"{flat.unit} parameters", numel, flat.width, flat.tiers["parameters"])
 
@@ -109,9 +111,9 @@ def gradient_arenas(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]
 # -- gathering and reducing --------------------------------------------------------------------------------------------
 
 
-def gather_limits(flats: Sequence[FlatSpec], sizing: Sizing) -> dict[tuple[int, int], int]:
-    """Return the maximum number of gather buffers, by (elements, bytes per element)."""
-    sharers = Counter((flat.total, flat.width) for flat in flats if not flat.resident(sizing))
+def gather_limits(flats: Sequence[FlatSpec], sizing: Sizing) -> dict[tuple[int, int, int], int]:
+    """Return the maximum number of gather buffers, by `FlatSpec.gather_size`."""
+    sharers = Counter(flat.gather_size for flat in flats if not flat.resident(sizing))
     return {size: min(sizing.gather_buffers, count) for size, count in sharers.items()}
 
 
@@ -119,20 +121,29 @@ def gather_buffers(units: Sequence[Sequence[FlatSpec]], sizing: Sizing) -> Itera
     """Yield the gather buffers of units that are used in this order: for each flat size, as many as are in use at once.
 
     Those are of the unit that computes and the ones prefetched after it. In backward the unit before may still be
-    there. An embedding and a head of equal size are far apart, and take turns in one buffer.
+    there. An embedding and a head of equal size are far apart, and take turns in one buffer. A buffer of encoded flats
+    that are not on the device has one beside it in which they arrive.
     """
-    most: Counter[tuple[int, int]] = Counter()
+    most: Counter[tuple[int, int, int]] = Counter()
     for first in range(len(units)):
         near = units[first : first + sizing.gather_buffers + 1]
-        most |= Counter((flat.total, flat.width) for unit in near for flat in unit)
+        most |= Counter(flat.gather_size for unit in near for flat in unit)
     for size, limit in gather_limits([flat for unit in units for flat in unit], sizing).items():
+        numel, width, staged = size
         for _ in range(min(limit, most[size])):
-            yield Spec("gathered", gather_name(size[0]), *size)
+            yield Spec("gathered", gather_name(numel), numel, width)
+            if staged:
+                yield Spec("gathered", staged_name(staged), staged, 1)
 
 
 def gather_name(numel: int) -> str:
     """Return the name of gather buffers of `numel` elements."""
     return f"gather buffers of {numel} elements"
+
+
+def staged_name(nbytes: int) -> str:
+    """Return the name of the buffers in which encoded flats arrive."""
+    return f"encoded gathers of {nbytes} bytes"
 
 
 def bucket_numel(flats: Sequence[FlatSpec], sizing: Sizing, wire: int) -> int:
