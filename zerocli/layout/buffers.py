@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.placement import HBM
+from zerocli.layout.codecs import scratch_nbytes
 from zerocli.layout.constants import MAX_BUCKETS, NUM_SLOTS
 from zerocli.layout.flats import FP32, FlatSpec, Sizing
 from zerocli.layout.shards import SHARD_ALIGN, Entry
 
 BUCKETS, BUCKET_SUMS = "reduction buckets", "sums of buckets"
 """Names of the buckets, and of the buffers in which offloaded gradients are added up."""
+DECODING = "scratch of decoding"
+"""Name of the memory in which encoded parameters are decoded, a part at a time."""
 WRITTEN_SLOTS = "update slots of parameters"
 """Buffers that the update only writes; it makes them itself, where others are made to fetch into."""
 SPLIT_NBYTES = 12
@@ -134,6 +137,10 @@ def gather_buffers(units: Sequence[Sequence[FlatSpec]], sizing: Sizing) -> Itera
             yield Spec("gathered", gather_name(numel), numel, width)
             if staged:
                 yield Spec("gathered", staged_name(staged), staged, 1)
+    encoded = [flat for unit in units for flat in unit if flat.codec]
+    if encoded:
+        longest = max(encoded, key=lambda flat: flat.total)
+        yield Spec("buffers", DECODING, scratch_nbytes(longest.codec, longest.total, sizing.device), 1)
 
 
 def gather_name(numel: int) -> str:

@@ -21,8 +21,8 @@ GRAIN_NBYTES = {
 CODECS = tuple(GRAIN_NBYTES)
 BASES = ("", "bf16", *CODECS)
 """What a frozen base may be stored in; empty and bf16: as it computes."""
-DECODED_AT_A_TIME = 64 * GRAIN
-"""Elements whose decoding shares scratch memory."""
+DECODED_AT_A_TIME = {"cpu": 64 * GRAIN, "cuda": 1024 * GRAIN}
+"""Elements that are decoded together, by type of device: a GPU needs many for its kernels."""
 SCRATCH_NBYTES = {"nf4": 6, "int8": 4}
 """Bytes of scratch memory per element that is being decoded."""
 _ROUTER = re.compile(r"(^|\.)(router|gate)(\.|$)")
@@ -32,6 +32,11 @@ def encoded_nbytes(codec: str, numel: int) -> int:
     """Return the bytes of as many elements, a multiple of the grain."""
     assert numel % GRAIN == 0
     return numel // GRAIN * GRAIN_NBYTES[codec]
+
+
+def scratch_nbytes(codec: str, numel: int, device: str) -> int:
+    """Return the bytes of scratch memory for decoding as many elements."""
+    return min(numel, DECODED_AT_A_TIME[device]) * SCRATCH_NBYTES[codec]
 
 
 def is_encoded(name: str, shape: tuple[int, ...]) -> bool:

@@ -20,6 +20,7 @@ from zerocli.layout.codecs import (
     NF4_BLOCK,
     NF4_SCALES,
     encoded_nbytes,
+    scratch_nbytes,
 )
 
 # Quantiles of a normal distribution, with an exact zero: the values of QLoRA (arXiv 2305.14314, appendix E).
@@ -36,20 +37,23 @@ def encode(codec: str, values: torch.Tensor) -> torch.Tensor:
     """Return values, a whole number of grains, as bytes."""
     made = torch.empty(encoded_nbytes(codec, values.numel()), dtype=torch.uint8, device=values.device)
     grains = made.view(-1, GRAIN_NBYTES[codec])
-    at_a_time = DECODED_AT_A_TIME // GRAIN
+    at_a_time = DECODED_AT_A_TIME["cpu"] // GRAIN
     for first in range(0, len(grains), at_a_time):
         part = values[first * GRAIN : (first + at_a_time) * GRAIN].float()
         (_encode_nf4 if codec == "nf4" else _encode_int8)(part, grains[first : first + at_a_time])
     return made
 
 
-def decode(codec: str, encoded: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the values of encoded bytes to `out`, rounded once to its dtype."""
+def decode(codec: str, encoded: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
+    """Write the values of encoded bytes to `out`, rounded once to its dtype; `scratch` is of `scratch_nbytes`."""
     grains = encoded.view(-1, GRAIN_NBYTES[codec])
-    at_a_time = DECODED_AT_A_TIME // GRAIN
+    if scratch is None:
+        nbytes = scratch_nbytes(codec, out.numel(), out.device.type)
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=out.device)
+    at_a_time = DECODED_AT_A_TIME[out.device.type] // GRAIN
     for first in range(0, len(grains), at_a_time):
         part = out[first * GRAIN : (first + at_a_time) * GRAIN]
-        (_decode_nf4 if codec == "nf4" else _decode_int8)(grains[first : first + at_a_time], part)
+        (_decode_nf4 if codec == "nf4" else _decode_int8)(grains[first : first + at_a_time], part, scratch)
 
 
 # -- nf4 -----------------------------------------------------------------------------------------------------------
@@ -69,10 +73,13 @@ def _encode_nf4(values: torch.Tensor, grains: torch.Tensor) -> None:
     grains[:, _PACKED + NF4_SCALES :] = torch.cat([mean, step], 1).view(torch.uint8)
 
 
-def _decode_nf4(grains: torch.Tensor, out: torch.Tensor) -> None:
-    scales = nf4_scales(grains).view(-1, 1)
-    pairs = torch.nn.functional.embedding(grains[:, :_PACKED].int(), _pairs(out.device))
-    torch.mul(pairs.view(-1, NF4_BLOCK), scales, out=out.view(-1, NF4_BLOCK))
+def _decode_nf4(grains: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:
+    numel = out.numel()
+    codes = scratch[: 2 * numel].view(torch.int32)
+    codes.view(len(grains), -1).copy_(grains[:, :_PACKED])
+    pairs = scratch[2 * numel : 6 * numel].view(torch.float32)
+    torch.index_select(_pairs(out.device), 0, codes, out=pairs.view(-1, 2))
+    torch.mul(pairs.view(-1, NF4_BLOCK), nf4_scales(grains).view(-1, 1), out=out.view(-1, NF4_BLOCK))
 
 
 def nf4_scales(grains: torch.Tensor) -> torch.Tensor:
@@ -109,7 +116,8 @@ def _encode_int8(values: torch.Tensor, grains: torch.Tensor) -> None:
     grains[:, GRAIN:] = scales.view(len(grains), -1).view(torch.uint8)
 
 
-def _decode_int8(grains: torch.Tensor, out: torch.Tensor) -> None:
+def _decode_int8(grains: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:
     scales = grains[:, GRAIN:].view(torch.float32).reshape(-1, 1)
-    blocks = grains[:, :GRAIN].view(torch.int8).float().view(-1, INT8_BLOCK)
-    torch.mul(blocks, scales, out=out.view(-1, INT8_BLOCK))
+    blocks = scratch[: 4 * out.numel()].view(torch.float32)
+    blocks.view(len(grains), -1).copy_(grains[:, :GRAIN].view(torch.int8))
+    torch.mul(blocks.view(-1, INT8_BLOCK), scales, out=out.view(-1, INT8_BLOCK))

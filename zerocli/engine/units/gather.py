@@ -19,7 +19,8 @@ from zerocli.engine.units.gather_buffers import Buffer, ReleasedBuffer
 from zerocli.engine.units.saved_views import SavedViews
 from zerocli.engine.units.unit import Flat, State, Unit
 from zerocli.errors import Refused
-from zerocli.layout.buffers import gather_limits, gather_name, staged_name
+from zerocli.layout.buffers import DECODING, gather_limits, gather_name, staged_name
+from zerocli.layout.codecs import scratch_nbytes
 
 
 class Decoding(Pending):
@@ -76,6 +77,11 @@ class Gatherer:
         self._before_gather, self._look_ahead, self._agree = before_gather, look_ahead, agree
         self._side = SideStream(context.device)
         self._pool: dict[tuple[tuple[int, int, int], torch.dtype], list[Buffer]] = {}
+        self._scratch: torch.Tensor | None = None
+        """Memory in which encoded parameters are decoded, one flat after another on the side stream."""
+        encoded = [flat for unit in units for flat in unit.flats if flat.codec]
+        sizes = (scratch_nbytes(flat.codec, flat.layout.total, context.device.type) for flat in encoded)
+        self._scratch_nbytes = max(sizes, default=0)
         self._buffer_of: dict[int, Buffer] = {}
         self._pins: dict[int, int] = {unit.index: 0 for unit in units}
         self._clock = 0
@@ -236,11 +242,16 @@ class Gatherer:
         if flat.own.numel < flat.layout.total:
             assert staged is not None
             arrived, encoded = self._collectives.all_gather(staged, encoded, what), staged
-        pending = Decoding(arrived, functools.partial(decode, flat.codec, encoded, full), what)
+        pending = Decoding(arrived, functools.partial(self._decode, flat.codec, encoded, full), what)
         if self._device.type == "cuda":  # nothing waits: decoding is queued behind the gather on this side stream
             pending.wait()
             return Pending(None, StreamEvent(self._device), what)
         return pending
+
+    def _decode(self, codec: str, encoded: torch.Tensor, full: torch.Tensor) -> None:
+        if self._scratch is None:
+            self._scratch = torch.empty(self._scratch_nbytes, dtype=torch.uint8, device=self._device)
+        decode(codec, encoded, full, self._scratch)
 
     def join(self, flat: Flat) -> None:
         """Take part in a gather that only other ranks need, and discard the result."""
@@ -374,6 +385,8 @@ class Gatherer:
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the gather buffers."""
+        if self._scratch is not None:
+            yield "buffers", DECODING, self._scratch
         for buffer in self._buffers():
             yield "gathered", gather_name(buffer.tensor.numel()), buffer.tensor
             if buffer.staged is not None:
