@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zerocli.engine.optimizer.copies import Source, holds_tensors, is_torchs
-from zerocli.engine.optimizer.optim import At, FlatOptimizer, FusedAdam, FusedSGD, Group
+from zerocli.engine.optimizer.optim import Arrays, At, FlatOptimizer, FusedAdam, FusedSGD, Group, Row, WholeRule
 from zerocli.engine.optimizer.proof import SYNTHETIC, TOGETHER, Specimen, Verdict, specimens
 from zerocli.engine.optimizer.torchrule import Template, WholeOptimizer, make_torch_rule
 from zerocli.engine.optimizer.verdict import check_flat_rule, decide, refuse_replaced_step
@@ -33,14 +33,12 @@ _FUSED = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD:
 _MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "eps")
 
 
-class MuonWithAdamW(FlatOptimizer):
+class MuonWithAdamW(WholeRule):
     """Muon for matrices, AdamW for all other parameters, as one rule.
 
     Matrices are the 2-D parameters outside nn.Embedding, or the 2-D ones that `matrices`, a function of name and
     parameter, selects. Both share the learning rate, so Muon's is adjusted to match AdamW's (`adjust_lr_fn`).
     """
-
-    whole = True
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         options = dict(options)
@@ -74,33 +72,19 @@ class MuonWithAdamW(FlatOptimizer):
     def is_whole(self, group: Group) -> bool:
         return bool(group.options["rule"] == "muon")
 
-    def update(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        scale: torch.Tensor | None,
-        states: Mapping[str, torch.Tensor],
-        group: Group,
-        at: At,
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, scale: Tensor | None, states: Arrays, group: Group, at: At) -> None:
         self._adam.update(master, grad, scale, states, group, at)
 
-    def update_whole(
-        self,
-        name: str,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        group: Group,
-        at: At,
-    ) -> None:
+    def update_whole(self, row: Row, group: Group, at: At) -> None:
         if self.is_whole(group):
-            own = {key: states[key] for key in self._muon.state_names}
+            own = {key: row.states[key] for key in self._muon.state_names}
             options = {key: value for key, value in group.options.items() if key != "rule"}
-            self._muon.update_whole(name, master, grad, own, Group(group.lr, group.weight_decay, options), at)
+            one = Row(row.name, row.master, row.grad, own)
+            self._muon.update_whole(one, Group(group.lr, group.weight_decay, options), at)
             return
-        flat = {key: states[key].view(-1) for key in self._adam.state_names}
-        self._adam.update(master.view(-1), grad.view(-1), None, flat, group, at)
+        assert row.grad is not None
+        flat = {key: row.states[key].view(-1) for key in self._adam.state_names}
+        self._adam.update(row.master.view(-1), row.grad.view(-1), None, flat, group, at)
 
 
 def make_optimizer(choice: OptimizerChoice, options: Mapping[str, Any]) -> FlatOptimizer:
