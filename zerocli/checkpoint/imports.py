@@ -21,6 +21,7 @@ from zerocli.errors import UserError
 from zerocli.layout.shards import Entry, Span
 from zerocli.models import hugging
 from zerocli.models.hugging import Mapping
+from zerocli.models.lora import adapter_names
 from zerocli.ranks.startup import STARTUP
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -30,24 +31,48 @@ COMPARE_NUMEL = 4 << 20
 
 @torch.no_grad()
 def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
-    """Fill the engine's parameters from safetensors under our names or Hugging Face's; return which. Collective."""
+    """Fill the engine's parameters from safetensors under our names or Hugging Face's; return which. Collective.
+
+    Of an engine with a frozen base, these are the base's parameters, and those of modules that are trained whole.
+    """
     weights = Weights(path)
-    entries = [entry for flat in engine.flats() for entry in flat.layout.entries]
+    adapters = adapter_names(engine.model)
+    wanted = [name for name in names_of(engine) if name not in adapters]
     if model.code == "transformers":
         by_name, names = _names_of_transformers(engine, weights, path, model)
     else:
-        by_name, names = _names_of_ours([entry.name for entry in entries], weights, path, model)
+        by_name, names = _names_of_ours(wanted, weights, path, model)
+    fill(engine, weights, {name: by_name[name] for name in wanted}, _hint(path, model))
+    for name, buffer in persistent_buffers(engine.model):
+        if name in by_name:
+            values = weights.read(by_name[name].theirs[0], 0, buffer.numel())
+            buffer.copy_(values.view(buffer.shape))
+    spread(engine)
+    return names + _unused(weights, {name for mapping in by_name.values() for name in mapping.theirs})
+
+
+def names_of(engine: Engine) -> list[str]:
+    """Return the names of the engine's parameters."""
+    return [entry.name for flat in engine.flats() for entry in flat.layout.entries]
+
+
+@torch.no_grad()
+def fill(engine: Engine, weights: Weights, by_name: dict[str, Mapping], hint: str) -> None:
+    """Fill some of the engine's parameters, by name, from the tensors of files; `spread` must follow."""
+    path, flats = weights.path, list(engine.flats())
+    entries = [entry for flat in flats for entry in flat.layout.entries if entry.name in by_name]
     shapes = {entry.name: extent_of(engine, entry.name, entry.shape) for entry in entries}
     problems = [line for name, extent in shapes.items() if (line := _mismatch(by_name[name], extent.shape, weights))]
     if problems:
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise UserError(*[f"{path}: {line}" for line in problems[:8]], *more, hint=_hint(path, model))
+        raise UserError(*[f"{path}: {line}" for line in problems[:8]], *more, hint=hint)
     engine.synchronize()
-    flats = list(engine.flats())
     reads: list[Read] = []
     others: list[Callable[[], None]] = []
     for flat in flats:
         for entry, source, mine, at in _owned(flat):
+            if entry.name not in by_name:
+                continue
             mapping, extent = by_name[entry.name], shapes[entry.name]
             if not mapping.transposed and extent.shape == entry.shape:
                 reads += _runs(mapping, extent.shape, mine, source, at, weights)
@@ -56,12 +81,6 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
                 others.append(functools.partial(_write, source, at, mapping, extent.shape, box, weights))
     kept = sum(flat.own.numel * flat.dtype.itemsize for flat in flats)
     Filler(engine.device, kept).run(reads, others)
-    for name, buffer in persistent_buffers(engine.model):
-        if name in by_name:
-            values = weights.read(by_name[name].theirs[0], 0, buffer.numel())
-            buffer.copy_(values.view(buffer.shape))
-    spread(engine)
-    return names + _unused(weights, {name for mapping in by_name.values() for name in mapping.theirs})
 
 
 def _owned(flat: Flat) -> Iterator[tuple[Entry, Source, Span, int]]:
@@ -97,9 +116,11 @@ def _names_of_transformers(
     from zerocli.models import transformers_names
 
     found = transformers_names.in_files(engine.model, {name: e.shape for name, (_, e) in weights.entries.items()})
-    if found.missing:
-        more = f" and {len(found.missing) - 8} more" if len(found.missing) > 8 else ""
-        listed = ", ".join(found.missing[:8])
+    adapters = adapter_names(engine.model)
+    missing = [name for name in found.missing if name not in adapters]
+    if missing:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        listed = ", ".join(missing[:8])
         raise UserError(f"{path}: has no values for {listed}{more}", hint=_hint(path, model))
     for first, second in found.doubled:
         if not _equal(weights, first, second):

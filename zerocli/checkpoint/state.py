@@ -62,16 +62,24 @@ def extent_of(engine: Engine, name: str, shape: tuple[int, ...]) -> Extent:
 def state_parts(engine: Engine) -> Iterator[Part]:
     """Yield the parts of parameters and optimizer states that this rank owns, in the order of the next update."""
     for flat in (flat for unit in engine.gatherer.forward_order() for flat in unit.flats):
+        if all(_elsewhere(engine, entry.name) for entry in flat.layout.entries):
+            continue
         names = [(MASTER, "parameters"), *((n, f"optimizer/{n}") for n in engine.rule.state_names)]
         for array, prefix in names if flat.trainable else names[:1]:
             yield from _parts(engine, flat, array, prefix)
+
+
+def _elsewhere(engine: Engine, name: str) -> bool:
+    """Return whether a parameter belongs to a frozen base, which checkpoints do not hold."""
+    base = engine.settings.base
+    return base is not None and base.holds(name)
 
 
 def _parts(engine: Engine, flat: Flat, array: str, prefix: str) -> Iterator[Part]:
     source, covered = source_of(flat, array)
     for entry in flat.layout.entries:
         mine = entry.span.intersect(flat.own)
-        if not entry.numel:
+        if not entry.numel or _elsewhere(engine, entry.name):
             continue
         extent = extent_of(engine, entry.name, entry.shape)
         run = mine.shifted(-entry.offset) if mine.numel else Span(0, 0)
@@ -121,6 +129,8 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
         },
         "reduce_order": engine.reducer.order(),
     }
+    if engine.settings.base is not None:
+        values["base"] = engine.settings.base.fingerprint
     return parts, values
 
 
@@ -215,6 +225,9 @@ def wanted(
     Without `training`, those are parameters and buffers: the engine's parameters are frozen, and it has no optimizer.
     Raises Mismatch, with every difference, if the checkpoint is of another model or optimizer.
     """
+    base = engine.settings.base
+    if base is not None and manifest.values.get("base", base.fingerprint) != base.fingerprint:
+        raise Mismatch("its adapters were trained on another base: the weights of the model's folder have changed")
     parts = {part.name: part for part in state_parts(engine)}
     afterwards: list[Callable[[], None]] = []
 

@@ -43,6 +43,7 @@ KEYS = {
     "precision": "train.precision",
     "data": "data.path",
     "seed": "train.seed",
+    "lora": "lora.rank",
 }
 
 
@@ -59,6 +60,7 @@ KEYS = {
 )
 @click.option("--seq", type=int, metavar="N", help="Tokens per sequence; by default the config's, at most 128.")
 @click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto.")
+@click.option("--lora", metavar="RANK[:LAYERS]", help="Train adapters of this rank alone.")
 @click.option("--data", metavar="PATH", help="Text file or folder, .jsonl, .parquet, or tokens in .bin or .npy.")
 @click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated.")
@@ -237,14 +239,14 @@ def _choose(
 def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, dict[str, int]]:
     """Return the model's parameters, and the bytes that the unsharded run and the comparison need on each tier."""
     from zerocli.plan.blocks.factory import count_external
-    from zerocli.plan.blocks.inputs import shape_of
+    from zerocli.plan.blocks.inputs import run_shape
     from zerocli.plan.report.preflight import plan_config
 
     if config.model.external:
         numel = count_external(config.model, config.train.seq)
         whole = 16 * numel  # parameters, gradients and Adam's two moments; activations are not known
     else:
-        numel = shape_of(config.model, config.train.seq).numel
+        numel = run_shape(config).numel
         alone = dataclasses.replace(
             config,
             parallel=dataclasses.replace(config.parallel, ranks=1, tp=1),

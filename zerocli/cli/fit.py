@@ -55,7 +55,9 @@ LONGEST_NAME = 60
     metavar="[model|batch|seq]",
     help="The largest model (MODEL gives the proportions), batch or sequence that fits.",
 )
-@click.option("--lora", metavar="RANK[:TARGETS]", help="Train adapters of this rank alone, such as 16 or 16:q,v.")
+@click.option(
+    "--lora", metavar="RANK[:LAYERS]", help="Train adapters of this rank alone, such as 16 or 16:q_proj,v_proj."
+)
 @click.option("--explain", is_flag=True, help="Show every row with its formula.")
 @click.option("--trace", is_flag=True, help="Run the model on tensors without memory instead of the formulas.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
@@ -130,9 +132,9 @@ def _side_by_side(ask: Question, names: list[str], notes: list[str], as_json: bo
 
 
 def _train_command(model: str, ask: Question, verdict: Verdict, sets: tuple[str, ...]) -> str:
-    """Return the whole command that trains what fits; empty where there is none: of a count, or of adapters."""
+    """Return the whole command that trains what fits; empty where there is none, as of a count."""
     best, given = verdict.best, ask.given
-    if best is None or ask.source.count or given["lora"] or ask.largest == "model":
+    if best is None or ask.source.count or ask.largest == "model":
         return ""
     setup, flags = best.setup, arguments(verdict)
     named = quoted(model) if len(quoted(model)) <= LONGEST_NAME else "MODEL"  # else no terminal would keep its line
@@ -142,7 +144,7 @@ def _train_command(model: str, ask: Question, verdict: Verdict, sets: tuple[str,
         words[:2] = [f"torchrun --nnodes {nodes} --nproc-per-node {setup.ranks_per_node} -m zerocli train"]
     else:
         words.append(f"--ranks {setup.ranks}")
-    found = {name: given[name] for name in ("tp", "batch", "seq", "precision")}
+    found = {name: given[name] for name in ("tp", "lora", "batch", "seq", "precision")}
     if setup.precision == "fp16":
         found["precision"] = "fp16"
     if ask.largest:

@@ -13,7 +13,6 @@ from zerocli.console import printable
 from zerocli.errors import UserError
 from zerocli.layout.sizes import format_bytes
 from zerocli.plan.blocks.inputs import Source, model_of
-from zerocli.plan.blocks.lora import Lora, parse_lora
 from zerocli.plan.memory.saves import SHARED, folder_of
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.formula import Formula
@@ -45,10 +44,9 @@ def judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     notes = [*source.notes, *notes, *more]
     stages = STAGES if given["stage"] is None else (given["stage"],)
     offload = setup.offload if given["offload"] is not None else None
-    lora = parse_lora(given["lora"]) if given["lora"] is not None else None
-    if lora is not None:
-        _refuse_lora(source, ask.trace, setup)
-    planned = _model(source, ask.trace, _undecided(setup, free), notes, lora, chooses=bool(given["auto"]))
+    if source.config.lora.rank:
+        _refuse_lora(source, setup)
+    planned = _model(source, ask.trace, _undecided(setup, free), notes, chooses=bool(given["auto"]))
     notes += planned.notes(setup)
     if ask.largest:
         if not planned.resizable:
@@ -146,12 +144,11 @@ def _on_saves(saved: Row, setup: Setup) -> str:
     )
 
 
-def _refuse_lora(source: Source, traced: bool, setup: Setup) -> None:
-    """Raise UserError where adapters are not planned: without a shape, in a trace, and under tensor parallelism."""
-    if traced or source.shape is None:
+def _refuse_lora(source: Source, setup: Setup) -> None:
+    """Raise UserError where adapters are not planned: of a bare count, and under tensor parallelism."""
+    if source.count:
         raise UserError(
-            "--lora is planned by formulas, for models with a shape",
-            hint="zerocli fit package.module:factory --trace, with a function that freezes and adapts the model",
+            "--lora: a bare count has no layers that could have adapters", hint="zerocli fit llama3-8b --lora 16"
         )
     if setup.tp > 1:
         raise UserError(f"--lora with --tp {setup.tp} is not planned", hint="--tp 1")
@@ -162,11 +159,11 @@ def _model(
     traced: bool,
     setup: Setup,
     notes: list[str],
-    lora: Lora | None = None,
     chooses: bool = False,
 ) -> Model:
     """Return what is planned; a factory's model is traced if something `chooses` by its memory and time."""
-    traced = traced or (chooses and bool(source.factory))
+    lora = source.config.lora
+    traced = traced or ((chooses or lora.rank > 0) and bool(source.factory))
     if (found := plan_source(source, traced, setup, notes)) is not None:
         return found
     if traced:
@@ -174,7 +171,7 @@ def _model(
         return _trace(source, setup)
     if source.shape is not None:
         formula = Formula(source.shape, grows=source.file is None and not source.config.model.positions)
-        return formula if lora is None else formula.adapted(lora)
+        return formula.adapted(lora) if lora.rank else formula
     if source.factory:
         from zerocli.plan.blocks.factory import count_both
 
@@ -201,10 +198,13 @@ def _trace(source: Source, setup: Setup) -> Model:
     from zerocli.plan.models.traced import trace
 
     def make() -> Any:
-        if built_in is None or shape is None:
-            return build_factory(source.factory)
         from zerocli.models import build
+        from zerocli.models.lora import adapted
 
-        return build(built_in, shape.positions or setup.seq, "meta")
+        if built_in is None or shape is None:
+            model = build_factory(source.factory)
+        else:
+            model = build(built_in, shape.positions or setup.seq, "meta")
+        return adapted(model, source.config)
 
     return trace(source.name, make, setup)

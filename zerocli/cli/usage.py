@@ -50,7 +50,7 @@ _EXAMPLES = {
     "--nvme-space": "4TiB",
     "--hardware": "h100, or --hardware h100,h200",
     "--tokens": "1T",
-    "--lora": "16, or --lora 16:q,v",
+    "--lora": "16, or --lora 16:q_proj,v_proj",
     "--file-size": "5GB",
     "--data": "FILE",
     "--set": "SECTION.KEY=VALUE",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zerocli.config.rope import broken_rope
-from zerocli.config.schema import FIELDS, Config, get, short
+from zerocli.config.schema import FIELDS, Config, LoraConfig, get, short
 from zerocli.errors import Problem, closest, quote
 from zerocli.layout.ranges import parse_ranges
 from zerocli.layout.shards import nearest_divisor
@@ -27,7 +27,7 @@ def violations(config: Config) -> Iterator[tuple[tuple[str, ...], Problem]]:
             yield (key,), Problem(key, f"{short(key)} {fact}", meant)
     for keys, fact in _cross_checks(config, bad):
         yield keys, Problem(keys[0], fact)
-    for keys, fact, meant in (*_tp_checks(config, bad), *_loop_checks(config)):
+    for keys, fact, meant in (*_tp_checks(config, bad), *_loop_checks(config), *_lora_checks(config)):
         yield keys, Problem(keys[0], fact, meant)
 
 
@@ -113,6 +113,23 @@ def _tp_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...],
             if number % tp:
                 nearest = nearest_divisor(tp, math.gcd(*numbers.values()))
                 yield ("parallel.tp", key), f"tp {tp} does not divide {short(key)} {number}", f"tp {nearest}"
+
+
+def _lora_checks(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Yield (keys, fact, what was probably meant) for each key that adapters, or their absence, contradict."""
+    lora, default = config.lora, LoraConfig()
+    if not lora.rank:
+        for name in ("targets", "alpha", "dropout", "rslora", "dora", "save_modules", "dtype", "start"):
+            if getattr(lora, name) != getattr(default, name):
+                fact = f"{name} is of adapters, and lora.rank is 0: there are none"
+                yield (f"lora.{name}",), fact, "--lora 16 beside it"
+        return
+    if config.parallel.tp > 1:
+        yield ("parallel.tp", "lora.rank"), f"tp {config.parallel.tp}: adapters are not split over ranks", "tp 1"
+    if config.optimizer.name.lower() == "muon":
+        yield ("optimizer.name", "lora.rank"), "muon is for whole matrices, not for adapters of low rank", "adamw"
+    if config.train.freeze:
+        yield ("train.freeze", "lora.rank"), "freeze: beside adapters all else is frozen anyway", ""
 
 
 def _loop_checks(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:

@@ -169,11 +169,16 @@ class Builder:
             materialise.initialise_modules(self._model, flat, self._settings.seed, self._device)
 
         with torch.no_grad():
-            if self._settings.empty and all(id(parameter) in fresh for parameter in flat.parameters):
+            if self._starts_empty(flat) and all(id(parameter) in fresh for parameter in flat.parameters):
                 self._place(flat, torch.zeros((), device=self._device).expand(flat.layout.total), empty=True)
                 return
             whole = materialise.whole_values(flat, fresh, initialise, self._collectives, self._device, self._given)
             self._place(flat, whole)
+
+    def _starts_empty(self, flat: Flat) -> bool:
+        """Whether all values of a flat are loaded next; beside a base, adapters have initial values of their own."""
+        base = self._settings.base
+        return self._settings.empty and (base is None or all(base.holds(each.name) for each in flat.layout.entries))
 
     def _place(self, flat: Flat, whole: torch.Tensor, empty: bool = False) -> None:
         """Place a flat's values and states; with `empty`, `whole` is one zero, expanded, and takes no memory."""

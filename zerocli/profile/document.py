@@ -15,7 +15,7 @@ from typing import Any
 from zerocli.config import Config, to_dict
 from zerocli.errors import UserError
 from zerocli.layout.categories import CATEGORIES
-from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.blocks.inputs import run_shape
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.formula import Formula
@@ -151,7 +151,7 @@ def expect(config: Config, plan: Plan | None, facts: Mapping[str, Any]) -> dict[
 
 def config_shape(config: Config) -> Shape | None:
     """Return the shape of a config's model; None if other code than ours builds it."""
-    return None if config.model.external else shape_of(config.model, config.train.seq)
+    return None if config.model.external else run_shape(config)
 
 
 def rows(record: Mapping[str, Any], tiers: Iterable[str], plan: Plan | None) -> list[dict[str, Any]]:

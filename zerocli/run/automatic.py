@@ -13,7 +13,7 @@ from zerocli import machine
 from zerocli.config import Config, with_dividing_batch
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
-from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.blocks.inputs import run_shape
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
 from zerocli.plan.search import automatic
@@ -103,7 +103,7 @@ def least_of_all(hardware: Hardware, gather: Any) -> Hardware:
 def _choose(
     config: Config, options: RunOptions, setup: Setup, hardware: Hardware, model: Model | None, steps: int
 ) -> Chosen:
-    model = Formula(shape_of(config.model, config.train.seq)) if model is None else model
+    model = Formula(run_shape(config)) if model is None else model
     setup = dataclasses.replace(setup, checkpoints=0)  # those are in the run folder, not on the nvme tier
     whole = config.train.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
     choice: Choice = automatic.choose_setup(model, setup, hardware, options.auto, whole, steps)

@@ -24,6 +24,7 @@ from offload.verify import Corrupted
 from tiers.errors import TierError
 from zerocli import machine
 from zerocli.checkpoint import source_files
+from zerocli.checkpoint.adapters import base_of
 from zerocli.checkpoint.folder import Folder
 from zerocli.config import AUTO, Config, notes_of, num_micro_steps, sharding_of, to_dict
 from zerocli.config.options import RunOptions
@@ -46,6 +47,7 @@ from zerocli.engine.settings import Settings
 from zerocli.engine.tensor_parallel import local_numel
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
 from zerocli.models import Decoder, build_model
+from zerocli.models.lora import adapted, is_adapter
 from zerocli.plan.blocks.factory import build_external
 from zerocli.plan.models.traced import Traced
 from zerocli.plan.report.preflight import preflight, refuse_disks, smallest_change
@@ -268,10 +270,12 @@ def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
 
 
 def make_model(config: Config, device: str = "meta") -> nn.Module:
-    """Return the model on `device`; a factory's model is always on meta, without memory."""
+    """Return the model on `device`, with its adapters; a factory's model is always on meta, without memory."""
     if config.model.factory:
-        return build_external(config.model, config.train.seq)
-    return build_model(config.model, config.train.seq, device)
+        model = build_external(config.model, config.train.seq)
+    else:
+        model = build_model(config.model, config.train.seq, device)
+    return adapted(model, config)
 
 
 def schedule_of(config: Config) -> Callable[[int], float]:
@@ -296,6 +300,8 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
         compile=config.model.compile,
         steps=config.train.steps,
         seed=config.train.seed,
+        base=base_of(config, model),
+        keep_fp32=(lambda name, _: is_adapter(name)) if config.lora.dtype == "fp32" else None,
         defer_update=True,  # nothing here reads a parameter between a step and the next forward
     )
     try:
@@ -318,7 +324,7 @@ def refuse_overwriting(options: RunOptions) -> None:
 
 def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches, rank: int) -> int:
     """Load the run's starting state into the engine; return its first step. Collective."""
-    if not options.resume and not config.train.init_from:
+    if not options.resume and not config.train.init_from and not config.lora.rank:
         return 1
     from zerocli.run.folders import resume  # imports torch's checkpoints, which takes a second
 
@@ -392,11 +398,15 @@ def compare(run: Run, start: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def count_parameters(config: Config) -> tuple[int, int]:
-    """Return (the model's parameters, those of one rank under tensor parallelism), without building every block."""
+def count_parameters(config: Config) -> tuple[int, int, int]:
+    """Return (the model's parameters, those of one rank under tensor parallelism, those that are trained).
 
-    def count(model: nn.Module) -> tuple[int, int]:
-        return sum(p.numel() for p in model.parameters()), local_numel(model, config.parallel.tp)
+    Does not build every block.
+    """
+
+    def count(model: nn.Module) -> tuple[int, int, int]:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return sum(p.numel() for p in model.parameters()), local_numel(model, config.parallel.tp), trained
 
     layers = config.model.layers
     if config.model.external or layers < 3:
@@ -405,8 +415,8 @@ def count_parameters(config: Config) -> tuple[int, int]:
         count(make_model(dataclasses.replace(config, model=dataclasses.replace(config.model, layers=num))))
         for num in (1, 2)
     ]
-    numel, local = (one + (layers - 1) * (two - one) for one, two in zip(*counts, strict=True))
-    return numel, local
+    numel, local, trained = (one + (layers - 1) * (two - one) for one, two in zip(*counts, strict=True))
+    return numel, local, trained
 
 
 def dry_run(config: Config, options: RunOptions) -> int:
@@ -424,8 +434,8 @@ def dry_run(config: Config, options: RunOptions) -> int:
     for line in (*notes_of(options.source), *chosen.lines):
         say(line)
     try:
-        numel, local = count_parameters(config)
-        held = report.planned_memory(config, numel, local)
+        numel, local, trained = count_parameters(config)
+        held = report.planned_memory(config, numel, local, trained)
     except ValueError as error:
         raise UserError(str(error)) from error
     if config.model.external and config.activations.policy == AUTO:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from zerocli.config import LoraConfig
 from zerocli.errors import UserError
-from zerocli.plan.blocks.lora import FUSED_PROJECTIONS, Lora
+from zerocli.plan.blocks.lora import FUSED_PROJECTIONS, Lora, choose
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,16 @@ class Shape:
         wide |= {"out": (self.width_out, self.hidden)} | (
             {"gate": (self.hidden, self.mlp_hidden)} if self.gated else {}
         )
-        return wide | {"up": (self.hidden, self.mlp_hidden), "down": (self.mlp_hidden, self.hidden)}
+        wide |= {"up": (self.hidden, self.mlp_hidden), "down": (self.mlp_hidden, self.hidden)}
+        for fused, names in FUSED_PROJECTIONS.get(self.family, {}).items():
+            here = [name for name in names if name in wide]
+            wide[fused] = self.hidden, sum(wide.pop(name)[1] for name in here)
+        return wide
+
+    def matrices(self, *names: str) -> tuple[str, ...]:
+        """Return the matrices of transformers that these projections, one matrix here, are there."""
+        fused = FUSED_PROJECTIONS.get(self.family, {})
+        return next(((name,) for name, parts in fused.items() if parts[0] in names), names)
 
     def _adapters(self) -> list[Parameter]:
         if self.lora is None:
@@ -268,24 +278,11 @@ class Shape:
                 found += [Parameter(f"{name}.a", (rank, inputs)), Parameter(f"{name}.b", (outputs, rank))]
         return found
 
-    def adapters_in_common(self) -> dict[tuple[str, ...], tuple[int, int]]:
-        """Return projections that have one adapter in peft, with the parameters of theirs here and of that one."""
-        found: dict[tuple[str, ...], tuple[int, int]] = {}
-        for names in FUSED_PROJECTIONS.get(self.family, ()):
-            if self.lora is not None and (chosen := self.lora.of(*names)):
-                outputs = {name: self.projections()[name][1] for name in names}
-                times = self.lora.rank * self.layers
-                own = sum(self.hidden + outputs[name] for name in chosen)
-                found[names] = times * own, times * (self.hidden + sum(outputs.values()))
-        return found
-
-    def adapted(self, lora: Lora) -> Shape:
+    def adapted(self, asked: LoraConfig) -> Shape:
         """Return this model with adapters; UserError if they are not planned for it."""
         if self.experts or self.latent:
             raise UserError(f"--lora is planned for dense blocks with plain attention, and {self.family} has others")
-        if not lora.of(*self.projections()):
-            raise UserError(f"--lora: no block of {self.family} has a projection {', '.join(lora.targets)}")
-        return dataclasses.replace(self, lora=lora)
+        return dataclasses.replace(self, lora=choose(asked, self.family, self.projections()))
 
     def _qkv(self) -> list[Parameter]:
         return self._linear("qkv", self.hidden, self.width_q + 2 * self.width_kv, self.qkv_bias, cut=0)

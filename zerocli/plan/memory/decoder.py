@@ -150,7 +150,8 @@ class Decoder:
     def adapt(self, t: Tape, y: Tensor, x: Tensor, names: tuple[str, ...], block: int, unit: int) -> Tensor:
         """Add the adapters of these projections, which are one matrix with output `y`."""
         lora = self.shape.lora
-        if lora is None or not (chosen := lora.of(*names)):
+        names = self.shape.matrices(*names)
+        if lora is None or not (chosen := lora.of(names)):
             return y
         tokens, width = self.batch.tokens, self.batch.width
         parts = []

@@ -1,0 +1,175 @@
+"""Adapters and their base in files: a base's fingerprint, peft's folder of adapters, adapters merged into a base."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocli.checkpoint.imports import fill, names_of
+from zerocli.checkpoint.manifest import Damaged, Manifest
+from zerocli.checkpoint.safetensors import Weights
+from zerocli.checkpoint.state import spread
+from zerocli.config import Config, ModelConfig
+from zerocli.config.lora import ADAPTER_WEIGHTS
+from zerocli.engine.engine import Engine
+from zerocli.engine.settings import Base
+from zerocli.errors import UserError
+from zerocli.models.hugging import Mapping
+from zerocli.models.lora import (
+    adapter_names,
+    adapters_of,
+    is_adapter,
+    matrix_of,
+    module_there,
+    name_there,
+    names_there,
+    trained_whole,
+)
+
+PREFIX = "base_model.model."
+"""What peft's names begin with."""
+SAMPLES, SAMPLE_NBYTES = 16, 4096
+"""Pieces of a tensor that its fingerprint reads, and the bytes of one."""
+PARAMETERS = "parameters/"
+
+
+# -- the base ------------------------------------------------------------------------------------------------------
+
+
+def base_of(config: Config, model: nn.Module) -> Base | None:
+    """Return the frozen base of a run with adapters; None if all is trained, or the base has random weights."""
+    if not config.lora.rank or not config.train.init_from:
+        return None
+    kept = trained_whole(model, config.lora.save_modules, names_there(config.model))
+    own = adapter_names(model) | kept
+    return Base(fingerprint(config.train.init_from), lambda name: name not in own)
+
+
+@functools.lru_cache(maxsize=4)
+def fingerprint(path: str) -> str:
+    """Return a hash of a model's weights: of all names, types and shapes, and of samples of each tensor.
+
+    A whole hash would read the files twice. Any training, merging or rounding changes nearly every element, so it
+    changes samples.
+    """
+    weights = Weights(path)
+    digest = hashlib.sha256()
+    for name, (file, entry) in sorted(weights.entries.items()):
+        digest.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
+        last = max(0, entry.nbytes - SAMPLE_NBYTES)
+        with file.open("rb") as opened:
+            for place in sorted({last * each // (SAMPLES - 1) for each in range(SAMPLES)}):
+                opened.seek(entry.start + place)
+                digest.update(opened.read(min(SAMPLE_NBYTES, entry.nbytes)))
+    return digest.hexdigest()
+
+
+def refuse_other_base(config: Config, manifest: Manifest) -> None:
+    """Raise UserError unless the weights that a checkpoint's adapters were trained on are still where they were."""
+    said, path = manifest.values.get("base"), config.train.init_from
+    if said is None:
+        return
+    if not os.path.exists(path):
+        raise UserError(
+            f"{path}: the base of the adapters is not there any more",
+            hint="--set train.init_from=FOLDER, where it is now",
+        )
+    if fingerprint(path) != said:
+        raise UserError(
+            f"{path}: holds other weights than those that the adapters were trained on",
+            hint="--set train.init_from=FOLDER of the model that the run began from",
+        )
+
+
+# -- peft's folder -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_adapters(engine: Engine, folder: str, model: ModelConfig, kept: set[str]) -> None:
+    """Fill the adapters, and what is trained whole, from a folder that peft or `export` wrote. Collective."""
+    path = os.path.join(folder, ADAPTER_WEIGHTS)
+    if not os.path.isfile(path):
+        raise UserError(f"{folder}: has no {ADAPTER_WEIGHTS}", hint="the folder that peft's save_pretrained wrote")
+    weights, theirs = Weights(path), names_there(model)
+    wanted = adapter_names(engine.model) | kept
+    by_name = {name: Mapping(name, (PREFIX + name_there(name, theirs),)) for name in names_of(engine) if name in wanted}
+    used = {mapping.theirs[0] for mapping in by_name.values()}
+    if left := sorted(weights.entries.keys() - used):
+        raise UserError(
+            f"{folder}: {left[0]} and {len(left) - 1} others have no counterpart in this model"
+            if len(left) > 1
+            else f"{folder}: {left[0]} has no counterpart in this model",
+            hint="the model that the adapters were trained on, or without --lora FOLDER",
+        )
+    fill(engine, weights, by_name, "the model that these adapters were trained on, or --lora RANK for new ones")
+    spread(engine)
+
+
+def peft_config(config: Config, adapted: set[str], others: set[str]) -> dict[str, Any]:
+    """Return peft's adapter_config.json; `adapted` and `others` are the model's layers with and without adapters."""
+    lora = config.lora
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.train.init_from or None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha or 2 * lora.rank,
+        "lora_dropout": lora.dropout,
+        "target_modules": shortest_names(adapted, others),
+        "modules_to_save": list(lora.save_modules) or None,
+        "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
+        "bias": "none",
+        "fan_in_fan_out": config.model.family == "gpt2" and not config.model.external,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def shortest_names(adapted: set[str], others: set[str]) -> list[str]:
+    """Return the ends of names that say which layers have adapters, and match none of the others."""
+    found = set()
+    for name in adapted:
+        words = name.split(".")
+        ends = (".".join(words[-count:]) for count in range(1, len(words) + 1))
+        found.add(next((end for end in ends if not any(f".{each}".endswith(f".{end}") for each in others)), name))
+    return sorted(found)
+
+
+def adapter_mappings(manifest: Manifest, config: Config) -> tuple[list[Mapping], dict[str, Any]]:
+    """Return the names of a checkpoint's trained tensors in peft's folder, and its adapter_config.json."""
+    theirs = names_there(config.model)
+    names = [name.removeprefix(PARAMETERS) for name in manifest.tensors if name.startswith(PARAMETERS)]
+    layers = {name.partition(".lora.")[0] for name in names if is_adapter(name)}
+    if not layers:
+        raise Damaged("it has no adapters, and its config says that it has")
+    parts = {tuple(name.partition(".lora.")[::2]) for name in names if is_adapter(name)}
+    adapted = {module_there(layer, rest.partition(".")[0], theirs) for layer, rest in parts}
+    based = manifest.values.get("base") is not None
+    trained = [name for name in names if is_adapter(name) or based]
+    every = {each for modules in theirs.values() for each in modules} or set(adapted)
+    mapped = [Mapping(name, (PREFIX + name_there(name, theirs),)) for name in trained]
+    return mapped, peft_config(config, adapted, every - adapted)
+
+
+# -- DoRA ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def set_magnitudes(engine: Engine) -> None:
+    """Write the lengths of the base's rows to the adapters that train them (DoRA), unit by unit. Collective."""
+    for _, layer, part, adapter in adapters_of(engine.model):
+        if adapter.magnitude is None:
+            continue
+        weight: Any = layer.weight
+        with engine.gathered(weight), engine.gathered(adapter.magnitude, write=True):
+            matrix, at = matrix_of(layer), 0
+            for name, width in layer.lora.widths.items():  # type: ignore[union-attr, operator]
+                if name == part:
+                    adapter.magnitude.copy_(matrix[at : at + width].float().norm(dim=1))
+                at += width
