@@ -15,7 +15,7 @@ import click
 from click.exceptions import NoSuchOption
 
 from offload.placement import Placement
-from zerocli.cli import elsewhere
+from zerocli.cli import other_programs
 from zerocli.config.schema import FIELDS, short
 from zerocli.console import quoted
 from zerocli.errors import USAGE, ConfigError, Problem, UserError, closest
@@ -160,7 +160,7 @@ def _first_option(name: str, args: Sequence[str], commands: Iterable[str]) -> st
 def _command(args: Sequence[str]) -> str:
     """Return our command for another program's; of a model or a config, the command that trains it."""
     word = args[0]
-    if ours := elsewhere.COMMANDS.get(word.lower()):
+    if ours := other_programs.COMMANDS.get(word.lower()):
         rest = shlex.join(args[1:]) if ours == "train" and args[1:2] not in (["run"], ["train"]) else ""
         return f"zerocli {ours} {rest}".rstrip()
     return f"zerocli train {shlex.join(args)}" if os.path.exists(word) or args[1:2] == ["--data"] else ""
@@ -225,14 +225,14 @@ def _option(error: NoSuchOption, args: Sequence[str], path: str) -> str:
         return f"{path} {next((word.lstrip('-') for word in args if word.startswith(error.option_name)), name)}"
     if f"--{name}" in there:
         return f"{path} --{name} {after}".rstrip()
-    ours = elsewhere.FLAGS.get(name, "")
+    ours = other_programs.FLAGS.get(name, "")
     if not ours and "--set" in there:
         same = KEYS.get(name.replace("-", "_")) or (_keys(name.replace("-", "_"), 0.8) or [""])[0]
         ours = f"--set {same}=" if same else ""
     near = difflib.get_close_matches(f"--{name}", there, n=1, cutoff=0.75)
     if near and not ours.startswith("--set"):
         ours = ours or near[0]
-    ours = ours or elsewhere.without_counterpart(name)
+    ours = ours or other_programs.without_counterpart(name)
     if ours.startswith("--") and ours.split()[0].rstrip(",") in there:
         return f"{path} {_with_value(ours, after)}"
     return "" if ours.startswith("--") else ours

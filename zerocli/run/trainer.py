@@ -58,7 +58,7 @@ from zerocli.ranks.store import CONNECT_SECONDS
 from zerocli.ranks.worker import job_name
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run.automatic import Chosen, choose_or_nearest, choose_together, with_open_batch
-from zerocli.run.between import BetweenSteps
+from zerocli.run.between_steps import BetweenSteps
 from zerocli.run.folders.run_lock import lock_run_folder
 from zerocli.run.output import report
 from zerocli.run.processes import rank_loss
