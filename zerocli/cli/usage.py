@@ -19,7 +19,6 @@ from zerocli.cli import other_programs
 from zerocli.config.schema import FIELDS, short
 from zerocli.console import quoted
 from zerocli.errors import USAGE, ConfigError, Problem, UserError, closest
-from zerocli.layout.shards import nearest_divisor
 
 _ASSIGNMENT = re.compile(r"(-{0,2})([a-z_]+\.)?([a-z_]+)=(.*)", re.DOTALL)
 _LINE = re.compile(r"(.+?):(\d+): ")
@@ -27,8 +26,6 @@ _LINE = re.compile(r"(.+?):(\d+): ")
 _UNIT = re.compile(r"[KMGT]i?B|[KMBT]")
 _VALUE = re.compile(r" is (not (?!one of \d+ layers)|below |above |beyond 64)")
 """In a fact about one value, not about a relation between two keys."""
-_STAGED = re.compile(r"placement .* (does not partition|partitions nothing)")
-_ANY_STAGE = "--stage 3, with which parameters, gradients and optimizer states may all leave the device"
 _WHOLE = "zerocli configs show tiny, which is a whole config: its sections and keys"
 # Flag -> a value that is right, where the default of its key is none.
 _EXAMPLES = {
@@ -99,17 +96,8 @@ def way_on(error: UserError, args: Sequence[str], commands: Iterable[str]) -> st
     path = command_path(args, commands)
     if isinstance(error, ConfigError):
         return "\n".join(dict.fromkeys(_after(problem) or f"{path} --help" for problem in error.problems))
-    if _STAGED.search(str(error)):
-        return _ANY_STAGE
     if (flag := _PLACE.match(str(error))) and (example := _example(flag[1])):
         return f"{flag[1]} {example}"
-    if found := re.search(r"tp (\d+) does not divide \w+ (\d+)", str(error)):
-        return f"--tp {nearest_divisor(int(found[1]), int(found[2]))}"
-    if found := re.fullmatch(r"optimizer '([^']*)' is not one of (.*)", str(error)):
-        inside = [name for name in found[2].split(", ") if name in found[1].lower()]
-        return f"--set optimizer.name={max(inside, key=len, default='adamw')}"
-    if found := re.match(r"optimizer \w+ takes no '(\w+)'", str(error)):
-        return f"the same without optimizer.options.{found[1]}"
     if (found := _LINE.match(str(error))) and os.path.isfile(found[1]):
         return f"sed -n {found[2]}p {quoted(found[1])}, which shows the line; docs/data.md has the formats"
     return f"{path} --help"
@@ -117,14 +105,8 @@ def way_on(error: UserError, args: Sequence[str], commands: Iterable[str]) -> st
 
 def _after(problem: Problem) -> str:
     """Return what to try after one problem of a config; empty if nothing is known."""
-    if problem.suggestion.startswith("tp "):
-        ranks = re.search(r"tp (\d+) does not divide ranks (\d+)", problem.fact)
-        more = f", or --ranks {-(-int(ranks[2]) // int(ranks[1])) * int(ranks[1])}" if ranks else ""
-        return f"--{problem.suggestion}{more}"
-    if problem.suggestion.startswith("--"):
-        return problem.suggestion
-    if _STAGED.search(problem.fact):
-        return _ANY_STAGE
+    if problem.hint or problem.suggestion.startswith("--"):
+        return problem.hint or problem.suggestion
     key, equals, value = problem.place.removeprefix("--set ").partition("=")
     given = problem.place.startswith("--set ")
     if given and "." in problem.suggestion:
@@ -133,8 +115,6 @@ def _after(problem: Problem) -> str:
         name, _, rest = key.replace(":", " ").partition(" ")
         keys = _keys(name)
         return f"--set {keys[0]}={rest or as_text(FIELDS[keys[0]])}" if keys else _WHOLE
-    if beyond := re.search(r"seq \d+ is beyond the (\d+) positions", problem.fact):
-        return f"--seq {beyond[1]}"
     if given and key not in FIELDS:
         return _WHOLE
     if given:

@@ -15,7 +15,7 @@ from zerocli.engine.optimizer.proof import SYNTHETIC, TOGETHER, Specimen, Verdic
 from zerocli.engine.optimizer.torchrule import Template, WholeOptimizer, make_torch_rule
 from zerocli.engine.optimizer.verdict import check_flat_rule, decide, refuse_replaced_step
 from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
-from zerocli.errors import Refused, RefusedValue, closest
+from zerocli.errors import Refused, RefusedValue, WrongValue, closest
 
 OptimizerChoice = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | FlatOptimizer
 """Accepted values of `optimizer`."""
@@ -46,9 +46,7 @@ class MuonWithAdamW(WholeRule):
         adam = dict(options.pop("adamw", {}))
         unknown = sorted(set(options) - set(_MUON))
         if unknown:
-            raise ValueError(
-                f"optimizer muon takes no {unknown[0]!r}; it takes {', '.join((*_MUON, 'matrices, adamw'))}"
-            )
+            raise _not_taken("muon", unknown[0], (*_MUON, "matrices, adamw"))
         template = Template.of(torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw", **options})
         muon = make_torch_rule(template)
         assert isinstance(muon, WholeOptimizer)
@@ -85,6 +83,11 @@ class MuonWithAdamW(WholeRule):
         assert row.grad is not None
         flat = {key: row.states[key].view(-1) for key in self._adam.state_names}
         self._adam.update(row.master.view(-1), row.grad.view(-1), None, flat, group, at)
+
+
+def _not_taken(name: str, option: str, taken: Sequence[str]) -> WrongValue:
+    fact = f"optimizer {name} takes no {option!r}; it takes {', '.join(taken)}"
+    return WrongValue(fact, hint=f"the same without optimizer.options.{option}")
 
 
 def make_optimizer(choice: OptimizerChoice, options: Mapping[str, Any]) -> FlatOptimizer:
@@ -130,7 +133,9 @@ def _named(name: str) -> type[torch.optim.Optimizer]:
     if name.lower() not in kinds:
         meant = closest(str(name), kinds)
         question = f"; did you mean {meant}?" if meant else ""
-        raise ValueError(f"optimizer {name!r} is not one of {', '.join(sorted(kinds))}{question}")
+        inside = [kind for kind in kinds if kind in name.lower()]
+        hint = f"--set optimizer.name={max(inside, key=len, default='adamw')}"
+        raise WrongValue(f"optimizer {name!r} is not one of {', '.join(sorted(kinds))}{question}", hint)
     return kinds[name.lower()]
 
 
@@ -138,7 +143,7 @@ def _of_class(kind: Callable[..., torch.optim.Optimizer], name: str, options: Ma
     fused = _FUSED.get(kind) if is_torchs(kind) else None  # type: ignore[call-overload]
     for option in options:
         if fused is not None and option not in _TAKEN[fused] and option not in ("capturable", "differentiable"):
-            raise ValueError(f"optimizer {name} takes no {option!r}; it takes {', '.join(_TAKEN[fused])}")
+            raise _not_taken(name, option, _TAKEN[fused])
     given = {key: value for key, value in options.items() if key not in ("capturable", "differentiable")}
     if fused == "sgd" and not given.get("dampening"):
         return FusedSGD(**{key: value for key, value in given.items() if key != "dampening"})
