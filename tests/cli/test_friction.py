@@ -26,7 +26,7 @@ from zerocli.cli import main as cli
 from zerocli.cli.run_dirs import refuse_no_run
 from zerocli.config.options import RunOptions
 from zerocli.config.schema import FIELDS
-from zerocli.console import counting, say
+from zerocli.console import progress, say
 from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, USAGE, UserError
 from zerocli.profile.lines import Line
 from zerocli.ranks import store
@@ -222,7 +222,7 @@ def test_the_bar_has_the_learning_rate_in_80_columns_and_messages_stand_above_it
 
 def test_counting_shows_how_much_is_done(monkeypatch, capsys):
     def count() -> None:
-        with counting("reading", 4, "pass") as done:
+        with progress("reading", 4, "pass") as done:
             done(3)
             say("meanwhile")
 

@@ -23,7 +23,7 @@ from zerocli.check.plain import NotPlain, Plain, train
 from zerocli.check.rows import COMPILED_FACTOR, FACTOR, Checklist, Row
 from zerocli.checkpoint.imports import load_weights
 from zerocli.config import Config, read_placement
-from zerocli.console import counting, say
+from zerocli.console import progress, say
 from zerocli.data.sources import open_batches, with_packing
 from zerocli.engine.api import open_process_group
 from zerocli.engine.engine import Engine
@@ -160,7 +160,7 @@ class Ranks:
         by, note = "plain torch", ""
         try:
             passes = 2 * self.steps * self.config.train.accumulate * self.replicas
-            with counting("training without sharding", passes, "pass") as count:
+            with progress("training without sharding", passes, "pass") as count:
                 outcome, moved = (self._unsharded(start, device, off, count) for off in (False, True))
         except NotPlain as error:
             by, note = "the engine on one rank", str(error)

@@ -22,10 +22,11 @@ from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
 from zerocli.checkpoint.sources import parameters_of, source_of
+from zerocli.engine.optimizer.optim import History
 from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.states.buffers import is_plain, write_buffer
 from zerocli.engine.states.named import named_tensors
-from zerocli.engine.states.states import History, histories, load_histories
+from zerocli.engine.states.states import histories, load_histories
 from zerocli.engine.units.master import narrow
 from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.errors import Refused

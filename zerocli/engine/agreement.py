@@ -124,7 +124,7 @@ class Channel:
 
     def exchange(self, row: tuple[int, ...], collectives: Collectives, about: tuple[str, str]) -> list[list[int]]:
         """Return every rank's message; launch the reductions that are ready on all ranks."""
-        self.settle()
+        self.finish_meeting()
         return self._receive(self._send(row, collectives, about), collectives)
 
     def _send(self, row: tuple[int, ...], collectives: Collectives, about: tuple[str, str]) -> Issued:
@@ -145,12 +145,12 @@ class Channel:
     def begin(
         self, row: tuple[int, ...], collectives: Collectives, call: str, say: Callable[[], str], title: str
     ) -> None:
-        """Begin a meeting; this rank goes on, and waits for the others in `settle`, before its next collective."""
-        self.settle()
+        """Begin a meeting; this rank goes on, and waits for the others before its next collective."""
+        self.finish_meeting()
         sent = self._send(row, collectives, ("", call))
         self._begun = lambda: self.meet(row, collectives, call, say, title, sent=sent)
 
-    def settle(self) -> None:
+    def finish_meeting(self) -> None:
         """Wait for the other ranks in a meeting that has begun; raise Disagreed on all if they make different calls."""
         if self._begun is not None:
             begun, self._begun = self._begun, None
@@ -205,7 +205,7 @@ class Channel:
     def gather(self, tensor: torch.Tensor, collectives: Collectives) -> torch.Tensor:
         """Return every rank's copy of a small tensor on the CPU, stacked in rank order. Collective."""
         everyone = tensor.new_empty((len(self.ranks), *tensor.shape))
-        self.settle()
+        self.finish_meeting()
         collectives.receive(collectives.send(list(everyone.unbind()), tensor, self.gloo))
         return everyone
 
@@ -259,7 +259,7 @@ class Agreement:
         if self.channel is None:
             return
         if not self.active:
-            self.channel.settle()
+            self.channel.finish_meeting()
             return
         wanted = self._member.slot << 32 | want if want >= 0 else want
         while True:

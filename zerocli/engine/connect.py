@@ -78,7 +78,7 @@ def connect(
         eager=not gatherer.moves,
         # The collectives of several engines are launched where their ranks exchange messages, in one order.
         together=lambda: active or (channel is not None and channel.num_slots > 1),
-        settle=channel.settle if channel is not None else lambda: None,
+        finish_meeting=channel.finish_meeting if channel is not None else lambda: None,
         unexpected=unexpected,
     )
 

@@ -211,7 +211,7 @@ class Engine:
                 names[id(parameter)] = entry.name
             flat.guarded = all(is_sharded(parameter) for parameter in flat.parameters)
             flat.note_values() if flat.buffer is not None else flat.detach()
-        self.builder.aliases.settle(self.flats())
+        self.builder.aliases.redirect(self.flats())
         self._owners = Owners(self.model, names)
 
     def _connect(self) -> None:

@@ -19,7 +19,7 @@ from zerocli.config import (
     placement_at,
     sharding_of,
 )
-from zerocli.errors import UserError
+from zerocli.errors import UserError, user_error
 from zerocli.layout.constants import MIN_COMPILED_STEPS
 from zerocli.layout.flats import Sizing
 from zerocli.layout.recompute import AUTO, Recompute
@@ -60,7 +60,7 @@ class Setup(Sharding):
         try:
             super().__post_init__()
         except ValueError as error:
-            raise UserError(str(error)) from error
+            raise user_error(error) from error
         if self.precision == "auto":
             object.__setattr__(self, "precision", "bf16" if self.device == "cuda" else "fp32")
 
@@ -176,7 +176,7 @@ class Setup(Sharding):
         try:
             return per_rank(placement_at(self.offload, self.stage), self.local_ranks)
         except ValueError as error:
-            raise UserError(str(error)) from error
+            raise user_error(error) from error
 
     def checkpoint_shares(self) -> tuple[Share, ...]:
         """Return the tiers of the blocks' checkpoints, in order, with one rank's budgets."""

@@ -240,7 +240,7 @@ class Aliases:
     def _knows(self, tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
         return id(tensor) in self._known or any(tensor is other for other in others)
 
-    def settle(self, flats: Iterable[Flat]) -> None:
+    def redirect(self, flats: Iterable[Flat]) -> None:
         """Point each alias at the new memory of its parameter; take its values away where that is not possible."""
         places = {
             id(parameter): (flat, entry.offset)

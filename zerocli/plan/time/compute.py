@@ -99,7 +99,8 @@ def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
     """Return what a model computes in a step, by the formulas of its shape."""
     gradients = Work(moved=shape.trainable_numel / setup.tp * (2 * setup.width + setup.grad_width))
     ends = sum(each.numel for each in (*shape.embed_parameters(), *shape.head_parameters()))
-    found = passes(shape, setup, host), gradients, model_flops(shape, setup), ends
+    tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
+    found = passes(shape, setup, host), gradients, model_flops(shape, setup.seq, tokens), ends
     return Computed(*found, num_chunks(shape.units(), setup), shape.layers, shape.hidden)
 
 
@@ -114,15 +115,18 @@ def num_chunks(units: Iterable[tuple[Unit, int]], setup: Setup) -> float:
     return found
 
 
-def model_flops(shape: Shape, setup: Setup) -> float:
-    """Return the operations of a step of all ranks that the model itself needs, as MFU counts them: no repetition."""
-    tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
-    looked_up = () if shape.tie else tuple(shape.embed_parameters())
-    embedding = sum(each.numel for each in looked_up)
+def model_flops(shape: Shape, seq: int, tokens: int) -> float:
+    """Return the operations in forward and backward of `tokens` tokens, as MFU counts them: no repetition.
+
+    Lookup tables take none: the position embedding, and the token embedding if the head has its own matrix.
+    """
+    names = {"positions"} if shape.tie else {"positions", "tokens"}
+    tables = [each for each in shape.embed_parameters() if each.name in names]
+    numel = shape.active_numel - sum(each.numel for each in tables)
     # A frozen weight has no gradient: 4 operations for each of its elements and a token instead of 6.
-    frozen = shape.numel - shape.trainable_numel - sum(each.numel for each in looked_up if not each.trainable)
-    attention = 6 * shape.layers * setup.seq * (shape.width_q + shape.width_out) / 2
-    return tokens * (6.0 * (shape.active_numel - embedding) - 2.0 * frozen + attention)
+    frozen = shape.numel - shape.trainable_numel - sum(each.numel for each in tables if not each.trainable)
+    attention = 6 * shape.layers * seq * (shape.width_q + shape.width_out) / 2  # causal: half of 12
+    return tokens * (6.0 * numel - 2.0 * frozen + attention)
 
 
 def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Work, Work]:
