@@ -49,6 +49,8 @@ class Setup(Sharding):
     """Whether blocks are compiled, which changes seconds only: bytes are those of eager blocks."""
     packed: bool = False
     """Whether rows hold several documents: a batch then has positions, and attention a mask."""
+    loads: bool = False
+    """Whether weights are read from files, so that a base has no initial values."""
     device: str = "cuda"
     """`cuda`, or `cpu`: no GPU, and host memory is reported as hbm."""
     arrays: tuple[int, tuple[int, int]] | None = None
@@ -234,6 +236,7 @@ def setup_of(config: Config, **changes: object) -> Setup:
         "batch": train.batch,
         "seq": train.seq,
         "packed": config.data.pack and _has_documents(config.data.path),
+        "loads": bool(train.init_from),
         "checkpoints": num_checkpoints(config),
         "checkpoint_buffer": config.checkpoint.buffer,
         "compiled": config.model.compile is True

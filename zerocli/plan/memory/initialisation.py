@@ -79,6 +79,11 @@ class Initialisation:
         setup, ledger = self._setup, self._ledger
         for flat in flats:
             ledger.moment = f"initialising {flat.unit}"
+            if setup.loads and not flat.trainable:  # the engine allocates zeros, which files then fill
+                spec = buffers.parameters(flat, self._sizing)
+                if spec.tier == HBM:
+                    self._keep(spec)
+                continue
             wide = FP32 * flat.total
             # The check for uninitialised values reads one parameter at a time, one byte per element.
             checked = max(entry.numel for entry in flat.layout.entries)
