@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerocli.checkpoint.imports import fill, names_of
+from zerocli.checkpoint.imports import fill, names_in_files, names_of
 from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.safetensors import Weights
 from zerocli.checkpoint.state import spread
@@ -19,7 +19,12 @@ from zerocli.config import Config, ModelConfig
 from zerocli.config.lora import ADAPTER_WEIGHTS
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Base
+from zerocli.engine.units.codecs import decode, encode
+from zerocli.engine.units.unit import claim_parameters, find_units, repeated_units
 from zerocli.errors import UserError
+from zerocli.layout.codecs import GRAIN, is_encoded
+from zerocli.layout.shards import round_up
+from zerocli.models import build_model
 from zerocli.models.hugging import Mapping
 from zerocli.models.lora import (
     adapter_names,
@@ -158,6 +163,47 @@ def adapter_mappings(manifest: Manifest, config: Config) -> tuple[list[Mapping],
     every = {each for modules in theirs.values() for each in modules} or set(adapted)
     mapped = [Mapping(name, (PREFIX + name_there(name, theirs),)) for name in trained]
     return mapped, peft_config(config, adapted, every - adapted)
+
+
+# -- a base in 4 or 8 bits -----------------------------------------------------------------------------------------
+
+
+class StoredBase:
+    """The matrices of a base's files as a run used them that stored its base in 4 or 8 bits: encoded and decoded."""
+
+    def __init__(self, config: Config, weights: Weights, dtype: torch.dtype) -> None:
+        self._codec, self._weights, self._dtype = config.lora.base, weights, dtype
+        model = build_model(config.model, config.train.seq, "meta")
+        claimed = claim_parameters(model, find_units(model))
+        blocks = repeated_units([unit for unit, _ in claimed])
+        trained = trained_whole(model, config.lora.save_modules, names_there(config.model))
+        encoded = [
+            name
+            for unit, named in claimed
+            for name, parameter in named
+            if unit in blocks and is_encoded(name, tuple(parameter.shape)) and name not in trained
+        ]
+        every = [name for _, named in claimed for name, _ in named]
+        by_name, _ = names_in_files(model, every, weights, config.model)
+        self._of = {there: by_name[name] for name in encoded for there in by_name[name].theirs}
+
+    def holds(self, name: str) -> bool:
+        """Return whether a tensor of the files, or what it is a part of, was encoded."""
+        return name in self._of
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor of the files with the values that the run computed with, in its own shape."""
+        mapping = self._of[name]
+        entries = [self._weights.entries[there][1] for there in mapping.theirs]
+        parts = [self._weights.read(entry.name, 0, entry.numel).view(entry.shape) for entry in entries]
+        flat = torch.cat([(part.t() if mapping.transposed else part).reshape(-1) for part in parts])
+        padded = torch.zeros(round_up(flat.numel(), GRAIN), dtype=self._dtype)
+        padded[: flat.numel()] = flat
+        decode(self._codec, encode(self._codec, padded), padded)
+        at = sum(entry.numel for entry in entries[: mapping.theirs.index(name)])
+        entry = entries[mapping.theirs.index(name)]
+        values = padded[at : at + entry.numel]
+        return values.view(tuple(reversed(entry.shape))).t() if mapping.transposed else values.view(entry.shape)
 
 
 # -- DoRA ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from zerocli.checkpoint.boxes import Box, Extent, boxes_of
 from zerocli.checkpoint.filling import Filler, Read
@@ -38,10 +39,7 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
     weights = Weights(path)
     adapters = adapter_names(engine.model)
     wanted = [name for name in names_of(engine) if name not in adapters]
-    if model.code == "transformers":
-        by_name, names = _names_of_transformers(engine, weights, path, model)
-    else:
-        by_name, names = _names_of_ours(wanted, weights, path, model)
+    by_name, names = names_in_files(engine.model, wanted, weights, model)
     fill(engine, weights, {name: by_name[name] for name in wanted}, _hint(path, model))
     for name, buffer in persistent_buffers(engine.model):
         if name in by_name:
@@ -49,6 +47,15 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
             buffer.copy_(values.view(buffer.shape))
     spread(engine)
     return names + _unused(weights, {name for mapping in by_name.values() for name in mapping.theirs})
+
+
+def names_in_files(
+    module: nn.Module, wanted: list[str], weights: Weights, model: ModelConfig
+) -> tuple[dict[str, Mapping], str]:
+    """Return the tensors in the files of each of these parameters of a module, and whose names they have."""
+    if model.code == "transformers":
+        return _names_of_transformers(module, weights, str(weights.path), model)
+    return _names_of_ours(wanted, weights, str(weights.path), model)
 
 
 def names_of(engine: Engine) -> list[str]:
@@ -137,13 +144,13 @@ def _names_of_ours(
 
 
 def _names_of_transformers(
-    engine: Engine, weights: Weights, path: str, model: ModelConfig
+    module: nn.Module, weights: Weights, path: str, model: ModelConfig
 ) -> tuple[dict[str, Mapping], str]:
     """Return the tensors of each parameter and buffer of a module of transformers; UserError if one has none."""
     from zerocli.models import transformers_names
 
-    found = transformers_names.in_files(engine.model, {name: e.shape for name, (_, e) in weights.entries.items()})
-    adapters = adapter_names(engine.model)
+    found = transformers_names.in_files(module, {name: e.shape for name, (_, e) in weights.entries.items()})
+    adapters = adapter_names(module)
     missing = [name for name in found.missing if name not in adapters]
     if missing:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""

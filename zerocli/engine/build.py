@@ -111,7 +111,8 @@ class Builder:
         """Lay out a unit's parameters in flats, trainable and frozen ones separately; allocates nothing."""
         codec = self._settings.codec if unit.index in self._blocks else ""
         about = (self._group_of, self._dtype_of, trains, self._sizing.stage, self._collectives)
-        build_flats(unit, named, *about, codec)
+        base = self._settings.loaded_base
+        build_flats(unit, named, *about, codec, base.holds if base is not None else lambda name: True)
 
     def _dtype_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         """Return a parameter's compute dtype: fp32 if the user asked to keep it so, else the precision's."""

@@ -1,7 +1,8 @@
 """Codecs of frozen parameters: how many bytes a flat takes when it is stored in 4 or 8 bits. Integers only.
 
-A flat is encoded in grains of consecutive elements, each of which can be encoded and decoded by itself. Slices of ranks
-are whole grains, so what is stored does not depend on the number of ranks.
+A flat is encoded in grains of consecutive elements, each of which can be encoded and decoded by itself. Parameters and
+slices of ranks are whole grains, so what is stored depends neither on the number of ranks nor on a parameter's
+neighbours.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ DECODED_AT_A_TIME = {"cpu": 64 * GRAIN, "cuda": 1024 * GRAIN}
 """Elements that are decoded together, by type of device: a GPU needs many for its kernels."""
 SCRATCH_NBYTES = {"nf4": 6, "int8": 4}
 """Bytes of scratch memory per element that is being decoded."""
-_ROUTER = re.compile(r"(^|\.)(router|gate)(\.|$)")
+_KEPT = re.compile(r"(^|\.)(router|gate|lora|lora_[A-Za-z_]+)(\.|$)")
+"""Modules of a block whose matrices are not encoded: routers, and adapters, which generation freezes too."""
 
 
 def encoded_nbytes(codec: str, numel: int) -> int:
@@ -41,4 +43,4 @@ def scratch_nbytes(codec: str, numel: int, device: str) -> int:
 
 def is_encoded(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether a frozen parameter of a repeated block is encoded: a matrix, or several, but not a router's."""
-    return len(shape) >= 2 and not _ROUTER.search(name.rpartition(".")[0])
+    return len(shape) >= 2 and not _KEPT.search(name.rpartition(".")[0])

@@ -123,7 +123,7 @@ class Layout:
 def lay_out(parameters: Sequence[tuple[str, tuple[int, ...], int]], world: int, align: int = SHARD_ALIGN) -> Layout:
     """Place (name, shape, group) triples one after another, group by group, for `world` ranks.
 
-    Slices of ranks are multiples of `align`.
+    Parameters, and slices of ranks, start at multiples of `align`.
     """
     entries: list[Entry] = []
     starts: list[tuple[int, int]] = []
@@ -133,7 +133,7 @@ def lay_out(parameters: Sequence[tuple[str, tuple[int, ...], int]], world: int, 
         starts.append((group, at))
         for name, shape, its_group in parameters:
             if its_group == group:
-                at = round_up(at, PARAM_ALIGN)
+                at = round_up(at, max(align, PARAM_ALIGN))
                 entries.append(Entry(name, tuple(shape), at, group))
                 at += math.prod(shape)
     total = padded_numel(at, world, align)

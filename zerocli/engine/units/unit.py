@@ -454,10 +454,11 @@ def build_flats(
     stage: Stage,
     collectives: Collectives,
     codec: str = "",
+    encodes: Callable[[str], bool] = lambda name: True,
 ) -> None:
     """Lay out the unit's parameters in flats for this rank; allocates nothing.
 
-    Frozen matrices are encoded by `codec`, if one is given.
+    Frozen matrices are encoded by `codec`, if one is given and `encodes` allows it for their name.
     """
     kinds: dict[tuple[bool, torch.dtype, str], list[tuple[str, nn.Parameter]]] = {}
     for name, p in named:
@@ -467,7 +468,8 @@ def build_flats(
                 "real tensor of shape (..., 2) and use torch.view_as_complex in forward"
             )
         dtype, frozen = dtype_of(name, p), not trains(p)
-        encoded = frozen and dtype.is_floating_point and dtype.itemsize > 1 and is_encoded(name, tuple(p.shape))
+        real = dtype.is_floating_point and dtype.itemsize > 1
+        encoded = frozen and real and is_encoded(name, tuple(p.shape)) and encodes(name)
         kinds.setdefault((not frozen, dtype, codec if encoded else ""), []).append((name, p))
     for (trainable, dtype, used), members in kinds.items():
         groups = [group_of(name, p) if trainable else 0 for name, p in members]
