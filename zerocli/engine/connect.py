@@ -73,25 +73,7 @@ def connect(engine: Engine, context: Context) -> Connected:
         unexpected=engine.passes.join,
     )
 
-    def about(place: int) -> tuple[str, str]:
-        """Return (kind, what) of the collective being prepared: the gather of the flat at `place`, or a reduction."""
-        if place >= 0:
-            return "all_gather", f"parameters of {flats[place].unit.title}"
-        flat = reducer.newest
-        return ("reduce_scatter", f"gradients of {flat.unit.title}") if flat is not None else ("all_gather", "")
-
-    agreement = Agreement(
-        context.collectives,
-        channel,
-        engine.member,
-        active,
-        context.waits,
-        ready=lambda: reducer.ready,
-        launch=reducer.launch,
-        join=lambda place: gatherer.join(flats[place]),
-        about=about,
-        name_of=lambda place: flats[place].unit.title,
-    )
+    agreement = Agreement(engine, flats, gatherer, reducer, active)
     return Connected(gatherer, reducer, agreement)
 
 
