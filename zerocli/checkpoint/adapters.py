@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import os
@@ -42,12 +43,16 @@ PARAMETERS = "parameters/"
 
 
 def base_of(config: Config, model: nn.Module) -> Base | None:
-    """Return the frozen base of a run with adapters; None if all is trained, or the base has random weights."""
-    if not config.lora.rank or not config.train.init_from:
+    """Return the frozen base of a run with adapters; None if all is trained.
+
+    A base of random weights follows from the seed and the model, which a resumed run has again.
+    """
+    if not config.lora.rank:
         return None
-    kept = trained_whole(model, config.lora.save_modules, names_there(config.model))
-    own = adapter_names(model) | kept
-    return Base(fingerprint(config.train.init_from), lambda name: name not in own)
+    own = adapter_names(model) | trained_whole(model, config.lora.save_modules, names_there(config.model))
+    path, about = config.train.init_from, f"{config.train.seed} {dataclasses.replace(config.model, folder='')}"
+    known = fingerprint(path) if path else f"random weights {hashlib.sha256(about.encode()).hexdigest()}"
+    return Base(known, lambda name: name not in own)
 
 
 @functools.lru_cache(maxsize=4)
@@ -72,8 +77,6 @@ def fingerprint(path: str) -> str:
 def refuse_other_base(config: Config, manifest: Manifest) -> None:
     """Raise UserError unless the weights that a checkpoint's adapters were trained on are still where they were."""
     said, path = manifest.values.get("base"), config.train.init_from
-    if said is None:
-        return
     if not os.path.exists(path):
         raise UserError(
             f"{path}: the base of the adapters is not there any more",

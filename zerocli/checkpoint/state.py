@@ -71,7 +71,7 @@ def state_parts(engine: Engine) -> Iterator[Part]:
 
 def _elsewhere(engine: Engine, name: str) -> bool:
     """Return whether a parameter belongs to a frozen base, which checkpoints do not hold."""
-    base = engine.settings.base
+    base = engine.settings.loaded_base
     return base is not None and base.holds(name)
 
 
@@ -129,8 +129,8 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
         },
         "reduce_order": engine.reducer.order(),
     }
-    if engine.settings.base is not None:
-        values["base"] = engine.settings.base.fingerprint
+    if engine.settings.loaded_base is not None:
+        values["base"] = engine.settings.loaded_base.fingerprint
     return parts, values
 
 
@@ -225,7 +225,7 @@ def wanted(
     Without `training`, those are parameters and buffers: the engine's parameters are frozen, and it has no optimizer.
     Raises Mismatch, with every difference, if the checkpoint is of another model or optimizer.
     """
-    base = engine.settings.base
+    base = engine.settings.loaded_base
     if base is not None and manifest.values.get("base", base.fingerprint) != base.fingerprint:
         raise Mismatch("its adapters were trained on another base: the weights of the model's folder have changed")
     parts = {part.name: part for part in state_parts(engine)}

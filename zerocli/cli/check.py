@@ -21,7 +21,7 @@ from zerocli import config as configs
 from zerocli import machine
 from zerocli.check import table
 from zerocli.check.rows import Checklist, choose_rows
-from zerocli.cli.train import arguments
+from zerocli.cli.train import BASE_HELP, arguments
 from zerocli.console import say, show, show_json
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, UserError
 from zerocli.layout.sizes import format_bytes
@@ -44,6 +44,7 @@ KEYS = {
     "data": "data.path",
     "seed": "train.seed",
     "lora": "lora.rank",
+    "base": "lora.base",
 }
 
 
@@ -61,6 +62,7 @@ KEYS = {
 @click.option("--seq", type=int, metavar="N", help="Tokens per sequence; by default the config's, at most 128.")
 @click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto.")
 @click.option("--lora", metavar="RANK[:LAYERS]", help="Train adapters of this rank alone.")
+@click.option("--base", metavar="NAME", help=BASE_HELP)
 @click.option("--data", metavar="PATH", help="Text file or folder, .jsonl, .parquet, or tokens in .bin or .npy.")
 @click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated.")

@@ -124,7 +124,7 @@ def _lora_checks(config: Config) -> Iterator[_Found]:
     """Yield (keys, fact, what was probably meant) for each key that adapters, or their absence, contradict."""
     lora, default = config.lora, LoraConfig()
     if not lora.rank:
-        for name in ("targets", "alpha", "dropout", "rslora", "dora", "save_modules", "dtype", "start"):
+        for name in ("targets", "alpha", "dropout", "rslora", "dora", "save_modules", "dtype", "base", "start"):
             if getattr(lora, name) != getattr(default, name):
                 fact = f"{name} is of adapters, and lora.rank is 0: there are none"
                 yield (f"lora.{name}",), fact, "--lora 16 beside it"

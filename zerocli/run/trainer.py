@@ -300,7 +300,7 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
         compile=config.model.compile,
         steps=config.train.steps,
         seed=config.train.seed,
-        base=base_of(config, model),
+        loaded_base=base_of(config, model),
         keep_fp32=(lambda name, _: is_adapter(name)) if config.lora.dtype == "fp32" else None,
         defer_update=True,  # nothing here reads a parameter between a step and the next forward
     )

@@ -113,8 +113,9 @@ class Initialisation:
 
     def _place_parameters(self, flat: FlatSpec) -> None:
         spec = buffers.parameters(flat, self._sizing)
+        numel = flat.own.numel if flat.codec else spec.numel
         # Rounding to bf16 needs an fp32 copy of what is kept.
-        copy = Storage(self._ledger, FP32 * spec.numel, "buffers") if self._setup.precision == "bf16" else None
+        copy = Storage(self._ledger, FP32 * numel, "buffers") if self._setup.precision == "bf16" else None
         if spec.tier == HBM:
             self._keep(spec)
         elif flat.width < FP32:

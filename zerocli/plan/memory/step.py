@@ -279,6 +279,11 @@ class Replay(Initialisation):
         for flat in self._units[unit]:
             name = buffers.gather_name(flat.total)
             self._make(name, flat.width, number - self._made[name, flat.width])
+            if flat.codec:
+                self._make(buffers.DECODING, 1, 1 - self._made[buffers.DECODING, 1])
+            if flat.staged_nbytes:
+                name = buffers.staged_name(flat.staged_nbytes)
+                self._make(name, 1, number - self._made[name, 1])
 
     def _make(self, name: str, width: int, number: int) -> None:
         """Allocate `number` buffers of a kind, or as many as are not there yet."""
