@@ -249,7 +249,7 @@ class Agreement:
         return self._reducer.ready
 
     def launch(self, number: int) -> None:
-        """Launch reductions until so many flats are reduced."""
+        """Launch reductions until this many flats are reduced."""
         self._reducer.launch(number)
 
     def join(self, place: int) -> None:
