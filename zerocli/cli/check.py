@@ -21,7 +21,7 @@ from zerocli import config as configs
 from zerocli import machine
 from zerocli.check import table
 from zerocli.check.rows import Checklist, choose_rows
-from zerocli.cli.train import BASE_HELP, arguments
+from zerocli.cli.train import BASE_HELP, KEYS, arguments
 from zerocli.console import say, show, show_json
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, UserError
 from zerocli.layout.sizes import format_bytes
@@ -34,18 +34,8 @@ STEPS = 3
 LARGEST = {"train.batch": 2, "train.seq": 128}
 """Maximum sizes unless the user sets them: little data shows differences as well as much."""
 CHECKLIST, RESULTS = "checklist.json", "results.jsonl"
-KEYS = {
-    "nvme_path": "offload.nvme_path",
-    "ranks": "parallel.ranks",
-    "tp": "parallel.tp",
-    "batch": "train.batch",
-    "seq": "train.seq",
-    "precision": "train.precision",
-    "data": "data.path",
-    "seed": "train.seed",
-    "lora": "lora.rank",
-    "base": "lora.base",
-}
+FLAGS = ("nvme_path", "ranks", "tp", "batch", "seq", "precision", "data", "seed", "lora", "base")
+"""Those of `train` that set the same config keys here."""
 
 
 @click.command()
@@ -100,7 +90,7 @@ def command(
     if given["loop"] or given["optimizer"]:
         return _own_loop(ctx, source, sets, stage, offload, given)
     worker = worker_environment()
-    flags = {key: given[name] for name, key in KEYS.items()}
+    flags = {KEYS[name]: given[name] for name in FLAGS}
     if worker:
         die_with_parent()
         flags["parallel.ranks"] = int(worker["WORLD_SIZE"])

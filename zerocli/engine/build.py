@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,9 +14,7 @@ from offload import HBM, Placement, Record, Share, Store
 from offload.mover import StagedStore
 from offload.tierset import shortage
 from tiers.base import Tier
-from zerocli.engine.context import Context, Storage
 from zerocli.engine.guards.aliases import Aliases
-from zerocli.engine.settings import Settings
 from zerocli.engine.states import materialise
 from zerocli.engine.states.buffers import place_buffers
 from zerocli.engine.states.named import given, load_buffers
@@ -38,6 +36,9 @@ from zerocli.layout.flats import place
 from zerocli.layout.sizes import format_bytes
 from zerocli.ranks.startup import STARTUP
 
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
+
 
 class DoesNotFit(Exception):
     """A tier is too small for what the placement puts there; `hint` is the nearest placement that fits."""
@@ -50,23 +51,14 @@ class DoesNotFit(Exception):
 class Builder:
     """Builds the units of a model for one rank."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        settings: Settings,
-        context: Context,
-        storage: Storage,
-        compute: torch.dtype,
-        state_names: Sequence[str],
-        groups: Mapping[str, int],
-    ) -> None:
-        self._groups = groups
-        self._model, self._settings, self._sizing = model, settings, context.sizing
-        self._compute, self._states = compute, tuple(state_names)
-        self._placement, self._tiers, self._mover = storage.placement, storage.tiers, storage.mover
-        self._collectives, self._tensor_parallel = context.collectives, context.tensor_parallel
-        self._device = context.device
-        self._mixed = mixes(model, compute)
+    def __init__(self, engine: Engine) -> None:
+        self._model, self._settings, self._sizing = engine.model, engine.settings, engine.sizing
+        self._compute, self._states = engine.precision.compute, tuple(engine.rule.state_names)
+        self._groups = engine.arranged.group_of
+        self._placement, self._tiers, self._mover = engine.placement, engine.tiers, engine.mover
+        self._collectives, self._tensor_parallel = engine.collectives, engine.tensor_parallel
+        self._device = engine.device
+        self._mixed = mixes(self._model, self._compute)
 
     def build(self) -> list[Unit]:
         """Return the units, filled with initial values; raise DoesNotFit before anything is allocated."""

@@ -37,12 +37,8 @@ class Reducer:
         unexpected: Callable[[str], None],
     ) -> None:
         self._stage, self._collectives, self._device = context.sizing.stage, context.collectives, context.device
-        self._eager, self._is_together, self._finish_meeting, self._unexpected = (
-            eager,
-            together,
-            finish_meeting,
-            unexpected,
-        )
+        self._eager, self._is_together, self._unexpected = eager, together, unexpected
+        self._finish_meeting = finish_meeting
         self._together = False
         """Whether reductions of this pass are launched only where ranks agree on them, and at its end."""
         self._flats = [flat for unit in units for flat in unit.trainable]

@@ -74,7 +74,7 @@ class StepPeak:
     checkpoint_nbytes: int
 
     def with_gradients(self, nbytes: int) -> int:
-        """Return the peak, or more, with so many bytes of gradients on the device: it is convex in those."""
+        """Return the peak, or more, with this many bytes of gradients on the device: it is convex in those."""
         share = nbytes / self.gradients if self.gradients else 0.0
         return int(self.rest + share * (self.both - self.rest))
 

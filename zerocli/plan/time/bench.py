@@ -18,7 +18,7 @@ from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular, write_text
 BENCH_NBYTES = 1 << 30
 BENCH_SECONDS = 5.0
 COMPUTE = "compute"
-"""Names the rates of `zerocli.engine.optimizer.rates`."""
+"""Names the rates of `zerocli.plan.time.rates`."""
 
 
 def gather(paths: tuple[str, ...]) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def measure(facts: dict[str, Any], paths: tuple[str, ...]) -> None:
 def _compute_rates() -> dict[str, float]:
     import torch
 
-    from zerocli.engine.optimizer.rates import measure_rates
     from zerocli.plan.time.host_times import measure_host
+    from zerocli.plan.time.rates import measure_rates
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     host = measure_host(device) if device.type == "cuda" else {}  # without a GPU, the host is what computes

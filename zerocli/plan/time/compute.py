@@ -19,8 +19,8 @@ from zerocli.plan.time.hardware import Hardware, HostTimes
 PRODUCTS = 0.73
 """Matrix products of at least a thousand rows and columns."""
 ATTENTION, HALF_RATE_TOKENS = 0.60, 512
-"""Causal attention, forward, reaches the first share for long sequences and half of it for so many tokens; its backward
-reaches 0.7 of that."""
+"""Causal attention, forward, reaches the first share for long sequences and half of it for this many tokens; its
+backward reaches 0.7 of that."""
 MEMORY = 0.64
 """Element-wise kernels, norms and sums, of the memory bandwidth."""
 UPDATE = 0.83
@@ -172,7 +172,7 @@ def _repeated(shape: Shape, setup: Setup, forward: Work, block: int) -> Work:
 
 
 def recomputing(host: HostTimes, setup: Setup, whole: float, selective: float) -> float:
-    """Return the host's time for recomputing so many blocks; compiled ones run the same graphs in any case."""
+    """Return the host's time for recomputing this many blocks; compiled ones run the same graphs in any case."""
     if setup.compiled:
         return host.block * HOST_AGAIN * (whole + selective)
     return host.whole * whole + host.selective * selective

@@ -122,7 +122,7 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
 
 
 def _ends(phases: Sequence[Phase], accumulate: int, waits: float, ahead: float) -> tuple[float, float]:
-    """Return when the device is done with the first forward and with the step; at first it waits for so many seconds.
+    """Return when the device is done with the first forward and with the step; at first it waits for this many seconds.
 
     The host begins a phase once it has launched all before it, if it is not too far `ahead` of the device. Once it is
     ahead by the same time after each micro-step, all others take as long as the last one.

@@ -16,12 +16,12 @@ from zerocli.config import Config
 from zerocli.config.options import RunOptions
 from zerocli.console import bar, quoted, say
 from zerocli.engine.engine import Engine
-from zerocli.engine.optimizer.rates import slower_than_fp32
 from zerocli.engine.precision import precision
 from zerocli.layout.categories import HELD, model_states
 from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.plan.setup import setup_of
+from zerocli.plan.time.rates import slower_than_fp32
 from zerocli.profile import table
 from zerocli.profile.lines import History, Line
 
