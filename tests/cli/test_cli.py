@@ -90,7 +90,7 @@ def test_the_flags_of_train_are_these():
     assert sorted(options) == sorted(
         "--stage --offload --auto --nvme-path --ranks --tp --steps --batch --seq --precision --data --seed --run-dir "
         "--resume --check --dry-run --json --set --init-from --lr --accumulate --epochs --save-every --eval-every "
-        "--deepspeed".split()
+        "--deepspeed --lora".split()
     )
 
 
@@ -180,7 +180,7 @@ def test_a_yaml_config_is_shown_as_toml_without_pyyaml(tmp_path, capsys, monkeyp
 
 
 def test_fit_ends_with_the_command_that_trains_it(tmp_path, capsys):
-    """All that was asked is in it; adapters, which train has not yet, and bare counts have none."""
+    """All that was asked is in it; bare counts have none."""
 
     def ask(*words):
         assert cli.run(["fit", *words]) == 0
@@ -195,7 +195,8 @@ def test_fit_ends_with_the_command_that_trains_it(tmp_path, capsys):
     assert ask("tiny", "--ranks", "16", "--stage", "1", "--offload", "none").startswith(
         "torchrun --nnodes 2 --nproc-per-node 8 -m zerocli train tiny --stage 1"
     )
-    assert ask("7.5B") == ask("tiny", "--lora", "4") == ""
+    assert ask("7.5B") == ""
+    assert "--ranks 2 --lora 4:c_attn" in ask("tiny", "--ranks", "2", "--lora", "4:c_attn")
     shape = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     header = json.dumps({"wte.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()

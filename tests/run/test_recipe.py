@@ -121,7 +121,7 @@ REFUSED = {
     "train --max-length 8": ("--max-length", "--seq"),
     "train --grad-accum 8": ("--grad-accum", "--accumulate"),
     "train --optimizer sgd": ("--optimizer", "optimizer.name="),
-    "train --qlora": ("--qlora", "all parameters are trained"),
+    "train --qlora": ("--qlora", "--lora 16"),
     "train --load-in-4bit": ("--load-in-4bit", "--auto"),
     "train --set optimizer.learning_rate=1": ("learning_rate", "--set optimizer.lr=1"),
     "train --save-every sometimes": ("never", "zerocli train --help"),

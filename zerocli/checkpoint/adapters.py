@@ -34,6 +34,7 @@ from zerocli.models.lora import (
     module_there,
     name_there,
     names_there,
+    row_lengths,
     trained_whole,
 )
 
@@ -217,8 +218,4 @@ def set_magnitudes(engine: Engine) -> None:
             continue
         weight: Any = layer.weight
         with engine.gathered(weight), engine.gathered(adapter.magnitude, write=True):
-            matrix, at = matrix_of(layer), 0
-            for name, width in layer.lora.widths.items():  # type: ignore[union-attr, operator]
-                if name == part:
-                    adapter.magnitude.copy_(matrix[at : at + width].float().norm(dim=1))
-                at += width
+            adapter.magnitude.copy_(row_lengths(matrix_of(layer), layer.lora.widths, part))  # type: ignore[union-attr, arg-type]

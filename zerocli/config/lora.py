@@ -12,6 +12,18 @@ from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _EXAMPLE = "--lora 16, or --lora 16:q_proj,v_proj, or a folder with an adapter_config.json"
+SHORT: dict[str, tuple[str, ...]] = {
+    "q": ("q_proj", "wq"),
+    "k": ("k_proj", "wk"),
+    "v": ("v_proj", "wv"),
+    "qkv": ("c_attn", "qkv_proj", "query_key_value"),
+    "out": ("o_proj", "out_proj", "attn.c_proj", "self_attention.dense", "attention.dense", "wo"),
+    "gate": ("gate_proj",),
+    "up": ("up_proj", "c_fc", "fc1", "fc_in", "dense_h_to_4h"),
+    "gate_up": ("gate_up_proj",),
+    "down": ("down_proj", "mlp.c_proj", "fc2", "fc_out", "dense_4h_to_h"),
+}
+"""What the projections of a decoder are called in models, by the short names that are targets too."""
 # What peft can do and we do not: by key, the values that change nothing.
 _UNUSED: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
@@ -24,8 +36,15 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "trainable_token_indices": (None, [], {}),
     "use_qalora": (None, False),
+    "use_bdlora": (None, False),
     "alora_invocation_tokens": (None, []),
     "megatron_config": (None, {}),
+    "arrow_config": (None, {}),
+    "kasa_config": (None, {}),
+    "monteclora_config": (None, {}),
+    "velora_config": (None, {}),
+    # Others change the base's own weights too, which the folder does not hold.
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
 
 
@@ -79,9 +98,9 @@ def matches(targets: tuple[str, ...], *names: str) -> bool:
     for target in targets:
         if target == ALL_LINEAR:
             return True
+        plain = re.fullmatch(r"[\w.]+", target)
+        ends = (target, *SHORT.get(target, ()))
         for name in names:
-            if name == target or name.endswith(f".{target}"):
-                return True
-            if not re.fullmatch(r"[\w.]+", target) and re.fullmatch(target, name):
+            if any(name == end or name.endswith(f".{end}") for end in ends) if plain else re.fullmatch(target, name):
                 return True
     return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,11 +45,22 @@ def lora(
     Call it before `zerocli.shard`. Only the adapters, and the modules in `save_modules`, are trained.
     """
     named = (targets,) if isinstance(targets, str) else tuple(targets)
+    if dora and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("dora=True needs the lengths of the rows of the weights, and the model has no values (meta)")
     try:
         adapt(model, LoraConfig(rank, named, alpha, dropout, rslora, dora, tuple(save_modules), dtype))
     except UserError as error:
         raise ValueError(str(error)) from None
+    model.register_forward_hook(_warn_idle)
     return model
+
+
+def _warn_idle(model: nn.Module, inputs: Any, output: Any) -> None:
+    """Warn once, after the first forward of a model of the user's, of adapters that had no part in it."""
+    for key in [key for key, hook in model._forward_hooks.items() if hook is _warn_idle]:
+        del model._forward_hooks[key]
+    if said := idle_note(model):
+        warnings.warn(said, stacklevel=2)
 
 
 class Adapter(nn.Module):
@@ -81,6 +93,8 @@ class Adapters(nn.Module):
     def __init__(self, widths: Mapping[str, int], factor: float, dropout: float) -> None:
         super().__init__()
         self.widths, self.factor, self.dropout = dict(widths), factor, dropout
+        self.ran = False
+        """Whether the layer was called: the adapters of one whose weight is only read would add nothing."""
 
     def change(self, x: Tensor) -> Tensor:
         """Return what is added to the layer's output, before the factor."""
@@ -119,6 +133,7 @@ class Adapters(nn.Module):
 def _add(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
     """Add a layer's adapters to its output; a forward hook."""
     adapters: Any = layer.lora
+    adapters.ran = True
     x: Tensor = args[0] if args else kwargs["input"]
     if any(adapter.magnitude is not None for adapter in adapters.children()):
         made: Tensor = adapters.rescale(layer, x, y)
@@ -130,6 +145,14 @@ def matrix_of(layer: Any) -> Tensor:
     """Return a layer's matrix as (outputs, inputs); transformers' Conv1D keeps it transposed."""
     weight: Tensor = layer.weight
     return weight if isinstance(layer, nn.Linear) else weight.t()
+
+
+def row_lengths(matrix: Tensor, widths: Mapping[str, int], part: str) -> Tensor:
+    """Return the lengths of the rows of one of the matrices that are fused in a layer's."""
+    names = list(widths)
+    start = sum(widths[name] for name in names[: names.index(part)])
+    found: Tensor = matrix[start : start + widths[part]].float().norm(dim=1)
+    return found
 
 
 # -- adapting a model ----------------------------------------------------------------------------------------------
@@ -145,15 +168,18 @@ def adapt(model: nn.Module, asked: LoraConfig, theirs: Theirs | None = None) -> 
         raise UserError("the model has adapters already")
     _refuse_expressions(asked)
     layers = dict(linear_layers(model))
-    chosen = {path: _chosen(path, layer, asked, theirs) for path, layer in layers.items()}
-    if not any(chosen.values()):
-        raise _no_target(asked.targets, layers, theirs)
+    chosen = {path: _chosen(path, layer, asked.targets, theirs) for path, layer in layers.items()}
+    missing = [each for each in asked.targets if not _finds(each, layers, theirs)]
+    if not any(chosen.values()) or (missing and not asked.start):  # peft's folders name layers of many families
+        raise _no_target(missing, layers, theirs)
     kept = trained_whole(model, asked.save_modules, theirs)
+    for path, parts in chosen.items():
+        _refuse_layer(layers[path], path, parts, asked.rank)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in kept)
     for path, parts in chosen.items():
         if parts:
-            _give(layers[path], path, parts, asked)
+            _give(layers[path], parts, asked)
 
 
 def adapted(model: nn.Module, config: Config) -> nn.Module:
@@ -209,14 +235,18 @@ def widths_of(layer: Any) -> dict[str, int]:
     return dict(getattr(layer, "parts", None) or {WHOLE: matrix_of(layer).shape[0]})
 
 
-def _chosen(path: str, layer: nn.Module, asked: LoraConfig, theirs: Theirs) -> list[str]:
+def _finds(target: str, layers: Mapping[str, nn.Module], theirs: Theirs) -> bool:
+    return any(_chosen(path, layer, (target,), theirs) for path, layer in layers.items())
+
+
+def _chosen(path: str, layer: nn.Module, targets: tuple[str, ...], theirs: Theirs) -> list[str]:
     """Return the parts of a layer that are targets."""
     widths = widths_of(layer)
     names = theirs.get(path) or (path,) * len(widths)
     found = []
     for part, name in zip(widths, names, strict=True):
         own = path if part == WHOLE else f"{path.rpartition('.')[0]}.{part}"
-        if matches(asked.targets, name, own, path):
+        if matches(targets, name, own, path):
             found.append(part)
     return found
 
@@ -254,22 +284,32 @@ def trained_whole(model: nn.Module, modules: Sequence[str], theirs: Theirs | Non
     return found
 
 
-def _give(layer: nn.Module, path: str, parts: list[str], asked: LoraConfig) -> None:
-    if hasattr(layer, "lora"):
+def _refuse_layer(layer: nn.Module, path: str, parts: list[str], rank: int) -> None:
+    """Raise UserError if these parts of a layer cannot have adapters of a rank."""
+    if parts and hasattr(layer, "lora"):
         raise UserError(f"lora: {path} has an attribute `lora` already")
+    inputs, widths = matrix_of(layer).shape[1], widths_of(layer)
+    for part in parts:
+        if rank > min(inputs, widths[part]):
+            raise UserError(
+                f"lora: rank {rank} is above the smaller side of {path}, {widths[part]} x {inputs}: an adapter would "
+                "have more parameters than the matrix",
+                hint=f"--lora {min(inputs, widths[part])} at most, or other targets",
+            )
+
+
+def _give(layer: nn.Module, parts: list[str], asked: LoraConfig) -> None:
     widths, matrix = widths_of(layer), matrix_of(layer)
     adapters = Adapters(widths, scale(asked.rank, asked.alpha, asked.rslora), asked.dropout)
     dtype = torch.float32 if asked.dtype == "fp32" else matrix.dtype
     for part in parts:
         inputs, outputs = matrix.shape[1], widths[part]
-        if asked.rank > min(inputs, outputs):
-            raise UserError(
-                f"lora: rank {asked.rank} is above the smaller side of {path}, {outputs} x {inputs}: an adapter would "
-                "have more parameters than the matrix",
-                hint=f"--lora {min(inputs, outputs)} at most, or other targets",
-            )
         like = {"dtype": dtype, "device": matrix.device}
-        adapters.add_module(part, Adapter(inputs, outputs, asked.rank, like, asked.dora))
+        adapter = Adapter(inputs, outputs, asked.rank, like, asked.dora)
+        if adapter.magnitude is not None and not matrix.is_meta:
+            with torch.no_grad():
+                adapter.magnitude.copy_(row_lengths(matrix, widths, part))
+        adapters.add_module(part, adapter)
     layer.lora = adapters
     layer.register_forward_hook(_add, with_kwargs=True)
 
@@ -312,6 +352,19 @@ _PLACES = {"k": 1, "v": 2, "up": 1}
 
 def has_adapters(model: nn.Module) -> bool:
     return any(isinstance(module, Adapters) for module in model.modules())
+
+
+def idle_note(model: nn.Module) -> str:
+    """Return which adapters have not run yet, in words; empty if all have."""
+    found = {path: layer.lora.ran for path, layer, _, _ in adapters_of(model)}  # type: ignore[union-attr]
+    idle = [path for path, ran in found.items() if not ran]
+    if not idle:
+        return ""
+    shown = ", ".join(idle[:4]) + (", ..." if len(idle) > 4 else "")
+    return (
+        f"lora: {len(idle)} of {len(found)} layers with adapters were not called in the first step: {shown}; where a "
+        "model reads a layer's weight without calling the layer, an adapter adds nothing: other targets leave it out"
+    )
 
 
 def adapter_names(model: nn.Module) -> set[str]:

@@ -8,11 +8,11 @@ is frozen: it has no gradient and no optimizer states, and autograd does not kee
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from zerocli.config import LoraConfig
-from zerocli.config.lora import matches
+from zerocli.config.lora import SHORT, matches
 from zerocli.errors import UserError
 
 _QKV: dict[str, tuple[str, ...]] = {"qkv": ("q", "k", "v")}
@@ -23,18 +23,11 @@ FUSED_PROJECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "phi3": _QKV | _GATE_UP,
 }
 """By family of transformers: the projections that are one matrix there."""
-_NAMES: dict[str, tuple[str, ...]] = {
-    "q": ("q_proj", "wq"),
-    "k": ("k_proj", "wk"),
-    "v": ("v_proj", "wv"),
-    "qkv": ("c_attn", "qkv_proj", "query_key_value"),
-    "out": ("o", "o_proj", "out_proj", "attn.c_proj", "self_attention.dense", "attention.dense", "wo"),
-    "gate": ("gate_proj",),
-    "up": ("up_proj", "c_fc", "fc1", "fc_in", "dense_h_to_4h"),
-    "gate_up": ("gate_up_proj",),
-    "down": ("down_proj", "mlp.c_proj", "fc2", "fc_out", "dense_4h_to_h"),
-}
-"""What the projections are called in models."""
+_ATTENTION = ("q", "k", "v", "qkv", "out")
+_OURS = {"q": "attention.qkv", "k": "attention.qkv", "v": "attention.qkv", "gate": "mlp.gate_up", "up": "mlp.gate_up"}
+"""The layers of the built-in models that several projections are one matrix of."""
+EMBEDDINGS, HEADS = ("embed_tokens", "wte", "embed", "tokens"), ("lm_head", "head")
+"""What `lora.save_modules` calls the token embedding and the output layer."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +36,47 @@ class Lora:
 
     rank: int
     targets: tuple[str, ...]
+    dropout: bool = False
+    """Whether the adapters' inputs have dropout."""
+    saved: tuple[str, ...] = ()
+    """Of `tokens` and `head`, the parameters that are trained whole."""
 
     def of(self, names: Iterable[str]) -> list[str]:
         """Return those of the projections that have an adapter."""
         return [name for name in names if name in self.targets]
 
 
-def choose(asked: LoraConfig, family: str, projections: Iterable[str]) -> Lora:
-    """Return the adapters that a config asks for in a family with these projections; UserError if there are none."""
+def choose(asked: LoraConfig, family: str, projections: Iterable[str], layers: int = 1, tie: bool = False) -> Lora:
+    """Return the adapters that a config asks for in a family with these projections; UserError if there are none.
+
+    All blocks are planned alike: a projection has an adapter in all of them if a regular expression finds it in one.
+    """
     names = tuple(projections)
-    found = tuple(name for name in names if matches(asked.targets, name, *(f"x.{each}" for each in _NAMES[name])))
-    if not found:
+    paths = {name: tuple(_paths(name, layers)) for name in names}
+    found = tuple(name for name in names if matches(asked.targets, *paths[name]))
+    missing = [each for each in asked.targets if not any(matches((each,), *paths[name]) for name in names)]
+    if not found or (missing and not asked.start):
         fused = [name for name in names if name in FUSED_PROJECTIONS.get(family, {})]
         why = f" ({', '.join(fused)}: one matrix in transformers)" if fused else ""
         raise UserError(
-            f"--lora: no block of {family} has a projection {', '.join(asked.targets)}; there are "
-            f"{', '.join(names)}{why}",
+            f"--lora: no block of {family} has a projection {', '.join(missing)}; there are {', '.join(names)}{why}",
             hint=f"--lora {asked.rank}, or --lora {asked.rank}:{names[0]}",
         )
-    return Lora(asked.rank, found)
+    ends = {"tokens": EMBEDDINGS, "head": HEADS}
+    saved = [name for name, known in ends.items() if set(asked.save_modules) & set(known)]
+    if tie and saved:
+        saved = ["tokens"]
+    return Lora(asked.rank, found, asked.dropout > 0, tuple(saved))
+
+
+def _paths(projection: str, layers: int) -> Iterator[str]:
+    """Yield the names that a projection may have in models."""
+    part, modules = ("attention", ("self_attn", "attn")) if projection in _ATTENTION else ("mlp", ("mlp",))
+    yield projection
+    for layer in range(layers):
+        yield f"blocks.{layer}.{part}.{projection}"
+        if projection in _OURS:
+            yield f"blocks.{layer}.{_OURS[projection]}"
+        for block in (f"model.layers.{layer}", f"transformer.h.{layer}"):
+            for name in SHORT[projection]:
+                yield from (f"{block}.{name}",) if "." in name else (f"{block}.{each}.{name}" for each in modules)

@@ -178,6 +178,11 @@ class Shape:
         return sum(p.numel * times for unit, times in self.units() for p in unit.parameters if p.trainable)
 
     @property
+    def trains_head(self) -> bool:
+        """Whether the weight of the output layer is trained."""
+        return self.lora is None or ("tokens" if self.tie else "head") in self.lora.saved
+
+    @property
     def active_numel(self) -> int:
         """Return the parameters that one token uses: of the experts, only those it is routed to."""
         one = sum(each.numel for each in self._mlp("", self.expert_hidden))
@@ -224,8 +229,9 @@ class Shape:
         return self._frozen(found)
 
     def _frozen(self, parameters: list[Parameter]) -> tuple[Parameter, ...]:
-        """Return a model's own parameters, frozen if there are adapters."""
-        return tuple(dataclasses.replace(each, trainable=self.lora is None) for each in parameters)
+        """Return a model's own parameters, frozen if there are adapters, but for those that are trained whole."""
+        saved = () if self.lora is None else self.lora.saved
+        return tuple(dataclasses.replace(p, trainable=self.lora is None or p.name in saved) for p in parameters)
 
     def head_parameters(self) -> tuple[Parameter, ...]:
         width = self.embed_dim or self.hidden
@@ -259,10 +265,12 @@ class Shape:
             {"gate": (self.hidden, self.mlp_hidden)} if self.gated else {}
         )
         wide |= {"up": (self.hidden, self.mlp_hidden), "down": (self.mlp_hidden, self.hidden)}
-        for fused, names in FUSED_PROJECTIONS.get(self.family, {}).items():
-            here = [name for name in names if name in wide]
-            wide[fused] = self.hidden, sum(wide.pop(name)[1] for name in here)
-        return wide
+        into = {name: fused for fused, names in FUSED_PROJECTIONS.get(self.family, {}).items() for name in names}
+        found: dict[str, tuple[int, int]] = {}
+        for name, (inputs, outputs) in wide.items():
+            here = into.get(name, name)
+            found[here] = inputs, outputs + found.get(here, (0, 0))[1]
+        return found
 
     def matrices(self, *names: str) -> tuple[str, ...]:
         """Return the matrices of transformers that these projections, one matrix here, are there."""
@@ -282,7 +290,7 @@ class Shape:
         """Return this model with adapters; UserError if they are not planned for it."""
         if self.experts or self.latent:
             raise UserError(f"--lora is planned for dense blocks with plain attention, and {self.family} has others")
-        return dataclasses.replace(self, lora=choose(asked, self.family, self.projections()))
+        return dataclasses.replace(self, lora=choose(asked, self.family, self.projections(), self.layers, self.tie))
 
     def _qkv(self) -> list[Parameter]:
         return self._linear("qkv", self.hidden, self.width_q + 2 * self.width_kv, self.qkv_bias, cut=0)

@@ -24,7 +24,8 @@ class ReplayableShape(Replayable):
         self.shape = shape
         self.numel, self.trainable_numel = shape.numel, shape.trainable_numel
         self.layers, self.period, self.kinds = shape.layers, shape.period, shape.sparse
-        self.frozen_input, self.rotary = shape.lora is not None, shape.rotary
+        self.rotary = shape.rotary
+        self.frozen_input = not any(each.trainable for each in shape.embed_parameters())
         self.transposes = shape.family == "gpt2"
 
     def units(self) -> Iterator[tuple[Unit, int]]:
@@ -123,7 +124,7 @@ class _ShapeMicroStep(MicroStep):
         chunk = min(constants.chunk_tokens(vocab, setup.device), tokens)
         rows = chunk * constants.padded_vocab(vocab)
         grad_x = Storage(ledger, tokens * shape.hidden * width, "logits")
-        frozen = shape.lora is not None
+        frozen = not shape.trains_head
         grad_weight = None if frozen else Storage(ledger, vocab * shape.hidden * FP32, "logits")
         small = Storage(ledger, 5 * tokens, "logits")  # losses, and which targets count
         buffer = Storage(ledger, rows * width, "logits")

@@ -222,6 +222,6 @@ def _ends(shape: Shape, setup: Setup, host: HostTimes) -> tuple[Work, Work]:
     chunks = -(-tokens // min(tokens, constants.chunk_tokens(vocab, setup.device)))
     summed = 2 * chunks * vocab * inputs * 4
     moved = 3 * logits + 4 * hidden + 3 * table + summed
-    products = 6.0 if shape.trainable_numel == shape.numel else 4.0  # a frozen head has no gradient
+    products = 6.0 if shape.trains_head else 4.0  # a frozen head has no gradient
     forward = Work(products * tokens * vocab * inputs, moved=moved, host=2 * host.block * HOST_FORWARD)
     return forward, Work(moved=10 * hidden + 2 * table, host=2 * host.block * (1 - HOST_FORWARD))

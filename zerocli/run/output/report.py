@@ -18,6 +18,7 @@ from zerocli.console import bar, quoted, say
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.layout.categories import HELD, model_states
+from zerocli.layout.codecs import CODECS
 from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.plan.setup import setup_of
@@ -95,7 +96,8 @@ def _trained(config: Config, engine: Engine) -> list[str]:
     factor = (
         f"alpha {lora.alpha or 2 * lora.rank:g}" + (", rslora" if lora.rslora else "") + (", dora" if lora.dora else "")
     )
-    return [f"adapters: rank {lora.rank}, {factor}, on {', '.join(lora.targets)}; {share}"]
+    stored = f"; the base's blocks are stored as {lora.base}" if lora.base in CODECS else ""
+    return [f"adapters: rank {lora.rank}, {factor}, on {', '.join(lora.targets)}; {share}{stored}"]
 
 
 def _vocabulary(config: Config, engine: Engine) -> list[str]:
