@@ -215,7 +215,7 @@ def test_the_bar_has_the_learning_rate_in_80_columns_and_messages_stand_above_it
     frames = terminal(80, train).replace("\r\n", "\n").replace("\x1b[A", "")
     for frame in re.split(r"[\r\n]", frames):
         assert len(frame) <= 80, frame
-    assert re.search(r"3/12345 \|.{8,}\| \d\d:\d\d<\S+ loss 12.3456 lr 1.0e-03 1.23M tokens/s", frames)
+    assert re.search(r"3/12345 \|.{4,}\| \d\d:\d\d<\S+ loss 12.3456 lr 1.0e-03 1.23M tokens/s", frames)
     for said in ("evaluation after step 1: loss 1.0", "evaluation after step 3: loss 1.0", "the end"):
         assert re.search(rf"(^|[\r\n]){said}\n", frames), frames
 
