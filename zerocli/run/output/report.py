@@ -96,8 +96,10 @@ def _trained(config: Config, engine: Engine) -> list[str]:
     factor = (
         f"alpha {lora.alpha or 2 * lora.rank:g}" + (", rslora" if lora.rslora else "") + (", dora" if lora.dora else "")
     )
+    packed = sum(parameter.dim() > 2 for parameter in engine.model.parameters())
+    without = f"; {count_of(packed, 'packed tensor')} of experts without one" if packed else ""
     stored = f"; the base's blocks are stored as {lora.base}" if lora.base in CODECS else ""
-    return [f"adapters: rank {lora.rank}, {factor}, on {', '.join(lora.targets)}; {share}{stored}"]
+    return [f"adapters: rank {lora.rank}, {factor}, on {', '.join(lora.targets)}; {share}{without}{stored}"]
 
 
 def _vocabulary(config: Config, engine: Engine) -> list[str]:
