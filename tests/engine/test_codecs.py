@@ -102,14 +102,15 @@ def make(state: dict[str, torch.Tensor] | None = None, **settings: Any) -> Engin
     model = build(MODEL, SEQ, "meta")
     adapt(model, LoraConfig(4))
     units = model.unit_modules()
-    return Engine(model, Settings(units=units, device="cpu", clip=1.0, lr=1e-2, seed=3, state=state, **settings))
+    given = {"units": units, "device": "cpu", "clip": 1.0, "lr": 1e-2, "seed": 3, "state": state, **settings}
+    return Engine(model, Settings(**given))
 
 
 def steps(engine: Engine, number: int = 3) -> list[float]:
     losses = []
     for step in range(number):
         tokens = torch.randint(MODEL.vocab, (2, 2, SEQ), generator=torch.Generator().manual_seed(step))
-        loss = engine(tokens[0], tokens[1])
+        loss = engine(*tokens.to(engine.device))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -194,3 +195,28 @@ def test_an_encoded_parameter_can_be_read_and_not_written():
     engine.load_state_dict(before | {name: before[name] * 2})
     assert torch.allclose(engine.state_dict()[name], 2 * before[name], rtol=0.02, atol=1e-6)
     engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_gpu_gives_the_same_bits(codec):
+    plain = values(3)
+    encoded = encode(codec, plain)
+    assert torch.equal(encode(codec, plain.cuda()).cpu(), encoded)
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty(plain.numel(), dtype=dtype, device="cuda")
+        decode(codec, encoded.cuda(), out)
+        assert torch.equal(out.cpu(), decoded(codec, encoded, dtype))
+
+
+@pytest.mark.gpu
+def test_a_stored_base_equals_its_decoded_values_on_a_gpu():
+    found = []
+    start: dict[str, torch.Tensor] = {}
+    for place in ({"stage": 0}, {"stage": 3, "offload": "params=cpu", "recompute": True}, None):
+        settings = {"base": "nf4", **place} if place is not None else {"stage": 0, "state": start}
+        engine = make(**settings, precision="bf16", device="cuda")
+        start = engine.state_dict()
+        found.append((steps(engine), digest(engine.state_dict(), base=False)))
+        engine.close()
+    assert found[0] == found[1] == found[2]
