@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.safetensors import Weights
 from zerocli.checkpoint.state import spread
 from zerocli.config import Config, ModelConfig
-from zerocli.config.lora import ADAPTER_WEIGHTS
+from zerocli.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Base
 from zerocli.engine.units.codecs import decode, encode
@@ -35,8 +37,10 @@ from zerocli.models.lora import (
     name_there,
     names_there,
     row_lengths,
+    tied_names,
     trained_whole,
 )
+from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular
 
 PREFIX = "base_model.model."
 """What peft's names begin with."""
@@ -57,6 +61,8 @@ def base_of(config: Config, model: nn.Module) -> Base | None:
         return None
     own = adapter_names(model) | trained_whole(model, config.lora.save_modules, names_there(config.model))
     path, about = config.train.init_from, f"{config.train.seed} {dataclasses.replace(config.model, folder='')}"
+    if path:
+        _refuse_missing(path, "--set train.init_from=FOLDER, where it is now")
     known = fingerprint(path) if path else f"random weights {hashlib.sha256(about.encode()).hexdigest()}"
     return Base(known, lambda name: name not in own)
 
@@ -83,16 +89,17 @@ def fingerprint(path: str) -> str:
 def refuse_other_base(config: Config, manifest: Manifest) -> None:
     """Raise UserError unless the weights that a checkpoint's adapters were trained on are still where they were."""
     said, path = manifest.values.get("base"), config.train.init_from
-    if not os.path.exists(path):
-        raise UserError(
-            f"{path}: the base of the adapters is not there any more",
-            hint="--set train.init_from=FOLDER, where it is now",
-        )
+    _refuse_missing(path, "--base-dir FOLDER, where it is now")
     if fingerprint(path) != said:
         raise UserError(
             f"{path}: holds other weights than those that the adapters were trained on",
-            hint="--set train.init_from=FOLDER of the model that the run began from",
+            hint="--base-dir FOLDER of the model that the run began from",
         )
+
+
+def _refuse_missing(path: str, hint: str) -> None:
+    if not os.path.exists(path):
+        raise UserError(f"{path}: the base of the adapters is not there", hint=hint)
 
 
 # -- peft's folder -------------------------------------------------------------------------------------------------
@@ -108,6 +115,10 @@ def load_adapters(engine: Engine, folder: str, model: ModelConfig, kept: set[str
     wanted = adapter_names(engine.model) | kept
     by_name = {name: Mapping(name, (PREFIX + name_there(name, theirs),)) for name in names_of(engine) if name in wanted}
     used = {mapping.theirs[0] for mapping in by_name.values()}
+    for name, others in tied_names(engine.model).items():
+        for other in (PREFIX + name_there(each, theirs) for each in others if name in kept):
+            _refuse_untied(folder, weights, by_name[name].theirs[0], other)
+            used.add(other)
     if left := sorted(weights.entries.keys() - used):
         raise UserError(
             f"{folder}: {left[0]} and {len(left) - 1} others have no counterpart in this model"
@@ -119,8 +130,34 @@ def load_adapters(engine: Engine, folder: str, model: ModelConfig, kept: set[str
     spread(engine)
 
 
-def peft_config(config: Config, adapted: set[str], others: set[str]) -> dict[str, Any]:
-    """Return peft's adapter_config.json; `adapted` and `others` are the model's layers with and without adapters."""
+def _refuse_untied(folder: str, weights: Weights, name: str, other: str) -> None:
+    """Raise UserError unless two tensors of a folder, which are one parameter in the model, hold the same values."""
+    sizes = {each: weights.entries[each][1].numel for each in (name, other) if each in weights.entries}
+    ends = [each.removeprefix(PREFIX) for each in (name, other)]
+    if len(sizes) == 1 and not _says_tied(folder):
+        missing = next(end for end, each in zip(ends, (name, other), strict=True) if each not in sizes)
+        raise UserError(
+            f"{folder}: {ends[0]} and {ends[1]} are one parameter in this model, and it has no {missing}: it was "
+            "trained with the two apart",
+            hint="peft's ensure_weight_tying=True trains them as one; or --lora RANK for new adapters",
+        )
+    if len(sizes) == 2 and not torch.equal(*(weights.read(each, 0, size) for each, size in sizes.items())):
+        raise UserError(
+            f"{folder}: {ends[0]} and {ends[1]} are one parameter in this model, and differ there",
+            hint="peft's ensure_weight_tying=True trains them as one; or --lora RANK for new adapters",
+        )
+
+
+def _says_tied(folder: str) -> bool:
+    values = json.loads(read_regular(os.path.join(folder, ADAPTER_CONFIG), MAX_CONFIG_NBYTES))
+    return bool(values.get("ensure_weight_tying"))
+
+
+def peft_config(config: Config, adapted: set[str], others: set[str] | None) -> dict[str, Any]:
+    """Return peft's adapter_config.json; `adapted` and `others` are the model's layers with and without adapters.
+
+    Of a model whose other layers are not known, whole names are written.
+    """
     lora = config.lora
     return {
         "peft_type": "LORA",
@@ -129,7 +166,7 @@ def peft_config(config: Config, adapted: set[str], others: set[str]) -> dict[str
         "r": lora.rank,
         "lora_alpha": lora.alpha or 2 * lora.rank,
         "lora_dropout": lora.dropout,
-        "target_modules": shortest_names(adapted, others),
+        "target_modules": sorted(adapted) if others is None else shortest_names(adapted, others),
         "modules_to_save": list(lora.save_modules) or None,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
@@ -150,8 +187,13 @@ def shortest_names(adapted: set[str], others: set[str]) -> list[str]:
     return sorted(found)
 
 
-def adapter_mappings(manifest: Manifest, config: Config) -> tuple[list[Mapping], dict[str, Any]]:
-    """Return the names of a checkpoint's trained tensors in peft's folder, and its adapter_config.json."""
+def adapter_mappings(
+    manifest: Manifest, config: Config, kept: Sequence[Mapping] | None
+) -> tuple[list[Mapping], dict[str, Any]]:
+    """Return the names of a checkpoint's trained tensors in peft's folder, and its adapter_config.json.
+
+    `kept` are the parameters of a model of transformers, by which layers without adapters are known.
+    """
     theirs = names_there(config.model)
     names = [name.removeprefix(PARAMETERS) for name in manifest.tensors if name.startswith(PARAMETERS)]
     layers = {name.partition(".lora.")[0] for name in names if is_adapter(name)}
@@ -161,9 +203,17 @@ def adapter_mappings(manifest: Manifest, config: Config) -> tuple[list[Mapping],
     adapted = {module_there(layer, rest.partition(".")[0], theirs) for layer, rest in parts}
     based = manifest.values.get("base") is not None
     trained = [name for name in names if is_adapter(name) or based]
-    every = {each for modules in theirs.values() for each in modules} or set(adapted)
-    mapped = [Mapping(name, (PREFIX + name_there(name, theirs),)) for name in trained]
-    return mapped, peft_config(config, adapted, every - adapted)
+    every = {each for modules in theirs.values() for each in modules}
+    every |= {mapping.ours.removesuffix(".weight") for mapping in kept or ()}
+    tied: dict[str, list[str]] = manifest.values.get("tied") or {}
+    mapped = [
+        Mapping(name, (PREFIX + name_there(each, theirs),)) for name in trained for each in (name, *tied.get(name, ()))
+    ]
+    about = peft_config(config, adapted, every - adapted if every else None)
+    others = [name_there(each, theirs).split(".")[-2] for name in trained for each in tied.get(name, ())]
+    if others:  # peft has a copy of each of the modules
+        about["modules_to_save"] = list(dict.fromkeys([*about["modules_to_save"], *others]))
+    return mapped, about
 
 
 # -- a base in 4 or 8 bits -----------------------------------------------------------------------------------------

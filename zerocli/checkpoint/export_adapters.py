@@ -23,7 +23,7 @@ from zerocli.engine.precision import PRECISIONS
 from zerocli.errors import UserError
 from zerocli.layout.codecs import CODECS
 from zerocli.models import hugging
-from zerocli.models.lora import is_adapter, module_there, names_there
+from zerocli.models.lora import is_adapter, module_there, name_there, names_there
 from zerocli.regular_files import write_text
 
 CONV1D = ("gpt2", "openai-gpt", "imagegpt")
@@ -34,7 +34,9 @@ PIECE_NUMEL = 4 << 20
 
 def write_adapters(path: Path, manifest: Manifest, config: Config, out: Path, dtype: str) -> Exported:
     """Write adapters, and what was trained whole beside them, as peft's folder."""
-    mapped, about = adapter_mappings(manifest, config)
+    source = path.absolute().parent.parent / source_files.FOLDER
+    kept = source_files.names_of(source) if config.model.code == "transformers" else None
+    mapped, about = adapter_mappings(manifest, config, kept)
     dtype, why = (dtype, "as asked") if dtype else ("fp32", "as they are trained")
     with export_folder(out) as aside:
         write_parameters(path, manifest, mapped, aside / ADAPTER_WEIGHTS, DTYPES[dtype])
@@ -120,8 +122,10 @@ class Merged:
                 there = files(f"{module_there(layer, part, theirs)}.weight", name)
                 self._changed[there] = f"{PARAMETERS}{layer}.lora.{part}"
             else:
-                module, _, last = name.rpartition(".")
-                self._replaced[files(f"{theirs.get(module, (module,))[0]}.{last}", name)] = PARAMETERS + name
+                self._replaced[files(name_there(name, theirs), name)] = PARAMETERS + name
+                for other in (reader.manifest.values.get("tied") or {}).get(name, ()):
+                    if name_there(other, theirs) in weights.entries:  # some folders hold a tied weight twice
+                        self._replaced[name_there(other, theirs)] = PARAMETERS + name
         self._transposed = has_conv1d(config, source)
         self._stored = None
         if config.lora.base in CODECS:

@@ -29,8 +29,9 @@ from zerocli.engine.states.named import named_tensors
 from zerocli.engine.states.states import histories, load_histories
 from zerocli.engine.units.master import narrow
 from zerocli.engine.units.unit import MASTER, Flat
-from zerocli.errors import Refused
+from zerocli.errors import Refused, UserError
 from zerocli.layout.shards import Span
+from zerocli.models.lora import tied_names
 from zerocli.ranks.encoding import decode, encode
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
     }
     if engine.settings.loaded_base is not None:
         values["base"] = engine.settings.loaded_base.fingerprint
+        values["tied"] = tied_names(engine.model)
     return parts, values
 
 
@@ -223,11 +225,15 @@ def wanted(
     """Return the parts to fill from a checkpoint, and functions to call once they are filled.
 
     Without `training`, those are parameters and buffers: the engine's parameters are frozen, and it has no optimizer.
-    Raises Mismatch, with every difference, if the checkpoint is of another model or optimizer.
+    Raises Mismatch, with every difference, if the checkpoint is of another model or optimizer, and UserError if its
+    adapters are of another base.
     """
     base = engine.settings.loaded_base
     if base is not None and manifest.values.get("base", base.fingerprint) != base.fingerprint:
-        raise Mismatch("its adapters were trained on another base: the weights of the model's folder have changed")
+        raise UserError(
+            "the checkpoint's adapters were trained on another base: other weights than those of train.init_from",
+            hint="--set train.init_from=FOLDER of the model that the run began from",
+        )
     parts = {part.name: part for part in state_parts(engine)}
     afterwards: list[Callable[[], None]] = []
 

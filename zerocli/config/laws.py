@@ -133,9 +133,9 @@ def _lora_checks(config: Config) -> Iterator[_Found]:
         fact = f"tp {config.parallel.tp}: adapters are not split over ranks"
         yield ("parallel.tp", "lora.rank"), fact, "tp 1", "--tp 1"
     if config.optimizer.name.lower() == "muon":
-        yield ("optimizer.name", "lora.rank"), "muon is for whole matrices, not for adapters of low rank", "adamw"
+        yield ("optimizer.name",), "muon is for whole matrices, not for adapters of low rank", "adamw"
     if config.train.freeze:
-        yield ("train.freeze", "lora.rank"), "freeze: beside adapters all else is frozen anyway", ""
+        yield ("train.freeze",), "freeze: beside adapters all else is frozen anyway", "one of the two"
 
 
 def _loop_checks(config: Config) -> Iterator[_Found]:

@@ -266,10 +266,11 @@ def _no_target(targets: Sequence[str], layers: Mapping[str, nn.Module], theirs: 
 def trained_whole(model: nn.Module, modules: Sequence[str], theirs: Theirs | None = None) -> set[str]:
     """Return the parameters of the modules that are trained whole beside adapters; UserError if one is not there."""
     found: set[str] = set()
+    first = {each: name for name, others in tied_names(model).items() for each in others}
     for wanted in modules:
         here = {
-            name
-            for name, _ in model.named_parameters()
+            first.get(name, name)
+            for name, _ in model.named_parameters(remove_duplicate=False)
             for module in ((theirs or {}).get(name.rpartition(".")[0], ()) or (name.rpartition(".")[0],))
             if re.search(rf"(^|\.){re.escape(wanted)}(\.|$)", module)
         }
@@ -282,6 +283,14 @@ def trained_whole(model: nn.Module, modules: Sequence[str], theirs: Theirs | Non
             )
         found |= here
     return found
+
+
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return the further names of parameters that have several, by their first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: others for first, *others in names.values() if others}
 
 
 def _refuse_layer(layer: nn.Module, path: str, parts: list[str], rank: int) -> None:
@@ -321,11 +330,12 @@ def names_there(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Return the modules that a built-in model's are in Hugging Face's; empty of other models, which have their own."""
     if model.external or hugging.known(model):
         return {}
-    return {
+    found = {
         mapping.ours.removesuffix(".weight"): tuple(name.removesuffix(".weight") for name in mapping.theirs)
         for mapping in hugging.mappings(model)
         if mapping.ours.endswith(".weight")
     }
+    return found | ({"head": ("lm_head",)} if model.tie else {})
 
 
 def name_there(ours: str, theirs: Theirs) -> str:

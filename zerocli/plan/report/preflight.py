@@ -145,6 +145,7 @@ def _refuse_inputs(config: Config, gpus: Sequence[Gpu], ranks_per_node: int, hos
         return
     setup, there = _here(config, gpus, ranks_per_node)
     values, _, _ = read_values(hub.config_path(config.model.folder))
+    hub.refuse_quantized(config.model.folder, values)
     width = hub.size_of(values, "hidden_size", "n_embd", "d_model") * setup.width
     each = setup.seq * width * hub.size_of(values, "num_hidden_layers", "n_layer", "num_layers")
     if ACTIVATIONS in setup.offload.shares or not each:
