@@ -87,16 +87,16 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def ready():
-    """Start the process that ranks are forked from, and set the objects of imported modules aside.
+    """Set the objects of imported modules aside, and fork the process that ranks are forked from.
 
     Tests that collect garbage or look for tensors then see newer objects only.
     """
-    if "ranks" in sys.modules:
-        sys.modules["ranks"].start_server()
     import seeding  # noqa: F401, makes it cheaper
 
     gc.collect()
     gc.freeze()
+    if "ranks" in sys.modules:
+        sys.modules["ranks"].start_server()
 
 
 @pytest.fixture(autouse=True)
