@@ -334,6 +334,7 @@ def test_env_measures_and_remembers(capsys, monkeypatch, tmp_path):
     )
     monkeypatch.setitem(sys.modules, "tiers.bench", bench)
     monkeypatch.setattr(sys.modules.get("tiers") or __import__("tiers"), "bench", bench, raising=False)
+    monkeypatch.setattr(plan_bench, "_compute_rates", lambda: {"fp32": 0.5})  # takes seconds
     assert cli.run(["env", "--bench", "--nvme-path", str(tmp_path), "--json"]) == 0
     measured = json.loads(capsys.readouterr().out)["bench"]
     assert measured["dram_hbm"]["result"] == {"copy": 12.5} and measured[str(tmp_path)]["result"] == {"read": 3.25}

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from lengths import spread
+from lengths import LONG, spread
 from plain_loop import STEPS, fresh, plain
 from ranks import run_ranks
 from torch import nn
@@ -259,7 +259,7 @@ OPTIMIZERS = {
 def _chosen():
     found = {}
     for row, (name, (optimizer, options, _)) in enumerate(OPTIMIZERS.items()):
-        for stage, offload in spread(row, STAGES):
+        for stage, offload in spread(row, STAGES)[0 if LONG or row % 2 else 1 :]:
             engine = zerocli.shard(fresh(), optimizer, lr=1e-2, stage=stage, offload=offload, **options)
             found[name, stage, offload] = sharded(engine)
             engine.close()
@@ -271,9 +271,10 @@ def test_classes_and_own_rules_train_as_in_torch():
     found = run_ranks(2, _chosen)[0]
     for name, (_, _, make) in OPTIMIZERS.items():
         model = fresh()
-        same(found[name, 0, ""], plain(model, make(model.parameters())))
-        for case in (case for case in found if case[0] == name):
-            assert found[case] == found[name, 0, ""], case
+        first, *others = (case for case in found if case[0] == name)
+        same(found[first], plain(model, make(model.parameters())))
+        for case in others:
+            assert found[case] == found[first], case
 
 
 INSTANCES = {

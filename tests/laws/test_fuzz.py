@@ -145,7 +145,9 @@ def concerned(defect: str, program: Program) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["", PLAIN_ENGINE])
-@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize(
+    "defect", [pytest.param(name, marks=[pytest.mark.long] * (row % 3 > 0)) for row, name in enumerate(DEFECTS)]
+)
 def test_the_fuzzer_finds_a_known_defect(defect, engine, ranks):
     """Each defect is found by few programs that are exact without it."""
     if not engine and defect in BESIDE_PLAIN:

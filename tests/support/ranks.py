@@ -66,7 +66,8 @@ def _fork_server(path: bytes, words: Sequence[str], kept: Sequence[int]) -> int:
         for number in map(int, os.listdir("/dev/fd")):
             if number not in (2, *kept):  # not closed: Python's objects still know the numbers
                 os.dup2(null, number)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)
+        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)
         forkserver._forkserver._lock = threading.Lock()  # the other one is held
         exec(words[-1], {})
     finally:
