@@ -338,6 +338,7 @@ def test_env_measures_and_remembers(capsys, monkeypatch, tmp_path):
     )
     monkeypatch.setitem(sys.modules, "tiers.bench", bench)
     monkeypatch.setattr(sys.modules.get("tiers") or __import__("tiers"), "bench", bench, raising=False)
+    monkeypatch.setattr(plan_bench, "_compute_rates", lambda: {"fp32": 0.5})  # takes seconds
     assert cli.run(["env", "--bench", "--nvme-path", str(tmp_path), "--json"]) == 0
     out, told = capsys.readouterr()
     assert told.index("measuring 1 of 3: host memory") < told.index("copy 12.5 GB/s") < told.index("measuring 2 of 3")
