@@ -29,6 +29,7 @@ from zerocli.engine.api import open_process_group
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
+from zerocli.models.lora import adapted
 from zerocli.plan.blocks.factory import build_external
 from zerocli.run.output import report
 from zerocli.run.steps import micro_step
@@ -136,7 +137,7 @@ class Ranks:
         """Return the model with memory, as without sharding."""
         torch.manual_seed(self.config.train.seed)
         if self.config.model.external:
-            return build_external(self.config.model, self.config.train.seq, "cpu")
+            return adapted(build_external(self.config.model, self.config.train.seq, "cpu"), self.config)
         return make_model(self.config, "cpu")
 
     # -- runs ------------------------------------------------------------------------------------------------------
