@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -35,9 +36,28 @@ def pytest_cmdline_main(config):
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     if "PYTEST_XDIST_WORKER" in os.environ:  # which itself must start none
         return
+    os.environ["ZEROCLI_TEST_WHOLE"] = str(int(whole))
     if whole and getattr(config.option, "numprocesses", 0) is None and not config.option.collectonly:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        config.option.numprocesses, config.option.dist = min(cores + 1, 4), "worksteal"
+        config.option.numprocesses, config.option.dist = min(cores + 1, 4), "loadscope"
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config, log):
+    """Give each process one test after another, but all of a file to one where they share fixtures, plans or traces."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        @functools.cache  # noqa: B019, one object
+        def _shares(self, path):
+            text = (config.rootpath / path).read_text()
+            return path.startswith("tests/plan/") or '\n@pytest.fixture(scope="module"' in text
+
+        def _split_scope(self, nodeid):
+            path = nodeid.partition("::")[0]
+            return path if self._shares(path) else nodeid
+
+    return Scheduling(config, log) if config.option.dist == "loadscope" else None
 
 
 PASSED = os.environ.get("ZEROCLI_TEST_PASSED")
@@ -73,13 +93,13 @@ def pytest_collection_modifyitems(config, items):
             if "gpu" in item.keywords:
                 item.add_marker(skip)
     long = [item for item in items if "long" in item.keywords]
-    if not LONG:
+    if not LONG and os.environ.get("ZEROCLI_TEST_WHOLE") != "1":
         skip = pytest.mark.skip(reason="takes long: ZEROCLI_TEST_LONG=1")
         for item in long:
             item.add_marker(skip)
         return
     others = {item for item in items if ("long" in item.keywords or "longer" in item.keywords)}
-    others = {item for item in others if not in_third(item.nodeid)}
+    others = {item for item in others if not in_third(item.nodeid)} if LONG else set(long)
     if others:
         config.hook.pytest_deselected(items=[item for item in items if item in others])
         items[:] = [item for item in items if item not in others]
@@ -87,16 +107,16 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def ready():
-    """Start the process that ranks are forked from, and set the objects of imported modules aside.
+    """Set the objects of imported modules aside, and fork the process that ranks are forked from.
 
     Tests that collect garbage or look for tensors then see newer objects only.
     """
-    if "ranks" in sys.modules:
-        sys.modules["ranks"].start_server()
     import seeding  # noqa: F401, makes it cheaper
 
     gc.collect()
     gc.freeze()
+    if "ranks" in sys.modules:
+        sys.modules["ranks"].start_server()
 
 
 @pytest.fixture(autouse=True)

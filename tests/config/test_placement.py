@@ -76,7 +76,7 @@ def test_every_way_in_reads_a_text_alike(text):
     found = outcome(lambda: read_placement(text))
     assert outcome(lambda: Settings(offload=text).offload) == found  # type: ignore[arg-type]
     assert outcome(lambda: Setup(offload=text).offload) == found  # type: ignore[arg-type]
-    given = {"batch": None, "seq": None, "precision": None, "lora": None, "offload": text}
+    given = dict.fromkeys(("batch", "seq", "precision", "lora", "base")) | {"offload": text}
     ways = [
         lambda: load("tiny", flags={"offload.placement": text}).offload.placement,
         lambda: setup_of(read_source("tiny", (), flags_of(given)).config).offload,

@@ -261,7 +261,7 @@ LAYERS_OF_ALL_KINDS = [Layer, ChangesProduct, WrittenOut, RandomAttention, Convo
 
 
 @pytest.mark.parametrize("layer", LAYERS_OF_ALL_KINDS)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_any_module_can_be_recomputed_selectively(layer, stage):
     kept = _norms(layer, stage=stage)
     for way in ("selective", Recompute(1, 1)):

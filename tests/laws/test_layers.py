@@ -31,11 +31,16 @@ def modules() -> dict[str, Path]:
     return {name_of(path): path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
 
 
-def imports(path: Path, at_import_only: bool = False) -> Iterator[str]:
-    """Yield the modules that a file imports, anywhere, or only those that it imports when it is imported itself."""
+@functools.cache
+def import_statements(path: Path, at_import_only: bool) -> list[ast.AST]:
     tree = ast.parse(path.read_text())
     nodes = tree.body if at_import_only else ast.walk(tree)
-    for node in nodes:
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def imports(path: Path, at_import_only: bool = False) -> Iterator[str]:
+    """Yield the modules that a file imports, anywhere, or only those that it imports when it is imported itself."""
+    for node in import_statements(path, at_import_only):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -83,13 +83,13 @@ def _equal(left: dict, right: dict) -> None:
 
 
 SOME = [
-    {"stage": 1, "accumulate": 2},
-    {"stage": 3, "offload": "params=cpu", "optimizer": "sgd", "momentum": 0.9},
+    {"stage": 3, "accumulate": 2, "offload": "params=cpu", "optimizer": "sgd", "momentum": 0.9},
     {"stage": 3, "offload": "params=hbm:2KB+cpu,optimizer=hbm:6KB+cpu", "update": "stream"},
 ]
 MORE = [
     {"stage": 0},
     {"stage": 2, "offload": "cpu", "update": "cpu"},
+    {"stage": 1, "accumulate": 2},
     {"stage": 3},
     {"stage": 2, "offload": "optimizer=cpu", "update": "stream"},
     {"stage": 3, "offload": "cpu", "update": "stream"},

@@ -373,7 +373,10 @@ def test_days_and_cost_follow_from_the_tokens(capsys):
         ],
         ["llama3-70b", "--hardware", "h100,h200,b200,t4", "--tokens", "15T", "--price", "2.5"],
         pytest.param(["--max", "--ranks", "64", "--hardware", "v100-32"], marks=pytest.mark.long),
-        ["llama3-8b", "--set", "model.layers=8", "--max", "batch", "--ranks", "1", "--host-memory", "120GiB"],
+        pytest.param(
+            ["llama3-8b", "--set", "model.layers=8", "--max", "batch", "--ranks", "1", "--host-memory", "120GiB"],
+            marks=pytest.mark.long,
+        ),
         pytest.param(["llama3-70b", "--lora", "16:q,v", "--ranks", "1", "--max", "seq"], marks=pytest.mark.long),
         pytest.param(
             ["llama3-8b", "--hardware", "t4,h100", "--max", "seq", "--tokens", "1T", "--price", "2"],

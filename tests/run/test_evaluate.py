@@ -34,7 +34,7 @@ def source(numel: int) -> TokenSource:
     return TokenSource([Part("ids", np.arange(numel) * 7919 % 61)], 64)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_evaluation_and_samples_never_change_training(tmp_path, stage):
     """Dropout on, deferred updates: losses, norms and bytes moved are those of a run without either."""
     sets = [*SPLIT, f"zero.stage={stage}"]

@@ -8,10 +8,13 @@ import multiprocessing.forkserver as forkserver
 import os
 import pickle
 import socket
+import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing import util
 from typing import Any
 
 OWN_MODULES = r"(zerocli|offload|tiers)(\..*)?$"
@@ -38,13 +41,37 @@ def hold_port() -> socket.socket:
 
 
 def start_server() -> None:
-    """Start the process that ranks are forked from, which finds the modules of this folder by PYTHONPATH alone."""
+    """Start the process that ranks are forked from, which finds the modules of this folder by PYTHONPATH alone.
+
+    It is forked from this process, which has imported nearly all of its modules, and those of the tests, already. So it
+    must be started before the first test runs: later torch has threads, which a fork does not have.
+    """
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *([before] if before else [])])
+    spawn, util.spawnv_passfds = util.spawnv_passfds, _fork_server
     try:
         forkserver.ensure_running()
     finally:
+        util.spawnv_passfds = spawn
         os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+
+
+def _fork_server(path: bytes, words: Sequence[str], kept: Sequence[int]) -> int:
+    """Run the command that multiprocessing starts its server with in a fork; return its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in map(int, os.listdir("/dev/fd")):
+            if number not in (2, *kept):  # not closed: Python's objects still know the numbers
+                os.dup2(null, number)
+        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)
+        forkserver._forkserver._lock = threading.Lock()  # the other one is held
+        exec(words[-1], {})
+    finally:
+        os._exit(0)
 
 
 def _worker(rank: int, world: int, store: str, connection: Any, function: Callable[..., Any], packed: bytes) -> None:

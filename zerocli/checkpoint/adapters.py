@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerocli.checkpoint.imports import fill, names_of
+from zerocli.checkpoint.imports import fill, names_in_files, names_of
 from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.safetensors import Weights
 from zerocli.checkpoint.state import spread
@@ -20,7 +21,12 @@ from zerocli.config import Config, ModelConfig
 from zerocli.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Base
+from zerocli.engine.units.codecs import decode, encode
+from zerocli.engine.units.unit import claim_parameters, find_units, repeated_units
 from zerocli.errors import UserError
+from zerocli.layout.codecs import GRAIN, is_encoded
+from zerocli.layout.shards import round_up
+from zerocli.models import build_model
 from zerocli.models.hugging import Mapping
 from zerocli.models.lora import (
     adapter_names,
@@ -47,13 +53,18 @@ PARAMETERS = "parameters/"
 
 
 def base_of(config: Config, model: nn.Module) -> Base | None:
-    """Return the frozen base of a run with adapters; None if all is trained, or the base has random weights."""
-    if not config.lora.rank or not config.train.init_from:
+    """Return the frozen base of a run with adapters; None if all is trained.
+
+    A base of random weights follows from the seed and the model, which a resumed run has again.
+    """
+    if not config.lora.rank:
         return None
-    kept = trained_whole(model, config.lora.save_modules, names_there(config.model))
-    own = adapter_names(model) | kept
-    _refuse_missing(config.train.init_from, "--set train.init_from=FOLDER, where it is now")
-    return Base(fingerprint(config.train.init_from), lambda name: name not in own)
+    own = adapter_names(model) | trained_whole(model, config.lora.save_modules, names_there(config.model))
+    path, about = config.train.init_from, f"{config.train.seed} {dataclasses.replace(config.model, folder='')}"
+    if path:
+        _refuse_missing(path, "--set train.init_from=FOLDER, where it is now")
+    known = fingerprint(path) if path else f"random weights {hashlib.sha256(about.encode()).hexdigest()}"
+    return Base(known, lambda name: name not in own)
 
 
 @functools.lru_cache(maxsize=4)
@@ -78,13 +89,11 @@ def fingerprint(path: str) -> str:
 def refuse_other_base(config: Config, manifest: Manifest) -> None:
     """Raise UserError unless the weights that a checkpoint's adapters were trained on are still where they were."""
     said, path = manifest.values.get("base"), config.train.init_from
-    if said is None:
-        return
-    _refuse_missing(path, "--base FOLDER, where it is now")
+    _refuse_missing(path, "--base-dir FOLDER, where it is now")
     if fingerprint(path) != said:
         raise UserError(
             f"{path}: holds other weights than those that the adapters were trained on",
-            hint="--base FOLDER of the model that the run began from",
+            hint="--base-dir FOLDER of the model that the run began from",
         )
 
 
@@ -205,6 +214,47 @@ def adapter_mappings(
     if others:  # peft has a copy of each of the modules
         about["modules_to_save"] = list(dict.fromkeys([*about["modules_to_save"], *others]))
     return mapped, about
+
+
+# -- a base in 4 or 8 bits -----------------------------------------------------------------------------------------
+
+
+class StoredBase:
+    """The matrices of a base's files as a run used them that stored its base in 4 or 8 bits: encoded and decoded."""
+
+    def __init__(self, config: Config, weights: Weights, dtype: torch.dtype) -> None:
+        self._codec, self._weights, self._dtype = config.lora.base, weights, dtype
+        model = build_model(config.model, config.train.seq, "meta")
+        claimed = claim_parameters(model, find_units(model))
+        blocks = repeated_units([unit for unit, _ in claimed])
+        trained = trained_whole(model, config.lora.save_modules, names_there(config.model))
+        encoded = [
+            name
+            for unit, named in claimed
+            for name, parameter in named
+            if unit in blocks and is_encoded(name, tuple(parameter.shape)) and name not in trained
+        ]
+        every = [name for _, named in claimed for name, _ in named]
+        by_name, _ = names_in_files(model, every, weights, config.model)
+        self._of = {there: by_name[name] for name in encoded for there in by_name[name].theirs}
+
+    def holds(self, name: str) -> bool:
+        """Return whether a tensor of the files, or what it is a part of, was encoded."""
+        return name in self._of
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor of the files with the values that the run computed with, in its own shape."""
+        mapping = self._of[name]
+        entries = [self._weights.entries[there][1] for there in mapping.theirs]
+        parts = [self._weights.read(entry.name, 0, entry.numel).view(entry.shape) for entry in entries]
+        flat = torch.cat([(part.t() if mapping.transposed else part).reshape(-1) for part in parts])
+        padded = torch.zeros(round_up(flat.numel(), GRAIN), dtype=self._dtype)
+        padded[: flat.numel()] = flat
+        decode(self._codec, encode(self._codec, padded), padded)
+        at = sum(entry.numel for entry in entries[: mapping.theirs.index(name)])
+        entry = entries[mapping.theirs.index(name)]
+        values = padded[at : at + entry.numel]
+        return values.view(tuple(reversed(entry.shape))).t() if mapping.transposed else values.view(entry.shape)
 
 
 # -- DoRA ----------------------------------------------------------------------------------------------------------

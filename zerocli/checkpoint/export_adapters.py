@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from zerocli.checkpoint import safetensors, source_files
-from zerocli.checkpoint.adapters import PARAMETERS, adapter_mappings, refuse_other_base
+from zerocli.checkpoint.adapters import PARAMETERS, StoredBase, adapter_mappings, refuse_other_base
 from zerocli.checkpoint.export import DTYPES, Exported, dtype_of, export_folder, refuse_full_disk, write_parameters
 from zerocli.checkpoint.manifest import Manifest
 from zerocli.checkpoint.reader import Reader
 from zerocli.checkpoint.safetensors import Entry, Weights
 from zerocli.config import Config, hub
 from zerocli.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, scale
+from zerocli.engine.precision import PRECISIONS
 from zerocli.errors import UserError
+from zerocli.layout.codecs import CODECS
 from zerocli.models import hugging
 from zerocli.models.lora import is_adapter, module_there, name_there, names_there
 from zerocli.regular_files import write_text
@@ -125,6 +127,10 @@ class Merged:
                     if name_there(other, theirs) in weights.entries:  # some folders hold a tied weight twice
                         self._replaced[name_there(other, theirs)] = PARAMETERS + name
         self._transposed = has_conv1d(config, source)
+        self._stored = None
+        if config.lora.base in CODECS:
+            precision = PRECISIONS[str(reader.manifest.values.get("precision"))]
+            self._stored = StoredBase(config, weights, precision.compute)
 
     def values(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, values) of a tensor of the merged model."""
@@ -132,11 +138,19 @@ class Merged:
         if name in self._replaced:
             yield 0, self._reader.tensor(self._replaced[name]).reshape(-1)
         elif name in self._changed:
-            matrix = self._weights.read(name, 0, entry.numel).view(entry.shape)
-            yield 0, self._merged(matrix.float(), self._changed[name]).reshape(-1)
+            yield 0, self._merged(self._whole(name).float(), self._changed[name]).reshape(-1)
+        elif self._stored is not None and self._stored.holds(name):
+            yield 0, self._stored.read(name).reshape(-1)
         else:
             for start in range(0, entry.numel, PIECE_NUMEL):
                 yield start, self._weights.read(name, start, min(start + PIECE_NUMEL, entry.numel))
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """Return a tensor of the base with the values that the adapters were trained beside."""
+        if self._stored is not None and self._stored.holds(name):
+            return self._stored.read(name)
+        entry = self._weights.entries[name][1]
+        return self._weights.read(name, 0, entry.numel).view(entry.shape)
 
     def _merged(self, matrix: torch.Tensor, adapter: str) -> torch.Tensor:
         """Return a matrix of the files with an adapter added, in fp32."""

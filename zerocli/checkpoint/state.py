@@ -22,10 +22,11 @@ from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
 from zerocli.checkpoint.sources import parameters_of, source_of
+from zerocli.engine.optimizer.optim import History
 from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.states.buffers import is_plain, write_buffer
 from zerocli.engine.states.named import named_tensors
-from zerocli.engine.states.states import History, histories, load_histories
+from zerocli.engine.states.states import histories, load_histories
 from zerocli.engine.units.master import narrow
 from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.errors import Refused, UserError
@@ -71,7 +72,7 @@ def state_parts(engine: Engine) -> Iterator[Part]:
 
 def _elsewhere(engine: Engine, name: str) -> bool:
     """Return whether a parameter belongs to a frozen base, which checkpoints do not hold."""
-    base = engine.settings.base
+    base = engine.settings.loaded_base
     return base is not None and base.holds(name)
 
 
@@ -129,8 +130,8 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
         },
         "reduce_order": engine.reducer.order(),
     }
-    if engine.settings.base is not None:
-        values["base"] = engine.settings.base.fingerprint
+    if engine.settings.loaded_base is not None:
+        values["base"] = engine.settings.loaded_base.fingerprint
         values["tied"] = tied_names(engine.model)
     return parts, values
 
@@ -227,7 +228,7 @@ def wanted(
     Raises Mismatch, with every difference, if the checkpoint is of another model or optimizer, and UserError if its
     adapters are of another base.
     """
-    base = engine.settings.base
+    base = engine.settings.loaded_base
     if base is not None and manifest.values.get("base", base.fingerprint) != base.fingerprint:
         raise UserError(
             "the checkpoint's adapters were trained on another base: other weights than those of train.init_from",

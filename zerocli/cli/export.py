@@ -24,7 +24,9 @@ from zerocli.layout.sizes import format_bytes, format_count, parse_memory
     help="Of the weights; by default that of the folder the run began from, else fp32.",
 )
 @click.option("--merge", is_flag=True, help="Of a run with adapters: the whole model, with them added to its weights.")
-@click.option("--base", default="", metavar="DIR", help="With --merge: the model that the adapters are for, if moved.")
+@click.option(
+    "--base-dir", "base", default="", metavar="DIR", help="With --merge: the model that the adapters are for, if moved."
+)
 @click.option("--file-size", default="5GB", metavar="SIZE", help="Largest file, unless one tensor is larger.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def command(

@@ -11,6 +11,7 @@ import click
 from zerocli.cli.fit_judge import judge, largest_value
 from zerocli.cli.fit_machine import choose_hardware
 from zerocli.cli.fit_question import Question, as_trained, budget_of, flags_of, model_and_kind, split_sets
+from zerocli.cli.train import BASE_HELP
 from zerocli.cli.types import FiniteRange
 from zerocli.config import hub
 from zerocli.config.hints import unknown_source
@@ -58,6 +59,7 @@ LONGEST_NAME = 60
 @click.option(
     "--lora", metavar="RANK[:LAYERS]", help="Train adapters of this rank alone, such as 16 or 16:q_proj,v_proj."
 )
+@click.option("--base", metavar="NAME", help=BASE_HELP)
 @click.option("--explain", is_flag=True, help="Show every row with its formula.")
 @click.option("--trace", is_flag=True, help="Run the model on tensors without memory instead of the formulas.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
@@ -144,7 +146,7 @@ def _train_command(model: str, ask: Question, verdict: Verdict, sets: tuple[str,
         words[:2] = [f"torchrun --nnodes {nodes} --nproc-per-node {setup.ranks_per_node} -m zerocli train"]
     else:
         words.append(f"--ranks {setup.ranks}")
-    found = {name: given[name] for name in ("tp", "lora", "batch", "seq", "precision")}
+    found = {name: given[name] for name in ("tp", "lora", "base", "batch", "seq", "precision")}
     if setup.precision == "fp16":
         found["precision"] = "fp16"
     if ask.largest:

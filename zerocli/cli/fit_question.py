@@ -100,7 +100,7 @@ def _rate(flag: str, text: str, zero: bool = False) -> float:
 def flags_of(given: Mapping[str, Any]) -> dict[str, object]:
     """Return the config keys that flags set; ranks are checked with the machine."""
     flags = {"train.batch": given["batch"], "train.seq": given["seq"], "train.precision": given["precision"]}
-    return {**flags, "offload.placement": given["offload"], "lora.rank": given["lora"]}
+    return {**flags, "offload.placement": given["offload"], "lora.rank": given["lora"], "lora.base": given["base"]}
 
 
 def free_keys(given: Mapping[str, Any]) -> frozenset[str]:

@@ -217,7 +217,7 @@ class _Draft:
             self.values["train.seq"] = min(positions, TrainConfig.seq)
         elif seq > positions and "model.positions" not in self.values:
             fact = f"seq {seq} is beyond the {positions} positions the model was made for"
-            self.problems.append(Problem(self.places["train.seq"], fact))
+            self.problems.append(Problem(self.places["train.seq"], fact, hint=f"--seq {positions}"))
 
     def finish(self) -> Config:
         config = build(self.values)

@@ -8,6 +8,7 @@ from typing import Any
 
 from offload.placement import Placement
 from zerocli.config.file import FACTORY
+from zerocli.layout.codecs import BASES
 from zerocli.layout.ranges import RANGES
 from zerocli.layout.recompute import POLICY
 
@@ -303,6 +304,9 @@ class LoraConfig:
     """Modules that are trained whole beside the adapters, and saved with them: embed_tokens, lm_head."""
     dtype: str = setting("compute", choices=("compute", "fp32"))
     """What adapters compute in: as the model (their master is fp32 in any case), or fp32."""
+    base: str = setting("", choices=BASES)
+    """What the frozen matrices of the repeated blocks are stored in: nf4 (4.13 bits), int8 (8.13 bits), or as they
+    compute (bf16, or empty)."""
     start: str = setting("")
     """A folder of adapters that peft or `zerocli export` wrote, to go on from."""
 

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import per_rank
-from offload.mover import Mover, StagedStore
+from offload.mover import Mover
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say
@@ -29,13 +29,13 @@ from zerocli.engine.agreement import Member
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
 from zerocli.engine.connect import connect, open_channel, sharded_as
-from zerocli.engine.context import Context, Storage
+from zerocli.engine.context import Context
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
 from zerocli.engine.guards.accept import refuse_full_graphs, refuse_model, refuse_scripts
 from zerocli.engine.guards.aliases import ReleasedViews
 from zerocli.engine.guards.owners import Owners
-from zerocli.engine.guards.parameters import guard, is_sharded, refuse_unsuitable, unguard
+from zerocli.engine.guards.parameters import guard, is_sharded, unguard
 from zerocli.engine.optimizer.counts import Counts
 from zerocli.engine.optimizer.facade import ShardedOptimizer
 from zerocli.engine.optimizer.fused import can_fuse
@@ -45,7 +45,6 @@ from zerocli.engine.optimizer.rules import make_optimizer, prove, unsuitable
 from zerocli.engine.optimizer.step import StepResult, called_step, exchange_norms, scaling
 from zerocli.engine.optimizer.update import Updater
 from zerocli.engine.optimizer.update_place import choose_update
-from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
 from zerocli.engine.precision import LossScale, precision, refuse_half
 from zerocli.engine.recompute.activations import open_activations
 from zerocli.engine.recompute.compiled import CompiledBlocks
@@ -105,8 +104,6 @@ class Engine:
     def _refuse_unsuitable(self) -> None:
         """Choose the device and the precision; refuse a model or settings that cannot be trained."""
         settings = self.settings
-        for name, parameter in self.model.named_parameters():
-            refuse_unsuitable(parameter, name)
         refuse_model(self.model)
         self.device = choose_device(settings.device, self._call)
         self.stage = stage_of(settings.stage)
@@ -129,14 +126,7 @@ class Engine:
         """Make the update rule and its groups; raise Refused if no way to run a user's own optimizer is exact."""
         settings, named = self.settings, list(self.model.named_parameters())
         rule = make_optimizer(settings.optimizer, settings.options)
-        self.arranged = arrange(
-            self.model,
-            rule,
-            optimizer=settings.optimizer,
-            groups=settings.groups,
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-        )
+        self.arranged = arrange(self.model, rule, settings)
         groups = (self.arranged.groups, self.arranged.group_of)
         self.rule, words = prove(rule, settings.optimizer, settings.options, named, *groups)
         if self.rule.whole and self.tensor_parallel.world > 1:
@@ -168,15 +158,7 @@ class Engine:
         return Context(self.device, self.collectives, self.tensor_parallel, self.waits, self.events, sizing=self.sizing)
 
     def _build_units(self) -> list[Unit]:
-        self.builder = Builder(
-            self.model,
-            self.settings,
-            self._context(),
-            Storage(self.placement, self.tiers, self.mover),
-            self.precision.compute,
-            self.rule.state_names,
-            self.arranged.group_of,
-        )
+        self.builder = Builder(self)
         try:
             return self.builder.build()
         except BaseException:  # e.g. a full disk: the caller gets no engine that could be closed
@@ -190,17 +172,7 @@ class Engine:
         refuse_full_graphs(self._call, [*units, *outside_of_units(self.model, self.units)], units[1:])
         self.counts = Counts(self.device, self.rule.split)
         self.counts.add(entry.name for flat in self.trainable() for entry in flat.layout.entries)
-        named = dict(self.model.named_parameters())
-        self.optimizer = ShardedOptimizer(
-            self,
-            self.rule,
-            optimizer=self.settings.optimizer,
-            lr=self.settings.lr,
-            arranged=self.arranged,
-            parameters=named,
-        )
-        if isinstance(self.rule, PersistentOptimizer):
-            self.optimizer.show_groups_of(self.rule.adopt(named, self.arranged.group_of, self.device))
+        self.optimizer = ShardedOptimizer(self)
 
     def _guard_parameters(self) -> None:
         """Make reads of parameters without values, and later changes of the model's parameters, known errors."""
@@ -211,22 +183,12 @@ class Engine:
                 names[id(parameter)] = entry.name
             flat.guarded = all(is_sharded(parameter) for parameter in flat.parameters)
             flat.note_values() if flat.buffer is not None else flat.detach()
-        self.builder.aliases.settle(self.flats())
+        self.builder.aliases.redirect(self.flats())
         self._owners = Owners(self.model, names)
 
     def _connect(self) -> None:
         """Make what issues the collectives of the current flats."""
-        self.gatherer, self.reducer, self.agreement = connect(
-            self.units,
-            self._context(),
-            channel=self.channel,
-            member=self.member,
-            uneven=self.settings.uneven,
-            deferred=self.settings.defer_update,
-            before_gather=self._apply_pending_updates,
-            look_ahead=self._look_ahead,
-            unexpected=self.passes.join,
-        )
+        self.gatherer, self.reducer, self.agreement = connect(self, self._context())
 
     def _open_updater(self) -> None:
         """Choose where offloaded states are updated, and make what updates them."""
@@ -290,23 +252,6 @@ class Engine:
         self.reducer.keep_zeros(not set_to_none)
         self.reducer.free_grads()
         self.passes.forget()
-
-    def _apply_pending_updates(self, flat: Flat) -> None:
-        """Issue the rest of a flat's update; the host may have to wait for states on a disk, which delays compute."""
-        if self.updater.has_pending_update(flat):
-            with self.waits.waiting("optimizer"):
-                self.updater.issue_updates(flat)
-
-    def _look_ahead(self, now: Sequence[Unit], then: Sequence[Unit]) -> None:
-        """Tell the mover which parameters are used next: `now` in this step, `then` in the next one.
-
-        Parameters that this step or a pending update will still change are not read ahead.
-        """
-        soon = [(flat, not self.updater.has_pending_update(flat)) for unit in now for flat in unit.flats]
-        later = [(flat, not flat.trainable) for unit in then for flat in unit.flats]
-        uses = [(f.param_store, read) for f, read in (*soon, *later) if isinstance(f.param_store, StagedStore)]
-        if uses:
-            self.mover.expect(uses)
 
     # -- the optimizer step ----------------------------------------------------------------------------------------
 

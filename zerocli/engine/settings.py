@@ -73,7 +73,7 @@ class Settings(Sharding):
     empty: bool = False
     """Whether the parameters of a model on the meta device start as zeros instead of initial values, because weights
     are loaded next, slice by slice: then no unit is ever whole in memory."""
-    base: Base | None = None
+    loaded_base: Base | None = None
     """Frozen parameters that checkpoints leave out; with it, `empty` is of these alone."""
     tier_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Additional arguments for tiers, by tier name."""
@@ -136,7 +136,8 @@ class Keywords(TypedDict, total=False):
     seed: int
     state: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor] | None
     empty: bool
-    base: Base | None
+    base: str
+    loaded_base: Base | None
     device: torch.device | str | None
     group: dist.ProcessGroup | None
     tp: int | DeviceMesh

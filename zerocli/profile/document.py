@@ -22,11 +22,12 @@ from zerocli.plan.models.formula import Formula
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import setup_of
 from zerocli.plan.time import bench
+from zerocli.plan.time.compute import model_flops
 from zerocli.plan.time.hardware import this_machine
 from zerocli.plan.time.seconds import estimate
-from zerocli.profile import rates
 from zerocli.profile.finding import finding
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
+from zerocli.profile.peak_rates import peak_tflops
 
 SCHEMA = 1
 STATES = ("parameters", "gradients", "optimizer_states")
@@ -203,8 +204,8 @@ def utilisation(config: Config, facts: Mapping[str, Any], tokens: float, total: 
     shape = config_shape(config)
     if shape is None:
         return {"tflops": None, "utilisation": None, "best_tflops": None}
-    rate = rates.model_flops(shape, config.train.seq, round(tokens)) / total / facts["ranks"] / 1e12
-    best = rates.peak_tflops(facts["gpu"], facts["precision"]) if facts["gpu"] else None
+    rate = model_flops(shape, config.train.seq, round(tokens)) / total / facts["ranks"] / 1e12
+    best = peak_tflops(facts["gpu"], facts["precision"]) if facts["gpu"] else None
     return {"tflops": rate, "utilisation": rate / best if best else None, "best_tflops": best}
 
 

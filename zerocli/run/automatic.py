@@ -20,6 +20,7 @@ from zerocli.plan.search import automatic
 from zerocli.plan.search.auto import Choice
 from zerocli.plan.search.recompute import room_here
 from zerocli.plan.setup import Setup, setup_of
+from zerocli.plan.time import bench
 from zerocli.plan.time.hardware import Hardware
 from zerocli.regular_files import write_text
 
@@ -82,9 +83,14 @@ def choose_together(
     """
     if not options.auto:
         return Chosen(config)
+    paths = config.offload.nvme_path if "offload.placement" in options.auto else ()
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    # One rank of each node measures; the others wait, and find what it measured in the node's cache.
+    lines = gather(bench.measure_unknown(bench.gather(paths), paths) if first and paths else [])
     hardware = least_of_all(automatic.hardware_here(config.offload.nvme_path, setup, room), gather)
     steps = min(gather(_compiled_steps(config, options, setup)))
-    return _choose(config, options, setup, hardware, model, steps)
+    chosen = _choose(config, options, setup, hardware, model, steps)
+    return dataclasses.replace(chosen, lines=(*lines[0], *chosen.lines))
 
 
 def _compiled_steps(config: Config, options: RunOptions, setup: Setup) -> int:

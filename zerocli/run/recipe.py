@@ -33,7 +33,7 @@ LR, LR_PARAMETERS, MAX_LR = 2e-5, 7e9, 3e-4
 """Full fine-tuning of 7B with AdamW; it falls with the fourth root of the parameters (124M: 5e-5, 70B: 1e-5)."""
 LORA_LR, MAX_LORA_LR = 2e-4, 1e-3
 """The same for adapters: ten times as much."""
-FAR = 30.0
+TOO_HIGH_LR = 30.0
 """A learning rate as many times above that rule is said to be high."""
 ADAM = ("adamw", "adam")
 GLOBAL_BATCH, MIN_STEPS = 64, 50
@@ -347,7 +347,7 @@ def notes(config: Config, given: frozenset[str]) -> list[str]:
     usual = next((each.value for each in _of_optimizer(config) if each.key == "optimizer.lr"), 0.0)
     if optimizer.lr == 0:
         found.append("lr 0: no parameter will change")
-    elif is_fine_tuning(config) and usual and optimizer.lr >= FAR * usual and "optimizer.lr" in given:
+    elif is_fine_tuning(config) and usual and optimizer.lr >= TOO_HIGH_LR * usual and "optimizer.lr" in given:
         found.append(f"lr {optimizer.lr:g} is {optimizer.lr / usual:,.0f} times the {usual:g} of a model of this size")
     if optimizer.warmup >= 1 and not config.train.epochs and optimizer.warmup > 2 * config.train.steps:
         share = config.train.steps / optimizer.warmup

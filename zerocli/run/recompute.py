@@ -18,6 +18,7 @@ from zerocli.config import AUTO, Config, sharding_of
 from zerocli.engine.precision import precision
 from zerocli.errors import UserError
 from zerocli.layout.recompute import WHOLE, Recompute
+from zerocli.models.lora import adapted
 from zerocli.plan.blocks.factory import build_external
 from zerocli.plan.blocks.inputs import run_shape
 from zerocli.plan.models.formula import Formula
@@ -117,7 +118,7 @@ def trace_factory(config: Config, auto: Collection[str] = ()) -> Traced | str:
         return NOT_TRACED
 
     def make() -> Any:
-        return build_external(config.model, config.train.seq)
+        return adapted(build_external(config.model, config.train.seq), config)
 
     try:
         setup = replace(run_setup(config), offload=Placement())

@@ -20,7 +20,7 @@ from zerocli.errors import FAILURE, UserError
 from zerocli.garbage import long_lived
 from zerocli.models.lora import idle_note
 from zerocli.profile.lines import History, Line
-from zerocli.run.between import BetweenSteps
+from zerocli.run.between_steps import BetweenSteps
 from zerocli.run.output import report
 from zerocli.run.output.metrics import MetricsFile, Recorder
 from zerocli.run.output.writers import Writers

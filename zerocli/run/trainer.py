@@ -45,7 +45,7 @@ from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.engine.settings import Settings
 from zerocli.engine.tensor_parallel import local_numel
-from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
+from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError, user_error
 from zerocli.models import Decoder, build_model
 from zerocli.models.lora import adapted, is_adapter
 from zerocli.plan.blocks.factory import build_external
@@ -58,7 +58,7 @@ from zerocli.ranks.store import CONNECT_SECONDS
 from zerocli.ranks.worker import job_name
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run.automatic import Chosen, choose_or_nearest, choose_together, with_open_batch
-from zerocli.run.between import BetweenSteps
+from zerocli.run.between_steps import BetweenSteps
 from zerocli.run.folders.run_lock import lock_run_folder
 from zerocli.run.output import report
 from zerocli.run.processes import rank_loss
@@ -300,14 +300,14 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
         compile=config.model.compile,
         steps=config.train.steps,
         seed=config.train.seed,
-        base=base_of(config, model),
+        loaded_base=base_of(config, model),
         keep_fp32=(lambda name, _: is_adapter(name)) if config.lora.dtype == "fp32" else None,
         defer_update=True,  # nothing here reads a parameter between a step and the next forward
     )
     try:
         return Engine(model, dataclasses.replace(settings, **changes))
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise user_error(error) from error
     except DoesNotFit as error:
         raise UserError(str(error), hint=error.hint, exit_code=DOES_NOT_FIT) from error
 
@@ -437,7 +437,7 @@ def dry_run(config: Config, options: RunOptions) -> int:
         numel, local, trained = count_parameters(config)
         held = report.planned_memory(config, numel, local, trained)
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise user_error(error) from error
     if config.model.external and config.activations.policy == AUTO:
         say("activations: chosen when a run starts: the model is traced then")
     document |= {"config": to_dict(config), "parameters": numel, "memory": held}

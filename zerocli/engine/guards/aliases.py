@@ -31,7 +31,7 @@ from zerocli.engine.guards.holders import (
     storage_of,
     uses,
 )
-from zerocli.engine.guards.parameters import CALLABLE, READABLE, Guarded, derived, may_be_edited
+from zerocli.engine.guards.parameters import Guarded, derived, may_be_edited, reads_no_values
 from zerocli.engine.units.gather_buffers import ReleasedBuffer
 from zerocli.engine.units.unit import Flat
 from zerocli.errors import Refused
@@ -49,9 +49,7 @@ class Invalidated:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if attribute in READABLE if name in ("__get__", "__set__") else name in CALLABLE:
+        if reads_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise Refused(_first_reason((args, kwargs)))
@@ -240,7 +238,7 @@ class Aliases:
     def _knows(self, tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
         return id(tensor) in self._known or any(tensor is other for other in others)
 
-    def settle(self, flats: Iterable[Flat]) -> None:
+    def redirect(self, flats: Iterable[Flat]) -> None:
         """Point each alias at the new memory of its parameter; take its values away where that is not possible."""
         places = {
             id(parameter): (flat, entry.offset)

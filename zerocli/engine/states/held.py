@@ -76,10 +76,7 @@ def whole_parameters(collectives: Collectives, flat: Flat) -> torch.Tensor:
         return join_parts(collectives, flat, read_held(flat, MASTER, collectives.device))
     if flat.resident is not None:
         return flat.resident.cpu()
-    held = flat.shard
-    if held is None:
-        held = _held_parameters(flat, collectives.device)
-    return join_parts(collectives, flat, held)
+    return join_parts(collectives, flat, flat.read_own(collectives.device))
 
 
 def load_whole(flat: Flat, whole: torch.Tensor) -> None:
@@ -89,10 +86,8 @@ def load_whole(flat: Flat, whole: torch.Tensor) -> None:
     mine = whole[flat.own.start : flat.own.stop]
     if flat.resident is not None:
         flat.resident.copy_(narrow(whole, flat.dtype))
-    elif flat.shard is not None:
-        flat.shard.copy_(narrow(mine, flat.dtype))
-    elif flat.param_store is not None:
-        flat.param_store.put(0, narrow(mine, flat.dtype)).synchronize()
+    else:
+        flat.write_own(narrow(mine, flat.dtype))
 
 
 @torch.no_grad()
@@ -113,10 +108,8 @@ def adopt(flat: Flat, values: torch.Tensor, device: torch.device) -> None:
     if flat.resident is not None:
         if flat.resident is not values:
             flat.resident.copy_(values)
-    elif flat.shard is not None:
-        flat.shard.copy_(mine)
-    elif flat.param_store is not None:
-        flat.param_store.put(0, mine.clone()).synchronize()
+    else:
+        flat.write_own(mine)
 
 
 def adopt_edits(flats: Iterable[Flat], device: torch.device) -> None:

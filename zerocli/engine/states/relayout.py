@@ -84,7 +84,7 @@ def _lay_out_again(engine: Engine, changed: list[Unit]) -> None:
                 parts = [saved[id(p)][1].get(name) for p in flat.parameters]
                 whole = _joined(flat, parts, collectives.device)
                 write_held(flat, name, whole[flat.held.start : flat.held.stop])
-    aliases.settle(engine.flats())
+    aliases.redirect(engine.flats())
 
 
 _Saved = dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zerocli.engine.optimizer.counts import Counts
-from zerocli.engine.optimizer.optim import FlatOptimizer
+from zerocli.engine.optimizer.optim import FlatOptimizer, History
 from zerocli.engine.states import torch_states
 from zerocli.engine.states.buffers import write_buffer
 from zerocli.engine.states.held import join_parts, load_whole, read_held, whole_parameters, write_held
@@ -104,16 +103,6 @@ def _load_parameters(engine: Engine, flat: Flat, values: Mapping[int, torch.Tens
     load_whole(flat, whole)
 
 
-@dataclass(frozen=True)
-class History:
-    """Optimizer state of one parameter other than arrays of its shape."""
-
-    count: int
-    """Number of updates of the parameter."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
 def histories(flats: Iterable[Flat], counts: Counts, rule: FlatOptimizer) -> dict[str, History]:
     """Return the history of every parameter of these trainable flats; waits for the device."""
     by_name, found = counts.by_name(), {}
@@ -139,7 +128,7 @@ def load_histories(
         for entry in flat.layout.entries:
             at, group, one = counts.class_of(entry.name), entry.group % REPLICATED, saved[entry.name]
             tensors = {key: value.to(device, copy=True) for key, value in one.tensors.items()}
-            rule.load(entry.name, at, group, one.count, one.numbers, tensors)
+            rule.load(entry.name, at, group, History(one.count, one.numbers, tensors))
 
 
 @torch.no_grad()

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 def gathered(engine: Engine, flats: list[Flat], write: bool) -> Iterator[None]:
     """See `Engine.gathered`."""
     gatherer = engine.gatherer
+    if encoded := [flat for flat in flats if flat.codec and write]:
+        raise Refused(
+            f"{encoded[0].layout.entries[0].name} is stored as {encoded[0].codec}, and what is written to it would be "
+            "rounded: name the parameters to change, engine.gathered(NAME, write=True), or shard without base"
+        )
     with contextlib.ExitStack() as stack:
         for unit in dict.fromkeys(flat.unit for flat in flats):
             stack.enter_context(gatherer.pinned(unit))

@@ -164,7 +164,7 @@ class Shape:
 
     @property
     def period(self) -> int:
-        """After so many blocks their kinds repeat, except where `dense_blocks` says otherwise."""
+        """After this many blocks their kinds repeat, except where `dense_blocks` says otherwise."""
         return self.sparse_every if self.experts else 1
 
     @cached_property

@@ -27,7 +27,7 @@ from zerocli.plan.memory.tape import SHARED, Tape, Tensor
 
 FP32 = 4
 UNSORTED = 3072
-"""Up to so many tokens, the kernel for the gradient of an embedding on a GPU adds one after the other."""
+"""Up to this many tokens, the kernel for the gradient of an embedding on a GPU adds one after the other."""
 Sizes = Sequence[int]
 """Bytes of the gradients of some parameters."""
 

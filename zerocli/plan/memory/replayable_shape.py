@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from zerocli.errors import UserError
 from zerocli.layout import constants
 from zerocli.layout.flats import FP32
+from zerocli.layout.shards import nearest_divisor
 from zerocli.plan.blocks.shape import Shape, Unit
 from zerocli.plan.memory.decoder import Batch, Decoder
 from zerocli.plan.memory.ledger import Ledger, Storage
@@ -45,9 +46,12 @@ class ReplayableShape(Replayable):
         widths = {"heads": shape.heads, "kv_heads": shape.kv_heads or shape.heads, "the MLP's width": shape.mlp_hidden}
         for name, number in widths.items():
             if number % setup.tp:
-                raise UserError(f"tp {setup.tp} does not divide {name} {number}")
+                raise UserError(
+                    f"tp {setup.tp} does not divide {name} {number}", hint=f"--tp {nearest_divisor(setup.tp, number)}"
+                )
         if shape.positions and setup.seq > shape.positions:
-            raise UserError(f"seq {setup.seq} is beyond the {shape.positions} positions the model was made for")
+            fact = f"seq {setup.seq} is beyond the {shape.positions} positions the model was made for"
+            raise UserError(fact, hint=f"--seq {shape.positions}")
 
     def formulas(self, setup: Setup) -> dict[str, str]:
         shape, tokens = self.shape, setup.batch * setup.seq

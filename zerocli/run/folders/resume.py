@@ -36,7 +36,7 @@ NO_NUMBERS = {
 def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches, tell: Callable[[str], None]) -> int:
     """Fill the engine with what the run starts from; return its first step. Collective."""
     found = Resumed()
-    based = engine.settings.base is not None
+    based = engine.settings.loaded_base is not None and bool(config.train.init_from)
     names = load_weights(engine, config.train.init_from, config.model) if based else ""
     if options.resume:
         try:

@@ -16,12 +16,13 @@ from zerocli.config import Config
 from zerocli.config.options import RunOptions
 from zerocli.console import bar, quoted, say
 from zerocli.engine.engine import Engine
-from zerocli.engine.optimizer.rates import slower_than_fp32
 from zerocli.engine.precision import precision
 from zerocli.layout.categories import HELD, model_states
+from zerocli.layout.codecs import CODECS
 from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.plan.setup import setup_of
+from zerocli.plan.time.rates import slower_than_fp32
 from zerocli.profile import table
 from zerocli.profile.lines import History, Line
 
@@ -95,7 +96,10 @@ def _trained(config: Config, engine: Engine) -> list[str]:
     factor = (
         f"alpha {lora.alpha or 2 * lora.rank:g}" + (", rslora" if lora.rslora else "") + (", dora" if lora.dora else "")
     )
-    return [f"adapters: rank {lora.rank}, {factor}, on {', '.join(lora.targets)}; {share}"]
+    packed = sum(parameter.dim() > 2 for parameter in engine.model.parameters())
+    without = f"; {count_of(packed, 'packed tensor')} of experts without one" if packed else ""
+    stored = f"; the base's blocks are stored as {lora.base}" if lora.base in CODECS else ""
+    return [f"adapters: rank {lora.rank}, {factor}, on {', '.join(lora.targets)}; {share}{without}{stored}"]
 
 
 def _vocabulary(config: Config, engine: Engine) -> list[str]:

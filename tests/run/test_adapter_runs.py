@@ -14,6 +14,9 @@ from zerocli.checkpoint.adapters import fingerprint
 from zerocli.checkpoint.manifest import read
 from zerocli.checkpoint.safetensors import Weights
 from zerocli.cli import main as cli
+from zerocli.cli.generate import read_config
+from zerocli.run import generate
+from zerocli.run.trainer import make_engine, make_model
 
 LORA = ("lora.rank=2", "optimizer.schedule=constant", "optimizer.lr=0.01", "checkpoint.keep=9")
 
@@ -103,15 +106,15 @@ def test_another_base_is_refused_and_one_that_moved_is_asked_for(whole, base, tm
     out = str(tmp_path / "out")
     for words, said in (
         (["generate", str(run), "x"], "try: --set train.init_from=FOLDER"),
-        (["export", str(run), out, "--merge"], "try: --base FOLDER"),
-        (["export", str(run), out, "--merge", "--base", str(other)], "holds other weights than those"),
+        (["export", str(run), out, "--merge"], "try: --base-dir FOLDER"),
+        (["export", str(run), out, "--merge", "--base-dir", str(other)], "holds other weights than those"),
     ):
         assert cli.run(words) == 2, words
         assert said in (told := capsys.readouterr().err) and "Traceback" not in told, told
     assert cli.run(["generate", str(run), "x", "--max-tokens", "3", "--set", f"train.init_from={base}"]) == 0
     assert cli.run(["generate", str(run), "x", "--set", f"train.init_from={other}"]) == 2
     assert "trained on another base" in capsys.readouterr().err
-    assert cli.run(["export", str(run), out, "--merge", "--base", str(base)]) == 0
+    assert cli.run(["export", str(run), out, "--merge", "--base-dir", str(base)]) == 0
     began, merged = Weights(base), Weights(out)
     changed = {
         n
@@ -122,13 +125,17 @@ def test_another_base_is_refused_and_one_that_moved_is_asked_for(whole, base, tm
     assert changed == {n for n in began.entries if "c_" in n and n.endswith(".weight")}
 
 
-def test_a_whole_base_of_random_weights_is_saved_with_its_adapters(tmp_path, capsys):
-    """A run without a folder: nothing else holds its base."""
-    run = tmp_path / "run"
-    ended = train(run, "lora.rank=2", "lora.dora=true", "train.steps=2", check=2)
+def test_a_base_of_random_weights_follows_from_the_seed(tmp_path, capsys):
+    """A run without a folder: a resumed one makes its base again, and another seed is another base."""
+    run, sets = tmp_path / "run", ("lora.rank=2", "lora.dora=true", "lora.base=nf4")
+    ended = train(run, *sets, "train.steps=2", check=2)
     assert ended.codes == [0, 0], ended.said
     manifest = read(run / "checkpoints" / "step-00000002")
-    assert "parameters/blocks.0.attention.qkv.weight" in manifest.tensors and "base" not in manifest.values
+    assert manifest.values["base"].startswith("random weights ")
+    assert not [name for name in manifest.tensors if name.startswith("parameters/") and ".lora." not in name]
+    assert train(run, *sets, "train.steps=3", world=1, resume=True).codes == [0]
+    other = train(run, *sets, "train.steps=4", "train.seed=5", world=1, resume=True)
+    assert other.codes == [2] and "trained on another base" in other.said[0]
     assert cli.run(["export", str(run), str(tmp_path / "out"), "--merge"]) == 2
     assert "random weights" in capsys.readouterr().err
     assert cli.run(["export", str(run), str(tmp_path / "out")]) == 0
@@ -151,3 +158,26 @@ def test_frozen_parameters_stay_as_they_are_and_the_rest_is_trained(base, tmp_pa
     assert refused.codes == [2] and "no parameter's name has 'zzz' in it; there are" in refused.said[0]
     nothing = train(tmp_path / "all", "train.freeze=.", world=1)
     assert nothing.codes == [2] and "nothing is left to train" in nothing.said[0]
+
+
+def test_a_base_in_four_bits_is_merged_and_continued_as_it_was_trained(base, tmp_path):
+    """The merged matrices are those of the decoded base with the adapters added, not of the folder's own weights."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    ended = train(
+        run, *LORA, f"train.init_from={base}", "lora.base=nf4", "zero.stage=3", "offload.placement=params=cpu"
+    )
+    assert ended.codes == [0, 0] and "stored as nf4" in ended.said[0], ended.said
+    assert cli.run(["export", str(run), str(out), "--merge"]) == 0
+    given = {"precision": "fp32", "stage": None, "offload": None, "sets": ()}
+    config = read_config(str(run), True, given)
+    engine = make_engine(config, make_model(config).requires_grad_(False), compile=False)
+    generate.load(engine, config, generate.Weights(str(run), True), lambda text: None)
+    state, merged, began = engine.state_dict(), Weights(out), Weights(base)
+    engine.close()
+    for layer, theirs in (("attention.qkv", "attn.c_attn"), ("mlp.down", "mlp.c_proj")):
+        matrix = state[f"blocks.1.{layer}.weight"]
+        a, b = (state[f"blocks.1.{layer}.lora.all.{each}"] for each in "ab")
+        name = f"transformer.h.1.{theirs}.weight"
+        found, before = (each.read(name, 0, matrix.numel()).view(matrix.shape[::-1]).t() for each in (merged, began))
+        assert torch.allclose(found, matrix + 2 * (b @ a), atol=1e-6)
+        assert 0.02 < (matrix - before).norm() / before.norm() < 0.2  # rounded to 4 bits
