@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 ADAPTERS = "--lora 16, or --lora 16:q_proj,v_proj; its other settings are --set lora.alpha=32 and the like"
-QUANTIZED = "weights are trained as they are, not in 4 or 8 bits; --auto and --offload cpu need less memory"
+QUANTIZED = "--lora 16 --base nf4, or --base int8: adapters beside a frozen base in 4 or 8 bits"
 FLAGS = {
     "batch-size": "--batch",
     "per-device-train-batch-size": "--batch",
@@ -62,7 +62,7 @@ FLAGS = {
     "lr-scheduler": "--set optimizer.schedule=",
     "val-set-size": "--set data.split=",
     "train-file": "--data",
-    "qlora": ADAPTERS,
+    "qlora": "--lora 16 --base nf4",
     "peft": ADAPTERS,
     "adapter": ADAPTERS,
     "lora-r": ADAPTERS,
@@ -74,8 +74,8 @@ FLAGS = {
     "target-modules": "--set lora.targets=",
     "use-dora": "--set lora.dora=",
     "use-rslora": "--set lora.rslora=",
-    "load-in-4bit": QUANTIZED,
-    "load-in-8bit": QUANTIZED,
+    "load-in-4bit": "--lora 16 --base nf4",
+    "load-in-8bit": "--lora 16 --base int8",
     "quantization": QUANTIZED,
     "warmup-steps": "--set optimizer.warmup=",
     "log-interval": "--set train.log_every=",
