@@ -111,7 +111,7 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("train --lora_alpha 16", 2, ("zerocli train --set lora.alpha=16",)),
     ("train --lora_r 16", 2, ("zerocli train --lora 16",)),
     ("train --qlora", 2, ("--lora 16",)),
-    ("train --load_in_4bit", 2, ("--offload cpu",)),
+    ("train --load_in_4bit", 2, ("--lora 16 --base nf4",)),
     ("train --set lora_r=8", 2, ("did you mean lora.rank?", "--set lora.rank=8")),
     ("train --set lora.target_modules=q", 2, ("did you mean lora.targets?",)),
     ("train --flash_attn fa2", 2, ("the same without it",)),

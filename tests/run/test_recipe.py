@@ -122,7 +122,7 @@ REFUSED = {
     "train --grad-accum 8": ("--grad-accum", "--accumulate"),
     "train --optimizer sgd": ("--optimizer", "optimizer.name="),
     "train --qlora": ("--qlora", "--lora 16"),
-    "train --load-in-4bit": ("--load-in-4bit", "--auto"),
+    "train --load-in-4bit": ("--load-in-4bit", "--lora 16 --base nf4"),
     "train --set optimizer.learning_rate=1": ("learning_rate", "--set optimizer.lr=1"),
     "train --save-every sometimes": ("never", "zerocli train --help"),
     "train adapter --data data.jsonl": ("holds an adapter", "zerocli train BASE --lora adapter --data FILE"),
